@@ -1,0 +1,117 @@
+#pragma once
+
+// The activations and their derivatives on one element, and vectors of elements.
+
+#include "activation.h"
+#include "gemm/problem.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fused {
+
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+
+template <typename T, typename A>
+__device__ inline T narrow(A x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+template <typename T, int n>
+struct alignas(sizeof(T) * n) Vector {
+  T values[n];
+};
+
+// 16 bytes a thread is what memory likes best.
+template <typename T>
+inline constexpr int full_vector = 16 / static_cast<int>(sizeof(T));
+
+// `quick` marks results that are rounded to 16 bits afterwards: there the hardware's exponential
+// (relative error about 1e-6) does as well as the exact tanh, at a fraction of its time.
+template <bool quick, typename A>
+__device__ inline A tanh_of(A x) {
+  if constexpr (quick) {
+    // exp -> inf gives 1, exp -> 0 gives -1, NaN stays.
+    return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
+  } else {
+    return tanh(x);
+  }
+}
+
+template <Activation activation, bool quick, typename A>
+__device__ inline A activate(A z) {
+  if constexpr (activation == Activation::relu) {
+    return z < A(0) ? A(0) : z;  // NaN stays
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
+    return A(0.5) * z * (A(1) + tanh_of<quick>(inner));
+  } else if constexpr (activation == Activation::gelu_erf) {
+    return A(0.5) * z * (A(1) + erf(z * A(0.7071067811865476)));
+  } else {
+    return z;
+  }
+}
+
+// dL/dz from dL/dy; saved is the output for ReLU, the pre-activation for GELU.
+template <Activation activation, bool quick, typename A>
+__device__ inline A activation_gradient(A grad, A saved) {
+  if constexpr (activation == Activation::relu) {
+    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    constexpr A beta = 0.7978845608028654, kappa = 0.044715;
+    const A square = saved * saved;
+    const A t = tanh_of<quick>(beta * (saved + kappa * square * saved));
+    const A slope = beta * (A(1) + A(3) * kappa * square);
+    return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
+  } else if constexpr (activation == Activation::gelu_erf) {
+    const A cdf = A(0.5) * (A(1) + erf(saved * A(0.7071067811865476)));
+    const A pdf = A(0.3989422804014327) * exp(A(-0.5) * saved * saved);
+    return grad * (cdf + saved * pdf);
+  } else {
+    return grad;
+  }
+}
+
+// Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.
+constexpr int block_threads = 256;
+
+inline dim3 block_shape(int64_t vectors_per_row) {
+  int width = 1;
+  while (width < 32 && width < vectors_per_row) width *= 2;
+  return dim3(width, block_threads / width);
+}
+
+inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// fn(T{}) with the element type.
+template <typename Fn>
+void with_type(gemm::Type type, const Fn& fn) {
+  switch (type) {
+    case gemm::Type::f64:
+      return fn(double{});
+    case gemm::Type::f32:
+      return fn(float{});
+    case gemm::Type::f16:
+      return fn(__half{});
+    case gemm::Type::bf16:
+      return fn(__nv_bfloat16{});
+  }
+}
+
+}  // namespace fused

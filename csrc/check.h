@@ -1,0 +1,69 @@
+#pragma once
+
+// Argument checks, in one wording: op, what was expected, what was got. Everything is compared
+// symbolically, so that the same checks serve real, meta and traced tensors.
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+namespace fused {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline bool has_value(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
+                                   const Tensor& input) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), op, ": ", what,
+                   " must have the dtype of input, ", input.scalar_type(), ", got ",
+                   tensor.scalar_type());
+  TORCH_CHECK(tensor.device() == input.device(), op, ": ", what, " must be on the device of input, ",
+              input.device(), ", got ", tensor.device());
+}
+
+inline void check_floating(const char* op, const Tensor& input) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+                       dtype == at::kDouble,
+                   op, ": input must have dtype Double, Float, Half or BFloat16, got ", dtype);
+  TORCH_CHECK(input.layout() == at::kStrided, op, ": input must be a strided tensor, got layout ",
+              input.layout());
+}
+
+// input [*, in], weight [out, in], bias [out] or nothing.
+inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
+                         const OptionalTensor& bias) {
+  check_floating(op, input);
+  check_dtype_and_device(op, "weight", weight, input);
+  TORCH_CHECK_VALUE(input.dim() >= 1, op,
+                    ": input must have shape [..., in_features], got a 0-dimensional tensor");
+  const auto in_features = input.sym_size(-1);
+  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight must have shape [out_features, ", in_features,
+                    "], got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(weight.sym_size(1) == in_features, op,
+                    ": weight must have shape [out_features, ", in_features,
+                    "] to match input [..., ", in_features, "], got ", weight.sym_sizes());
+  if (has_value(bias)) {
+    check_dtype_and_device(op, "bias", *bias, input);
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op,
+                      ": bias must have shape [", weight.sym_size(0), "] to match weight ",
+                      weight.sym_sizes(), ", got ", bias->sym_sizes());
+  }
+}
+
+// tensor [*leading of like, features]
+inline void check_rows(const char* op, const char* what, const Tensor& tensor, const Tensor& like,
+                       const c10::SymInt& features) {
+  bool same = tensor.dim() == like.dim() && tensor.sym_size(-1) == features;
+  for (int64_t d = 0; same && d + 1 < like.dim(); ++d) {
+    same = tensor.sym_size(d) == like.sym_size(d);
+  }
+  TORCH_CHECK_VALUE(same, op, ": ", what, " must have ", features, " features and the leading shape",
+                    " of ", like.sym_sizes(), ", got ", tensor.sym_sizes());
+}
+
+}  // namespace fused

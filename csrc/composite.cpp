@@ -1,0 +1,109 @@
+#include "composite.h"
+
+#include "kernels.h"
+
+namespace fused {
+
+Tensor Composite::activate(const Tensor& preactivation, Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return preactivation;
+    case Activation::relu:
+      return at::relu(preactivation);
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return at::gelu(preactivation, approximate_of(activation));
+  }
+  return preactivation;
+}
+
+Tensor Composite::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
+  return activate(at::linear(input, weight, bias), activation);
+}
+
+std::tuple<Tensor, Tensor> Composite::forward_aux(const Tensor& input, const Tensor& weight,
+                                                  const OptionalTensor& bias,
+                                                  Activation activation) {
+  const auto preactivation = at::linear(input, weight, bias);
+  const auto output = activate(preactivation, activation);
+  if (activation == Activation::relu) return {output, pack_mask(preactivation.detach().ge(0))};
+  return {output, preactivation};
+}
+
+Tensor Composite::activation_gradient(const Tensor& grad_output, const Tensor& saved,
+                                      Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return grad_output;
+    case Activation::relu:
+      if (saved.scalar_type() == at::kByte) {
+        const auto positive = unpack_mask(saved, grad_output.sym_size(-1));
+        return grad_output.masked_fill(positive.logical_not(), 0);
+      }
+      return at::threshold_backward(grad_output, saved, 0);
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return at::gelu_backward(grad_output, saved, approximate_of(activation));
+  }
+  return grad_output;
+}
+
+std::tuple<Tensor, Tensor> Composite::activation_backward(const Tensor& grad_output,
+                                                          const Tensor& saved,
+                                                          Activation activation, bool bias_grad) {
+  auto gradient = activation_gradient(grad_output, saved, activation);
+  auto grad_bias = bias_grad ? as_rows(gradient).sum(0) : unwanted(grad_output);
+  return {std::move(gradient), std::move(grad_bias)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> Composite::linear_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
+  const auto gradient = activation == Activation::none
+                            ? grad_output
+                            : activation_gradient(grad_output, *saved, activation);
+  const auto rows = as_rows(gradient);
+  return {output_mask[0] ? at::matmul(gradient, weight) : unwanted(grad_output),
+          output_mask[1] ? at::mm(rows.t(), as_rows(input)) : unwanted(grad_output),
+          output_mask[2] ? rows.sum(0) : unwanted(grad_output)};
+}
+
+namespace {
+
+// 1, 2, 4 ... 128 on the device of `like`
+Tensor bit_values(const Tensor& like) {
+  return at::pow(2, at::arange(8, like.options().dtype(at::kByte)));
+}
+
+}  // namespace
+
+Tensor pack_mask(const Tensor& positive) {
+  const auto features = positive.sym_size(-1);
+  const auto padded = (features + 127) / 128 * 128;
+  const auto bits = at::constant_pad_nd_symint(positive.to(at::kByte), {0, padded - features}, 0);
+  auto bytes = bits.sym_sizes().vec();
+  bytes.back() = padded / 8;
+  bytes.push_back(8);
+  return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
+}
+
+Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
+  const auto bits = mask.unsqueeze(-1).bitwise_and(bit_values(mask)).ne(0).flatten(-2);
+  return bits.narrow_symint(-1, 0, features);
+}
+
+Tensor pad_rows(const Tensor& tensor) {
+  auto sizes = tensor.sizes().vec();
+  const auto features = sizes.back();
+  sizes.back() = (features + 7) / 8 * 8;
+  if (sizes.back() == features) return tensor.contiguous();
+  auto padded = at::zeros(sizes, tensor.options()).narrow(-1, 0, features);
+  padded.copy_(tensor);
+  return padded;
+}
+
+// Under vmap (torch.func, is_grads_batched) torch's own rules batch the formula.
+TORCH_LIBRARY_IMPL(fused, FuncTorchBatched, m) { register_kernels<Composite>(m); }
+
+}  // namespace fused

@@ -1,0 +1,57 @@
+#pragma once
+
+// The definition of every operator, in differentiable ATen. It is the reference, and the way out
+// wherever a fused kernel cannot go: double backward, torch.func, forward AD, devices and dtypes
+// without a kernel.
+
+#include "activation.h"
+#include "check.h"
+
+#include <array>
+#include <tuple>
+
+namespace fused {
+
+struct Composite {
+  static Tensor activate(const Tensor& preactivation, Activation activation);
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        Activation activation);
+
+  // -> output and, for ReLU, the bit mask; for GELU the pre-activation
+  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias, Activation activation);
+
+  // act'(saved) · grad_output. saved is ReLU's output or bit mask (uint8), GELU's pre-activation.
+  static Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved,
+                                    Activation activation);
+
+  // The same, and its sum over all rows.
+  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
+                                                        const Tensor& saved, Activation activation,
+                                                        bool bias_grad);
+
+  // -> gradients of input, weight, bias
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask);
+};
+
+// One bit per element, eight to a byte, lowest first, rows padded with zeros to 128 bits: the
+// layout that cuBLASLt's RELU_AUX writes.
+Tensor pack_mask(const Tensor& positive);                             // [*, n] bool
+Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features);  // [*, features] bool
+
+// The pre-activation as it is saved everywhere: [*, features] with rows padded to 8 elements, which
+// is what cuBLASLt's GELU_AUX writes. The padding is zero.
+Tensor pad_rows(const Tensor& tensor);
+
+// What stands in for a gradient that nobody asked for.
+inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
+
+// [*, features] -> [rows, features]
+inline Tensor as_rows(const Tensor& tensor) {
+  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+}
+
+}  // namespace fused

@@ -1,0 +1,197 @@
+// CUDA kernels of the operators: flatten to matrices, allocate, choose the epilogue, run. Where
+// cuBLASLt cannot be used, ATen's formula does the work.
+
+#include "activation_kernels.h"
+#include "composite.h"
+#include "cuda_gemm.h"
+#include "kernels.h"
+#include "policy.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace fused {
+namespace {
+
+using gemm::Epilogue;
+using gemm::Stage;
+
+// The leading dimensions of `like` with another last one.
+std::vector<int64_t> sizes_with(const Tensor& like, int64_t features) {
+  auto sizes = like.sizes().vec();
+  sizes.back() = features;
+  return sizes;
+}
+
+// GELU_BIAS and GELU_AUX_BIAS in fp32 and fp64 are a product and then a slow generic kernel, with
+// an approximate tanh at that: there a product with bias and our own kernel are faster and exact.
+bool epilogue_pays(Activation activation, const Tensor& input) {
+  const bool narrow = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
+  return !is_gelu(activation) || narrow || policy() == Policy::cublaslt;
+}
+
+void run_activation(Activation activation, const Tensor& z, const Tensor& y) {  // [rows, cols]
+  if (z.numel() == 0) return;
+  activation_forward(activation, *gemm_type(z.scalar_type()), z.size(0), z.size(1), z.data_ptr(),
+                     z.stride(0), y.data_ptr(), y.stride(0), at::cuda::getCurrentCUDAStream());
+}
+
+struct Forward {
+  Tensor input;   // [rows, in]
+  Tensor weight;  // [out, in]
+  Tensor bias;    // [out], contiguous, or undefined
+
+  Forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias)
+      : input(as_rows(input)),
+        weight(weight),
+        bias(has_value(bias) ? bias->contiguous() : Tensor()) {}
+
+  // result = act(input weightᵀ + bias) in one call of the library, or false.
+  bool product(Activation activation, const Tensor& result, const Tensor& aux = {}) const {
+    const auto epilogue =
+        gemm::find_epilogue(Stage::forward, activation, bias.defined(), aux.defined());
+    return epilogue && multiply(input, weight.t(), result, *epilogue, bias, aux);
+  }
+};
+
+struct Cuda {
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        Activation activation) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    const Forward args(input, weight, bias);
+    auto output = at::empty(sizes_with(input, weight.size(0)), input.options());
+    const auto rows = as_rows(output);
+    if (output.numel() == 0) return output;
+    if (epilogue_pays(activation, input) && args.product(activation, rows)) return output;
+    if (is_gelu(activation) && args.product(Activation::none, rows)) {
+      run_activation(activation, rows, rows);
+      return output;
+    }
+    return Composite::forward(input, weight, bias, activation).contiguous();
+  }
+
+  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias,
+                                                Activation activation) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    const Forward args(input, weight, bias);
+    auto output = at::empty(sizes_with(input, weight.size(0)), input.options());
+    auto aux = activation == Activation::relu ? empty_mask(output) : empty_preactivation(output);
+    if (output.numel() == 0) return {output, aux};
+    const auto rows = as_rows(output), aux_rows = as_rows(aux);
+    if (epilogue_pays(activation, input) && args.product(activation, rows, aux_rows)) {
+      return {output, aux};
+    }
+    if (is_gelu(activation) && args.product(Activation::none, aux_rows)) {
+      run_activation(activation, aux_rows, rows);
+      return {output, aux};
+    }
+    std::tie(output, aux) = Composite::forward_aux(input, weight, bias, activation);
+    return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
+  }
+
+  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
+                                                        const Tensor& saved, Activation activation,
+                                                        bool bias_grad) {
+    const c10::cuda::CUDAGuard guard(grad_output.device());
+    auto [dz, grad_bias] =
+        one_pass(as_rows(grad_output), as_rows(saved), activation, true, bias_grad);
+    return {dz.view(grad_output.sizes()), grad_bias};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
+    const c10::cuda::CUDAGuard guard(grad_output.device());
+    const auto [wants_input, wants_weight, wants_bias] = output_mask;
+    const auto grad = as_rows(grad_output);
+
+    auto dz = grad;
+    auto grad_bias = unwanted(grad_output);
+    Tensor grad_weight;
+    if (activation != Activation::none) {
+      std::tie(dz, grad_bias) = one_pass(grad, as_rows(*saved), activation,
+                                         wants_input || wants_weight, wants_bias);
+    } else {
+      dz = grad.contiguous();  // a gradient like that of sum() has strides of 0; it is read twice
+      if (wants_bias && wants_weight && bgradb_pays(dz)) {
+        std::tie(grad_weight, grad_bias) = weight_and_bias_gradient(dz, as_rows(input));
+      } else if (wants_bias) {
+        grad_bias = std::get<1>(one_pass(dz, dz, Activation::none, false, true));
+      }
+    }
+    if (!wants_weight) {
+      grad_weight = unwanted(grad_output);
+    } else if (!grad_weight.defined()) {
+      grad_weight = product(dz.t(), as_rows(input));
+    }
+    return {wants_input ? product(dz, weight).view(input.sizes()) : unwanted(grad_output),
+            grad_weight, grad_bias};
+  }
+
+ private:
+  // Padding is zero, so that saved tensors compare equal; it exists only for odd widths.
+  static Tensor empty_mask(const Tensor& output) {
+    const auto features = output.size(-1), bits = gemm::mask_bits(features);
+    const auto sizes = sizes_with(output, bits / 8);
+    const auto options = output.options().dtype(at::kByte);
+    return features == bits ? at::empty(sizes, options) : at::zeros(sizes, options);
+  }
+
+  static Tensor empty_preactivation(const Tensor& output) {
+    const auto features = output.size(-1), padded = gemm::padded_features(features);
+    if (features == padded) return at::empty_like(output);
+    const auto buffer = at::empty(sizes_with(output, padded), output.options());
+    buffer.narrow(-1, features, padded - features).zero_();
+    return buffer.narrow(-1, 0, features);
+  }
+
+  // dz (undefined if not wanted) and the bias gradient ([0] if not wanted), from rows.
+  static std::tuple<Tensor, Tensor> one_pass(const Tensor& grad, const Tensor& saved,
+                                             Activation activation, bool wants_dz,
+                                             bool wants_bias) {
+    const auto with_unit_stride = [](const Tensor& t) {
+      return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous();
+    };
+    const auto g = with_unit_stride(grad), s = with_unit_stride(saved);
+    auto dz = wants_dz ? at::empty(grad.sizes(), grad.options()) : Tensor();
+    auto grad_bias = at::empty({wants_bias ? grad.size(1) : 0}, grad.options());
+    if (grad.numel() == 0) return {dz, grad_bias.zero_()};
+    if (!wants_dz && !wants_bias) return {dz, grad_bias};
+
+    ActivationBackward args;
+    args.activation = activation;
+    args.mask = saved.scalar_type() == at::kByte;
+    args.type = *gemm_type(grad.scalar_type());
+    args.rows = grad.size(0), args.cols = grad.size(1);
+    args.grad = g.data_ptr(), args.ld_grad = g.stride(0);
+    args.saved = s.data_ptr(), args.ld_saved = s.stride(0);
+    if (wants_dz) args.dz = dz.data_ptr();
+    if (wants_bias) args.grad_bias = grad_bias.data_ptr();
+    const Workspace scratch(scratch_bytes(args));
+    fused::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    return {dz, grad_bias};
+  }
+
+  // On Hopper BGRADB is part of the product only in fp16; elsewhere it is a slow kernel of its own
+  // and our column sum, at the speed of memory, is quicker.
+  static bool bgradb_pays(const Tensor& dz) {
+    return policy() == Policy::cublaslt || dz.scalar_type() == at::kHalf;
+  }
+
+  static std::tuple<Tensor, Tensor> weight_and_bias_gradient(const Tensor& dz,
+                                                             const Tensor& input) {
+    auto grad_weight = at::empty({dz.size(1), input.size(1)}, dz.options());
+    auto grad_bias = at::empty({dz.size(1)}, dz.options());
+    if (multiply(dz.t(), input, grad_weight, Epilogue::bgradb, grad_bias)) {
+      return {grad_weight, grad_bias};
+    }
+    return {Tensor(), std::get<1>(one_pass(dz, dz, Activation::none, false, true))};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { register_kernels<Cuda>(m); }
+
+}  // namespace fused

@@ -1,0 +1,61 @@
+#pragma once
+
+// The C++ API of torch_fused_linear: act(x Wᵀ + b), trainable. Every function goes through torch's
+// dispatcher, so autograd, autocast, tracing and every device behave as for torch's own operators.
+// Link or dlopen the package's library before the first call.
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace fused {
+
+using at::Tensor;
+
+// y = x Wᵀ + b
+Tensor linear(const Tensor& input,                // [*, in]
+              const Tensor& weight,               // [out, in]
+              const std::optional<Tensor>& bias = {});  // [out]
+
+// y = max(x Wᵀ + b, 0)
+Tensor linear_relu(const Tensor& input,                // [*, in]
+                   const Tensor& weight,               // [out, in]
+                   const std::optional<Tensor>& bias = {});  // [out]
+
+// y = gelu(x Wᵀ + b); approximate is "tanh" or "none" (erf)
+Tensor linear_gelu(const Tensor& input,                // [*, in]
+                   const Tensor& weight,               // [out, in]
+                   const std::optional<Tensor>& bias = {},  // [out]
+                   std::string_view approximate = "tanh");
+
+// The steps that autograd is made of, for who writes a backward by hand.
+namespace steps {
+
+// -> output [*, out] and the bit mask of z >= 0, uint8 [*, roundup(out, 128) / 8]
+std::tuple<Tensor, Tensor> linear_relu_aux(const Tensor& input, const Tensor& weight,
+                                           const std::optional<Tensor>& bias = {});
+
+// -> output [*, out] and the pre-activation [*, out], whose rows are padded to 8 elements
+std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& weight,
+                                           const std::optional<Tensor>& bias = {},
+                                           std::string_view approximate = "tanh");
+
+// dz = act'(saved) · grad_output and, wanted or [0], its sum over all rows: the bias gradient.
+// saved: ReLU's output or bit mask, GELU's pre-activation.
+std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,  // [*, out]
+                                               const Tensor& saved, std::string_view activation,
+                                               bool bias_grad);
+
+// -> gradients of input, weight and bias; those not wanted are [0]
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,  // [*, out]
+                                                   const Tensor& input,        // [*, in]
+                                                   const Tensor& weight,       // [out, in]
+                                                   const std::optional<Tensor>& saved,
+                                                   std::string_view activation,
+                                                   std::array<bool, 3> output_mask);
+
+}  // namespace steps
+}  // namespace fused

@@ -1,0 +1,57 @@
+#pragma once
+
+// cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
+
+#include "gemm/problem.h"
+
+#include <cublasLt.h>
+
+#include <memory>
+#include <vector>
+
+namespace fused::gemm {
+
+// Plain bytes: valid for one version of the library, on any device of the architecture it was
+// found for.
+struct Algorithm {
+  cublasLtMatmulAlgo_t algo{};
+  size_t workspace = 0;
+};
+
+// The library's view of a problem. Pointers are set again before every run, so one object must
+// not be used by two threads at once.
+class Descriptors {
+ public:
+  explicit Descriptors(const Problem& problem);
+
+  cublasLtMatmulDesc_t operation() const { return operation_.get(); }
+  cublasLtMatrixLayout_t a() const { return a_.get(); }
+  cublasLtMatrixLayout_t b() const { return b_.get(); }
+  cublasLtMatrixLayout_t d() const { return d_.get(); }
+
+  void set_pointers(const Operands& operands);
+
+ private:
+  struct Destroy {
+    void operator()(cublasLtMatmulDescOpaque_t* p) const { cublasLtMatmulDescDestroy(p); }
+    void operator()(cublasLtMatrixLayoutOpaque_t* p) const { cublasLtMatrixLayoutDestroy(p); }
+  };
+  using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy>;
+
+  bool bias_;
+  bool aux_;
+  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation_;
+  Layout a_, b_, d_;
+};
+
+// What the library's heuristic offers for the problem, best guess first, without the algorithms
+// known to be wrong; empty where it supports nothing. Not to be called while a stream captures.
+std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
+                                  Descriptors& descriptors, const Operands& operands, int most);
+
+// d = epilogue(a · b); the workspace holds algorithm.workspace bytes.
+cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                   const Algorithm& algorithm, const Operands& operands, void* workspace,
+                   cudaStream_t stream);
+
+}  // namespace fused::gemm

@@ -1,0 +1,117 @@
+#pragma once
+
+// Which cuBLASLt epilogue does a stage of a layer: one table, for every stage.
+
+#include "activation.h"
+
+#include <cstdint>
+#include <optional>
+
+namespace fused::gemm {
+
+// The values are cublasLtEpilogue_t's, spelled out so that this table can be read and tested
+// without CUDA's headers; cublaslt.cpp asserts that they agree.
+enum class Epilogue : uint32_t {
+  identity = 1,
+  relu = 2,
+  bias = 4,
+  relu_bias = 6,
+  relu_aux = 130,
+  relu_aux_bias = 134,
+  drelu = 136,
+  drelu_bgrad = 152,
+  gelu = 32,
+  gelu_bias = 36,
+  gelu_aux = 160,
+  gelu_aux_bias = 164,
+  dgelu = 192,
+  dgelu_bgrad = 208,
+  bgradb = 512,
+};
+
+enum class Stage {
+  forward,          // y = act(x Wᵀ + b)
+  input_gradient,   // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
+  weight_gradient,  // dzᵀ x, and, as "bias", the column sums of dz
+};
+
+struct EpilogueRow {
+  Stage stage;
+  Activation activation;
+  bool bias;  // reads the bias (forward) or writes its gradient (backward)
+  bool aux;   // writes (forward) or reads (backward) what act' needs
+  Epilogue epilogue;
+  const char* name;
+};
+
+inline constexpr EpilogueRow epilogue_table[] = {
+    {Stage::forward, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    {Stage::forward, Activation::none, true, false, Epilogue::bias, "BIAS"},
+    {Stage::forward, Activation::relu, false, false, Epilogue::relu, "RELU"},
+    {Stage::forward, Activation::relu, true, false, Epilogue::relu_bias, "RELU_BIAS"},
+    {Stage::forward, Activation::relu, false, true, Epilogue::relu_aux, "RELU_AUX"},
+    {Stage::forward, Activation::relu, true, true, Epilogue::relu_aux_bias, "RELU_AUX_BIAS"},
+    {Stage::forward, Activation::gelu_tanh, false, false, Epilogue::gelu, "GELU"},
+    {Stage::forward, Activation::gelu_tanh, true, false, Epilogue::gelu_bias, "GELU_BIAS"},
+    {Stage::forward, Activation::gelu_tanh, false, true, Epilogue::gelu_aux, "GELU_AUX"},
+    {Stage::forward, Activation::gelu_tanh, true, true, Epilogue::gelu_aux_bias, "GELU_AUX_BIAS"},
+    {Stage::input_gradient, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    {Stage::input_gradient, Activation::relu, false, true, Epilogue::drelu, "DRELU"},
+    {Stage::input_gradient, Activation::relu, true, true, Epilogue::drelu_bgrad, "DRELU_BGRAD"},
+    {Stage::input_gradient, Activation::gelu_tanh, false, true, Epilogue::dgelu, "DGELU"},
+    {Stage::input_gradient, Activation::gelu_tanh, true, true, Epilogue::dgelu_bgrad,
+     "DGELU_BGRAD"},
+    {Stage::weight_gradient, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    // torch's weight is [out, in], so dz is operand B of the weight gradient: BGRADB, not BGRADA.
+    {Stage::weight_gradient, Activation::none, true, false, Epilogue::bgradb, "BGRADB"},
+};
+
+// Nothing where cuBLASLt has no such epilogue (GELU with erf, above all).
+inline constexpr std::optional<Epilogue> find_epilogue(Stage stage, Activation activation,
+                                                       bool bias, bool aux) {
+  for (const auto& row : epilogue_table) {
+    if (row.stage == stage && row.activation == activation && row.bias == bias && row.aux == aux) {
+      return row.epilogue;
+    }
+  }
+  return std::nullopt;
+}
+
+inline constexpr const char* name(Epilogue epilogue) {
+  for (const auto& row : epilogue_table) {
+    if (row.epilogue == epilogue) return row.name;
+  }
+  return "?";
+}
+
+inline constexpr bool uses_bias(Epilogue epilogue) {
+  for (const auto& row : epilogue_table) {
+    if (row.epilogue == epilogue) return row.bias;
+  }
+  return false;
+}
+
+inline constexpr bool uses_aux(Epilogue epilogue) {
+  for (const auto& row : epilogue_table) {
+    if (row.epilogue == epilogue) return row.aux;
+  }
+  return false;
+}
+
+inline constexpr bool is_backward_activation(Epilogue epilogue) {
+  return epilogue == Epilogue::drelu || epilogue == Epilogue::drelu_bgrad ||
+         epilogue == Epilogue::dgelu || epilogue == Epilogue::dgelu_bgrad;
+}
+
+inline constexpr bool has_relu_mask(Epilogue epilogue) {
+  return epilogue == Epilogue::relu_aux || epilogue == Epilogue::relu_aux_bias ||
+         epilogue == Epilogue::drelu || epilogue == Epilogue::drelu_bgrad;
+}
+
+// Leading dimensions of the aux buffer: a ReLU mask counts bits and needs multiples of 128, a
+// pre-activation counts elements and needs multiples of 8. Padding them is what makes every width
+// work.
+inline constexpr int64_t mask_bits(int64_t features) { return (features + 127) / 128 * 128; }
+inline constexpr int64_t padded_features(int64_t features) { return (features + 7) / 8 * 8; }
+
+}  // namespace fused::gemm

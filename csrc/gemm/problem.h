@@ -1,0 +1,168 @@
+#pragma once
+
+// One matrix product as a value: everything that decides which algorithms are valid for it, and
+// nothing else. It is the key under which algorithms are remembered, so a field left out here is
+// a wrong result somewhere else.
+
+#include "gemm/epilogue.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <ostream>
+
+namespace fused::gemm {
+
+enum class Type : uint8_t { f64, f32, f16, bf16 };
+
+// How the product is accumulated; narrow sums are never asked for.
+enum class Math : uint8_t { full, tf32 };
+
+enum class SplitK : uint8_t { allowed, forbidden };
+
+inline constexpr int64_t size_of(Type type) {
+  return type == Type::f64 ? 8 : type == Type::f32 ? 4 : 2;
+}
+
+inline constexpr const char* name(Type type) {
+  constexpr const char* names[] = {"f64", "f32", "f16", "bf16"};
+  return names[static_cast<int>(type)];
+}
+
+// A matrix as torch stores it: row r starts ld elements after row r-1. `transposed` says that the
+// matrix meant is the transpose of the stored one.
+struct Matrix {
+  int64_t rows = 0;  // as meant
+  int64_t cols = 0;  // as meant
+  int64_t ld = 0;    // of the storage
+  bool transposed = false;
+  void* data = nullptr;
+};
+
+struct Operands {
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* d = nullptr;
+  void* bias = nullptr;
+  void* aux = nullptr;
+};
+
+// Largest power of two up to 256 that divides the address, as a power: cuBLASLt's alignment class.
+inline uint8_t alignment_class(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  uint8_t power = 0;
+  while (power < 8 && (address >> power & 1) == 0) ++power;
+  return power;
+}
+
+struct Problem {
+  int device = 0;
+  Epilogue epilogue = Epilogue::identity;
+  Type type = Type::f32;
+  Math math = Math::full;
+  SplitK split_k = SplitK::allowed;
+  bool transpose_a = false;
+  bool transpose_b = false;
+  int64_t m = 0, n = 0, k = 0;
+  int64_t lda = 0, ldb = 0, ldd = 0, ld_aux = 0;
+  uint8_t align_a = 8, align_b = 8, align_d = 8, align_bias = 8, align_aux = 8;
+  int64_t workspace_limit = 0;
+
+  bool operator==(const Problem&) const = default;
+};
+
+struct Settings {
+  int device = 0;
+  Math math = Math::full;
+  SplitK split_k = SplitK::allowed;
+  int64_t workspace_limit = 0;
+};
+
+// left · right = result, all three row-major as in torch, becomes cuBLASLt's column-major problem.
+// This is the one place where the two meet: a row-major matrix read column by column is its own
+// transpose, so what cuBLASLt computes is resultᵀ = rightᵀ · leftᵀ. Hence right is operand A, left
+// is operand B, m counts the result's columns (features: the bias and the aux run along them), n
+// its rows (tokens), and an operand needs op T exactly where it was meant transposed.
+inline Problem describe(const Matrix& left, const Matrix& right, const Matrix& result,
+                        Epilogue epilogue, Type type, const void* bias, const void* aux,
+                        int64_t ld_aux, const Settings& settings) {
+  Problem problem;
+  problem.device = settings.device;
+  problem.epilogue = epilogue;
+  problem.type = type;
+  problem.math = type == Type::f32 ? settings.math : Math::full;
+  problem.split_k = settings.split_k;
+  problem.transpose_a = right.transposed;
+  problem.transpose_b = left.transposed;
+  problem.m = result.cols;
+  problem.n = result.rows;
+  problem.k = left.cols;
+  problem.lda = right.ld;
+  problem.ldb = left.ld;
+  problem.ldd = result.ld;
+  problem.align_a = alignment_class(right.data);
+  problem.align_b = alignment_class(left.data);
+  problem.align_d = alignment_class(result.data);
+  if (uses_bias(epilogue)) problem.align_bias = alignment_class(bias);
+  if (uses_aux(epilogue)) {
+    problem.align_aux = alignment_class(aux);
+    problem.ld_aux = ld_aux;
+  }
+  problem.workspace_limit = settings.workspace_limit;
+  return problem;
+}
+
+// Why this problem must not go to cuBLASLt, or nullptr. library_version is cublasLtGetVersion().
+inline const char* refusal(const Problem& p, size_t library_version) {
+  if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";
+  // Known in CUDA 12.4 with no fix announced: the workspace is overrun.
+  if (p.k == 1 && is_backward_activation(p.epilogue)) return "K is 1 behind a D* epilogue";
+  // Wrong or missing bias with a single row or column before CUDA 13; right in 13.0, as measured.
+  if (library_version < 130000 && (p.m == 1 || p.n == 1)) return "one row or column";
+  // Algorithm 66 went wrong beyond 2 GiB strides until 13.2.
+  const int64_t widest = std::max({p.lda, p.ldb, p.ldd});
+  if (widest > (int64_t{1} << 31) / size_of(p.type)) return "a leading dimension beyond 2 GiB";
+  if (p.epilogue == Epilogue::bgradb && !p.transpose_b) return "BGRADB needs op(B) = T";
+  if (uses_aux(p.epilogue)) {
+    const int64_t multiple = has_relu_mask(p.epilogue) ? 128 : 8;
+    if (p.ld_aux < p.m || p.ld_aux % multiple != 0) return "the aux rows are not padded";
+    // 16-byte rows need a 16-byte base; the library does not check it.
+    if (p.align_aux < 4) return "the aux buffer is not aligned to 16 bytes";
+  }
+  return nullptr;
+}
+
+inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
+  out << name(p.epilogue) << ' ' << name(p.type) << (p.math == Math::tf32 ? "/tf32" : "")
+      << " m=" << p.m << " n=" << p.n << " k=" << p.k << ' ' << (p.transpose_a ? 'T' : 'N')
+      << (p.transpose_b ? 'T' : 'N') << " lda=" << p.lda << " ldb=" << p.ldb << " ldd=" << p.ldd;
+  if (uses_aux(p.epilogue)) out << " ld_aux=" << p.ld_aux;
+  out << " align=" << (1 << p.align_a) << ',' << (1 << p.align_b) << ',' << (1 << p.align_d) << ','
+      << (1 << p.align_bias) << ',' << (1 << p.align_aux)
+      << (p.split_k == SplitK::forbidden ? " no-split-k" : "") << " workspace<="
+      << p.workspace_limit << " device=" << p.device;
+  return out;
+}
+
+struct ProblemHash {
+  size_t operator()(const Problem& p) const {
+    uint64_t hash = 0;
+    const auto mix = [&hash](uint64_t value) {
+      hash = (hash ^ value) * 0x9e3779b97f4a7c15ull;
+      hash ^= hash >> 32;
+    };
+    mix(static_cast<uint64_t>(p.epilogue) << 32 | static_cast<uint64_t>(p.device) << 16 |
+        static_cast<uint64_t>(p.type) << 8 | static_cast<uint64_t>(p.math) << 4 |
+        static_cast<uint64_t>(p.split_k) << 2 | (p.transpose_a ? 2u : 0u) |
+        (p.transpose_b ? 1u : 0u));
+    mix(p.m), mix(p.n), mix(p.k);
+    mix(p.lda), mix(p.ldb), mix(p.ldd), mix(p.ld_aux);
+    mix(static_cast<uint64_t>(p.align_a) << 32 | static_cast<uint64_t>(p.align_b) << 24 |
+        static_cast<uint64_t>(p.align_d) << 16 | static_cast<uint64_t>(p.align_bias) << 8 |
+        p.align_aux);
+    mix(p.workspace_limit);
+    return hash;
+  }
+};
+
+}  // namespace fused::gemm

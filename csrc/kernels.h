@@ -1,0 +1,109 @@
+#pragma once
+
+// What every backend's kernels share: the dispatcher's signatures, the checks, the parsing of
+// strings. A backend supplies four functions over Activation as a value: forward, forward_aux,
+// activation_backward, linear_backward (see Composite for their meaning).
+
+#include "activation.h"
+#include "check.h"
+
+#include <torch/library.h>
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+namespace fused {
+
+inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
+                        Activation activation) {
+  TORCH_CHECK(saved.device() == grad_output.device(), op,
+              ": saved must be on the device of grad_output, ", grad_output.device(), ", got ",
+              saved.device());
+  const auto features = grad_output.sym_size(-1);
+  if (activation == Activation::relu && saved.scalar_type() == at::kByte) {
+    check_rows(op, "the ReLU mask", saved, grad_output, (features + 127) / 128 * 16);
+  } else {
+    check_dtype_and_device(op, "saved", saved, grad_output);
+    check_rows(op, "saved", saved, grad_output, features);
+  }
+}
+
+template <class Backend>
+struct Kernels {
+  template <Activation activation>
+  static constexpr const char* op_name() {
+    return activation == Activation::none ? "linear" : "linear_relu";
+  }
+
+  template <Activation activation>
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    check_linear(op_name<activation>(), input, weight, bias);
+    return Backend::forward(input, weight, bias, activation);
+  }
+
+  static Tensor forward_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             std::string_view approximate) {
+    const auto activation = parse_approximate("linear_gelu", approximate);
+    check_linear("linear_gelu", input, weight, bias);
+    return Backend::forward(input, weight, bias, activation);
+  }
+
+  static std::tuple<Tensor, Tensor> relu_aux(const Tensor& input, const Tensor& weight,
+                                             const OptionalTensor& bias) {
+    check_linear("_linear_relu_aux", input, weight, bias);
+    return Backend::forward_aux(input, weight, bias, Activation::relu);
+  }
+
+  static std::tuple<Tensor, Tensor> gelu_aux(const Tensor& input, const Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             std::string_view approximate) {
+    const auto activation = parse_approximate("_linear_gelu_aux", approximate);
+    check_linear("_linear_gelu_aux", input, weight, bias);
+    return Backend::forward_aux(input, weight, bias, activation);
+  }
+
+  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
+                                                        const Tensor& saved, std::string_view text,
+                                                        bool bias_grad) {
+    constexpr auto op = "_activation_backward";
+    const auto activation = parse_activation(op, text);
+    TORCH_CHECK_VALUE(activation != Activation::none, op,
+                      ": activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got 'none'");
+    TORCH_CHECK_VALUE(grad_output.dim() >= 1, op,
+                      ": grad_output must have shape [..., features], got a 0-dimensional tensor");
+    check_floating(op, grad_output);
+    check_saved(op, grad_output, saved, activation);
+    return Backend::activation_backward(grad_output, saved, activation, bias_grad);
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask) {
+    constexpr auto op = "_linear_backward";
+    const auto activation = parse_activation(op, text);
+    check_linear(op, input, weight, {});
+    check_dtype_and_device(op, "grad_output", grad_output, input);
+    check_rows(op, "grad_output", grad_output, input, weight.sym_size(0));
+    if (activation != Activation::none) {
+      TORCH_CHECK_VALUE(has_value(saved), op, ": activation '", text,
+                        "' needs saved, the output or the pre-activation, got None");
+      check_saved(op, grad_output, *saved, activation);
+    }
+    return Backend::linear_backward(grad_output, input, weight, saved, activation, output_mask);
+  }
+};
+
+template <class Backend>
+void register_kernels(torch::Library& m) {
+  using K = Kernels<Backend>;
+  m.impl("linear", K::template forward<Activation::none>);
+  m.impl("linear_relu", K::template forward<Activation::relu>);
+  m.impl("linear_gelu", K::forward_gelu);
+  m.impl("_linear_relu_aux", K::relu_aux);
+  m.impl("_linear_gelu_aux", K::gelu_aux);
+  m.impl("_activation_backward", K::activation_backward);
+  m.impl("_linear_backward", K::linear_backward);
+}
+
+}  // namespace fused

@@ -1,0 +1,126 @@
+// Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
+// are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp.
+
+#include "fused_linear.h"
+#include "policy.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace {
+
+std::string get_policy() { return fused::name(fused::policy()); }
+void set_policy(std::string_view text) { fused::set_policy(fused::parse_policy(text)); }
+
+}  // namespace
+
+TORCH_LIBRARY(fused, m) {
+  // Inductor hands the arguments over in the strides they were traced with.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+
+  // What users call. Nothing but the result is written where no gradient is wanted.
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
+  m.def("linear_relu(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
+  m.def(
+      "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, str approximate='tanh') -> "
+      "Tensor",
+      tags);
+
+  // Forward that also gives what the backward needs: ReLU's bit mask, GELU's pre-activation.
+  m.def(
+      "_linear_relu_aux(Tensor input, Tensor weight, Tensor? bias=None) -> "
+      "(Tensor output, Tensor mask)",
+      tags);
+  m.def(
+      "_linear_gelu_aux(Tensor input, Tensor weight, Tensor? bias=None, *, "
+      "str approximate='tanh') -> (Tensor output, Tensor preactivation)",
+      tags);
+
+  // act'(saved) · grad_output and its column sums, in one pass over memory.
+  m.def(
+      "_activation_backward(Tensor grad_output, Tensor saved, str activation, bool bias_grad) -> "
+      "(Tensor grad_preactivation, Tensor grad_bias)",
+      tags);
+
+  // The whole backward of one layer; gradients not wanted are tensors of no elements.
+  m.def(
+      "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
+      "str activation, bool[3] output_mask) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+
+  // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
+  m.def("_policy() -> str", get_policy);
+  m.def("_set_policy(str policy) -> ()", set_policy);
+}
+
+namespace fused {
+namespace {
+
+template <typename Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+using Forward = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                           std::string_view);
+using Pair = std::tuple<Tensor, Tensor>;
+using ForwardAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&);
+using ForwardGeluAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                            std::string_view);
+using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
+using LinearBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
+                                                          const Tensor&,
+                                                          const std::optional<Tensor>&,
+                                                          std::string_view, std::array<bool, 3>);
+
+}  // namespace
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = find<Forward>("fused::linear");
+  return op.call(input, weight, bias);
+}
+
+Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = find<Forward>("fused::linear_relu");
+  return op.call(input, weight, bias);
+}
+
+Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   std::string_view approximate) {
+  static const auto op = find<ForwardGelu>("fused::linear_gelu");
+  return op.call(input, weight, bias, approximate);
+}
+
+namespace steps {
+
+Pair linear_relu_aux(const Tensor& input, const Tensor& weight,
+                     const std::optional<Tensor>& bias) {
+  static const auto op = find<ForwardAux>("fused::_linear_relu_aux");
+  return op.call(input, weight, bias);
+}
+
+Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                     std::string_view approximate) {
+  static const auto op = find<ForwardGeluAux>("fused::_linear_gelu_aux");
+  return op.call(input, weight, bias, approximate);
+}
+
+Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                         std::string_view activation, bool bias_grad) {
+  static const auto op = find<ActivationBackward>("fused::_activation_backward");
+  return op.call(grad_output, saved, activation, bias_grad);
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor& weight,
+                                                   const std::optional<Tensor>& saved,
+                                                   std::string_view activation,
+                                                   std::array<bool, 3> output_mask) {
+  static const auto op = find<LinearBackward>("fused::_linear_backward");
+  return op.call(grad_output, input, weight, saved, activation, output_mask);
+}
+
+}  // namespace steps
+}  // namespace fused

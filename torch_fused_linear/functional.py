@@ -1,0 +1,80 @@
+"""Functional forms, under the names of the operators.
+
+Each is the operator ``torch.ops.fused.<name>``; use whichever reads better. All of them work in
+eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def linear(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    r"""Applies :math:`y = xW^T + b`.
+
+    The same as :func:`torch.nn.functional.linear`. As the layer after a fused one it takes part in
+    the fused backward, which torch's own does not.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
+        bias: :math:`(\text{out\_features})` or ``None``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype is not supported or does not fit.
+        RuntimeError: the arguments are on different devices.
+    """
+    return torch.ops.fused.linear(input, weight, bias)
+
+
+def linear_relu(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
+
+    On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
+    :math:`y = 0` is 0 and NaN is passed on, as in torch; under
+    ``set_policy("cublaslt")`` the library's bit mask is used instead, whose gradient is 1 where
+    the pre-activation is exactly 0.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
+        bias: :math:`(\text{out\_features})` or ``None``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear`.
+    """
+    return torch.ops.fused.linear_relu(input, weight, bias)
+
+
+def linear_gelu(
+    input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, approximate: str = "tanh"
+) -> Tensor:
+    r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
+
+    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``, but note the
+    default: ``'tanh'``, the form that cuBLASLt computes in its epilogue, where torch's default is
+    ``'none'``. The exact form is computed exactly when asked for (product with bias, then one
+    kernel); neither is ever put in the place of the other. See
+    `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
+        bias: :math:`(\text{out\_features})` or ``None``.
+        approximate: ``'tanh'`` or ``'none'`` (erf).
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear`.
+    """
+    return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate)

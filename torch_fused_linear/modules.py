@@ -1,0 +1,172 @@
+"""Layers that stand where ``nn.Linear`` and its activation stood."""
+
+import torch
+from torch import Tensor, nn
+
+
+class FusedLinear(nn.Linear):
+    r"""Applies :math:`y = xW^T + b`, as :class:`torch.nn.Linear` does.
+
+    Use it for the layer that follows a fused one: only a fused layer can take over the gradient of
+    the activation before it.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, initialised as in
+            :class:`torch.nn.Linear`, whose ``state_dict`` loads as it is.
+        bias: :math:`(\text{out\_features})`.
+
+    Examples::
+
+        >>> layer = FusedLinear(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.fused.linear(input, self.weight, self.bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **kwargs) -> "FusedLinear":
+        """A fused layer that shares ``linear``'s parameters (the same objects, not copies).
+
+        Args:
+            linear: the layer to take over.
+            kwargs: what else the class's constructor takes, such as ``approximate``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}"
+            )
+        # No memory for parameters that are replaced at once.
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            device="meta",
+            **kwargs,
+        )
+        layer.weight = linear.weight
+        layer.bias = linear.bias
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` that shares this layer's parameters; the activation is left out."""
+        linear = nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
+        linear.weight = self.weight
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    def to_unfused(self) -> nn.Module:
+        """The same layer in plain ``torch.nn``, sharing this layer's parameters."""
+        return self.to_linear()
+
+
+class FusedLinearReLU(FusedLinear):
+    r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``nn.Linear`` then ``nn.ReLU``.
+
+    On a GPU the forward is one cuBLASLt product with the epilogue ``RELU_BIAS``, the backward one
+    pass over memory for the gradient of ReLU and of the bias, then the two products. See
+    :func:`torch_fused_linear.linear_relu` for what happens at exactly 0.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Examples::
+
+        >>> layer = FusedLinearReLU(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.fused.linear_relu(input, self.weight, self.bias)
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
+        return nn.Sequential(self.to_linear(), nn.ReLU())
+
+
+class FusedLinearGELU(FusedLinear):
+    r"""Applies :math:`y = \text{GELU}(xW^T + b)`; equivalent to ``nn.Linear`` then ``nn.GELU``.
+
+    Mind the default: ``approximate='tanh'`` is what cuBLASLt's epilogue computes, while
+    :class:`torch.nn.GELU` defaults to ``'none'`` (erf), which is honoured exactly when asked for.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Examples::
+
+        >>> layer = FusedLinearGELU(20, 30, approximate="none")
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    __constants__ = [*nn.Linear.__constants__, "approximate"]
+    approximate: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        approximate: str = "tanh",
+    ) -> None:
+        if approximate not in ("tanh", "none"):
+            raise ValueError(
+                f"FusedLinearGELU: approximate must be 'tanh' or 'none', got {approximate!r}"
+            )
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.fused.linear_gelu(
+            input, self.weight, self.bias, approximate=self.approximate
+        )
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Linear, nn.GELU)`` that shares this layer's parameters."""
+        return nn.Sequential(self.to_linear(), nn.GELU(approximate=self.approximate))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, approximate={self.approximate!r}"

@@ -1,0 +1,43 @@
+"""How the work is to be done: a process-wide choice."""
+
+import torch
+
+
+class set_policy:
+    """Chooses how the fused operators do their work, for the whole process.
+
+    A plain call sets it; as a context manager it is put back at the end::
+
+        set_policy("cublaslt")
+        with set_policy("eager"):
+            ...
+
+    The environment variable ``TORCH_FUSED_LINEAR_POLICY`` sets it before the first call.
+
+    Args:
+        policy: one of
+
+            - ``"auto"`` (default): the fastest way known that keeps torch's semantics;
+            - ``"cublaslt"``: cuBLASLt's own fused epilogues wherever they exist. ReLU then saves
+              the library's bit mask, whose gradient at a pre-activation of exactly 0 is 1, where
+              torch's is 0;
+            - ``"eager"``: the plain formula, operator by operator.
+
+    Raises:
+        ValueError: the name is not one of these.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.previous = get_policy()
+        torch.ops.fused._set_policy(policy)
+
+    def __enter__(self) -> "set_policy":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        torch.ops.fused._set_policy(self.previous)
+
+
+def get_policy() -> str:
+    """The policy in force: ``"auto"``, ``"cublaslt"`` or ``"eager"``."""
+    return torch.ops.fused._policy()
