@@ -26,8 +26,8 @@ inline const char* name(Activation activation) {
 }
 
 inline Activation parse_activation(const char* op, std::string_view text) {
-  for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh,
-                          Activation::gelu_erf}) {
+  for (auto activation :
+       {Activation::none, Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
     if (text == name(activation)) return activation;
   }
   TORCH_CHECK_VALUE(false, op,

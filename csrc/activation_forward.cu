@@ -17,10 +17,11 @@ __global__ void __launch_bounds__(block_threads)
   if (col >= cols) return;
   const int64_t step = int64_t{gridDim.y} * blockDim.y;
   for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows; row += step) {
-    auto v = *reinterpret_cast<const Vector<T, width>*>(z + row * ld_z + col);
+    Accumulator<T> values[width];
+    widen(*reinterpret_cast<const Vector<T, width>*>(z + row * ld_z + col), values);
 #pragma unroll
-    for (auto& value : v.values) value = narrow<T>(activate<activation, quick>(widen(value)));
-    *reinterpret_cast<Vector<T, width>*>(y + row * ld_y + col) = v;
+    for (auto& value : values) value = activate<activation, quick>(value);
+    *reinterpret_cast<Vector<T, width>*>(y + row * ld_y + col) = narrow<T, width>(values);
   }
 }
 
@@ -31,8 +32,8 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
   with_type(type, [&](auto element) {
     using T = decltype(element);
     constexpr int full = full_vector<T>;
-    const bool vectors = cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 &&
-                         aligned16(z) && aligned16(y);
+    const bool vectors =
+        cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 && aligned16(z) && aligned16(y);
     const int64_t per_row = vectors ? cols / full : cols;
     const dim3 block = block_shape(per_row);
     const dim3 grid((per_row + block.x - 1) / block.x,

@@ -12,8 +12,8 @@ namespace {
 
 template <c10::DeviceType device>
 struct Autocast {
-  static constexpr auto key = device == c10::kCUDA ? c10::DispatchKey::AutocastCUDA
-                                                   : c10::DispatchKey::AutocastCPU;
+  static constexpr auto key =
+      device == c10::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
 
   static Tensor cast(const Tensor& tensor) {
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);

@@ -30,8 +30,7 @@ bool inside_torch_func() {
 // formula, which torch differentiates as it does its own operators.
 template <typename... Tensors>
 bool wants_formula(const Tensors&... tensors) {
-  return policy() == Policy::eager || inside_torch_func() ||
-         (has_tangent(tensors) || ...);
+  return policy() == Policy::eager || inside_torch_func() || (has_tangent(tensors) || ...);
 }
 
 template <typename... Tensors>
@@ -112,10 +111,9 @@ struct LinearActivation : Function<LinearActivation> {
     const std::array<bool, 3> wanted{ctx->needs_input_grad(input_edge),
                                      ctx->needs_input_grad(weight_edge),
                                      bias && ctx->needs_input_grad(bias_edge)};
-    const auto gradients =
-        at::GradMode::is_enabled()
-            ? differentiable(variables, grads[0], activation, bias, wanted)
-            : plain(variables, grads[0], activation, wanted);
+    const auto gradients = at::GradMode::is_enabled()
+                               ? differentiable(variables, grads[0], activation, bias, wanted)
+                               : plain(variables, grads[0], activation, wanted);
     const auto& [grad_input, grad_weight, grad_bias] = gradients;
     return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
             wanted[2] ? grad_bias : Tensor(), Tensor()};
@@ -153,11 +151,11 @@ struct LinearActivation : Function<LinearActivation> {
     auto [input, weight] = fill_in(variables, grad);
     auto saved = variables[2];
     if (is_gelu(activation)) {
-      saved = reconnect(saved, variables[0].defined() ? input : detached_from(input, input_edge),
-                        variables[1].defined() ? weight : detached_from(weight, weight_edge),
-                        bias ? OptionalTensor(detached_from(
-                                   stand_in(grad, {grad.sym_size(-1)}), bias_edge))
-                             : std::nullopt);
+      saved = reconnect(
+          saved, variables[0].defined() ? input : detached_from(input, input_edge),
+          variables[1].defined() ? weight : detached_from(weight, weight_edge),
+          bias ? OptionalTensor(detached_from(stand_in(grad, {grad.sym_size(-1)}), bias_edge))
+               : std::nullopt);
     }
     return Composite::linear_backward(grad, input, weight, saved, activation, wanted);
   }
@@ -193,8 +191,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
   return forward("linear", input, weight, bias, Activation::none);
 }
 
-Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight,
-                            const OptionalTensor& bias) {
+Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return forward("linear_relu", input, weight, bias, Activation::relu);
 }
 

@@ -21,15 +21,15 @@ inline void check_dtype_and_device(const char* op, const char* what, const Tenso
   TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), op, ": ", what,
                    " must have the dtype of input, ", input.scalar_type(), ", got ",
                    tensor.scalar_type());
-  TORCH_CHECK(tensor.device() == input.device(), op, ": ", what, " must be on the device of input, ",
-              input.device(), ", got ", tensor.device());
+  TORCH_CHECK(tensor.device() == input.device(), op, ": ", what,
+              " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }
 
 inline void check_floating(const char* op, const Tensor& input) {
   const auto dtype = input.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
-                       dtype == at::kDouble,
-                   op, ": input must have dtype Double, Float, Half or BFloat16, got ", dtype);
+  TORCH_CHECK_TYPE(
+      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
+      op, ": input must have dtype Double, Float, Half or BFloat16, got ", dtype);
   TORCH_CHECK(input.layout() == at::kStrided, op, ": input must be a strided tensor, got layout ",
               input.layout());
 }
@@ -62,8 +62,9 @@ inline void check_rows(const char* op, const char* what, const Tensor& tensor, c
   for (int64_t d = 0; same && d + 1 < like.dim(); ++d) {
     same = tensor.sym_size(d) == like.sym_size(d);
   }
-  TORCH_CHECK_VALUE(same, op, ": ", what, " must have ", features, " features and the leading shape",
-                    " of ", like.sym_sizes(), ", got ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(same, op, ": ", what, " must have ", features,
+                    " features and the leading shape", " of ", like.sym_sizes(), ", got ",
+                    tensor.sym_sizes());
 }
 
 }  // namespace fused

@@ -19,8 +19,7 @@ using PointwiseSignature = Tensor(const Tensor&, const Tensor&, const OptionalTe
 
 // Present only where PyTorch was built with oneDNN.
 std::optional<c10::TypedOperatorHandle<PointwiseSignature>> onednn_linear() {
-  const auto op =
-      c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   if (!op) return std::nullopt;
   return op->typed<PointwiseSignature>();
 }
@@ -48,8 +47,7 @@ struct Cpu {
   }
 
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias,
-                                                Activation activation) {
+                                                const OptionalTensor& bias, Activation activation) {
     auto [output, aux] = Composite::forward_aux(input, weight, bias, activation);
     return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
   }

@@ -71,8 +71,7 @@ struct Cuda {
   }
 
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias,
-                                                Activation activation) {
+                                                const OptionalTensor& bias, Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
     const Forward args(input, weight, bias);
     auto output = at::empty(sizes_with(input, weight.size(0)), input.options());
@@ -110,8 +109,8 @@ struct Cuda {
     auto grad_bias = unwanted(grad_output);
     Tensor grad_weight;
     if (activation != Activation::none) {
-      std::tie(dz, grad_bias) = one_pass(grad, as_rows(*saved), activation,
-                                         wants_input || wants_weight, wants_bias);
+      std::tie(dz, grad_bias) =
+          one_pass(grad, as_rows(*saved), activation, wants_input || wants_weight, wants_bias);
     } else {
       dz = grad.contiguous();  // a gradient like that of sum() has strides of 0; it is read twice
       if (wants_bias && wants_weight && bgradb_pays(dz)) {

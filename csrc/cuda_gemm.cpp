@@ -22,12 +22,12 @@ Operand as_operand(const Tensor& tensor) {
   const auto rows = tensor.size(0), cols = tensor.size(1);
   const auto across = tensor.stride(1), down = tensor.stride(0);
   if ((across == 1 || cols == 1) && (down >= cols || rows == 1)) {
-    return {tensor, {rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false,
-                     tensor.data_ptr()}};
+    return {tensor,
+            {rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false, tensor.data_ptr()}};
   }
   if ((down == 1 || rows == 1) && (across >= rows || cols == 1)) {
-    return {tensor, {rows, cols, std::max(cols == 1 ? rows : across, int64_t{1}), true,
-                     tensor.data_ptr()}};
+    return {tensor,
+            {rows, cols, std::max(cols == 1 ? rows : across, int64_t{1}), true, tensor.data_ptr()}};
   }
   const auto copy = tensor.contiguous();
   return {copy, {rows, cols, cols, false, copy.data_ptr()}};
@@ -44,10 +44,10 @@ gemm::Settings settings(int device, gemm::Type type) {
   }
   // Sums in 16 bits are never asked for, so of the reduced-precision switches only the one that
   // forbids splitting altogether is left to obey.
-  const auto reduction = type == gemm::Type::f16    ? context.allowFP16ReductionCuBLAS()
-                         : type == gemm::Type::bf16 ? context.allowBF16ReductionCuBLAS()
-                                                    : at::CuBLASReductionOption::
-                                                          AllowReducedPrecisionWithSplitK;
+  const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
+                         : type == gemm::Type::bf16
+                             ? context.allowBF16ReductionCuBLAS()
+                             : at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
   if (reduction == at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK) {
     result.split_k = gemm::SplitK::forbidden;
   }

@@ -20,8 +20,8 @@ std::optional<gemm::Type> gemm_type(at::ScalarType type);
 class Workspace {
  public:
   explicit Workspace(int64_t bytes)
-      : data_(bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes)
-                        : at::DataPtr()) {}
+      : data_(bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : at::DataPtr()) {
+  }
   void* data() const { return data_.get(); }
 
  private:

@@ -16,18 +16,18 @@ namespace fused {
 using at::Tensor;
 
 // y = x Wᵀ + b
-Tensor linear(const Tensor& input,                // [*, in]
-              const Tensor& weight,               // [out, in]
+Tensor linear(const Tensor& input,                      // [*, in]
+              const Tensor& weight,                     // [out, in]
               const std::optional<Tensor>& bias = {});  // [out]
 
 // y = max(x Wᵀ + b, 0)
-Tensor linear_relu(const Tensor& input,                // [*, in]
-                   const Tensor& weight,               // [out, in]
+Tensor linear_relu(const Tensor& input,                      // [*, in]
+                   const Tensor& weight,                     // [out, in]
                    const std::optional<Tensor>& bias = {});  // [out]
 
 // y = gelu(x Wᵀ + b); approximate is "tanh" or "none" (erf)
-Tensor linear_gelu(const Tensor& input,                // [*, in]
-                   const Tensor& weight,               // [out, in]
+Tensor linear_gelu(const Tensor& input,                     // [*, in]
+                   const Tensor& weight,                    // [out, in]
                    const std::optional<Tensor>& bias = {},  // [out]
                    std::string_view approximate = "tanh");
 

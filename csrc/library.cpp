@@ -95,8 +95,7 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optiona
 
 namespace steps {
 
-Pair linear_relu_aux(const Tensor& input, const Tensor& weight,
-                     const std::optional<Tensor>& bias) {
+Pair linear_relu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   static const auto op = find<ForwardAux>("fused::_linear_relu_aux");
   return op.call(input, weight, bias);
 }

@@ -49,9 +49,11 @@ struct Meta {
             empty(bias_grad ? features : SymInt(0), grad_output)};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight, const OptionalTensor&,
-      Activation, std::array<bool, 3> output_mask) {
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,
+                                                            const Tensor& input,
+                                                            const Tensor& weight,
+                                                            const OptionalTensor&, Activation,
+                                                            std::array<bool, 3> output_mask) {
     const auto none = [&] { return empty(0, grad_output); };
     return {output_mask[0] ? empty_like_rows(input, input.sym_size(-1)) : none(),
             output_mask[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : none(),

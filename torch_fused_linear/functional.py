@@ -4,13 +4,11 @@ Each is the operator ``torch.ops.fused.<name>``; use whichever reads better. All
 eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 
-def linear(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Applies :math:`y = xW^T + b`.
 
     The same as :func:`torch.nn.functional.linear`. As the layer after a fused one it takes part in
@@ -32,7 +30,7 @@ def linear(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tens
     return torch.ops.fused.linear(input, weight, bias)
 
 
-def linear_relu(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
 
     On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
@@ -55,7 +53,7 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
 
 
 def linear_gelu(
-    input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, approximate: str = "tanh"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
 ) -> Tensor:
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
 

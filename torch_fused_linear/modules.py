@@ -140,7 +140,7 @@ class FusedLinearGELU(FusedLinear):
         torch.Size([128, 30])
     """
 
-    __constants__ = [*nn.Linear.__constants__, "approximate"]
+    __constants__ = (*nn.Linear.__constants__, "approximate")
     approximate: str
 
     def __init__(

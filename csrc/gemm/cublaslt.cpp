@@ -130,11 +130,11 @@ std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& proble
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{1} << problem.align_b);
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{1} << problem.align_d);
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{1} << problem.align_d);
-  // Partial sums stay in the accumulator's type. The 16-bit scheme would save a little traffic and
-  // lose digits, and the user may have forbidden it.
-  const uint32_t reductions = problem.split_k == SplitK::forbidden
-                                  ? CUBLASLT_REDUCTION_SCHEME_NONE
-                                  : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  // Partial sums stay in the accumulator's type: sums in 16 bits would save a little traffic and
+  // lose digits, and the user may have forbidden them.
+  const uint32_t reductions = problem.split_k == SplitK::forbidden ? CUBLASLT_REDUCTION_SCHEME_NONE
+                              : size_of(problem.type) >= 4         ? CUBLASLT_REDUCTION_SCHEME_MASK
+                                                           : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
 
   std::vector<cublasLtMatmulHeuristicResult_t> results(most);
@@ -164,12 +164,12 @@ cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors&
   const bool f64 = problem.type == Type::f64;
   // C is passed as D (never read, beta being 0): a null C crashed before CUDA 13.0 Update 2.
   return cublasLtMatmul(handle, descriptors.operation(),
-                        f64 ? static_cast<const void*>(&one64) : &one32,      // alpha
-                        operands.a, descriptors.a(),                          //
-                        operands.b, descriptors.b(),                          //
-                        f64 ? static_cast<const void*>(&zero64) : &zero32,    // beta
-                        operands.d, descriptors.d(),                          // C
-                        operands.d, descriptors.d(),                          // D
+                        f64 ? static_cast<const void*>(&one64) : &one32,    // alpha
+                        operands.a, descriptors.a(),                        //
+                        operands.b, descriptors.b(),                        //
+                        f64 ? static_cast<const void*>(&zero64) : &zero32,  // beta
+                        operands.d, descriptors.d(),                        // C
+                        operands.d, descriptors.d(),                        // D
                         &algorithm.algo, workspace, algorithm.workspace, stream);
 }
 

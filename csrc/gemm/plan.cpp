@@ -24,8 +24,8 @@ PlanMap& thread_plans() {
 
 }  // namespace
 
-std::vector<Algorithm> AlgorithmCache::find(
-    const Problem& problem, const std::function<std::vector<Algorithm>()>& search) {
+std::vector<Algorithm> AlgorithmCache::find(const Problem& problem,
+                                            const std::function<std::vector<Algorithm>()>& search) {
   {
     std::lock_guard lock(mutex_);
     if (const auto it = known_.find(problem); it != known_.end()) return it->second;
@@ -67,9 +67,8 @@ Plan* find_plan(cublasLtHandle_t handle, const Problem& problem, const Operands&
   if (!may_search && !algorithms().contains(problem)) return nullptr;
 
   Descriptors descriptors(problem);
-  const auto found = algorithms().find(problem, [&] {
-    return candidates(handle, problem, descriptors, operands, candidates_kept);
-  });
+  const auto found = algorithms().find(
+      problem, [&] { return candidates(handle, problem, descriptors, operands, candidates_kept); });
   if (plans.size() >= problems_kept) plans.clear();
   std::unique_ptr<Plan> plan;
   if (!found.empty()) plan = std::make_unique<Plan>(std::move(descriptors), found.front());

@@ -139,8 +139,8 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   if (uses_aux(p.epilogue)) out << " ld_aux=" << p.ld_aux;
   out << " align=" << (1 << p.align_a) << ',' << (1 << p.align_b) << ',' << (1 << p.align_d) << ','
       << (1 << p.align_bias) << ',' << (1 << p.align_aux)
-      << (p.split_k == SplitK::forbidden ? " no-split-k" : "") << " workspace<="
-      << p.workspace_limit << " device=" << p.device;
+      << (p.split_k == SplitK::forbidden ? " no-split-k" : "")
+      << " workspace<=" << p.workspace_limit << " device=" << p.device;
   return out;
 }
 

@@ -1,0 +1,63 @@
+# make demo | test | gpu-test | build | lint | format | clean
+# ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
+# PYTHON=... names the python to use, as it is.
+
+ARGS ?=
+CXX_FILES = $(shell find csrc tests examples benchmarks -regex '.*\.\(h\|cpp\|cu\|cuh\)' 2>/dev/null)
+
+# Without PYTHON: the python3 at hand if it already has all we need, so that nothing is installed on
+# a machine that is ready (or has no network); otherwise an environment of our own, in .venv.
+READY = import sys, importlib.util as u, importlib.metadata as m; sys.exit(not ( \
+  all(map(u.find_spec, "torch setuptools numpy sklearn matplotlib tqdm pytest hypothesis".split())) \
+  and tuple(map(int, m.version("torch").split(".")[:2])) >= (2, 11)))
+PYTHON := $(or $(PYTHON),$(shell python3 -c '$(READY)' 2>/dev/null && echo python3))
+ifeq ($(PYTHON),)
+PYTHON := .venv/bin/python
+ENVIRONMENT := .venv/ready
+endif
+
+.PHONY: demo test gpu-test build lint format clean
+
+demo: build
+	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
+
+test: build
+	$(PYTHON) -m pytest $(ARGS)
+
+# Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
+gpu-test: build
+	$(PYTHON) tests/gpu_record.py $(ARGS)
+
+build: $(ENVIRONMENT)
+	$(PYTHON) setup.py -q build_ext --inplace
+
+lint: .venv/lint-ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: .venv/lint-ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist *.egg-info torch_fused_linear/_C* torch_fused_linear/include
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+
+.venv/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	python3 -m venv .venv
+
+.venv/ready: requirements.txt requirements-nvcc.txt | .venv/bin/python
+	$(PIP) -r requirements.txt
+	@if .venv/bin/python -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
+	  echo '$(PIP) -r requirements-nvcc.txt'; $(PIP) -r requirements-nvcc.txt; fi
+	@touch $@
+
+.venv/lint-ready: requirements-lint.txt | .venv/bin/python
+	$(PIP) -r requirements-lint.txt
+	@touch $@

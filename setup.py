@@ -1,0 +1,191 @@
+"""Builds the library of operators, torch_fused_linear/_C.abi3.so.
+
+    python setup.py build_ext --inplace       in the tree; returns at once when nothing has changed
+    pip install --no-build-isolation .        (or -e .) against the torch that is installed
+
+Environment: TORCH_FUSED_LINEAR_CUDA=0|1 (CPU only | CUDA or an error; unset: CUDA if there is a
+fitting nvcc), CUDA_HOME, TORCH_CUDA_ARCH_LIST, DEBUG=1, MAX_JOBS.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+CSRC, PACKAGE, NAME = ROOT / "csrc", ROOT / "torch_fused_linear", "torch_fused_linear._C"
+
+
+def torch_versions():
+    """torch's version and the CUDA it is built for; read from its file, as importing takes long."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        sys.exit(
+            f"torch_fused_linear is built against the torch it runs with, and {sys.executable} has "
+            "none. Install torch first, then: pip install --no-build-isolation ."
+        )
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return version["__version__"], version["cuda"]
+
+
+def pip_cuda(torch_cuda):
+    """Where pip puts the CUDA packages of this major version (torch's own, nvcc if installed)."""
+    spec = importlib.util.find_spec("nvidia")
+    folder = "cu" + torch_cuda.split(".")[0]
+    return [Path(p, folder) for p in (spec.submodule_search_locations if spec else [])]
+
+
+def choose_cuda(torch_cuda, homes, wish=None):
+    """(toolkit folder, its version, why); folder and version are None for a CPU-only build."""
+    if wish == "0":
+        return None, None, "TORCH_FUSED_LINEAR_CUDA=0"
+    why = "no nvcc was found" if torch_cuda else "this torch is built without CUDA"
+    for home in homes if torch_cuda else []:
+        if not (home / "bin" / "nvcc").exists():
+            continue
+        answer = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True)
+        version = re.search(r"release (\d+\.\d+)|$", answer.stdout.decode())[1] or "unknown"
+        if version.split(".")[0] == torch_cuda.split(".")[0]:
+            return home, version, f"nvcc {version} in {home}"
+        why = f"nvcc {version} in {home} does not fit torch's CUDA {torch_cuda}"
+    if wish == "1":
+        sys.exit(f"TORCH_FUSED_LINEAR_CUDA=1, but a build with CUDA is not possible: {why}")
+    return None, None, why
+
+
+def find_cuda(wish=None):
+    _, torch_cuda = torch_versions()
+    on_path = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    homes += [on_path and Path(on_path).resolve().parents[1], "/usr/local/cuda"]
+    homes += pip_cuda(torch_cuda) if torch_cuda else []
+    return choose_cuda(torch_cuda, [Path(home) for home in homes if home], wish)
+
+
+def lacks_nvcc():
+    """Asked by the Makefile: would pip's packages of nvcc turn a CPU-only build into a CUDA one?"""
+    wish = os.environ.get("TORCH_FUSED_LINEAR_CUDA")
+    return wish != "0" and torch_versions()[1] is not None and find_cuda()[0] is None
+
+
+def source_hashes():
+    paths = [Path(__file__).resolve(), *(p for p in CSRC.rglob("*") if p.is_file())]
+    return {str(p.relative_to(ROOT)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
+def fingerprint(config):
+    """Content, not times: the tree and the library in it are copied between machines."""
+    text = json.dumps([config, source_hashes()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read_json(path):
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def extension(home, debug):
+    from torch.utils import cpp_extension
+
+    flags = ["-std=c++20", *(["-O0", "-UNDEBUG"] if debug else ["-O3", "-DNDEBUG"])]
+    cxx, nvcc = ["-Wall", "-Wextra", "-g" if debug else "-g0"], ["-Xcompiler", "-Wall"]
+    sources = [p for p in CSRC.glob("*.cpp") if home or not p.name.startswith("cuda")]
+    sources += [*CSRC.glob("*.cu"), *CSRC.glob("gemm/*.cpp")] if home else []
+    sources = sorted(str(p.relative_to(ROOT)) for p in sources)
+    cpp_extension.CUDA_HOME = home and str(home)
+    make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension
+    ext = make(NAME, sources, py_limited_api=True, depends=list(source_hashes()))
+    system = ext.include_dirs
+    if home:
+        ext.define_macros = [("TORCH_FUSED_LINEAR_WITH_CUDA", None)]
+        folders = [home, *pip_cuda(torch_versions()[1])]
+        system += [str(f / i) for f in folders for i in ("include", "include/cccl")]
+        # By path, not by -l: the libraries that pip installs carry no plain .so name.
+        ext.libraries.remove("cudart")
+        for name in ("cudart", "cublasLt"):
+            found = (
+                p
+                for f in folders
+                for lib in ("lib64", "lib")
+                for p in f.glob(f"{lib}/lib{name}.so*")
+            )
+            ext.extra_link_args.append(str(next(found, f"-l{name}")))
+    # As system headers, so that the warnings we read are about our own code.
+    system = [flag for folder in system for flag in ("-isystem", folder)]
+    ext.include_dirs = [str(CSRC)]
+    ext.extra_compile_args = {"cxx": flags + cxx + system, "nvcc": flags + nvcc + system}
+    return ext
+
+
+def build_command(about):
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildLibrary(BuildExtension):
+        def finalize_options(self):
+            super().finalize_options()
+            kind = f"{about['torch']}-{about['cuda'] or 'cpu'}{'-debug' * about['debug']}"
+            self.build_temp = str(ROOT / "build" / kind)
+
+        def run(self):
+            # Ninja compares times, but a copied tree may bring a changed file with an old one.
+            record, now = Path(self.build_temp, "sources.json"), source_hashes()
+            before = read_json(record)
+            for path in (path for path in now if now[path] != before.get(path)):
+                os.utime(ROOT / path)
+            write_json(record, now)
+            super().run()
+            if not self.inplace:
+                self.describe(Path(self.build_lib, PACKAGE.name))
+
+        def copy_extensions_to_source(self):
+            """At no moment is there a library in the tree that looks finished and is not."""
+            built = Path(self.build_lib, self.get_ext_filename(NAME))
+            copy = shutil.copy2(built, PACKAGE / f"{built.name}.tmp")
+            (PACKAGE / "_C.json").unlink(missing_ok=True)
+            os.replace(copy, PACKAGE / built.name)
+            self.describe(PACKAGE)
+
+        def describe(self, package):
+            (package / "include").mkdir(exist_ok=True)
+            shutil.copy2(CSRC / "fused_linear.h", package / "include")
+            write_json(package / "_C.json", about)
+
+    return BuildLibrary
+
+
+def main():
+    os.chdir(ROOT)
+    home, cuda, why = find_cuda(os.environ.get("TORCH_FUSED_LINEAR_CUDA"))
+    arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0+PTX") if home else None
+    os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
+    debug = os.environ.get("DEBUG", "0") != "0"
+    config = {"torch": torch_versions()[0], "cuda": cuda, "arch_list": arch_list, "debug": debug}
+    about = {**config, "why": why, "fingerprint": fingerprint(config)}
+    what = f"CUDA {cuda} for {arch_list}" if home else "CPU ONLY, nothing of it runs on a GPU"
+    what = f"torch_fused_linear for torch {config['torch']}: {what} ({why})"
+    current = read_json(PACKAGE / "_C.json").get("fingerprint") == about["fingerprint"]
+    if "--inplace" in sys.argv and current and any(PACKAGE.glob("_C*.so")):
+        return print(f"{what}: up to date")
+    print(what, flush=True)
+    setup(
+        ext_modules=[extension(home, debug)],
+        cmdclass={"build_ext": build_command(about)},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Finds, checks and loads the compiled library, `_C*.so` beside this file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGE = Path(__file__).resolve().parent
+
+#: Why the library is not loaded; only the doctor, which explains it, gets to see this.
+error: ImportError | None = None
+
+
+def build_info() -> dict[str, Any]:
+    """What the library was built for: torch, cuda (None: CPU only) and why, arch_list, debug.
+
+    Empty when there is no finished build.
+    """
+    path = _PACKAGE / "_C.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def load() -> bool:
+    """Loads the library, or raises an ImportError that says what to do.
+
+    Under `python -m torch_fused_linear.doctor`, which imports the package on its way, a failure
+    is kept in `error` and the answer is False.
+    """
+    global error
+    try:
+        _load()
+    except ImportError as failure:
+        if "torch_fused_linear.doctor" not in sys.orig_argv:
+            raise
+        error = failure
+    return error is None
+
+
+def _load() -> None:
+    built = build_info().get("torch")
+    libraries = sorted(_PACKAGE.glob("_C*.so"))
+    if not libraries or built is None:
+        what = "has not been built" if not libraries else "is of a build that did not finish"
+        raise ImportError(_message(f"the library in {_PACKAGE} {what}", built))
+    # The C++ interface of torch holds for one version only; loading regardless could well crash.
+    if built != torch.__version__:
+        raise ImportError(_message("the library is built for another torch", built))
+    try:
+        torch.ops.load_library(str(libraries[0]))
+    except OSError as failure:
+        # torch keeps the linker's own words, which name the symbol, in the cause.
+        reason = failure.__cause__ or failure
+        raise ImportError(_message(f"the library does not load: {reason}", built)) from failure
+
+
+def _message(what: str, built: str | None) -> str:
+    root = _PACKAGE.parent
+    if (root / "setup.py").exists():
+        python, root = shlex.quote(sys.executable), shlex.quote(str(root))
+        command = f"cd {root} && {python} setup.py build_ext --inplace"
+    else:
+        command = (
+            f"{shlex.quote(sys.executable)} -m pip install --no-build-isolation --no-deps "
+            "--force-reinstall SOURCES   (the folder with the sources of torch_fused_linear)"
+        )
+    return (
+        f"torch_fused_linear: {what}\n"
+        f"  built for torch: {built or 'nothing'}\n"
+        f"  running torch:   {torch.__version__}\n"
+        f"  to rebuild:      {command}"
+    )

@@ -1,0 +1,135 @@
+"""`python -m torch_fused_linear.doctor`: what is installed, what was built, and does it work.
+
+Exits with 1 when something is broken. It also runs when the library cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from torch_fused_linear import _library
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, asked of the driver itself."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(text, len(text)):
+        return None
+    return text.value.decode()
+
+
+def cublaslt_version() -> str | None:
+    """The version of the cuBLASLt that torch has loaded; None without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    number = library.cublasLtGetVersion()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def versions() -> dict[str, Any]:
+    """Everything that a report of a failure or of a speed should name."""
+    devices = []
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        devices.append(f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "cublaslt": cublaslt_version(),
+        "devices": devices,
+    }
+
+
+def largest_error(device: str) -> float:
+    """linear_relu and its gradients against fp64.
+
+    The numbers are few-bit fractions, so fp32, TF32 and any order of summation are exact: a right
+    result has no error at all, and pre-activations of exactly 0 are among them.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def fractions(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=generator).double() / 4
+
+    arguments = [fractions(37, 129), fractions(65, 129), fractions(65)]
+    grad = fractions(37, 65)
+
+    wanted = [t.clone().requires_grad_() for t in arguments]
+    expected = torch.relu(torch.nn.functional.linear(*wanted))
+    expected.backward(grad)
+
+    given = [t.to(device, torch.float32).requires_grad_() for t in arguments]
+    result = torch.ops.fused.linear_relu(*given)
+    result.backward(grad.to(result))
+
+    pairs = [(result, expected)] + [(g.grad, w.grad) for g, w in zip(given, wanted)]
+    return max((got.cpu().double() - want).abs().max().item() for got, want in pairs)
+
+
+def onednn_path() -> str:
+    if not torch.backends.mkldnn.is_available():
+        return "not in this torch"
+    half = {
+        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return ", ".join(["float32", *(name for name, supported in half.items() if supported())])
+
+
+def cublaslt_path(built_cuda: str | None) -> str:
+    if built_cuda is None:
+        return "not built"
+    return "available" if torch.cuda.is_available() else "built, but there is no CUDA device"
+
+
+def main() -> int:
+    def say(name: str, value: object) -> None:
+        print(f"{name:<10}", "none" if value is None else value)
+
+    found, built = versions(), _library.build_info()
+    say("package", _library._PACKAGE)
+    for name in ("python", "torch", "cuda", "driver", "cublaslt"):
+        say(name, found[name])
+    for device in found["devices"] or ["cpu only"]:
+        say("device", device)
+
+    if _library.error is not None:
+        say("library", "BROKEN")
+        print(_library.error)
+        return 1
+    kind = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
+    say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
+    say("oneDNN", onednn_path())
+    say("cuBLASLt", cublaslt_path(built["cuda"]))
+
+    working = True
+    # A CPU-only library beside a GPU is a choice, not a fault; the line above tells of it.
+    for device in ["cpu", *["cuda"] * (built["cuda"] is not None and torch.cuda.is_available())]:
+        try:
+            error = largest_error(device)
+            verdict = f"largest error {error:g}: {'OK' if error == 0 else 'FAILED'}"
+        except Exception as failure:  # whatever it is, the doctor reports it and goes on
+            error, verdict = None, f"{type(failure).__name__}: {failure}: FAILED"
+        say(device, f"linear_relu, forward and backward, {verdict}")
+        working = working and error == 0
+    return 0 if working else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
