@@ -24,18 +24,35 @@ std::optional<c10::TypedOperatorHandle<PointwiseSignature>> onednn_linear() {
   return op->typed<PointwiseSignature>();
 }
 
-bool onednn_takes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  if (!at::globalContext().userEnabledMkldnn()) return false;
-  if (input.scalar_type() != at::kFloat && input.scalar_type() != at::kBFloat16) return false;
-  // Below a few rows PyTorch's own BLAS is quicker than packing the weight for oneDNN.
-  return input.numel() > 0 && weight.numel() > 0 && (!has_value(bias) || bias->is_contiguous());
+bool onednn_bf16() {
+  static const bool supported = [] {
+    const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return op && op->typed<bool()>().call();
+  }();
+  return supported;
+}
+
+// A call of oneDNN costs some 10 us whatever its size, as much as PyTorch's own BLAS needs for this
+// many multiplications with the activation behind it; for 16 bits PyTorch itself calls oneDNN.
+int64_t least_work(at::ScalarType type, Activation activation) {
+  if (type == at::kBFloat16) return int64_t{1} << 15;
+  return int64_t{1} << (activation == Activation::relu ? 22 : 20);
+}
+
+bool onednn_takes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                  Activation activation) {
+  if (activation == Activation::none || !at::globalContext().userEnabledMkldnn()) return false;
+  const auto type = input.scalar_type();
+  if (type != at::kFloat && !(type == at::kBFloat16 && onednn_bf16())) return false;
+  if (has_value(bias) && !bias->is_contiguous()) return false;
+  return input.numel() * weight.size(0) >= least_work(type, activation);
 }
 
 struct Cpu {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     static const auto pointwise = onednn_linear();
-    if (activation != Activation::none && pointwise && onednn_takes(input, weight, bias)) {
+    if (pointwise && onednn_takes(input, weight, bias, activation)) {
       const bool relu = activation == Activation::relu;
       return pointwise->call(
           input, weight, bias, relu ? "relu" : "gelu", c10::List<std::optional<at::Scalar>>(),

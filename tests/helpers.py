@@ -205,6 +205,14 @@ def names(case: Case) -> list[str]:
     return ["output", "grad_input", "grad_weight", "grad_bias"][: len(case.inputs) + 1]
 
 
+def with_inference(results: list, case: Case, fn=None) -> list:
+    """What run gave, and the output without gradients, which takes another path."""
+    if fn is None:
+        return [*results, results[0]]
+    with torch.no_grad():
+        return [*results, fn(*case.inputs)]
+
+
 def plain(case: Case, dtype: torch.dtype | None = None) -> Case:
     """The same numbers, contiguous: eager itself cannot take every layout (gelu's backward in
     oneDNN refuses overlapping strides)."""
@@ -290,9 +298,14 @@ def assert_contract(op: Op, cases: Iterable[tuple[str, Case]]) -> None:
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
     for label, case in cases:
-        ours, eager = run(op.call, case), run(op.eager, plain(case))
-        truths, sizes = reference(op, case), typical_sizes(op, case)
-        for name, mine, theirs, truth, size in zip(names(case), ours, eager, truths, sizes):
+        columns = (
+            [*names(case), "inference"],
+            with_inference(run(op.call, case), case, op.call),
+            with_inference(run(op.eager, plain(case)), case),
+            with_inference(reference(op, case), case),
+            with_inference(typical_sizes(op, case), case),
+        )
+        for name, mine, theirs, truth, size in zip(*columns, strict=True):
             where = f"{op!r} {label} {name}"
             assert mine.dtype == theirs.dtype == case.x.dtype, f"{where}: dtype {mine.dtype}"
             assert mine.shape == theirs.shape, f"{where}: shape {mine.shape}"
@@ -312,11 +325,12 @@ def assert_contract(op: Op, cases: Iterable[tuple[str, Case]]) -> None:
         tally.check(f"{op!r} {name}")
 
 
-def assert_exact(op: Op, case: Case, label="", fn=None) -> None:
+def assert_exact(op: Op, case: Case, label="") -> None:
     """Output and every gradient equal the fp64 reference exactly (for exact_case data)."""
     wide = in_double(case)
-    truth = run(op.eager, wide)
-    for name, mine, want in zip(names(case), run(fn or op.call, case), truth):
+    truth = with_inference(run(op.eager, wide), wide)
+    ours = with_inference(run(op.call, case), case, op.call)
+    for name, mine, want in zip([*names(case), "inference"], ours, truth, strict=True):
         assert mine.dtype == case.x.dtype, f"{op!r} {label} {name}: dtype {mine.dtype}"
         assert torch.equal(want.to(mine.dtype).double(), want), "test data is not exact"
         assert torch.equal(mine.double(), want), f"{op!r} {label} {name} is not exact"
@@ -325,8 +339,13 @@ def assert_exact(op: Op, case: Case, label="", fn=None) -> None:
 def assert_near(op: Op, case: Case, label="", ulps=32) -> None:
     """Output and every gradient within some ulps of fp64: for data whose rounding errors are not
     independent (repeated rows), where luck decides the comparison with eager."""
-    truths, sizes = reference(op, case), typical_sizes(op, case)
-    for name, mine, truth, size in zip(names(case), run(op.call, case), truths, sizes):
+    columns = (
+        [*names(case), "inference"],
+        with_inference(run(op.call, case), case, op.call),
+        with_inference(reference(op, case), case),
+        with_inference(typical_sizes(op, case), case),
+    )
+    for name, mine, truth, size in zip(*columns, strict=True):
         tolerance = ulps * torch.finfo(mine.dtype).eps
         message = f"{op!r} {label} {name} is not near the fp64 result"
         torch.testing.assert_close(

@@ -148,6 +148,7 @@ def test_compiled_autograd():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @device_param
 def test_export_round_trip(device):
     """Strict and non-strict; our operators stay whole in the graph; saved and loaded."""

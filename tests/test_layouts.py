@@ -57,6 +57,25 @@ def test_every_pair_of_layouts_is_exact(op, policy_name, dtype, device):
 
 @device_param
 @dtype_param
+@policy_param
+def test_large_operands_in_every_layout(policy_name, dtype, device):
+    """Large enough for whichever library is only worth its call there, one operand at a time."""
+    case = exact_case(64, 256, 288, dtype, device)
+    smooth = without_kinks(random_case(64, 256, 288, dtype, device))
+    with policy(policy_name):
+        for name in MATRIX_LAYOUTS:
+            for where in ({"x": name}, {"w": name}, {"g": name}):
+                for op in (LINEAR, RELU):
+                    assert_exact(op, laid_out(case, **where), f"large {where}")
+                for op in (GELU_TANH, GELU_ERF):
+                    assert_near(op, laid_out(smooth, **where), f"large {where}")
+        for name in VECTOR_LAYOUTS:
+            for op in (LINEAR, RELU):
+                assert_exact(op, laid_out(case, b=name), f"large bias {name}")
+
+
+@device_param
+@dtype_param
 @pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF], ids=repr)
 def test_gelu_layouts_against_fp64(op, dtype, device):
     for k, (a, b) in enumerate(itertools.product(MATRIX_LAYOUTS, repeat=2)):

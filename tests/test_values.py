@@ -51,7 +51,8 @@ def shapes_and_biases(device):
 @op_param
 def test_every_size_against_fp64(op, dtype, device):
     def cases():
-        for k, (t, i, o), bias in shapes_and_biases(device):
+        larger = [(-1, (512, 96, 128), True), (-2, (64, 1031, 129), True)]
+        for k, (t, i, o), bias in [*larger, *shapes_and_biases(device)]:
             case = random_case(t, i, o, dtype, device, bias, seed=k)
             yield f"{t}x{i}->{o} bias={bias}", without_kinks(case) if op is RELU else case
 

@@ -1,0 +1,323 @@
+// The lower storey without a GPU. `gemm_test NAME` runs one test and exits with 1 where it fails.
+
+#include "model.h"
+
+#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
+#include "gemm/plan.h"
+#endif
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+#include <sstream>
+#include <string>
+
+using namespace fused;
+using namespace fused::gemm;
+
+namespace {
+
+int failures = 0;
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      ++failures;                                                               \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);     \
+    }                                                                           \
+  } while (false)
+
+// A row-major matrix with room behind every row, which must stay as it was.
+struct Rows {
+  static constexpr double canary = 12345;
+  int64_t rows, cols, ld;
+  std::vector<double> values;
+
+  Rows(int64_t rows, int64_t cols, int64_t extra, std::mt19937* random = nullptr)
+      : rows(rows), cols(cols), ld(cols + extra), values(rows * ld, canary) {
+    std::normal_distribution<double> normal;
+    if (random) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t c = 0; c < cols; ++c) at(r, c) = normal(*random);
+      }
+    }
+  }
+  double& at(int64_t r, int64_t c) { return values[r * ld + c]; }
+  Matrix matrix() { return {rows, cols, ld, false, values.data()}; }
+  Matrix transposed() { return {cols, rows, ld, true, values.data()}; }
+  bool padding_untouched() {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = cols; c < ld; ++c) {
+        if (at(r, c) != canary) return false;
+      }
+    }
+    return true;
+  }
+};
+
+bool close(double a, double b) { return std::abs(a - b) < 1e-6 * (1 + std::abs(b)); }
+
+struct Shape {
+  int64_t rows, in, out;
+};
+constexpr Shape shapes[] = {{1, 1, 1}, {2, 3, 1}, {5, 7, 9}, {3, 4, 129}, {4, 2, 257}};
+const Settings settings{0, Math::full, SplitK::allowed, 1 << 20};
+
+Problem run(const Matrix& left, const Matrix& right, const Matrix& result, Epilogue epilogue,
+            void* bias = nullptr, void* aux = nullptr, int64_t ld_aux = 0) {
+  const auto problem =
+      describe(left, right, result, epilogue, Type::f64, bias, aux, ld_aux, settings);
+  model::matmul(problem, {right.data, left.data, result.data, bias, aux});
+  return problem;
+}
+
+// y = act(x Wᵀ + b), with what is saved, against three plain loops.
+void forward_mapping() {
+  std::mt19937 random(0);
+  for (auto [rows, in, out] : shapes) {
+    for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh}) {
+      Rows x(rows, in, 2, &random), w(out, in, 3, &random), b(1, out, 0, &random), y(rows, out, 5);
+      const bool aux = activation != Activation::none;
+      Rows z(rows, padded_features(out), 0);
+      std::vector<uint8_t> mask(rows * mask_bits(out) / 8, 0xff);
+      const auto epilogue = *find_epilogue(Stage::forward, activation, true, aux);
+      const bool relu = activation == Activation::relu;
+      const auto problem = run(x.matrix(), w.transposed(), y.matrix(), epilogue, b.values.data(),
+                               relu ? static_cast<void*>(mask.data()) : z.values.data(),
+                               relu ? mask_bits(out) : z.ld);
+      CHECK(problem.m == out && problem.n == rows && problem.k == in);
+      CHECK(problem.transpose_a && !problem.transpose_b);
+      CHECK(refusal(problem, 130100) == nullptr || !aux);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t o = 0; o < out; ++o) {
+          double expected = b.at(0, o);
+          for (int64_t i = 0; i < in; ++i) expected += x.at(r, i) * w.at(o, i);
+          if (relu) {
+            const bool bit = mask[r * mask_bits(out) / 8 + o / 8] >> (o % 8) & 1;
+            CHECK(bit == (expected >= 0));
+            expected = std::max(expected, 0.0);
+          } else if (activation == Activation::gelu_tanh) {
+            CHECK(close(z.at(r, o), expected));
+            expected = model::gelu(expected);
+          }
+          CHECK(close(y.at(r, o), expected));
+        }
+        // Bits beyond the width are left as they were: one more column does not spill over.
+        if (relu && out % 8 != 0) {
+          CHECK(mask[r * mask_bits(out) / 8 + out / 8] >> (out % 8) == 0xff >> (out % 8));
+        }
+      }
+      CHECK(y.padding_untouched());
+    }
+  }
+}
+
+// dz_prev = (dz W) · act'(prev) and its column sums: the next layer's input gradient.
+void input_gradient_mapping() {
+  std::mt19937 random(1);
+  for (auto [rows, in, out] : shapes) {
+    for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh}) {
+      Rows dz(rows, out, 1, &random), w(out, in, 2, &random), dx(rows, in, 0), db(1, in, 0);
+      Rows z(rows, padded_features(in), 0, &random);
+      const int64_t row_bytes = mask_bits(in) / 8;
+      std::vector<uint8_t> mask(rows * row_bytes);
+      for (auto& byte : mask) byte = random();
+      const bool aux = activation != Activation::none, relu = activation == Activation::relu;
+      const auto epilogue = *find_epilogue(Stage::input_gradient, activation, aux, aux);
+      run(dz.matrix(), w.matrix(), dx.matrix(), epilogue, db.values.data(),
+          relu ? static_cast<void*>(mask.data()) : z.values.data(), relu ? row_bytes * 8 : z.ld);
+      for (int64_t i = 0; i < in; ++i) {
+        double sum = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          double expected = 0;
+          for (int64_t o = 0; o < out; ++o) expected += dz.at(r, o) * w.at(o, i);
+          if (relu && !(mask[r * row_bytes + i / 8] >> (i % 8) & 1)) expected = 0;
+          if (activation == Activation::gelu_tanh) expected *= model::gelu_slope(z.at(r, i));
+          CHECK(close(dx.at(r, i), expected));
+          sum += expected;
+        }
+        if (aux) CHECK(close(db.at(0, i), sum));
+      }
+    }
+  }
+}
+
+// dW = dzᵀ x, and the column sums of dz from BGRADB.
+void weight_gradient_mapping() {
+  std::mt19937 random(2);
+  for (auto [rows, in, out] : shapes) {
+    Rows dz(rows, out, 1, &random), x(rows, in, 4, &random), dw(out, in, 0), db(1, out, 0);
+    const auto problem = run(dz.transposed(), x.matrix(), dw.matrix(),
+                             *find_epilogue(Stage::weight_gradient, Activation::none, true, false),
+                             db.values.data());
+    CHECK(problem.transpose_b && !problem.transpose_a);
+    for (int64_t o = 0; o < out; ++o) {
+      double sum = 0;
+      for (int64_t r = 0; r < rows; ++r) sum += dz.at(r, o);
+      CHECK(close(db.at(0, o), sum));
+      for (int64_t i = 0; i < in; ++i) {
+        double expected = 0;
+        for (int64_t r = 0; r < rows; ++r) expected += dz.at(r, o) * x.at(r, i);
+        CHECK(close(dw.at(o, i), expected));
+      }
+    }
+  }
+}
+
+void epilogue_table_is_consistent() {
+  std::set<std::tuple<Stage, Activation, bool, bool>> keys;
+  for (const auto& row : epilogue_table) {
+    CHECK(keys.emplace(row.stage, row.activation, row.bias, row.aux).second);
+    // The library's own coding: 2 and 32 are the activations, 4 a bias, 128 an aux buffer, 8 and
+    // 64 the derivatives, 16 a bias gradient.
+    const auto bits = static_cast<uint32_t>(row.epilogue);
+    CHECK(((bits & 128) != 0) == row.aux);
+    CHECK(((bits & (4 | 16 | 512)) != 0) == row.bias);
+    const bool relu = bits & (2 | 8), gelu = bits & (32 | 64);
+    CHECK(relu == (row.activation == Activation::relu));
+    CHECK(gelu == (row.activation == Activation::gelu_tanh));
+    CHECK(((bits & (8 | 64)) != 0) == is_backward_activation(row.epilogue));
+    CHECK(std::string(name(row.epilogue)) != "?");
+  }
+  for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
+    for (bool bias : {false, true}) {
+      for (bool aux : {false, true}) {
+        CHECK(!find_epilogue(stage, Activation::gelu_erf, bias, aux));
+      }
+    }
+  }
+  CHECK(mask_bits(1) == 128 && mask_bits(128) == 128 && mask_bits(129) == 256);
+  CHECK(padded_features(1) == 8 && padded_features(8) == 8 && padded_features(785) == 792);
+}
+
+const Problem sample{0,    Epilogue::relu_bias, Type::bf16, Math::full, SplitK::allowed, true, false,
+                     64,   32,                  16,         16,         16,              64,   128,
+                     8,    8,                   8,          8,          8,               1 << 20};
+
+// Every field is part of the key.
+std::vector<Problem> variations() {
+  std::vector<Problem> result(20, sample);
+  result[0].device = 1;
+  result[1].epilogue = Epilogue::gelu_bias;
+  result[2].type = Type::f16;
+  result[3].math = Math::tf32;
+  result[4].split_k = SplitK::forbidden;
+  result[5].transpose_a = false;
+  result[6].transpose_b = true;
+  result[7].m++, result[8].n++, result[9].k++;
+  result[10].lda++, result[11].ldb++, result[12].ldd++, result[13].ld_aux++;
+  result[14].align_a--, result[15].align_b--, result[16].align_d--, result[17].align_bias--;
+  result[18].align_aux--;
+  result[19].workspace_limit++;
+  return result;
+}
+
+void every_field_is_part_of_the_key() {
+  const ProblemHash hash;
+  std::set<size_t> hashes{hash(sample)};
+  for (const auto& other : variations()) {
+    CHECK(!(other == sample));
+    hashes.insert(hash(other));
+  }
+  CHECK(hashes.size() == variations().size() + 1);
+  CHECK(sample == Problem(sample) && hash(sample) == hash(Problem(sample)));
+  std::ostringstream text;
+  text << sample;
+  CHECK(text.str().find("RELU_BIAS bf16 m=64 n=32 k=16 TN") == 0);
+  alignas(256) char buffer[512];
+  CHECK(alignment_class(buffer) == 8 && alignment_class(buffer + 2) == 1);
+  CHECK(alignment_class(buffer + 48) == 4 && alignment_class(buffer + 1) == 0);
+}
+
+void refusals() {
+  const auto refused = [](auto change, size_t version = 130100) {
+    auto problem = sample;
+    change(problem);
+    return refusal(problem, version) != nullptr;
+  };
+  CHECK(!refused([](Problem&) {}));
+  CHECK(refused([](Problem& p) { p.k = 0; }));
+  CHECK(refused([](Problem& p) { p.n = 0; }));
+  CHECK(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::dgelu_bgrad; }));
+  CHECK(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::drelu; }));
+  CHECK(!refused([](Problem& p) { p.k = 1; }));
+  CHECK(!refused([](Problem& p) { p.n = 1; }));
+  CHECK(refused([](Problem& p) { p.n = 1; }, 120800));
+  CHECK(refused([](Problem& p) { p.lda = (int64_t{1} << 30) + 1; }));
+  CHECK(!refused([](Problem& p) { p.lda = int64_t{1} << 30; }));
+  CHECK(refused([](Problem& p) { p.epilogue = Epilogue::bgradb; }));
+  CHECK(!refused([](Problem& p) { p.epilogue = Epilogue::bgradb, p.transpose_b = true; }));
+  const auto mask = [](Problem& p) { p.epilogue = Epilogue::relu_aux_bias; };
+  CHECK(!refused(mask));
+  CHECK(refused([&](Problem& p) { mask(p), p.ld_aux = 64; }));
+  CHECK(refused([&](Problem& p) { mask(p), p.ld_aux = 192; }));
+  CHECK(refused([&](Problem& p) { mask(p), p.align_aux = 3; }));
+  CHECK(refused([](Problem& p) { p.epilogue = Epilogue::gelu_aux_bias, p.ld_aux = 68; }));
+}
+
+#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
+
+std::vector<Algorithm> named(std::initializer_list<size_t> names) {
+  std::vector<Algorithm> result;
+  for (auto name : names) result.push_back({{}, name});
+  return result;
+}
+
+void algorithm_cache() {
+  AlgorithmCache cache(100);
+  int searches = 0;
+  const auto find = [&](const Problem& problem, std::initializer_list<size_t> found) {
+    return cache.find(problem, [&] {
+      ++searches;
+      return named(found);
+    });
+  };
+  CHECK(find(sample, {1, 2}).front().workspace == 1);
+  CHECK(find(sample, {7}).front().workspace == 1);
+  CHECK(searches == 1);
+  // Each field chooses an entry of its own: relu is never run with gelu's algorithm.
+  size_t name = 100;
+  for (const auto& other : variations()) CHECK(find(other, {++name}).front().workspace == name);
+  CHECK(searches == 1 + static_cast<int>(variations().size()));
+  CHECK(find(sample, {7}).front().workspace == 1);
+
+  cache.drop_first(sample);
+  CHECK(find(sample, {7}).front().workspace == 2);
+  cache.drop_first(sample);
+  CHECK(find(sample, {7}).empty());  // known to have none: not searched again
+  CHECK(searches == 1 + static_cast<int>(variations().size()));
+
+  AlgorithmCache small(8);
+  auto problem = sample;
+  for (int64_t n = 1; n <= 100; ++n) {
+    problem.n = n;
+    small.find(problem, [] { return named({1}); });
+    CHECK(small.size() <= 8);
+  }
+  small.clear();
+  CHECK(small.size() == 0 && !small.contains(problem));
+}
+
+#endif
+
+const std::map<std::string, std::function<void()>> tests{
+    {"forward_mapping", forward_mapping},
+    {"input_gradient_mapping", input_gradient_mapping},
+    {"weight_gradient_mapping", weight_gradient_mapping},
+    {"epilogue_table", epilogue_table_is_consistent},
+    {"problem_key", every_field_is_part_of_the_key},
+    {"refusals", refusals},
+#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
+    {"algorithm_cache", algorithm_cache},
+#endif
+};
+
+}  // namespace
+
+int main(int, char** argv) {
+  tests.at(argv[1])();
+  return failures != 0;
+}

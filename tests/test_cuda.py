@@ -1,0 +1,298 @@
+"""On a GPU: streams, CUDA graphs, no host synchronisation, threads, memory, kernels."""
+
+import gc
+import itertools
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import (
+    GELU_ERF,
+    GELU_TANH,
+    LINEAR,
+    OPS,
+    RELU,
+    Case,
+    encode_mask,
+    op_param,
+    policy,
+    preactivation,
+    random_case,
+    run,
+)
+
+pytestmark = pytest.mark.cuda
+policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
+HALF_SECOND = 1_000_000_000  # cycles, at the 1 to 2 GHz of a GPU
+
+
+def bf16_case(t=129, i=64, o=257, seed=0, bias=True) -> Case:
+    return random_case(t, i, o, torch.bfloat16, "cuda", bias, seed)
+
+
+def assert_bits(got, want, label=""):
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), f"{label} result {k} differs"
+
+
+# --- streams and graphs -------------------------------------------------------------------------
+
+
+@op_param
+@policy_param
+def test_everything_runs_on_the_current_stream(policy_name, op):
+    """The default stream is kept busy: work launched there would not be done in time, and work
+    that reads its input too early would see NaN."""
+    with policy(policy_name):
+        case = bf16_case()
+        want = run(op.call, case)
+        torch.cuda.synchronize()
+        side, busy = torch.cuda.Stream(), torch.cuda.Event()
+        late = torch.full_like(case.x, float("nan"))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4 * HALF_SECOND)
+        busy.record()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(HALF_SECOND // 10)
+            late.copy_(case.x)
+            got = run(op.call, Case(late, case.w, case.b, case.g))
+        side.synchronize()
+        assert not busy.query(), "something waited for the default stream"
+        with torch.cuda.stream(side):
+            assert_bits(got, want)
+        torch.cuda.synchronize()
+
+
+def capture(op, case):
+    """A graph of one forward and backward; static inputs and results."""
+    leaves = [t.clone().requires_grad_() for t in case.inputs]
+    g = case.g.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op.call(*leaves)
+        grads = torch.autograd.grad(y, leaves, g)
+    return graph, leaves, g, [y, *grads]
+
+
+def warm_up(op, case):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(op.call, case)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+
+
+@op_param
+@policy_param
+@pytest.mark.parametrize("known", [True, False], ids=["seen before", "first met in capture"])
+def test_cuda_graph_of_forward_and_backward(known, policy_name, op):
+    """Replayed on new data: what is computed, and not what was computed at capture."""
+    with policy(policy_name):
+        case = bf16_case(*((128, 64, 264) if known else (96 + 8 * len(policy_name), 72, 520)))
+        warm_up(op, case if known else bf16_case())
+        graph, leaves, g, results = capture(op, case)
+        for seed in (1, 2):
+            fresh = bf16_case(*case.x.shape, case.w.shape[0], seed=seed)
+            with torch.no_grad():
+                for static, new in zip((*leaves, g), (*fresh.inputs, fresh.g), strict=True):
+                    static.copy_(new)
+            graph.replay()
+            first = [t.clone() for t in results]
+            for got, want in zip(first, run(op.call, fresh), strict=True):
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max())
+            graph.replay()
+            assert_bits(results, first, "second replay:")
+
+
+def test_two_graphs_of_which_one_goes():
+    """A workspace that belongs to the first graph must not be what the second replays with."""
+    case = bf16_case(128, 64, 264)
+    warm_up(GELU_TANH, case)
+    first, second = capture(GELU_TANH, case), capture(GELU_TANH, case)
+    second[0].replay()
+    want = [t.clone() for t in second[3]]
+    del first
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    second[0].replay()
+    assert_bits(second[3], want)
+    del junk
+
+
+@op_param
+@policy_param
+def test_no_host_synchronisation(policy_name, op):
+    with policy(policy_name):
+        cases = [bf16_case(), bf16_case(5, 7, 9), random_case(33, 8, 16, torch.float32, "cuda")]
+        for case in cases:
+            run(op.call, case)  # choosing how to do a new shape may take its time
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for case in cases:
+                run(op.call, case)
+                with torch.no_grad():
+                    op.call(*case.inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@policy_param
+def test_eight_threads_with_other_shapes_equal_serial_bits(policy_name):
+    """One cache of algorithms, one handle and one workspace per thread or none shared."""
+    with policy(policy_name):
+        shapes = [(t, i, o) for t, i, o in itertools.product((3, 64, 129), (8, 96), (7, 128, 264))]
+        jobs = [(op, bf16_case(*s)) for s in shapes for op in OPS]
+        want = [run(op.call, case) for op, case in jobs]
+        torch.cuda.synchronize()
+
+        def work(k):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                mine = [(n, run(jobs[n][0].call, jobs[n][1])) for n in range(k, len(jobs), 8)] * 2
+                torch.cuda.current_stream().synchronize()
+            return mine
+
+        with ThreadPoolExecutor(8) as pool:
+            for mine in pool.map(work, range(8)):
+                for n, got in mine:
+                    assert_bits(got, want[n], f"{jobs[n][0]!r} {jobs[n][1].x.shape}")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@op_param
+def test_device_of_the_tensors_and_not_the_current_one(op):
+    case = bf16_case()
+    want = run(op.call, case)
+    there = Case(*(t.to("cuda:1") for t in (case.x, case.w, case.b, case.g)))
+    assert torch.cuda.current_device() == 0
+    got = run(op.call, there)
+    assert all(t.device == torch.device("cuda:1") for t in got)
+    assert_bits([t.to("cuda:0") for t in got], want)
+    with pytest.raises((RuntimeError, ValueError), match=rf"{op.name}.*cuda:1"):
+        op.call(case.x, there.w)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def blocks(size):
+    """What the caching allocator takes for so many bytes."""
+    return -(-size // 512) * 512
+
+
+@op_param
+@policy_param
+def test_memory_held_after_a_forward(policy_name, op):
+    """Inference leaves the output and nothing else; training what the backward needs."""
+    case = bf16_case(4096, 256, 512)
+    output = blocks(4096 * 512 * 2)
+
+    def held(*inputs):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        y = op.call(*inputs)
+        after = torch.cuda.memory_allocated()
+        del y
+        return after - before
+
+    with policy(policy_name):
+        run(op.call, case)  # handles and workspaces that stay come once
+        with torch.no_grad():
+            assert held(*case.inputs) == output
+        w = case.w.clone().requires_grad_()
+        saved = {
+            "none": 0,
+            "relu": blocks(4096 * 512 // 8) if policy_name == "cublaslt" else 0,
+        }.get(op.activation, output)
+        assert held(case.x, w, case.b) <= output + saved
+
+
+CANARY = 0x5A
+
+
+@pytest.mark.parametrize("o", [1, 2, 3, 7, 129, 264, 479, 785])
+@pytest.mark.parametrize("op", [RELU, GELU_TANH, GELU_ERF], ids=repr)
+def test_buffers_are_not_overrun(op, o):
+    """Blocks full of a pattern lie between the places where results will go. With 256 rows all
+    sizes are whole allocator blocks, so that one byte too many hits a neighbour."""
+    case = bf16_case(256, 64, o)
+    aux = torch.ops.fused._linear_relu_aux if op is RELU else torch.ops.fused._linear_gelu_aux
+    options = {"approximate": "none"} if op is GELU_ERF else {}
+    width = (o + 127) // 128 * 16 if op is RELU else 2 * ((o + 7) // 8 * 8)
+    for policy_name in ("auto", "cublaslt"):
+        with policy(policy_name):
+            aux(*case.inputs, **options)  # so that no workspace is made later
+        torch.cuda.empty_cache()
+        rooms = [
+            torch.full((256 * n,), CANARY, dtype=torch.uint8, device="cuda")
+            for n in (2 * o, width)
+            for _ in range(32)
+        ]
+        guards, rooms = rooms[::2], None
+        with policy(policy_name):
+            kept = [aux(*case.inputs, **options) for _ in range(8)]
+        assert all(bool((g == CANARY).all()) for g in guards), "a neighbour was written to"
+        for y, saved in kept:
+            assert torch.equal(y, kept[0][0]) and torch.equal(saved, kept[0][1])
+            if op is RELU:
+                far = preactivation(case).abs() > 1e-2
+                bits, zero = encode_mask(preactivation(case) >= 0), torch.zeros_like(saved)
+                known = encode_mask(far)
+                assert torch.equal(saved & known, bits & known)
+                pads = ~encode_mask(torch.ones_like(far))
+                assert torch.equal(saved & pads, zero), "pad bits are not 0"
+            else:
+                row = saved.stride(0)
+                storage = torch.empty(0, dtype=torch.uint8, device="cuda")
+                storage.set_(saved.untyped_storage())
+                first = 2 * saved.storage_offset()
+                pads = storage[first : first + 256 * 2 * row].view(256, 2 * row)[:, 2 * o :]
+                assert bool(((pads == 0) | (pads == CANARY)).all()), "padding was written to"
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def kernels(fn):
+    """The names of the GPU kernels that fn launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fn()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        fn()
+        torch.cuda.synchronize()
+    found = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not found:
+        pytest.skip("the profiler sees no kernels on this machine")
+    return [name for name in found if not re.search("Memset|Memcpy|memset|memcpy", name)]
+
+
+@pytest.mark.parametrize("op, count", [(LINEAR, 1), (RELU, 1), (GELU_TANH, 1), (GELU_ERF, 2)])
+def test_inference_is_one_kernel(op, count):
+    """Fused means fused: bias and activation happen in the product's kernel. erf, which cuBLASLt
+    has not, takes one more."""
+    case = bf16_case(4096, 512, 1024)
+    with policy("cublaslt"), torch.no_grad():
+        names = kernels(lambda: op.call(*case.inputs))
+    assert len(names) == count, names
+
+
+@op_param
+def test_unwanted_gradients_launch_nothing(op):
+    """A frozen weight runs no weight-gradient product, a first layer no input-gradient one."""
+    case = bf16_case(4096, 512, 1024)
+
+    def launched(wanted):
+        leaves = [t.clone().requires_grad_(r) for t, r in zip(case.inputs, wanted, strict=True)]
+        y = op.call(*leaves)
+        chosen = [t for t in leaves if t.requires_grad]
+        return len(kernels(lambda: torch.autograd.grad(y, chosen, case.g, retain_graph=True)))
+
+    everything = launched((True, True, True))
+    assert launched((True, False, False)) < everything
+    assert launched((False, True, False)) < everything
+    assert launched((False, False, True)) < launched((True, False, True))
