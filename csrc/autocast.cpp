@@ -39,10 +39,21 @@ struct Autocast {
     return fused::linear_gelu(cast(input), cast(weight), cast(bias), approximate);
   }
 
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view activation) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    std::vector<Tensor> cast_weights;
+    for (const auto& weight : weights) cast_weights.push_back(cast(weight));
+    c10::List<OptionalTensor> cast_biases;
+    for (const OptionalTensor& bias : biases) cast_biases.push_back(cast(bias));
+    return fused::mlp(cast(input), cast_weights, cast_biases, activation);
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("linear", linear);
     m.impl("linear_relu", linear_relu);
     m.impl("linear_gelu", linear_gelu);
+    m.impl("mlp", mlp);
   }
 };
 

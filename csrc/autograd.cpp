@@ -1,19 +1,21 @@
-// The Autograd kernels: thin, symbolic, dispatcher calls only. One node serves every activation.
+// The Autograd kernels: which way a call goes. Thin, symbolic, dispatcher calls only; the nodes are
+// in linear_node.cpp and mlp.cpp.
 
 #include "composite.h"
 #include "fused_linear.h"
 #include "kernels.h"
+#include "linear_node.h"
+#include "mlp.h"
 #include "policy.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <torch/csrc/autograd/custom_function.h>
+#include <algorithm>
+#include <vector>
 
 namespace fused {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
@@ -46,135 +48,6 @@ Tensor without_gradient(const Tensor& input, const Tensor& weight, const Optiona
   return linear_gelu(input, weight, bias, approximate_of(activation));
 }
 
-// A saved pre-activation put back into the graph, as a function of input, weight and bias, for the
-// second derivative. Their values are needed only as far as the first backward needs them too, so
-// a stand-in without data may take the place of one that was not saved.
-struct ReconnectPreactivation : Function<ReconnectPreactivation> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& preactivation, const Tensor& input,
-                        const Tensor& weight, const OptionalTensor& bias) {
-    ctx->save_for_backward({input, weight});
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["bias"] = has_value(bias);
-    return preactivation.detach();
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool bias = ctx->saved_data["bias"].toBool();
-    if (!grads[0].defined()) return variable_list(4);
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                     bias && ctx->needs_input_grad(3)};
-    auto [grad_input, grad_weight, grad_bias] = Composite::linear_backward(
-        grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted);
-    return {Tensor(), wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
-  }
-};
-
-struct LinearActivation : Function<LinearActivation> {
-  // Edges of the node, in the order of the tensor arguments.
-  enum Edge { input_edge, weight_edge, bias_edge };
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, int64_t activation_value) {
-    const auto activation = static_cast<Activation>(activation_value);
-    Tensor output, saved;
-    {
-      at::AutoDispatchBelowADInplaceOrView guard;
-      if (is_gelu(activation)) {
-        std::tie(output, saved) =
-            steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
-      } else if (activation == Activation::relu && policy() == Policy::cublaslt) {
-        std::tie(output, saved) = steps::linear_relu_aux(input, weight, bias);
-      } else if (activation == Activation::relu) {
-        // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
-        // next layer keeps it anyway.
-        output = saved = linear_relu(input, weight, bias);
-      } else {
-        output = fused::linear(input, weight, bias);
-      }
-    }
-    ctx->saved_data["activation"] = activation_value;
-    ctx->saved_data["bias"] = has_value(bias);
-    ctx->set_materialize_grads(false);
-    // No more is kept than torch keeps for the layer and its activation.
-    ctx->save_for_backward({weight.requires_grad() ? input : Tensor(),
-                            input.requires_grad() ? weight : Tensor(), saved});
-    return output;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(4);
-    const auto activation = static_cast<Activation>(ctx->saved_data["activation"].toInt());
-    const bool bias = ctx->saved_data["bias"].toBool();
-    const auto variables = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(input_edge),
-                                     ctx->needs_input_grad(weight_edge),
-                                     bias && ctx->needs_input_grad(bias_edge)};
-    const auto gradients = at::GradMode::is_enabled()
-                               ? differentiable(variables, grads[0], activation, bias, wanted)
-                               : plain(variables, grads[0], activation, wanted);
-    const auto& [grad_input, grad_weight, grad_bias] = gradients;
-    return {wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor(), Tensor()};
-  }
-
- private:
-  using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-  // The operator takes tensors, not holes: what was not saved is not read, only its shape is.
-  static Tensor stand_in(const Tensor& like, std::vector<c10::SymInt> sizes) {
-    return at::empty_symint({1}, like.options()).expand_symint(sizes);
-  }
-
-  static std::pair<Tensor, Tensor> fill_in(const variable_list& variables, const Tensor& grad) {
-    auto [input, weight] = std::pair(variables[0], variables[1]);
-    if (!input.defined()) {
-      auto sizes = grad.sym_sizes().vec();
-      sizes.back() = weight.defined() ? weight.sym_size(1) : c10::SymInt(0);
-      input = stand_in(grad, std::move(sizes));
-    }
-    if (!weight.defined()) weight = stand_in(grad, {grad.sym_size(-1), input.sym_size(-1)});
-    return {std::move(input), std::move(weight)};
-  }
-
-  static Gradients plain(const variable_list& variables, const Tensor& grad, Activation activation,
-                         std::array<bool, 3> wanted) {
-    const auto [input, weight] = fill_in(variables, grad);
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return steps::linear_backward(grad, input, weight, variables[2], name(activation), wanted);
-  }
-
-  // create_graph: the gradients must themselves be differentiable.
-  static Gradients differentiable(const variable_list& variables, const Tensor& grad,
-                                  Activation activation, bool bias, std::array<bool, 3> wanted) {
-    auto [input, weight] = fill_in(variables, grad);
-    auto saved = variables[2];
-    if (is_gelu(activation)) {
-      saved = reconnect(
-          saved, variables[0].defined() ? input : detached_from(input, input_edge),
-          variables[1].defined() ? weight : detached_from(weight, weight_edge),
-          bias ? OptionalTensor(detached_from(stand_in(grad, {grad.sym_size(-1)}), bias_edge))
-               : std::nullopt);
-    }
-    return Composite::linear_backward(grad, input, weight, saved, activation, wanted);
-  }
-
-  static Tensor reconnect(const Tensor& saved, const Tensor& input, const Tensor& weight,
-                          const OptionalTensor& bias) {
-    return ReconnectPreactivation::apply(saved, input, weight, bias);
-  }
-
-  // A tensor without meaningful values at the end of one of this node's own edges.
-  static Tensor detached_from(const Tensor& values, Edge edge) {
-    auto tensor = values.detach();
-    if (const auto node = torch::autograd::get_current_node()) {
-      torch::autograd::impl::set_gradient_edge(tensor, node->next_edge(edge));
-    }
-    return tensor;
-  }
-};
-
 Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
                const OptionalTensor& bias, Activation activation) {
   const bool formula = wants_formula(input, weight, bias);
@@ -198,6 +71,25 @@ Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
 Tensor linear_gelu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             std::string_view approximate) {
   return forward("linear_gelu", input, weight, bias, parse_approximate("linear_gelu", approximate));
+}
+
+Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view text) {
+  const auto activation = parse_activation("mlp", text);
+  std::vector<Tensor> all{input};
+  all.insert(all.end(), weights.begin(), weights.end());
+  for (const OptionalTensor& bias : biases) {
+    if (has_value(bias)) all.push_back(*bias);
+  }
+  const auto any = [&](const auto& condition) { return std::ranges::any_of(all, condition); };
+  const bool formula = any([](const Tensor& t) { return wants_formula(t); });
+  if (!formula && !any([](const Tensor& t) { return wants_gradient(t); })) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return fused::mlp(input, weights, biases, text);
+  }
+  check_mlp(input, weights, biases);
+  if (formula) return Composite::mlp(input, weights, biases, activation);
+  return mlp_with_gradient(input, weights, biases, activation);
 }
 
 // The single steps, called directly: differentiable through the formula.
@@ -244,16 +136,33 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_autograd(
   return steps::linear_backward(grad_output, input, weight, saved, activation, output_mask);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across_autograd(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const OptionalTensor& saved, std::string_view activation, std::array<bool, 3> output_mask,
+    const Tensor& previous_saved, std::string_view previous_activation, bool previous_bias_grad) {
+  if (wants_gradient(grad_output, input, weight, saved, previous_saved) ||
+      wants_formula(grad_output, input, weight, saved, previous_saved)) {
+    return Formula::linear_backward_across(grad_output, input, weight, saved, activation,
+                                           output_mask, previous_saved, previous_activation,
+                                           previous_bias_grad);
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return steps::linear_backward_across(grad_output, input, weight, saved, activation, output_mask,
+                                       previous_saved, previous_activation, previous_bias_grad);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("linear", linear_autograd);
   m.impl("linear_relu", linear_relu_autograd);
   m.impl("linear_gelu", linear_gelu_autograd);
+  m.impl("mlp", mlp_autograd);
   m.impl("_linear_relu_aux", relu_aux_autograd);
   m.impl("_linear_gelu_aux", gelu_aux_autograd);
   m.impl("_activation_backward", activation_backward_autograd);
   m.impl("_linear_backward", linear_backward_autograd);
+  m.impl("_linear_backward_across", linear_backward_across_autograd);
 }
 
 }  // namespace fused

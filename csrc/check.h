@@ -4,6 +4,7 @@
 // symbolically, so that the same checks serve real, meta and traced tensors.
 
 #include <ATen/ATen.h>
+#include <ATen/core/List.h>
 
 #include <optional>
 
@@ -34,6 +35,13 @@ inline void check_floating(const char* op, const Tensor& input) {
               input.layout());
 }
 
+inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight) {
+  check_dtype_and_device(op, "bias", bias, weight);
+  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), op,
+                    ": bias must have shape [", weight.sym_size(0), "] to match weight ",
+                    weight.sym_sizes(), ", got ", bias.sym_sizes());
+}
+
 // input [*, in], weight [out, in], bias [out] or nothing.
 inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias) {
@@ -47,11 +55,25 @@ inline void check_linear(const char* op, const Tensor& input, const Tensor& weig
   TORCH_CHECK_VALUE(weight.sym_size(1) == in_features, op,
                     ": weight must have shape [out_features, ", in_features,
                     "] to match input [..., ", in_features, "], got ", weight.sym_sizes());
-  if (has_value(bias)) {
-    check_dtype_and_device(op, "bias", *bias, input);
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op,
-                      ": bias must have shape [", weight.sym_size(0), "] to match weight ",
-                      weight.sym_sizes(), ", got ", bias->sym_sizes());
+  if (has_value(bias)) check_bias(op, *bias, weight);
+}
+
+// input [*, in], weights [hidden, in], [.., hidden] ..., one bias or None for each
+inline void check_mlp(const Tensor& input, at::TensorList weights,
+                      const c10::List<OptionalTensor>& biases) {
+  TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
+  TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",
+                    "each of the ", weights.size(), " weights, got ", biases.size());
+  check_linear("mlp", input, weights[0], biases.get(0));
+  for (size_t i = 1; i < weights.size(); ++i) {
+    const auto& weight = weights[i];
+    check_dtype_and_device("mlp", "weight", weight, input);
+    const auto& features = weights[i - 1].sym_size(0);
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) == features, "mlp: weight ", i,
+                      " must have shape [features, ", features, "] to follow weight ", i - 1, " ",
+                      weights[i - 1].sym_sizes(), ", got ", weight.sym_sizes());
+    const auto bias = biases.get(i);
+    if (has_value(bias)) check_bias("mlp", *bias, weight);
   }
 }
 

@@ -69,6 +69,28 @@ std::tuple<Tensor, Tensor, Tensor> Composite::linear_backward(
           output_mask[2] ? rows.sum(0) : unwanted(grad_output)};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> Composite::linear_backward_across(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+    const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
+  output_mask[0] = true;
+  const auto [grad_input, grad_weight, grad_bias] =
+      linear_backward(grad_output, input, weight, saved, activation, output_mask);
+  const auto [dz, grad_previous_bias] =
+      activation_backward(grad_input, previous_saved, previous, previous_bias_grad);
+  return {dz, grad_weight, grad_bias, grad_previous_bias};
+}
+
+Tensor Composite::mlp(const Tensor& input, at::TensorList weights,
+                      const c10::List<OptionalTensor>& biases, Activation activation) {
+  auto hidden = input;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const bool last = i + 1 == weights.size();
+    hidden = forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
+  }
+  return hidden;
+}
+
 namespace {
 
 // 1, 2, 4 ... 128 on the device of `like`

@@ -35,6 +35,17 @@ struct Composite {
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
       const Tensor& grad_output, const Tensor& input, const Tensor& weight,
       const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask);
+
+  // The same, and on into the layer before: -> its dz, gradients of weight and bias, its bias
+  // gradient
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+      const Tensor& previous_saved, Activation previous, bool previous_bias_grad);
+
+  // Layers with the activation between them and none after the last.
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, Activation activation);
 };
 
 // One bit per element, eight to a byte, lowest first, rows padded with zeros to 128 bits: the

@@ -26,7 +26,8 @@ std::optional<c10::TypedOperatorHandle<PointwiseSignature>> onednn_linear() {
 
 bool onednn_bf16() {
   static const bool supported = [] {
-    const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    const auto op =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
     return op && op->typed<bool()>().call();
   }();
   return supported;
@@ -53,11 +54,13 @@ struct Cpu {
                         Activation activation) {
     static const auto pointwise = onednn_linear();
     if (pointwise && onednn_takes(input, weight, bias, activation)) {
+      explain::step("oneDNN linear with post-op");
       const bool relu = activation == Activation::relu;
       return pointwise->call(
           input, weight, bias, relu ? "relu" : "gelu", c10::List<std::optional<at::Scalar>>(),
           relu ? std::nullopt : std::optional<std::string_view>(approximate_of(activation)));
     }
+    explain::step("reference");
     auto preactivation = at::linear(input, weight, bias).contiguous();
     if (activation == Activation::relu) return preactivation.relu_();
     return Composite::activate(preactivation, activation);
@@ -65,6 +68,7 @@ struct Cpu {
 
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation) {
+    explain::step("reference");
     auto [output, aux] = Composite::forward_aux(input, weight, bias, activation);
     return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
   }
@@ -72,6 +76,7 @@ struct Cpu {
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad) {
+    explain::step("reference");
     auto [gradient, grad_bias] =
         Composite::activation_backward(grad_output, saved, activation, bias_grad);
     return {gradient.contiguous(), grad_bias};
@@ -80,9 +85,21 @@ struct Cpu {
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
       const Tensor& grad_output, const Tensor& input, const Tensor& weight,
       const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
+    explain::step("reference");
     auto [grad_input, grad_weight, grad_bias] =
         Composite::linear_backward(grad_output, input, weight, saved, activation, output_mask);
     return {grad_input.contiguous(), grad_weight.contiguous(), grad_bias};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+      const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
+    explain::step("reference");
+    auto [dz, grad_weight, grad_bias, grad_previous_bias] = Composite::linear_backward_across(
+        grad_output, input, weight, saved, activation, output_mask, previous_saved, previous,
+        previous_bias_grad);
+    return {dz.contiguous(), grad_weight.contiguous(), grad_bias, grad_previous_bias};
   }
 };
 

@@ -1,5 +1,6 @@
 #include "cuda_gemm.h"
 
+#include "explain.h"
 #include "gemm/plan.h"
 
 #include <ATen/Context.h>
@@ -8,6 +9,7 @@
 
 #include <array>
 #include <mutex>
+#include <string>
 
 namespace fused {
 namespace {
@@ -77,6 +79,10 @@ size_t library_version() {
   return version;
 }
 
+std::string not_run(gemm::Epilogue epilogue, const char* reason) {
+  return std::string("(not ") + gemm::name(epilogue) + ": " + reason + ")";
+}
+
 }  // namespace
 
 std::optional<gemm::Type> gemm_type(at::ScalarType type) {
@@ -115,7 +121,10 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
   }
   const auto problem = gemm::describe(l.matrix, r.matrix, d, epilogue, type, operands.bias,
                                       operands.aux, ld_aux, settings(device, type));
-  if (gemm::refusal(problem, library_version()) != nullptr) return false;
+  if (const char* reason = gemm::refusal(problem, library_version())) {
+    if (explain::enabled()) explain::step(not_run(epilogue, reason).c_str());
+    return false;
+  }
 
   const auto handle = handle_of(device);
   const auto stream = at::cuda::getCurrentCUDAStream(device);
@@ -125,10 +134,17 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
     const Workspace workspace(static_cast<int64_t>(plan->algorithm.workspace));
     const auto status = gemm::run(handle, problem, plan->descriptors, plan->algorithm, operands,
                                   workspace.data(), stream);
-    if (status == CUBLAS_STATUS_SUCCESS) return true;
+    if (status == CUBLAS_STATUS_SUCCESS) {
+      explain::step(gemm::name(epilogue));
+      return true;
+    }
     TORCH_WARN_ONCE("fused: cuBLASLt failed with ", cublasLtGetStatusName(status), " on ", problem,
                     "; another way is taken");
     gemm::reject_plan(problem);
+  }
+  if (explain::enabled()) {
+    const char* reason = capturing ? "not run before this capture" : "no algorithm for it";
+    explain::step(not_run(epilogue, reason).c_str());
   }
   return false;
 }
@@ -140,6 +156,7 @@ Tensor product(const Tensor& left, const Tensor& right) {
   if (result.numel() == 0 || multiply(left, right, result, gemm::Epilogue::identity)) {
     return result;
   }
+  explain::step("ATen mm");
   return at::mm(left, right).contiguous();
 }
 

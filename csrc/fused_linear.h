@@ -5,6 +5,7 @@
 // Link or dlopen the package's library before the first call.
 
 #include <ATen/ATen.h>
+#include <ATen/core/List.h>
 
 #include <array>
 #include <optional>
@@ -31,6 +32,13 @@ Tensor linear_gelu(const Tensor& input,                     // [*, in]
                    const std::optional<Tensor>& bias = {},  // [out]
                    std::string_view approximate = "tanh");
 
+// Layers in a chain, the activation ("relu", "gelu_tanh" or "gelu_erf") between them and none after
+// the last: one operator, one node.
+Tensor mlp(const Tensor& input,                             // [*, in]
+           at::TensorList weights,                          // [hidden, in], ..., [out, hidden]
+           const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
+           std::string_view activation);
+
 // The steps that autograd is made of, for who writes a backward by hand.
 namespace steps {
 
@@ -56,6 +64,19 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,  /
                                                    const std::optional<Tensor>& saved,
                                                    std::string_view activation,
                                                    std::array<bool, 3> output_mask);
+
+// linear_backward, and on into the layer before: act'(previous_saved) is applied to the gradient of
+// input, which is that layer's output, and summed over all rows. What cuBLASLt's DRELU_BGRAD and
+// DGELU_BGRAD are made for.
+// -> dz of the layer before, gradients of weight and bias, bias gradient of the layer before
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+    const Tensor& grad_output,  // [*, out]
+    const Tensor& input,        // [*, in], the output of the layer before
+    const Tensor& weight,       // [out, in]
+    const std::optional<Tensor>& saved, std::string_view activation,
+    std::array<bool, 3> output_mask,  // its first is not read: dz is what this is called for
+    const Tensor& previous_saved,     // [*, in]
+    std::string_view previous_activation, bool previous_bias_grad);
 
 }  // namespace steps
 }  // namespace fused

@@ -1,11 +1,12 @@
 #pragma once
 
 // What every backend's kernels share: the dispatcher's signatures, the checks, the parsing of
-// strings. A backend supplies four functions over Activation as a value: forward, forward_aux,
-// activation_backward, linear_backward (see Composite for their meaning).
+// strings. A backend supplies five functions over Activation as a value: forward, forward_aux,
+// activation_backward, linear_backward, linear_backward_across (see Composite for their meaning).
 
 #include "activation.h"
 #include "check.h"
+#include "explain.h"
 
 #include <torch/library.h>
 
@@ -29,6 +30,18 @@ inline void check_saved(const char* op, const Tensor& grad_output, const Tensor&
   }
 }
 
+inline void check_linear_backward(const char* op, const Tensor& grad_output, const Tensor& input,
+                                  const Tensor& weight, const OptionalTensor& saved,
+                                  Activation activation) {
+  check_linear(op, input, weight, {});
+  check_dtype_and_device(op, "grad_output", grad_output, input);
+  check_rows(op, "grad_output", grad_output, input, weight.sym_size(0));
+  if (activation == Activation::none) return;
+  TORCH_CHECK_VALUE(has_value(saved), op, ": activation '", name(activation),
+                    "' needs saved, the output or the pre-activation, got None");
+  check_saved(op, grad_output, *saved, activation);
+}
+
 template <class Backend>
 struct Kernels {
   template <Activation activation>
@@ -39,6 +52,7 @@ struct Kernels {
   template <Activation activation>
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
     check_linear(op_name<activation>(), input, weight, bias);
+    const explain::Row row(op_name<activation>(), input, weight);
     return Backend::forward(input, weight, bias, activation);
   }
 
@@ -46,12 +60,14 @@ struct Kernels {
                              std::string_view approximate) {
     const auto activation = parse_approximate("linear_gelu", approximate);
     check_linear("linear_gelu", input, weight, bias);
+    const explain::Row row("linear_gelu", input, weight);
     return Backend::forward(input, weight, bias, activation);
   }
 
   static std::tuple<Tensor, Tensor> relu_aux(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias) {
     check_linear("_linear_relu_aux", input, weight, bias);
+    const explain::Row row("_linear_relu_aux", input, weight);
     return Backend::forward_aux(input, weight, bias, Activation::relu);
   }
 
@@ -60,6 +76,7 @@ struct Kernels {
                                              std::string_view approximate) {
     const auto activation = parse_approximate("_linear_gelu_aux", approximate);
     check_linear("_linear_gelu_aux", input, weight, bias);
+    const explain::Row row("_linear_gelu_aux", input, weight);
     return Backend::forward_aux(input, weight, bias, activation);
   }
 
@@ -74,6 +91,7 @@ struct Kernels {
                       ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, grad_output);
     check_saved(op, grad_output, saved, activation);
+    const explain::Row row(op, grad_output, {});
     return Backend::activation_backward(grad_output, saved, activation, bias_grad);
   }
 
@@ -82,15 +100,41 @@ struct Kernels {
       const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask) {
     constexpr auto op = "_linear_backward";
     const auto activation = parse_activation(op, text);
-    check_linear(op, input, weight, {});
-    check_dtype_and_device(op, "grad_output", grad_output, input);
-    check_rows(op, "grad_output", grad_output, input, weight.sym_size(0));
-    if (activation != Activation::none) {
-      TORCH_CHECK_VALUE(has_value(saved), op, ": activation '", text,
-                        "' needs saved, the output or the pre-activation, got None");
-      check_saved(op, grad_output, *saved, activation);
-    }
+    check_linear_backward(op, grad_output, input, weight, saved, activation);
+    const explain::Row row(op, input, weight);
     return Backend::linear_backward(grad_output, input, weight, saved, activation, output_mask);
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask,
+      const Tensor& previous_saved, std::string_view previous_text, bool previous_bias_grad) {
+    constexpr auto op = "_linear_backward_across";
+    const auto activation = parse_activation(op, text),
+               previous = parse_activation(op, previous_text);
+    check_linear_backward(op, grad_output, input, weight, saved, activation);
+    TORCH_CHECK_VALUE(previous != Activation::none, op,
+                      ": previous_activation must be 'relu', "
+                      "'gelu_tanh' or 'gelu_erf', got 'none'");
+    check_saved(op, input, previous_saved, previous);
+    const explain::Row row(op, input, weight);
+    return Backend::linear_backward_across(grad_output, input, weight, saved, activation,
+                                           output_mask, previous_saved, previous,
+                                           previous_bias_grad);
+  }
+
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view text) {
+    const auto activation = parse_activation("mlp", text);
+    check_mlp(input, weights, biases);
+    auto hidden = input;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const explain::Row row("mlp", hidden, weights[i]);
+      const bool last = i + 1 == weights.size();
+      hidden =
+          Backend::forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
+    }
+    return hidden;
   }
 };
 
@@ -100,10 +144,12 @@ void register_kernels(torch::Library& m) {
   m.impl("linear", K::template forward<Activation::none>);
   m.impl("linear_relu", K::template forward<Activation::relu>);
   m.impl("linear_gelu", K::forward_gelu);
+  m.impl("mlp", K::mlp);
   m.impl("_linear_relu_aux", K::relu_aux);
   m.impl("_linear_gelu_aux", K::gelu_aux);
   m.impl("_activation_backward", K::activation_backward);
   m.impl("_linear_backward", K::linear_backward);
+  m.impl("_linear_backward_across", K::linear_backward_across);
 }
 
 }  // namespace fused

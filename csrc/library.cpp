@@ -1,7 +1,9 @@
 // Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
 // are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp.
 
+#include "explain.h"
 #include "fused_linear.h"
+#include "handover.h"
 #include "policy.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,6 +28,9 @@ TORCH_LIBRARY(fused, m) {
       "Tensor",
       tags);
 
+  // Layers in a chain, the activation ('relu', 'gelu_tanh', 'gelu_erf') between them.
+  m.def("mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor", tags);
+
   // Forward that also gives what the backward needs: ReLU's bit mask, GELU's pre-activation.
   m.def(
       "_linear_relu_aux(Tensor input, Tensor weight, Tensor? bias=None) -> "
@@ -49,9 +54,26 @@ TORCH_LIBRARY(fused, m) {
       "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
 
+  // The same, and on along the edge to the layer before, whose activation's derivative is applied
+  // to grad_input and whose bias gradient is summed on the way.
+  m.def(
+      "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
+      "str activation, bool[3] output_mask, Tensor previous_saved, str previous_activation, "
+      "bool previous_bias_grad) -> (Tensor grad_previous_preactivation, Tensor grad_weight, "
+      "Tensor grad_bias, Tensor grad_previous_bias)",
+      tags);
+
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
+
+  // Whether separate layers hand gradients over to each other.
+  m.def("_handover() -> bool", fused::handover::enabled);
+  m.def("_set_handover(bool enabled) -> ()", fused::handover::set_enabled);
+
+  // A report of what ran: the rows between the two calls.
+  m.def("_explain_start() -> ()", fused::explain::start);
+  m.def("_explain_stop() -> str[]", fused::explain::stop);
 }
 
 namespace fused {
@@ -65,6 +87,8 @@ auto find(const char* name) {
 using Forward = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&);
 using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                            std::string_view);
+using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
+                   std::string_view);
 using Pair = std::tuple<Tensor, Tensor>;
 using ForwardAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&);
 using ForwardGeluAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&,
@@ -74,6 +98,10 @@ using LinearBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const T
                                                           const Tensor&,
                                                           const std::optional<Tensor>&,
                                                           std::string_view, std::array<bool, 3>);
+using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,
+                                       const std::optional<Tensor>&, std::string_view,
+                                       std::array<bool, 3>, const Tensor&, std::string_view, bool);
 
 }  // namespace
 
@@ -91,6 +119,12 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optiona
                    std::string_view approximate) {
   static const auto op = find<ForwardGelu>("fused::linear_gelu");
   return op.call(input, weight, bias, approximate);
+}
+
+Tensor mlp(const Tensor& input, at::TensorList weights,
+           const c10::List<std::optional<Tensor>>& biases, std::string_view activation) {
+  static const auto op = find<Mlp>("fused::mlp");
+  return op.call(input, weights, biases, activation);
 }
 
 namespace steps {
@@ -119,6 +153,16 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, co
                                                    std::array<bool, 3> output_mask) {
   static const auto op = find<LinearBackward>("fused::_linear_backward");
   return op.call(grad_output, input, weight, saved, activation, output_mask);
+}
+
+Quadruple linear_backward_across(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& weight, const std::optional<Tensor>& saved,
+                                 std::string_view activation, std::array<bool, 3> output_mask,
+                                 const Tensor& previous_saved, std::string_view previous_activation,
+                                 bool previous_bias_grad) {
+  static const auto op = find<LinearBackwardAcross>("fused::_linear_backward_across");
+  return op.call(grad_output, input, weight, saved, activation, output_mask, previous_saved,
+                 previous_activation, previous_bias_grad);
 }
 
 }  // namespace steps

@@ -59,6 +59,17 @@ struct Meta {
             output_mask[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : none(),
             output_mask[2] ? empty(weight.sym_size(0), grad_output) : none()};
   }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+      const Tensor&, Activation, bool previous_bias_grad) {
+    output_mask[0] = true;
+    auto [dz, grad_weight, grad_bias] =
+        linear_backward(grad_output, input, weight, saved, activation, output_mask);
+    auto grad_previous_bias = empty(previous_bias_grad ? input.sym_size(-1) : SymInt(0), dz);
+    return {dz, grad_weight, grad_bias, grad_previous_bias};
+  }
 };
 
 }  // namespace

@@ -9,10 +9,7 @@ from helpers import (
     GELU_ERF,
     GELU_TANH,
     LINEAR,
-    MATRIX_LAYOUTS,
-    ND_LAYOUTS,
     RELU,
-    VECTOR_LAYOUTS,
     Case,
     assert_contract,
     assert_exact,
@@ -26,6 +23,7 @@ from helpers import (
     run,
     without_kinks,
 )
+from layouts import MATRIX_LAYOUTS, ND_LAYOUTS, VECTOR_LAYOUTS
 
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])

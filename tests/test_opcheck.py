@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import DTYPES, ND_LAYOUTS, device_param, encode_mask, random_case
+from helpers import DTYPES, device_param, encode_mask, random_case
+from layouts import ND_LAYOUTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 fused = torch.ops.fused

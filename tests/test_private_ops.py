@@ -11,7 +11,6 @@ from helpers import (
     GELU_ERF,
     GELU_TANH,
     LINEAR,
-    ND_LAYOUTS,
     RELU,
     decode_mask,
     device_param,
@@ -26,6 +25,7 @@ from helpers import (
     run,
     without_kinks,
 )
+from layouts import ND_LAYOUTS
 
 fused = torch.ops.fused
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])

@@ -139,6 +139,11 @@ def test_gelu_at_the_edges(op, dtype, device):
     close = {"rtol": 1e-2, "atol": 1e-6, "equal_nan": True}
     as_eager = torch.isclose(y, op.eager(x, w, b), **close)  # oneDNN's erf gives NaN at +inf
     assert (as_eager | torch.isclose(y, want, **close)).all()
+    many = torch.nn.functional.pad(x, (0, 159)).repeat(64, 1)  # as a library's own epilogue has it
+    wide = torch.nn.functional.pad(w, (0, 159)).repeat(16, 1)
+    large = op.call(many, wide)[: len(values)]
+    as_eager = torch.isclose(large, op.eager(x, w).repeat(1, 16), **close)
+    assert (as_eager | torch.isclose(large, want.expand_as(large), **close)).all()
     finite = x[~x.isnan() & ~x.isinf()].unsqueeze(1)
     leaf = finite.clone().requires_grad_()
     op.call(leaf, w[:1], b[:1]).sum().backward()

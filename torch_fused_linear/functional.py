@@ -76,3 +76,33 @@ def linear_gelu(
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate)
+
+
+def mlp(
+    input: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str = "relu"
+) -> Tensor:
+    r"""Applies linear layers in a chain, with the activation between them and none after the last.
+
+    Equivalent to, for ReLU::
+
+        for weight, bias in zip(weights[:-1], biases[:-1]):
+            input = F.relu(F.linear(input, weight, bias))
+        return F.linear(input, weights[-1], biases[-1])
+
+    As one operator it is one node of the graph: the backward applies every hidden layer's
+    activation derivative, and sums its bias gradient, together with the next layer's product
+    (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
+
+    Args:
+        input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
+        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
+        biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
+        activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``.
+
+    Returns:
+        :math:`(*, \text{features}_n)`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear`.
+    """
+    return torch.ops.fused.mlp(input, weights, biases, activation)

@@ -1,4 +1,4 @@
-"""How the work is to be done: a process-wide choice."""
+"""How the work is to be done: process-wide choices."""
 
 import torch
 
@@ -41,3 +41,30 @@ class set_policy:
 def get_policy() -> str:
     """The policy in force: ``"auto"``, ``"cublaslt"`` or ``"eager"``."""
     return torch.ops.fused._policy()
+
+
+class handover:
+    """Switches on or off whether separate fused layers hand gradients over to each other.
+
+    In ``loss.backward()`` a fused layer whose input came straight from another fused layer applies
+    that layer's activation derivative together with its own matrix product, and sums that layer's
+    bias gradient on the way. It does so only where nobody can tell the difference: no hook,
+    ``retain_grad``, second consumer, ``create_graph`` and so on; :class:`explain` names the reason
+    where it does not. It is on by default.
+
+    A plain call sets it; as a context manager it is put back at the end. The environment variable
+    ``TORCH_FUSED_LINEAR_HANDOVER=0`` switches it off before the first call.
+
+    Args:
+        enabled: whether to hand over.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.previous = torch.ops.fused._handover()
+        torch.ops.fused._set_handover(enabled)
+
+    def __enter__(self) -> "handover":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        torch.ops.fused._set_handover(self.previous)

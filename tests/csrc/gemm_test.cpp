@@ -22,12 +22,12 @@ namespace {
 
 int failures = 0;
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      ++failures;                                                               \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);     \
-    }                                                                           \
+#define CHECK(condition)                                                    \
+  do {                                                                      \
+    if (!(condition)) {                                                     \
+      ++failures;                                                           \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+    }                                                                       \
   } while (false)
 
 // A row-major matrix with room behind every row, which must stay as it was.
@@ -193,9 +193,26 @@ void epilogue_table_is_consistent() {
   CHECK(padded_features(1) == 8 && padded_features(8) == 8 && padded_features(785) == 792);
 }
 
-const Problem sample{0,    Epilogue::relu_bias, Type::bf16, Math::full, SplitK::allowed, true, false,
-                     64,   32,                  16,         16,         16,              64,   128,
-                     8,    8,                   8,          8,          8,               1 << 20};
+const Problem sample{0,
+                     Epilogue::relu_bias,
+                     Type::bf16,
+                     Math::full,
+                     SplitK::allowed,
+                     true,
+                     false,
+                     64,
+                     32,
+                     16,
+                     16,
+                     16,
+                     64,
+                     128,
+                     8,
+                     8,
+                     8,
+                     8,
+                     8,
+                     1 << 20};
 
 // Every field is part of the key.
 std::vector<Problem> variations() {

@@ -36,7 +36,9 @@ inline void matmul(const Problem& p, const Operands& operands) {
   const auto at_b = [&](int64_t l, int64_t j) {
     return p.transpose_b ? b[j + l * p.ldb] : b[l + j * p.ldb];
   };
-  const auto byte = [&](int64_t i, int64_t j) -> uint8_t& { return bits[j * p.ld_aux / 8 + i / 8]; };
+  const auto byte = [&](int64_t i, int64_t j) -> uint8_t& {
+    return bits[j * p.ld_aux / 8 + i / 8];
+  };
 
   std::vector<double> bias_gradient(p.m);
   for (int64_t j = 0; j < p.n; ++j) {

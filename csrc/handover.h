@@ -1,0 +1,41 @@
+#pragma once
+
+// Layer-to-layer hand-over of gradients in eager mode.
+//
+// The gradient of a layer's output is produced by the next layer's backward. Where the next layer
+// (the consumer) is ours, and nobody else looks at that gradient, the consumer applies this layer's
+// activation derivative right behind its matrix product, or inside it, and sums this layer's bias
+// gradient on the way. It passes dz on in place of dy and leaves a note that says so. The producer
+// trusts a note only if the gradient that arrives is the very tensor that the note names.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <optional>
+
+namespace fused::handover {
+
+bool enabled();
+void set_enabled(bool enabled);
+
+struct Note {
+  at::Tensor dz;         // what the consumer passed on. Holding it keeps the engine from adding
+                         // another gradient to it in place, which would go unseen.
+  at::Tensor grad_bias;  // [out] or undefined
+  torch::autograd::variable_list saved;  // the producer's, already unpacked: checkpoint allows
+                                         // each to be unpacked only once
+};
+
+// Left for one node in one run of the engine.
+void leave(const torch::autograd::Node* producer, int graph_task, Note note);
+std::optional<Note> take(const torch::autograd::Node* producer, int graph_task);
+
+// How many notes wait; those of runs that were broken off are swept when the next one is left.
+size_t waiting();
+
+// Why the gradient that `consumer` is about to pass along its first edge must stay the true one,
+// or nullptr: then that edge's node, and nobody else, will receive it. Whether the node is one of
+// ours is for the caller to know.
+const char* objection(torch::autograd::Node& consumer);
+
+}  // namespace fused::handover

@@ -1,0 +1,29 @@
+#pragma once
+
+// The autograd node of one layer. The activation is a value: one class serves them all.
+
+#include "activation.h"
+#include "check.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace fused {
+
+struct LinearActivation : torch::autograd::Function<LinearActivation> {
+  // Edges of the node, in the order of the tensor arguments.
+  enum Edge { input_edge, weight_edge, bias_edge };
+
+  // activation as an integer, because that is what a node can store
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
+                        const Tensor& weight, const OptionalTensor& bias, int64_t activation);
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads);
+};
+
+// One layer's forward for training, as a node runs it: the output, and what its activation's
+// derivative will be read from (undefined for none). Of tensors without autograd.
+std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias, Activation activation);
+
+}  // namespace fused

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "activation.h"
+#include "check.h"
+
+namespace fused {
+
+// fused::mlp with autograd: one node for the whole chain.
+Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
+                         const c10::List<OptionalTensor>& biases, Activation activation);
+
+}  // namespace fused

@@ -1,0 +1,12 @@
+"""`python -m torch_fused_linear.bench`: ours beside eager and others, interleaved in one process.
+
+cases.py       the grid: which layers, sizes, dtypes and modes each suite measures
+contenders.py  what runs for a case: ours, eager, the bare products, torch.compile, ...
+timing.py      interleaved rounds, medians and quartiles
+traffic.py     the suites that count bytes: `activation` and `memory`
+results.py     one record a case, and the JSON file
+machine.py     GPU, clocks and versions, for the header
+table.py       the table on the terminal
+pictures.py    speed-up over eager and fraction of the bare products
+__main__.py    the command line
+"""

@@ -1,0 +1,237 @@
+"""The command line of the benchmark suite: `python -m torch_fused_linear.bench --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from torch_fused_linear.bench import machine, results
+from torch_fused_linear.bench.cases import (
+    DTYPES,
+    SUITES,
+    Case,
+    cases_of,
+    worth_compiling,
+)
+from torch_fused_linear.bench.contenders import BASELINES, COMPILE_MODES, OURS
+from torch_fused_linear.bench.results import Record
+from torch_fused_linear.bench.run import entrants, measure_case
+from torch_fused_linear.bench.table import Table
+from torch_fused_linear.demo import OneLineParser, chosen_device, output_directory, positive
+
+EXIT_FAILED = 1
+EXIT_BAD_USAGE = 2
+EXIT_INTERRUPTED = 130
+QUICK_SECONDS = 0.02
+JSON_NAME = "bench.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for, checked."""
+
+    suites: list[str]
+    device: torch.device
+    dtypes: list[str] | None
+    baselines: list[str]
+    only: list[str]
+    seconds: float | None
+    quick: bool
+    compile_all: bool
+    kernels: bool
+    json: Path | None
+    out: Path | None
+
+    def cases(self, suite: str) -> list[Case]:
+        found = cases_of(suite, self.device, self.quick, self.dtypes)
+        return [case for case in found if all(text in str(case) for text in self.only)]
+
+    def names(self, suite: str) -> list[str]:
+        """The contenders of `suite`, in the order of the table's columns."""
+        wanted = {*SUITES[suite].baselines, *self.baselines}
+        return [*OURS, *(name for name in BASELINES if name in wanted)]
+
+    def entrants(self, case: Case) -> list[str]:
+        compiles = self.compile_all or worth_compiling(case)
+        names = [n for n in self.names(case.suite) if compiles or n not in COMPILE_MODES]
+        return entrants(case, names, self.device)
+
+    def seconds_for(self, suite: str) -> float:
+        return self.seconds or (QUICK_SECONDS if self.quick else SUITES[suite].seconds)
+
+
+def suite_name(text: str) -> str:
+    if text not in SUITES:
+        raise argparse.ArgumentTypeError(f"unknown suite {text!r}; there are {', '.join(SUITES)}")
+    return text
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Read the command line; bad arguments end the program with one line."""
+    about = "\n".join(f"  {name:<11} {suite.about}" for name, suite in SUITES.items())
+    parser = OneLineParser(
+        prog="python -m torch_fused_linear.bench",
+        description=f"Time fused layers beside eager and others.\n\nsuites:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
+    add("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
+    add("--dtypes", nargs="+", choices=DTYPES, help="instead of each suite's own")
+    add(
+        "--baselines",
+        nargs="+",
+        choices=BASELINES,
+        default=[],
+        metavar="NAME",
+        help=f"measure these too: {', '.join(BASELINES)}",
+    )
+    add(
+        "--compile-all",
+        action="store_true",
+        help="run the torch.compile baselines for every case, not for chosen ones",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times',
+    )
+    add("--seconds-per-case", type=positive(float), metavar="S", help="time for the rounds")
+    add("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    add("--kernels", action="store_true", help="name the kernels that one call runs")
+    add("--list", action="store_true", help="print the names of the cases and stop")
+    add("--json", type=Path, metavar="FILE", help=f"default: {JSON_NAME} in --out")
+    add("--out", type=Path, metavar="DIR", help="directory for pictures and numbers")
+    given = parser.parse_args(arguments)
+    try:
+        out = None if given.out is None else output_directory(given.out)
+        if given.json is not None and not given.json.parent.is_dir():
+            raise ValueError(f"--json {given.json}: no such directory")
+        settings = Settings(
+            suites=list(dict.fromkeys(given.suites)) or list(SUITES),
+            device=chosen_device(given.device),
+            dtypes=given.dtypes,
+            baselines=given.baselines,
+            only=given.only,
+            seconds=given.seconds_per_case,
+            quick=given.quick,
+            compile_all=given.compile_all,
+            kernels=given.kernels,
+            json=given.json or (out and out / JSON_NAME),
+            out=out,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    cases = [case for suite in settings.suites for case in settings.cases(suite)]
+    if not cases:
+        parser.error("no case is left to measure; see --list without --only")
+    if given.list:
+        parser.exit(0, "".join(f"{case}\n" for case in cases))
+    return settings
+
+
+def say(text: str = "") -> None:
+    """Print at once, also into a pipe, and around the progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+def introduce(header: dict[str, Any]) -> None:
+    say(f"machine  {header['machine']}")
+    say(
+        f"versions torch {header['torch']}, CUDA {header['cuda']}, driver {header['driver']}, "
+        f"cuBLASLt {header['cublaslt']}"
+    )
+    if header["clocks"]:
+        say(f"clocks   {describe(header['clocks']['start'])}")
+    say(f"policy   ours and mlp: auto; the process: {header['policy']}")
+    say("times    medians over interleaved rounds; spread: distance of the quartiles, of ours")
+
+
+def describe(clocks: dict[str, str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in clocks.items())
+
+
+def run_suite(
+    suite: str,
+    settings: Settings,
+    header: dict[str, Any],
+    records: list[Record],
+    progress: tqdm,
+) -> None:
+    """Adds a record a case to `records`; whatever happens, those that were measured are saved."""
+    cases = settings.cases(suite)
+    if not cases:
+        return
+    here: list[Record] = []
+    plan = {case: settings.entrants(case) for case in cases}
+    present = {name for names in plan.values() for name in names}
+    table = Table(cases, [name for name in settings.names(suite) if name in present])
+    say(f"\n{suite}: {SUITES[suite].about}\n{table.head()}")
+    for case, names in plan.items():
+        progress.set_description(str(case))
+        seconds = settings.seconds_for(suite)
+        record = measure_case(case, names, settings.device, seconds, settings.kernels)
+        here.append(record)
+        records.append(record)
+        if settings.json is not None:
+            results.save(settings.json, header, records)
+        say("\n".join([table.line(record), *table.details(record)]))
+        progress.update()
+    say(table.foot(here))
+    header["clocks"].update({suite: now} if (now := machine.clocks(settings.device)) else {})
+
+
+def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) -> None:
+    from torch_fused_linear.bench import pictures
+
+    for suite in settings.suites:
+        here = [record for record in records if record.case.suite == suite]
+        path = settings.out / f"{suite}.png"
+        title = f"{SUITES[suite].about}\n{header['machine']}, torch {header['torch']}"
+        if here and pictures.draw(path, title, here):
+            say(f"picture  {path.resolve()}")
+
+
+def run(settings: Settings) -> int:
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    machine.warm_up(settings.device)
+    header = machine.header(settings.device, sys.argv[1:])
+    header["clocks"].update({"start": now} if (now := machine.clocks(settings.device)) else {})
+    introduce(header)
+
+    records: list[Record] = []
+    status = 0
+    total = sum(len(settings.cases(suite)) for suite in settings.suites)
+    try:
+        with tqdm(total=total, disable=None, leave=False) as progress:
+            for suite in settings.suites:
+                run_suite(suite, settings, header, records, progress)
+    except KeyboardInterrupt:
+        say(f"\nstopped by Ctrl-C after {len(records)} of {total} cases")
+        status = EXIT_INTERRUPTED
+    if settings.json is not None and records:
+        results.save(settings.json, header, records)  # with the clocks after the last suite
+        say(f"numbers  {settings.json.resolve()}")
+    if settings.out is not None:
+        draw(settings, header, records)
+    ours_failed = any(name in record.failed for record in records for name in OURS)
+    return status or (EXIT_FAILED if ours_failed else 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run(parse(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What is measured: every suite is a list of cases."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
+
+LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
+SMALL_LAYERS = LAYERS[:2]
+WIDTHS = (768, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table: layers between `sizes`, each but the last of several with activation.
+
+    A single layer has its activation too. `mode` says what of it is run:
+
+    - forward: inference, no gradient wanted
+    - step: forward and backward with the gradients of input, weights and biases
+    - backward: only the latter half of a step
+    - graph: a step captured into a CUDA graph and replayed
+    - saved, peak: the memory that a step keeps for its backward, and takes at most
+    - from output, from mask, from input: the gradient of the activation alone, by what it reads
+    """
+
+    suite: str
+    sizes: tuple[int, ...]
+    tokens: int
+    dtype: str
+    activation: str
+    mode: str
+
+    @property
+    def shape(self) -> str:
+        return "→".join(map(str, self.sizes))
+
+    def __str__(self) -> str:
+        words = (self.suite, self.shape, f"T={self.tokens}", self.dtype, self.activation, self.mode)
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Which cases, beside whom, and for how long each."""
+
+    about: str
+    sizes: tuple[tuple[int, ...], ...]
+    tokens: tuple[int, ...]
+    modes: tuple[str, ...]
+    baselines: tuple[str, ...]
+    seconds: float
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    activations: tuple[str, ...] = ACTIVATIONS
+    # What --quick takes instead, to see in seconds that everything runs.
+    quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
+
+
+def block(width: int) -> tuple[int, int, int]:
+    """The feed-forward block of a transformer."""
+    return (width, 4 * width, width)
+
+
+SUITES = {
+    "layer": Suite(
+        about="one layer, forward and training step",
+        sizes=LAYERS,
+        tokens=(64, 512, 8192),
+        modes=("forward", "step"),
+        baselines=("eager", "addmm", "mm", "linear"),
+        seconds=0.6,
+        dtypes=("bf16", "fp16", "fp32"),  # fp32 for the small ones only: see cases_of
+        quick_sizes=((16, 24), (24, 16)),
+    ),
+    "ffn": Suite(
+        about="feed-forward block d→4d→d, training step",
+        sizes=tuple(map(block, WIDTHS)),
+        tokens=(512, 8192, 65536),
+        modes=("step",),
+        baselines=("cublaslt", "mlp-cublaslt", "eager", "mm"),
+        seconds=1.0,
+        quick_sizes=(block(8),),
+    ),
+    "mlp-small": Suite(
+        about="small networks, training step with and without a CUDA graph",
+        sizes=((64, 64, 64, 64), (784, 256, 10)),
+        tokens=(256,),
+        modes=("step", "graph"),
+        baselines=("eager", "mm"),
+        seconds=0.6,
+        dtypes=("bf16", "fp16", "fp32"),
+        quick_sizes=((16, 16, 8),),
+    ),
+    "headline": Suite(
+        about="65536x16384 times 16384x8192, the shape of NVIDIA's nvmath-python example",
+        sizes=((16384, 8192),),
+        tokens=(65536,),
+        modes=("forward", "backward"),
+        baselines=("cublaslt", "eager", "addmm", "mm", "linear", "nvmath"),
+        seconds=4.0,
+        dtypes=("fp16",),
+        activations=("relu",),
+    ),
+    "host": Suite(
+        about="CPU time per call of one layer, the GPU not waited for",
+        sizes=((64, 64),),
+        tokens=(64,),
+        modes=("forward", "step"),
+        baselines=("eager", "addmm"),
+        seconds=0.4,
+    ),
+    "memory": Suite(
+        about="memory that a step keeps for its backward, and takes at most",
+        sizes=((768, 3072), (1024, 4096), (784, 30), block(768), block(1024)),
+        tokens=(8192,),
+        modes=("saved", "peak"),
+        baselines=("cublaslt", "mlp-cublaslt", "eager"),
+        seconds=0.0,
+        dtypes=("bf16",),
+        activations=("relu", "gelu", "gelu-erf"),
+        quick_sizes=((16, 24), block(8)),
+    ),
+    "activation": Suite(
+        about="gradient of activation and bias in one pass, beside a copy of the same tensor",
+        sizes=((3072,), (4096,), (16384,)),
+        tokens=(8192, 65536),  # the larger for one width only: see cases_of
+        modes=("from output", "from mask", "from input"),
+        baselines=("eager", "copy"),
+        seconds=0.3,
+        dtypes=("bf16",),
+        activations=("relu", "gelu", "gelu-erf"),
+        quick_sizes=((128,),),
+    ),
+}
+
+QUICK_TOKENS = (8,)
+
+
+def makes_sense(case: Case, device: torch.device) -> bool:
+    """Whether to measure this point of the grid."""
+    if case.mode in ("graph", "peak"):
+        return device.type == "cuda"
+    if case.suite == "activation":
+        return (case.mode == "from input") == (case.activation != "relu")
+    return True
+
+
+def worth_the_time(case: Case) -> bool:
+    """Whether this point of the grid belongs to the full suite, where GPU time counts."""
+    if case.suite == "layer" and case.dtype == "fp32":
+        return case.sizes in SMALL_LAYERS
+    if case.suite == "activation":
+        return case.tokens == 8192 or case.sizes == (4096,)
+    return True
+
+
+def worth_compiling(case: Case) -> bool:
+    """Whether torch.compile, which takes from seconds to a minute, is run beside this case."""
+    if case.dtype != "bf16":
+        return False
+    if case.suite == "layer":
+        return case.sizes == (1024, 4096) and case.tokens == 8192
+    return case.suite == "mlp-small" or (case.suite == "ffn" and case.tokens == 8192)
+
+
+def cases_of(
+    name: str, device: torch.device, quick: bool = False, dtypes: Iterable[str] | None = None
+) -> list[Case]:
+    """The cases of suite `name` in the order in which they run; `dtypes` instead of its own."""
+    suite = SUITES[name]
+    grid = itertools.product(
+        suite.quick_sizes if quick else suite.sizes,
+        QUICK_TOKENS if quick else suite.tokens,
+        dtypes or suite.dtypes,
+        suite.activations,
+        suite.modes,
+    )
+    cases = (Case(name, *point) for point in grid)
+    return [c for c in cases if makes_sense(c, device) and (quick or worth_the_time(c))]

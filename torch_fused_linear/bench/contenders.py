@@ -1,0 +1,273 @@
+"""What runs for a case: ours, eager and the other baselines, all on the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear.bench.cases import DTYPES, Case
+from torch_fused_linear.bench.timing import Call, Contender
+
+Network = Callable[[Tensor], Tensor]
+
+COMPILE_MODES = {
+    "compile": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+    "reduce-overhead": "reduce-overhead",
+}
+OURS = ("ours", "mlp")
+BASELINES = (
+    *("cublaslt", "mlp-cublaslt", "eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
+    "copy",  # of the suite `activation` only
+)
+POLICIES = {"ours": "auto", "mlp": "auto", "cublaslt": "cublaslt", "mlp-cublaslt": "cublaslt"}
+
+# In a real network other layers run between two calls of this one, and a GPU's cache holds little
+# of it. So small cases take turns with several sets of operands, of this many caches' size.
+CACHES_TO_FILL = 4
+MAX_SETS = 16
+CPU_CACHE = 32 << 20
+
+
+@dataclass
+class Operands:
+    """One set of data; every contender runs on the same sets, and shares the parameters."""
+
+    input: Tensor
+    linears: list[nn.Linear]
+    grad_output: Tensor
+
+    @classmethod
+    def random(cls, case: Case, device: torch.device) -> Operands:
+        options = {"dtype": DTYPES[case.dtype], "device": device}
+        grad = case.mode != "forward"
+        linears = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
+        for linear in linears:
+            linear.requires_grad_(grad)
+        return cls(
+            torch.randn(case.tokens, case.sizes[0], **options).requires_grad_(grad),
+            linears,
+            torch.randn(case.tokens, case.sizes[-1], **options),
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.input, *(p for linear in self.linears for p in linear.parameters())]
+
+
+def cache_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CACHE
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def sets_needed(bytes_each: int, device: torch.device) -> int:
+    return max(1, min(MAX_SETS, math.ceil(CACHES_TO_FILL * cache_bytes(device) / bytes_each)))
+
+
+def random_sets(case: Case, device: torch.device) -> list[Operands]:
+    elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
+    count = sets_needed(elements * DTYPES[case.dtype].itemsize, device)
+    if case.mode in ("graph", "saved", "peak"):  # a graph holds its addresses; memory has no cache
+        count = 1
+    return [Operands.random(case, device) for _ in range(count)]
+
+
+# ---------------------------------------------------------------------------------- networks
+
+
+def approximate(case: Case) -> str:
+    return "none" if case.activation == "gelu-erf" else "tanh"
+
+
+def eager_stack(case: Case, data: Operands) -> nn.Sequential:
+    def activation() -> nn.Module:
+        return nn.ReLU() if case.activation == "relu" else nn.GELU(approximate=approximate(case))
+
+    hidden = (m for linear in data.linears[:-1] for m in (linear, activation()))
+    return nn.Sequential(*hidden, data.linears[-1])
+
+
+def eager(case: Case, data: Operands) -> Network:
+    if len(data.linears) > 1:
+        return eager_stack(case, data)
+    weight, bias, form = data.linears[0].weight, data.linears[0].bias, approximate(case)
+    if case.activation == "relu":
+        return lambda x: F.relu(F.linear(x, weight, bias))
+    return lambda x: F.gelu(F.linear(x, weight, bias), approximate=form)
+
+
+def ours(case: Case, data: Operands) -> Network:
+    relu, form = case.activation == "relu", approximate(case)
+    if len(data.linears) > 1:
+        fuse = (
+            tfl.FusedLinearReLU.from_linear
+            if relu
+            else partial(tfl.FusedLinearGELU.from_linear, approximate=form)
+        )
+        *hidden, last = data.linears
+        return nn.Sequential(*map(fuse, hidden), tfl.FusedLinear.from_linear(last))
+    weight, bias = data.linears[0].weight, data.linears[0].bias
+    if relu:
+        return lambda x: tfl.linear_relu(x, weight, bias)
+    return lambda x: tfl.linear_gelu(x, weight, bias, form)
+
+
+def mlp(case: Case, data: Operands) -> Network:
+    return tfl.FusedMLP.from_sequential(eager_stack(case, data))
+
+
+def addmm(case: Case, data: Operands) -> Network:
+    weight, bias, gelu = data.linears[0].weight.t(), data.linears[0].bias, case.activation != "relu"
+    return lambda x: torch._addmm_activation(bias, x, weight, use_gelu=gelu)
+
+
+def linear(case: Case, data: Operands) -> Network:
+    weight, bias = data.linears[0].weight, data.linears[0].bias
+    return lambda x: F.linear(x, weight, bias)
+
+
+def compiled(case: Case, data: Operands, mode: str) -> Network:
+    network = torch.compile(eager(case, data), mode=mode, dynamic=False)
+
+    def run(x: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return network(x)
+
+    return run
+
+
+def nvmath(case: Case, data: Operands) -> Network:
+    from nvmath.linalg.advanced import Matmul, MatmulEpilog
+
+    # NVIDIA's form: the weight comes first and columns are the batch, so the bias goes by rows.
+    product = Matmul(data.linears[0].weight.detach(), data.input.detach().t())
+    epilog_inputs = {"bias": data.linears[0].bias.detach()}
+    product.plan(epilog=MatmulEpilog.RELU_AUX_BIAS, epilog_inputs=epilog_inputs)
+    product.autotune(iterations=5)
+    return lambda x: product.execute()
+
+
+NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
+    "ours": ours,
+    "mlp": mlp,
+    "cublaslt": ours,
+    "mlp-cublaslt": mlp,
+    "eager": eager,
+    "addmm": addmm,
+    "linear": linear,
+    "nvmath": nvmath,
+    **{name: partial(compiled, mode=mode) for name, mode in COMPILE_MODES.items()},
+}
+
+
+def applies(name: str, case: Case, device: torch.device) -> bool:
+    """Whether contender `name` can do what `case` asks for."""
+    one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
+    if name in ("mlp", "mlp-cublaslt"):
+        return hasattr(tfl, "FusedMLP") and not one_layer
+    if name == "addmm":  # its GELU is the tanh form on the GPU and the erf form on the CPU
+        computes = {"relu", "gelu" if device.type == "cuda" else "gelu-erf"}
+        return one_layer and inference and case.activation in computes
+    if name == "linear":
+        return one_layer and inference
+    if name == "nvmath":
+        found = importlib.util.find_spec("nvmath") is not None and device.type == "cuda"
+        return found and one_layer and inference and case.activation == "relu"
+    if name in COMPILE_MODES:
+        return case.mode in ("forward", "step")
+    return name != "copy"
+
+
+# ------------------------------------------------------------------------------------- modes
+
+
+def step_of(network: Network, data: Operands) -> Call:
+    leaves = data.leaves
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        network(data.input).backward(data.grad_output)
+
+    return step
+
+
+def graph_of(step: Call) -> Call:
+    """`step` captured once; torch asks for warm calls on a side stream before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def call_of(mode: str, network: Network, data: Operands) -> Call:
+    if mode == "forward":
+        return lambda: network(data.input)
+    if mode == "backward":
+        output, leaves = network(data.input), data.leaves
+        return lambda: torch.autograd.grad(output, leaves, data.grad_output, retain_graph=True)
+    step = step_of(network, data)
+    return graph_of(step) if mode == "graph" else step
+
+
+def products(case: Case, data: Operands) -> Call:
+    """The matrix products alone, as torch.mm does them: what no fusing can be faster than."""
+    weights = [linear.weight.detach() for linear in data.linears]
+    hidden = [data.input.new_empty(case.tokens, n).normal_() for n in case.sizes[1:-1]]
+    inputs, grads = [data.input.detach(), *hidden], [*hidden, data.grad_output]
+
+    def run() -> None:
+        if case.mode != "backward":
+            for x, w in zip(inputs, weights):
+                torch.mm(x, w.t())
+        if case.mode != "forward":
+            for x, w, g in zip(inputs, weights, grads):
+                torch.mm(g, w)
+                torch.mm(g.t(), x)
+
+    return graph_of(run) if case.mode == "graph" else run
+
+
+@contextlib.contextmanager
+def conditions_of(name: str, case: Case) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if name in POLICIES:
+            stack.enter_context(tfl.set_policy(POLICIES[name]))
+        stack.enter_context(torch.set_grad_enabled(case.mode != "forward"))
+        yield
+
+
+def in_turns(calls: Sequence[Call]) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+    following = itertools.cycle(calls).__next__
+    return lambda: following()()
+
+
+def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
+    conditions = partial(conditions_of, name, case)
+    if name in COMPILE_MODES or name == "nvmath":
+        sets = sets[:1]  # each set would be compiled or planned for anew; warm caches favour it
+    with conditions():
+        if name == "mm":
+            calls = [products(case, data) for data in sets]
+        else:
+            calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
+    return Contender(name, in_turns(calls), conditions)

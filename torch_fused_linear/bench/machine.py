@@ -1,0 +1,80 @@
+"""What a time depends on, for the header of the results."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import time
+from typing import Any
+
+import torch
+
+import torch_fused_linear as tfl
+from torch_fused_linear import _library, doctor
+
+CLOCK_FIELDS = {
+    "sm_clock": "clocks.sm",
+    "max_sm_clock": "clocks.max.sm",
+    "memory_clock": "clocks.mem",
+    "power": "power.draw",
+    "power_limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """Clocks, power and temperature as nvidia-smi tells them; empty where it does not."""
+    if device.type != "cuda":
+        return {}
+    which = str(torch.cuda.get_device_properties(device).uuid)
+    query = f"--query-gpu={','.join(CLOCK_FIELDS.values())}"
+    command = ["nvidia-smi", f"--id=GPU-{which}", query, "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(CLOCK_FIELDS, map(str.strip, answer.stdout.strip().split(","))))
+
+
+def warm_up(device: torch.device, seconds: float = 0.5) -> None:
+    """A GPU at rest has low clocks; keep it busy until they are up."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def header(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        machine = f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine,
+        "device": device.type,
+        **doctor.versions(),
+        "package": tfl.__version__,
+        "library": _library.build_info(),
+        "policy": tfl.get_policy(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "arguments": arguments,
+        "clocks": {},
+    }

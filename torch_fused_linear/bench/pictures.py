@@ -1,0 +1,132 @@
+"""A picture a suite: how ours and the baselines compare with eager and with the bare products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Figure without pyplot: no global state, and PNG always goes through the Agg backend.
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from torch_fused_linear.bench.results import Record
+
+COLOURS = {
+    "ours": "#1565c0",
+    "mlp": "#00897b",
+    "cublaslt": "#ef6c00",
+    "mlp-cublaslt": "#c62828",
+    "addmm": "#8d6e63",
+    "compile": "#8e24aa",
+    "max-autotune": "#5e35b1",
+    "reduce-overhead": "#d81b60",
+    "nvmath": "#558b2f",
+}
+MARKERS = {"relu": "o", "gelu": "s", "gelu-erf": "D"}
+FILLED = {"bf16": "full", "fp16": "none", "fp32": "left"}
+LOSING_SIDE = "#fdecea"
+
+Metric = Callable[[Record, str], float | None]
+
+
+def draw(path: Path, title: str, records: Sequence[Record]) -> bool:
+    """Draws `records` of one suite: a column a mode, a row a metric. False: nothing to compare."""
+    copied = any("copy" in record.numbers for record in records)
+    yardstick = "bandwidth as a fraction of a copy's" if copied else "fraction of the bare products"
+    metrics: dict[str, Metric] = {"times eager": Record.speedup, yardstick: Record.fraction}
+    names = [n for n in COLOURS if any(n in record.numbers for record in records)]
+    # A fraction of the yardstick can be had of eager too, and says what there was to gain.
+    drawn = {
+        label: metric
+        for label, metric in metrics.items()
+        if any(metric(record, name) is not None for record in records for name in names)
+    }
+    if not drawn:
+        return False
+
+    modes = list(dict.fromkeys(record.case.mode for record in records))
+    places = list(dict.fromkeys(place(record) for record in records))
+    height = 1.6 + len(drawn) * (0.9 + 0.34 * len(places))
+    figure = Figure(figsize=(3 + 4.2 * len(modes), height), dpi=120, layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    grid = figure.subplots(len(drawn), len(modes), squeeze=False, sharey=True, sharex="row")
+    for row, (label, metric) in zip(grid, drawn.items()):
+        for axes, mode in zip(row, modes):
+            chosen = [record for record in records if record.case.mode == mode]
+            panel(axes, chosen, places, names, metric)
+            axes.set(title=mode, xlabel=label)
+    figure.legend(
+        handles=legend(records, names), loc="outside lower center", ncols=6, frameon=False
+    )
+    figure.savefig(path)
+    return True
+
+
+def place(record: Record) -> str:
+    return f"{record.case.shape}   T={record.case.tokens}"
+
+
+def panel(
+    axes: Axes,
+    records: Sequence[Record],
+    places: Sequence[str],
+    names: Sequence[str],
+    metric: Metric,
+) -> None:
+    """One dot for each contender and case; points of one place are spread over its line."""
+    values = []
+    for record in records:
+        for index, name in enumerate(names):
+            value = metric(record, name)
+            if value is None:
+                continue
+            values.append(value)
+            offset = (index - (len(names) - 1) / 2) * 0.6 / len(names)
+            axes.plot(
+                value,
+                places.index(place(record)) + offset,
+                marker=MARKERS[record.case.activation],
+                fillstyle=FILLED[record.case.dtype],
+                markerfacecoloralt="white",
+                color=COLOURS[name],
+                markersize=5.5,
+                linestyle="none",
+            )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    if values:
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, 0.9, 0.95 * min(values)), max(high, 1.1, 1.05 * max(values)))
+    axes.axvspan(1e-6, 1, color=LOSING_SIDE, zorder=0)
+    axes.axvline(1, color="#555555", linewidth=1)
+    axes.set_yticks(range(len(places)), places)
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.grid(True, axis="x", color="#e6e9ec", linewidth=0.7)
+    for line in range(1, len(places)):
+        axes.axhline(line - 0.5, color="#eef0f2", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(records: Sequence[Record], names: Sequence[str]) -> list[Line2D]:
+    def key(label: str, **style: object) -> Line2D:
+        return Line2D([], [], linestyle="none", label=label, markersize=6, **style)
+
+    kinds = dict.fromkeys((r.case.activation, r.case.dtype) for r in records)
+    return [
+        *(key(name, marker="o", color=COLOURS[name]) for name in names),
+        *(
+            key(
+                f"{activation} {dtype}",
+                marker=MARKERS[activation],
+                fillstyle=FILLED[dtype],
+                markerfacecoloralt="white",
+                color="#555555",
+            )
+            for activation, dtype in kinds
+        ),
+    ]

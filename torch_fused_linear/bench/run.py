@@ -1,0 +1,110 @@
+"""Measures one case: builds its contenders, times them, and makes a record of it."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from torch_fused_linear.bench import contenders, traffic
+from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.results import Record
+from torch_fused_linear.bench.timing import (
+    Call,
+    Contender,
+    Number,
+    clock_for,
+    in_one_line,
+    measure,
+)
+
+
+def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
+    record = Record(case, unit="MiB")
+    (data,) = contenders.random_sets(case, device)
+    for name in names:
+        try:
+            record.numbers[name] = Number.once(traffic.memory_of(name, case, data) / 2**20)
+        except Exception as failure:
+            record.failed[name] = in_one_line(failure)
+    return record
+
+
+def timed_record(
+    case: Case, names: Sequence[str], device: torch.device, seconds: float, kernels: bool
+) -> Record:
+    record = Record(case, unit="us")
+    ready: list[Contender] = []
+    sets = [] if case.suite == "activation" else contenders.random_sets(case, device)
+    for name in names:
+        try:
+            if case.suite == "activation":
+                entrant, record.bytes_moved[name] = traffic.activation_contender(name, case, device)
+            else:
+                entrant = contenders.contender(name, case, sets)
+            ready.append(entrant)
+        except Exception as failure:
+            record.failed[name] = in_one_line(failure)
+    clock = clock_for(device, host=case.suite == "host")
+    record.numbers, failed = measure(ready, clock, seconds)
+    record.failed.update(failed)
+    if kernels:
+        running = (entrant for entrant in ready if entrant.name in record.numbers)
+        record.kernels = {entrant.name: kernels_of(entrant, device) for entrant in running}
+    return record
+
+
+def kernels_of(entrant: Contender, device: torch.device) -> list[str]:
+    """What one call runs on `device`: kernels of the GPU, or operators on the CPU."""
+    on_gpu = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity
+    with (
+        entrant.conditions(),
+        torch.profiler.profile(activities=[kind.CUDA if on_gpu else kind.CPU]) as profile,
+    ):
+        synchronized(entrant.call, device)
+    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    counts = Counter(event.name for event in profile.events() if event.device_type == wanted)
+    return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+
+
+def synchronized(call: Call, device: torch.device) -> None:
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def entrants(case: Case, names: Sequence[str], device: torch.device) -> list[str]:
+    """Those of `names` that can do what `case` asks for."""
+    if case.suite == "activation":
+        return [name for name in names if name in ("ours", "eager", "copy")]
+    if case.suite == "memory":
+        names = [name for name in names if name in ("eager", *contenders.POLICIES)]
+    return [name for name in names if contenders.applies(name, case, device)]
+
+
+def measure_case(
+    case: Case, names: Sequence[str], device: torch.device, seconds: float, kernels: bool = False
+) -> Record:
+    """Everything about one case, measured for `names` as `entrants` gives them."""
+    torch.manual_seed(0)
+    if case.suite == "memory":
+        record = memory_record(case, names, device)
+    else:
+        record = timed_record(case, names, device, seconds, kernels)
+    clean_up(names, device)
+    return record
+
+
+def clean_up(names: Sequence[str], device: torch.device) -> None:
+    """So that the next case finds the process as this one did."""
+    if any(name in contenders.COMPILE_MODES for name in names):
+        torch._dynamo.reset()
+        gc.collect()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free < total / 2:  # giving memory back costs time, so not for every small case
+            gc.collect()
+            torch.cuda.empty_cache()

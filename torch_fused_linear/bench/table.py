@@ -1,0 +1,79 @@
+"""The table on the terminal: one line a case, printed as soon as it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.contenders import OURS
+from torch_fused_linear.bench.results import LOSS, YARDSTICKS, Record
+
+LOSS_MARK = "<"
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def ratio(value: float | None, lost: bool = False) -> str:
+    return "-" if value is None else f"{value:.2f}{LOSS_MARK if lost else ' '}"
+
+
+class Table:
+    """Lines of equal layout for the cases of one suite, whose contenders are `names`."""
+
+    def __init__(self, cases: Sequence[Case], names: Sequence[str]) -> None:
+        self.names = names
+        self.ours = [name for name in OURS if name in names]
+        self.shape_width = max(len(case.shape) for case in cases)
+        self.unit = "MiB" if cases[0].suite == "memory" else "us"
+        self.with_bandwidth = "copy" in names
+        self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
+        self.columns = [*names, *(f"{name} x" for name in self.ours)]
+        self.columns += ["GB/s"] * self.with_bandwidth
+        self.columns += ["of copy" if self.with_bandwidth else "of GEMM"] * self.with_fraction
+        self.columns += ["spread"] * (self.unit == "us")
+
+    def _line(self, label: Sequence[object], cells: Sequence[str]) -> str:
+        shape, tokens, dtype, activation, mode = label
+        left = f"{shape:<{self.shape_width}} {tokens:>6} {dtype:<5} {activation:<8} {mode:<11}"
+        widths = (max(8, len(column) + 1) for column in self.columns)
+        return left + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
+
+    def head(self) -> str:
+        return self._line(("shape", "T", "dtype", "act", self.unit), self.columns)
+
+    def line(self, record: Record) -> str:
+        case, numbers = record.case, record.numbers
+
+        def cell(name: str) -> str:
+            if name in numbers:
+                return number(numbers[name].median)
+            return "failed" if name in record.failed else "-"
+
+        cells = [cell(name) for name in self.names]
+        cells += [ratio(record.speedup(name), record.lost(name)) for name in self.ours]
+        ours = numbers.get("ours")
+        if self.with_bandwidth:
+            cells.append(f"{record.bandwidth('ours'):.0f}" if ours else "-")
+        if self.with_fraction:
+            cells.append(ratio(record.fraction("ours")))
+        if self.unit == "us":
+            cells.append(f"{ours.spread:.1%}" if ours else "-")
+        label = (case.shape, case.tokens, case.dtype, case.activation, case.mode)
+        return self._line(label, cells)
+
+    def details(self, record: Record) -> list[str]:
+        """What does not fit into the line: reasons of failure, kernels."""
+        lines = [f"  {name} failed: {reason}" for name, reason in record.failed.items()]
+        for name, kernels in record.kernels.items():
+            lines += [f"  {name}: {kernel}" for kernel in kernels]
+        return lines
+
+    def foot(self, records: Sequence[Record]) -> str:
+        compared = [r for r in records for name in self.ours if r.speedup(name) is not None]
+        lost = [r for r in records for name in self.ours if r.lost(name)]
+        return (
+            f"x: times better than eager; {len(lost)} of {len(compared)} below {LOSS:.2f}"
+            f" (marked {LOSS_MARK})"
+        )

@@ -1,0 +1,154 @@
+"""Times several contenders against each other, in rounds.
+
+Clocks and temperature drift, and whoever runs first finds another machine than whoever runs last.
+So every round times every contender once, in a new random order, and medians over rounds are
+compared: what drifts, drifts for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+Clock = Callable[[Call, int], float]  # seconds that so many calls take
+
+# Long enough that starting to launch into an idle GPU, some 10 us, is below 1 %.
+BATCH_SECONDS = 3e-3
+MIN_CALLS, MAX_CALLS = 3, 2000
+MIN_ROUNDS, MAX_ROUNDS = 5, 41
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work; `conditions` are in force around its calls, outside the clock."""
+
+    name: str
+    call: Call
+    conditions: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True)
+class Number:
+    """The median over rounds and the quartiles; what was measured once has no spread."""
+
+    median: float
+    q1: float
+    q3: float
+    rounds: int = 1
+    calls: int = 1
+
+    @classmethod
+    def once(cls, value: float) -> Number:
+        return cls(value, value, value)
+
+    @classmethod
+    def over(cls, samples: Sequence[float], calls: int) -> Number:
+        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, q1, q3, len(samples), calls)
+
+    @property
+    def spread(self) -> float:
+        """The distance of the quartiles as a part of the median."""
+        return (self.q3 - self.q1) / self.median if self.median else 0.0
+
+
+def wall_clock(call: Call, times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    return time.perf_counter() - begin
+
+
+def host_clock(call: Call, times: int) -> float:
+    """What the CPU spends on the calls: nobody waits for the GPU inside."""
+    torch.cuda.synchronize()
+    seconds = wall_clock(call, times)
+    torch.cuda.synchronize()
+    return seconds
+
+
+def event_clock(call: Call, times: int) -> float:
+    """What the GPU needs for the calls, waiting for the CPU included."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def clock_for(device: torch.device, host: bool = False) -> Clock:
+    if device.type != "cuda":
+        return wall_clock
+    return host_clock if host else event_clock
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def calls_per_batch(contender: Contender, clock: Clock) -> int:
+    """Warms `contender` up; how many of its calls make a batch."""
+
+    def batch(seconds: float) -> int:
+        return min(MAX_CALLS, max(MIN_CALLS, round(BATCH_SECONDS / max(seconds, 1e-9))))
+
+    with contender.conditions():
+        # What is done once: choosing plans, compiling; recording takes another call.
+        clock(contender.call, 2)
+        calls = batch(clock(contender.call, 1))
+        # One short call says little about how long many take.
+        return batch(clock(contender.call, calls) / calls) if calls > MIN_CALLS else calls
+
+
+def measure(
+    contenders: Sequence[Contender], clock: Clock, seconds: float, seed: int = 0
+) -> tuple[dict[str, Number], dict[str, str]]:
+    """Microseconds per call by name, and in words what became of those that failed.
+
+    At least MIN_ROUNDS rounds are run, and more until `seconds` are over or there are MAX_ROUNDS.
+    A contender may fail (a baseline that does not compile, too little memory): it is left out.
+    """
+    calls, failed = {}, {}
+    for contender in contenders:
+        try:
+            calls[contender.name] = calls_per_batch(contender, clock)
+        except Exception as failure:
+            failed[contender.name] = in_one_line(failure)
+    order = [contender for contender in contenders if contender.name in calls]
+    samples: Mapping[str, list[float]] = {contender.name: [] for contender in order}
+
+    shuffle = random.Random(seed).shuffle
+    with no_garbage_collection():
+        begin = time.perf_counter()
+        for finished in range(MAX_ROUNDS if order else 0):
+            if finished >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
+                break
+            shuffle(order)
+            for contender in order:
+                times = calls[contender.name]
+                with contender.conditions():
+                    samples[contender.name].append(clock(contender.call, times) / times * 1e6)
+    return {name: Number.over(values, calls[name]) for name, values in samples.items()}, failed
+
+
+def in_one_line(failure: BaseException) -> str:
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]

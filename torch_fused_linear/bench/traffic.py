@@ -1,0 +1,108 @@
+"""The two suites that count bytes: the one-pass gradient of an activation, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torch_fused_linear.bench.cases import DTYPES, Case
+from torch_fused_linear.bench.contenders import (
+    NETWORKS,
+    Operands,
+    conditions_of,
+    in_turns,
+    sets_needed,
+    step_of,
+)
+from torch_fused_linear.bench.timing import Call, Contender
+
+# ------------------------------------------------------------------- gradient of an activation
+
+KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf"}
+
+
+def saved_for(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the backward reads beside the gradient: for ours, and for eager, which has no masks."""
+    rows, columns = case.tokens, case.sizes[0]
+    values = torch.randn(rows, columns, dtype=DTYPES[case.dtype], device=device)
+    if case.mode == "from input":
+        return values, values
+    values.relu_()
+    if case.mode == "from output":
+        return values, values
+    padded = -columns % 128 + columns  # cuBLASLt's bit mask has rows of whole 16 bytes
+    mask = torch.randint(0, 256, (rows, padded // 8), dtype=torch.uint8, device=device)
+    return mask, values
+
+
+def activation_calls(name: str, case: Case, device: torch.device) -> tuple[Call, int]:
+    """One call of contender `name` on data of its own, and the bytes that it has to move."""
+    ours, eager = saved_for(case, device)
+    grad, kind = torch.randn_like(eager), KINDS[case.activation]
+    if name == "ours":
+        run = torch.ops.fused._activation_backward
+        moved = 2 * grad.nbytes + ours.nbytes + grad[0].nbytes
+        return lambda: run(grad, ours, kind, True), moved
+    if name == "copy":
+        target = torch.empty_like(grad)
+        return lambda: target.copy_(grad), 2 * grad.nbytes
+    form = "none" if kind == "gelu_erf" else "tanh"
+
+    def separately() -> Tensor:
+        if kind == "relu":
+            dz = torch.ops.aten.threshold_backward(grad, eager, 0)
+        else:
+            dz = torch.ops.aten.gelu_backward(grad, eager, approximate=form)
+        return dz.sum(0)
+
+    # The gradient once more for the sum: three passes are its way of doing it, and count as such.
+    return separately, 3 * grad.nbytes + eager.nbytes + grad[0].nbytes
+
+
+def activation_contender(name: str, case: Case, device: torch.device) -> tuple[Contender, int]:
+    per_set = 3 * case.tokens * case.sizes[0] * DTYPES[case.dtype].itemsize
+    made = [activation_calls(name, case, device) for _ in range(sets_needed(per_set, device))]
+    return Contender(name, in_turns([call for call, _ in made])), made[0][1]
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def saved_bytes(compute: Callable[[], Tensor], parameters: list[Tensor]) -> int:
+    """Bytes of the distinct storages that the graph of `compute` keeps, beside the parameters."""
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = compute()  # kept, or freed memory would be counted for whoever got it next
+    for parameter in parameters:
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    del output
+    return sum(kept.values())
+
+
+def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
+    """The most that a step takes beside what was there before it; gradients are part of it."""
+    step()  # workspaces are taken once and kept
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def memory_of(name: str, case: Case, data: Operands) -> int:
+    with conditions_of(name, case):
+        network, leaves = NETWORKS[name](case, data), data.leaves
+        if case.mode == "peak":
+            return peak_bytes(step_of(network, data), leaves)
+        return saved_bytes(lambda: network(data.input), leaves[1:])

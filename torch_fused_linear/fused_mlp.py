@@ -1,0 +1,142 @@
+"""A chain of layers as one operator."""
+
+import torch
+from torch import Tensor, nn
+
+ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
+
+
+def _make_activation(name: str) -> nn.Module:
+    if name == "relu":
+        return nn.ReLU()
+    if name in ACTIVATIONS:
+        return nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+    raise ValueError(
+        f"FusedMLP: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got {name!r}"
+    )
+
+
+def _name_activation(module: nn.Module) -> str | None:
+    if type(module) is nn.ReLU:
+        return "relu"
+    if type(module) is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
+    return None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether running the module is nothing but running its class's forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or "parametrizations" in module._modules
+    )
+
+
+class FusedMLP(nn.Sequential):
+    r"""Linear layers with an activation between them and none after the last, as one operator.
+
+    It *is* the ``nn.Sequential`` of ``nn.Linear`` and activation modules that it stands for, with
+    the same ``state_dict``, but runs as :func:`torch_fused_linear.mlp`: in the backward every
+    hidden layer's activation derivative and bias gradient come with the next layer's product.
+    Where a child has been given hooks or a parametrisation, or was exchanged, the children run one
+    by one.
+
+    Args:
+        in_features: size of each input sample.
+        features: sizes of the hidden layers and of the output, one or more.
+        activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``. Default: ``'relu'``.
+        bias: if ``False``, the layers have no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(*, \text{in\_features})`.
+        - Output: :math:`(*, \text{features}_{-1})`.
+
+    Examples::
+
+        >>> mlp = FusedMLP(784, 256, 128, 10, activation="gelu_tanh")
+        >>> mlp(torch.randn(64, 784)).size()
+        torch.Size([64, 10])
+    """
+
+    __constants__ = ("activation",)
+    activation: str
+
+    def __init__(
+        self,
+        in_features: int,
+        *features: int,
+        activation: str = "relu",
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        if not features:
+            raise ValueError("FusedMLP: expected the sizes of one or more layers, got none")
+        modules: list[nn.Module] = []
+        for size_in, size_out in zip((in_features, *features), features):
+            modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
+            modules += [_make_activation(activation)]
+        super().__init__(*modules[:-1])
+        self.activation = activation
+
+    @classmethod
+    def from_sequential(cls, sequential: nn.Sequential) -> "FusedMLP":
+        """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
+
+        Args:
+            sequential: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
+                them.
+
+        Raises:
+            ValueError: it is built differently.
+        """
+        modules = list(sequential)
+        linears, between = modules[::2], modules[1::2]
+        names = {_name_activation(module) for module in between}
+        if (
+            len(modules) % 2 == 0
+            or any(not isinstance(linear, nn.Linear) for linear in linears)
+            or None in names
+            or len(names) > 1
+        ):
+            raise ValueError(
+                "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU or "
+                f"nn.GELU between them, got {', '.join(type(m).__name__ for m in modules) or '()'}"
+            )
+        mlp = cls.__new__(cls)
+        nn.Sequential.__init__(mlp, *modules)
+        mlp.activation = names.pop() if names else "relu"
+        return mlp.train(sequential.training)
+
+    def to_sequential(self) -> nn.Sequential:
+        """A plain ``nn.Sequential`` of the same modules."""
+        return nn.Sequential(*self).train(self.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.jit.is_scripting() and not self._runs_as_one():
+            return super().forward(input)
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for module in self:
+            if hasattr(module, "weight"):
+                weights.append(module.weight)
+                biases.append(module.bias)
+        return torch.ops.fused.mlp(input, weights, biases, self.activation)
+
+    @torch.jit.unused
+    def _runs_as_one(self) -> bool:
+        return all(
+            _is_plain(module)
+            and (
+                type(module) is nn.Linear
+                if i % 2 == 0
+                else _name_activation(module) == self.activation
+            )
+            for i, module in enumerate(self)
+        )

@@ -1,0 +1,63 @@
+"""A report of what the fused operators did, and why."""
+
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator's kernel.
+
+    Attributes:
+        operator: its name; ``_linear_backward_across`` is a backward that also does the
+            activation's part of the layer before.
+        shapes: of the input and the weight.
+        dtype: of both.
+        device: of both.
+        path: what ran, step by step: names of cuBLASLt epilogues, "own ..." kernels, "ATen mm",
+            "oneDNN ...", "reference" (the plain formula); a step that could not be taken stands in
+            parentheses with the reason.
+        handover: of a backward: "handed over", or "plain: " and the reason.
+    """
+
+    operator: str
+    shapes: str
+    dtype: str
+    device: str
+    path: str
+    handover: str
+
+
+class explain:
+    """Records what the fused operators do inside a ``with`` block::
+
+        with torch_fused_linear.explain() as report:
+            loss(model(x), y).backward()
+        print(report)
+
+    The report is a list of :class:`Call` (``report.calls``), printed as a table. Recording is
+    process-wide, one block at a time; outside of a block it costs nothing. A call replayed from a
+    CUDA graph, or compiled into one kernel with others, does not show.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __enter__(self) -> "explain":
+        torch.ops.fused._explain_start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.calls = [Call(*row.split("\t")) for row in torch.ops.fused._explain_stop()]
+
+    @property
+    def handed_over(self) -> int:
+        """How many times a gradient was handed over from layer to layer."""
+        return sum(call.handover == "handed over" for call in self.calls)
+
+    def __str__(self) -> str:
+        rows = [tuple(f.name for f in fields(Call)), *map(astuple, self.calls)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:]])
