@@ -97,6 +97,17 @@ def read_json(path):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def cxx_runtime():
+    """The shared C++ runtime, by its path.
+
+    Where a compiler finds only the static one it would put a second copy beside torch's, and the
+    first stream that prints an error would crash.
+    """
+    ask = [os.environ.get("CXX", "c++"), "-print-file-name=libstdc++.so.6"]
+    path = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    return [path] if os.path.isabs(path) else []
+
+
 def extension(home, debug):
     from torch.utils import cpp_extension
 
@@ -109,6 +120,7 @@ def extension(home, debug):
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension
     ext = make(NAME, sources, py_limited_api=True, depends=list(source_hashes()))
     system = ext.include_dirs
+    ext.extra_link_args += cxx_runtime()
     if home:
         ext.define_macros = [("TORCH_FUSED_LINEAR_WITH_CUDA", None)]
         folders = [home, *pip_cuda(torch_versions()[1])]

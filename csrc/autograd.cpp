@@ -2,6 +2,7 @@
 // in linear_node.cpp and mlp.cpp.
 
 #include "composite.h"
+#include "explain.h"
 #include "fused_linear.h"
 #include "kernels.h"
 #include "linear_node.h"
@@ -19,7 +20,7 @@ namespace {
 
 bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
-bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
+bool has_tangent(const OptionalTensor& tensor) { return tensor && fused::has_tangent(*tensor); }
 
 bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 bool requires_grad(const OptionalTensor& tensor) { return tensor && requires_grad(*tensor); }
@@ -31,8 +32,9 @@ bool inside_torch_func() {
 // Transforms that a C++ node cannot serve (torch.func, forward AD), and the user's wish, take the
 // formula, which torch differentiates as it does its own operators.
 template <typename... Tensors>
-bool wants_formula(const Tensors&... tensors) {
-  return policy() == Policy::eager || inside_torch_func() || (has_tangent(tensors) || ...);
+bool wants_formula(const Tensor& input, const Tensors&... others) {
+  return policy_for_graph(input) == Policy::eager || inside_torch_func() || has_tangent(input) ||
+         (has_tangent(others) || ...);
 }
 
 template <typename... Tensors>
@@ -40,23 +42,20 @@ bool wants_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-Tensor without_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        Activation activation) {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  if (activation == Activation::none) return fused::linear(input, weight, bias);
-  if (activation == Activation::relu) return linear_relu(input, weight, bias);
-  return linear_gelu(input, weight, bias, approximate_of(activation));
-}
-
 Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
                const OptionalTensor& bias, Activation activation) {
   const bool formula = wants_formula(input, weight, bias);
   if (!formula && !wants_gradient(input, weight, bias)) {
-    return without_gradient(input, weight, bias, activation);
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_for_inference(input, weight, bias, activation);
   }
   // Here and not only in the kernels below, whose names the user has not called.
   check_linear(op, input, weight, bias);
-  if (formula) return Composite::forward(input, weight, bias, activation);
+  if (formula) {
+    const explain::Row row(op, input, weight);
+    explain::step("reference");
+    return Composite::forward(input, weight, bias, activation);
+  }
   return LinearActivation::apply(input, weight, bias, static_cast<int64_t>(activation));
 }
 
@@ -88,7 +87,11 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
     return fused::mlp(input, weights, biases, text);
   }
   check_mlp(input, weights, biases);
-  if (formula) return Composite::mlp(input, weights, biases, activation);
+  if (formula) {
+    const explain::Row row("mlp", input, weights[0]);
+    explain::step("reference");
+    return Composite::mlp(input, weights, biases, activation);
+  }
   return mlp_with_gradient(input, weights, biases, activation);
 }
 

@@ -17,11 +17,18 @@ inline bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
+// Whether forward-mode AD follows the tensor.
+inline bool has_tangent(const Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(0).defined();
+}
+
 inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
                                    const Tensor& input) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), op, ": ", what,
                    " must have the dtype of input, ", input.scalar_type(), ", got ",
                    tensor.scalar_type());
+  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", what,
+              " must be a strided tensor, got layout ", tensor.layout());
   TORCH_CHECK(tensor.device() == input.device(), op, ": ", what,
               " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }

@@ -1,5 +1,6 @@
 #include "composite.h"
 
+#include "explain.h"
 #include "kernels.h"
 
 namespace fused {
@@ -52,7 +53,9 @@ Tensor Composite::activation_gradient(const Tensor& grad_output, const Tensor& s
 std::tuple<Tensor, Tensor> Composite::activation_backward(const Tensor& grad_output,
                                                           const Tensor& saved,
                                                           Activation activation, bool bias_grad) {
-  auto gradient = activation_gradient(grad_output, saved, activation);
+  auto gradient = activation == Activation::none
+                      ? grad_output.clone()
+                      : activation_gradient(grad_output, saved, activation);
   auto grad_bias = bias_grad ? as_rows(gradient).sum(0) : unwanted(grad_output);
   return {std::move(gradient), std::move(grad_bias)};
 }
@@ -123,6 +126,66 @@ Tensor pad_rows(const Tensor& tensor) {
   auto padded = at::zeros(sizes, tensor.options()).narrow(-1, 0, features);
   padded.copy_(tensor);
   return padded;
+}
+
+// ---- Reference --------------------------------------------------------------------------------
+
+namespace {
+
+// ATen's gelu_backward passes to oneDNN what oneDNN refuses: strides that overlap.
+Tensor dense(const Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+
+OptionalTensor dense(const OptionalTensor& tensor) {
+  return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
+}
+
+}  // namespace
+
+Tensor Reference::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
+  explain::step("reference");
+  auto preactivation = at::linear(input, weight, bias).contiguous();
+  if (activation == Activation::relu) return preactivation.relu_();
+  return Composite::activate(preactivation, activation);
+}
+
+std::tuple<Tensor, Tensor> Reference::forward_aux(const Tensor& input, const Tensor& weight,
+                                                  const OptionalTensor& bias,
+                                                  Activation activation) {
+  explain::step("reference");
+  auto [output, aux] = Composite::forward_aux(input, weight, bias, activation);
+  return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
+}
+
+std::tuple<Tensor, Tensor> Reference::activation_backward(const Tensor& grad_output,
+                                                          const Tensor& saved,
+                                                          Activation activation, bool bias_grad) {
+  explain::step("reference");
+  auto [gradient, grad_bias] =
+      Composite::activation_backward(dense(grad_output), dense(saved), activation, bias_grad);
+  return {gradient.contiguous(), grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> Reference::linear_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
+  explain::step("reference");
+  auto [grad_input, grad_weight, grad_bias] = Composite::linear_backward(
+      dense(grad_output), input, weight, dense(saved), activation, output_mask);
+  return {grad_input.contiguous(), grad_weight.contiguous(), grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> Reference::linear_backward_across(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+    const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
+  explain::step("reference");
+  auto [dz, grad_weight, grad_bias, grad_previous_bias] = Composite::linear_backward_across(
+      dense(grad_output), input, weight, dense(saved), activation, output_mask,
+      dense(previous_saved), previous, previous_bias_grad);
+  return {dz.contiguous(), grad_weight.contiguous(), grad_bias, grad_previous_bias};
 }
 
 // Under vmap (torch.func, is_grads_batched) torch's own rules batch the formula.

@@ -1,8 +1,7 @@
 #pragma once
 
 // The definition of every operator, in differentiable ATen. It is the reference, and the way out
-// wherever a fused kernel cannot go: double backward, torch.func, forward AD, devices and dtypes
-// without a kernel.
+// wherever a fused kernel cannot go: double backward, torch.func, forward AD.
 
 #include "activation.h"
 #include "check.h"
@@ -13,6 +12,8 @@
 namespace fused {
 
 struct Composite {
+  static constexpr bool obeys_policy = false;
+
   static Tensor activate(const Tensor& preactivation, Activation activation);
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -46,6 +47,31 @@ struct Composite {
   // Layers with the activation between them and none after the last.
   static Tensor mlp(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, Activation activation);
+};
+
+// The same as kernels: every result in the layout that meta.cpp promises, nothing aliased. What runs
+// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+struct Reference {
+  static constexpr bool obeys_policy = true;
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        Activation activation);
+
+  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias, Activation activation);
+
+  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
+                                                        const Tensor& saved, Activation activation,
+                                                        bool bias_grad);
+
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask);
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+      const Tensor& previous_saved, Activation previous, bool previous_bias_grad);
 };
 
 // One bit per element, eight to a byte, lowest first, rows padded with zeros to 128 bits: the

@@ -23,11 +23,12 @@ std::vector<int64_t> sizes_with(const Tensor& like, int64_t features) {
   return sizes;
 }
 
-// GELU_BIAS and GELU_AUX_BIAS in fp32 and fp64 are a product and then a slow generic kernel, with
-// an approximate tanh at that: there a product with bias and our own kernel are faster and exact.
-bool epilogue_pays(Activation activation, const Tensor& input) {
+// GELU's epilogues, forward and backward, in fp32 and fp64 are a product and then a slow generic
+// kernel, with an approximate tanh at that: there our own kernels are faster and as exact as eager.
+bool epilogue_is_exact(Activation activation, const Tensor& input) {
   const bool narrow = input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16;
-  return !is_gelu(activation) || narrow || policy() == Policy::cublaslt;
+  if (is_gelu(activation) && !narrow) explain::step("(no GELU epilogue: approximate)");
+  return !is_gelu(activation) || narrow;
 }
 
 void run_activation(Activation activation, const Tensor& z, const Tensor& y) {  // [rows, cols]
@@ -56,6 +57,8 @@ struct Forward {
 };
 
 struct Cuda {
+  static constexpr bool obeys_policy = true;
+
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
@@ -63,13 +66,12 @@ struct Cuda {
     auto output = at::empty(sizes_with(input, weight.size(0)), input.options());
     const auto rows = as_rows(output);
     if (output.numel() == 0) return output;
-    if (epilogue_pays(activation, input) && args.product(activation, rows)) return output;
-    if (is_gelu(activation) && args.product(Activation::none, rows)) {
+    if (epilogue_is_exact(activation, input) && args.product(activation, rows)) return output;
+    if (activation != Activation::none && args.product(Activation::none, rows)) {
       run_activation(activation, rows, rows);
       return output;
     }
-    explain::step("reference");
-    return Composite::forward(input, weight, bias, activation).contiguous();
+    return Reference::forward(input, weight, bias, activation);
   }
 
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
@@ -80,16 +82,14 @@ struct Cuda {
     auto aux = activation == Activation::relu ? empty_mask(output) : empty_preactivation(output);
     if (output.numel() == 0) return {output, aux};
     const auto rows = as_rows(output), aux_rows = as_rows(aux);
-    if (epilogue_pays(activation, input) && args.product(activation, rows, aux_rows)) {
+    if (epilogue_is_exact(activation, input) && args.product(activation, rows, aux_rows)) {
       return {output, aux};
     }
     if (is_gelu(activation) && args.product(Activation::none, aux_rows)) {
       run_activation(activation, aux_rows, rows);
       return {output, aux};
     }
-    explain::step("reference");
-    std::tie(output, aux) = Composite::forward_aux(input, weight, bias, activation);
-    return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
+    return Reference::forward_aux(input, weight, bias, activation);
   }
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
@@ -177,7 +177,7 @@ struct Cuda {
                                                       bool wants_bias) {
     auto result = at::empty({dz.size(0), weight.size(1)}, dz.options());
     const bool literal = policy() == Policy::cublaslt;
-    if (literal || dgelu_pays(previous, dz)) {
+    if ((literal && epilogue_is_exact(previous, dz)) || dgelu_pays(previous, dz)) {
       const auto aux = as_aux(saved, previous);
       const auto bias =
           literal && wants_bias ? at::empty({weight.size(1)}, dz.options()) : Tensor();

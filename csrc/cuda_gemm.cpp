@@ -79,6 +79,11 @@ size_t library_version() {
   return version;
 }
 
+// Where eager would call cuBLAS; a forward with bias it runs through cuBLASLt, as we do.
+bool is_plain(gemm::Epilogue epilogue) {
+  return epilogue == gemm::Epilogue::identity || epilogue == gemm::Epilogue::bgradb;
+}
+
 std::string not_run(gemm::Epilogue epilogue, const char* reason) {
   return std::string("(not ") + gemm::name(epilogue) + ": " + reason + ")";
 }
@@ -121,7 +126,11 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
   }
   const auto problem = gemm::describe(l.matrix, r.matrix, d, epilogue, type, operands.bias,
                                       operands.aux, ld_aux, settings(device, type));
-  if (const char* reason = gemm::refusal(problem, library_version())) {
+  const char* reason = gemm::refusal(problem, library_version());
+  if (reason == nullptr && is_plain(epilogue) && gemm::is_long_and_thin(problem)) {
+    reason = "a long and thin product";
+  }
+  if (reason != nullptr) {
     if (explain::enabled()) explain::step(not_run(epilogue, reason).c_str());
     return false;
   }
@@ -130,7 +139,13 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
   const auto stream = at::cuda::getCurrentCUDAStream(device);
   const bool capturing =
       c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  while (auto* plan = gemm::find_plan(handle, problem, operands, !capturing)) {
+  const auto trial = [&](gemm::Descriptors& descriptors, const gemm::Algorithm& algorithm) {
+    if (!gemm::needs_nan_trial(problem)) return true;
+    const Workspace scratch(static_cast<int64_t>(gemm::nan_trial_bytes(problem)));
+    return gemm::passes_nan(handle, problem, descriptors, algorithm, operands, scratch.data(),
+                            stream);
+  };
+  while (auto* plan = gemm::find_plan(handle, problem, operands, !capturing, trial)) {
     const Workspace workspace(static_cast<int64_t>(plan->algorithm.workspace));
     const auto status = gemm::run(handle, problem, plan->descriptors, plan->algorithm, operands,
                                   workspace.data(), stream);
@@ -140,10 +155,12 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
     }
     TORCH_WARN_ONCE("fused: cuBLASLt failed with ", cublasLtGetStatusName(status), " on ", problem,
                     "; another way is taken");
-    gemm::reject_plan(problem);
+    // Anything else, such as a want of memory, may pass: the algorithm stays, this call goes on.
+    if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) break;
+    gemm::reject_plan(problem, gemm::Algorithm(plan->algorithm));
   }
   if (explain::enabled()) {
-    const char* reason = capturing ? "not run before this capture" : "no algorithm for it";
+    const char* reason = capturing ? "not run before this capture" : "no valid algorithm";
     explain::step(not_run(epilogue, reason).c_str());
   }
   return false;

@@ -39,6 +39,7 @@ std::vector<std::string> stop() {
 }
 
 Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) : active_(enabled()) {
+  active_ = active_ && !input.is_meta();  // tracing runs nothing
   if (!active_) return;
   std::ostringstream text;
   text << op << '\t' << input.sym_sizes();

@@ -6,7 +6,13 @@
 // (the consumer) is ours, and nobody else looks at that gradient, the consumer applies this layer's
 // activation derivative right behind its matrix product, or inside it, and sums this layer's bias
 // gradient on the way. It passes dz on in place of dy and leaves a note that says so. The producer
-// trusts a note only if the gradient that arrives is the very tensor that the note names.
+// trusts a note only if the gradient that arrives is the very tensor that the note names. If another
+// gradient was added to it on the way, the producer applies its derivative to the difference. (That
+// happens where the tensor is itself a root of the backward, or the root consumes it beside the
+// consumer: roots are not among the nodes that can be searched. The difference costs one rounding,
+// and an infinite gradient becomes NaN.)
+//
+// A hook that is put on the tensor by another hook, after the consumer has run, sees dz.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
@@ -19,18 +25,27 @@ bool enabled();
 void set_enabled(bool enabled);
 
 struct Note {
+  Note(at::Tensor dz, at::Tensor grad_bias, torch::autograd::variable_list saved);
+
   at::Tensor dz;         // what the consumer passed on. Holding it keeps the engine from adding
                          // another gradient to it in place, which would go unseen.
   at::Tensor grad_bias;  // [out] or undefined
   torch::autograd::variable_list saved;  // the producer's, already unpacked: checkpoint allows
                                          // each to be unpacked only once
+
+  // Whether nobody has written to the saved tensors since.
+  bool is_unchanged() const;
+
+ private:
+  std::vector<int64_t> versions_;
 };
 
 // Left for one node in one run of the engine.
 void leave(const torch::autograd::Node* producer, int graph_task, Note note);
 std::optional<Note> take(const torch::autograd::Node* producer, int graph_task);
 
-// How many notes wait; those of runs that were broken off are swept when the next one is left.
+// How many notes wait. Those of runs that were broken off are swept when the next note is left or
+// looked for.
 size_t waiting();
 
 // Why the gradient that `consumer` is about to pass along its first edge must stay the true one,

@@ -6,7 +6,9 @@
 
 #include "activation.h"
 #include "check.h"
+#include "composite.h"
 #include "explain.h"
+#include "policy.h"
 
 #include <torch/library.h>
 
@@ -18,6 +20,7 @@ namespace fused {
 
 inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
                         Activation activation) {
+  if (activation == Activation::none) return;
   TORCH_CHECK(saved.device() == grad_output.device(), op,
               ": saved must be on the device of grad_output, ", grad_output.device(), ", got ",
               saved.device());
@@ -44,6 +47,15 @@ inline void check_linear_backward(const char* op, const Tensor& grad_output, con
 
 template <class Backend>
 struct Kernels {
+  // The policy "eager" is obeyed where the work is done, so that it holds in compiled graphs too.
+  template <typename Fn>
+  static auto way(const Fn& fn) {
+    if constexpr (Backend::obeys_policy) {
+      if (policy() == Policy::eager) return fn(Reference());
+    }
+    return fn(Backend());
+  }
+
   template <Activation activation>
   static constexpr const char* op_name() {
     return activation == Activation::none ? "linear" : "linear_relu";
@@ -53,7 +65,7 @@ struct Kernels {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
     check_linear(op_name<activation>(), input, weight, bias);
     const explain::Row row(op_name<activation>(), input, weight);
-    return Backend::forward(input, weight, bias, activation);
+    return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
   static Tensor forward_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -61,14 +73,14 @@ struct Kernels {
     const auto activation = parse_approximate("linear_gelu", approximate);
     check_linear("linear_gelu", input, weight, bias);
     const explain::Row row("linear_gelu", input, weight);
-    return Backend::forward(input, weight, bias, activation);
+    return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
   static std::tuple<Tensor, Tensor> relu_aux(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias) {
     check_linear("_linear_relu_aux", input, weight, bias);
     const explain::Row row("_linear_relu_aux", input, weight);
-    return Backend::forward_aux(input, weight, bias, Activation::relu);
+    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, Activation::relu); });
   }
 
   static std::tuple<Tensor, Tensor> gelu_aux(const Tensor& input, const Tensor& weight,
@@ -77,7 +89,7 @@ struct Kernels {
     const auto activation = parse_approximate("_linear_gelu_aux", approximate);
     check_linear("_linear_gelu_aux", input, weight, bias);
     const explain::Row row("_linear_gelu_aux", input, weight);
-    return Backend::forward_aux(input, weight, bias, activation);
+    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
   }
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
@@ -85,14 +97,12 @@ struct Kernels {
                                                         bool bias_grad) {
     constexpr auto op = "_activation_backward";
     const auto activation = parse_activation(op, text);
-    TORCH_CHECK_VALUE(activation != Activation::none, op,
-                      ": activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got 'none'");
     TORCH_CHECK_VALUE(grad_output.dim() >= 1, op,
                       ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, grad_output);
     check_saved(op, grad_output, saved, activation);
     const explain::Row row(op, grad_output, {});
-    return Backend::activation_backward(grad_output, saved, activation, bias_grad);
+    return way([&](auto w) { return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad); });
   }
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
@@ -102,7 +112,7 @@ struct Kernels {
     const auto activation = parse_activation(op, text);
     check_linear_backward(op, grad_output, input, weight, saved, activation);
     const explain::Row row(op, input, weight);
-    return Backend::linear_backward(grad_output, input, weight, saved, activation, output_mask);
+    return way([&](auto w) { return decltype(w)::linear_backward(grad_output, input, weight, saved, activation, output_mask); });
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
@@ -118,9 +128,9 @@ struct Kernels {
                       "'gelu_tanh' or 'gelu_erf', got 'none'");
     check_saved(op, input, previous_saved, previous);
     const explain::Row row(op, input, weight);
-    return Backend::linear_backward_across(grad_output, input, weight, saved, activation,
+    return way([&](auto w) { return decltype(w)::linear_backward_across(grad_output, input, weight, saved, activation,
                                            output_mask, previous_saved, previous,
-                                           previous_bias_grad);
+                                           previous_bias_grad); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,

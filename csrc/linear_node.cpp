@@ -5,15 +5,17 @@
 #include "fused_linear.h"
 #include "handover.h"
 #include "policy.h"
+#include "reconnect.h"
 
 #include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
 
 namespace fused {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::CppNode;
-using torch::autograd::Function;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 using Edge = LinearActivation::Edge;
@@ -34,70 +36,16 @@ Activation activation_of(AutogradContext& ctx) {
   return static_cast<Activation>(ctx.saved_data["activation"].toInt());
 }
 
-// The operators take tensors, not holes: what was not kept is not read, only its shape is.
-Tensor stand_in(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
-  return at::empty_symint({1}, like.options()).expand_symint(sizes);
-}
-
-std::pair<Tensor, Tensor> input_and_weight(const Step& step, const Tensor& grad) {
-  auto input = step.variables[0], weight = step.variables[1];
-  if (!input.defined()) {
-    auto sizes = grad.sym_sizes().vec();
-    sizes.back() = weight.defined() ? weight.sym_size(1) : c10::SymInt(0);
-    input = stand_in(grad, sizes);
-  }
-  if (!weight.defined()) weight = stand_in(grad, {grad.sym_size(-1), input.sym_size(-1)});
-  return {std::move(input), std::move(weight)};
-}
-
-// ---- create_graph: gradients that are themselves differentiable -------------------------------
-
-// A saved pre-activation put back into the graph, as a function of input, weight and bias. Their
-// values are needed only as far as the first backward needs them too, so a stand-in may take the
-// place of one that was not kept.
-struct ReconnectPreactivation : Function<ReconnectPreactivation> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& preactivation, const Tensor& input,
-                        const Tensor& weight, const OptionalTensor& bias) {
-    ctx->save_for_backward({input, weight});
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["bias"] = has_value(bias);
-    return preactivation.detach();
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool bias = ctx->saved_data["bias"].toBool();
-    if (!grads[0].defined()) return variable_list(4);
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                     bias && ctx->needs_input_grad(3)};
-    const auto [input, weight, grad_bias] = Composite::linear_backward(
-        grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted);
-    return {Tensor(), wanted[0] ? input : Tensor(), wanted[1] ? weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
-  }
-};
-
-// A tensor without meaningful values at the end of one of the running node's own edges.
-Tensor at_edge(const Tensor& values, Edge edge) {
-  auto tensor = values.detach();
-  if (const auto node = torch::autograd::get_current_node()) {
-    torch::autograd::impl::set_gradient_edge(tensor, node->next_edge(edge));
-  }
-  return tensor;
-}
-
+// create_graph: gradients that are themselves differentiable.
 Gradients differentiable(const Step& step, const Tensor& grad) {
-  const auto [input, weight] = input_and_weight(step, grad);
-  auto saved = step.variables[2];
+  const auto& kept = step.variables;
+  const auto [input, weight] = fill_in(kept[0], kept[1], grad);
+  auto saved = kept[2];
   if (is_gelu(step.activation)) {
     OptionalTensor bias;
-    if (step.has_bias) {
-      bias = at_edge(stand_in(grad, {grad.sym_size(-1)}), LinearActivation::bias_edge);
-    }
-    const bool kept_input = step.variables[0].defined(), kept_weight = step.variables[1].defined();
-    saved = ReconnectPreactivation::apply(
-        saved, kept_input ? input : at_edge(input, LinearActivation::input_edge),
-        kept_weight ? weight : at_edge(weight, LinearActivation::weight_edge), bias);
+    if (step.has_bias) bias = at_edge(stand_in(grad, {grad.sym_size(-1)}), Edge::bias_edge);
+    saved = reconnect(saved, kept[0].defined() ? input : at_edge(input, Edge::input_edge),
+                      kept[1].defined() ? weight : at_edge(weight, Edge::weight_edge), bias);
   }
   const auto [grad_input, grad_weight, grad_bias] =
       Composite::linear_backward(grad, input, weight, saved, step.activation, step.wanted);
@@ -134,42 +82,57 @@ std::pair<CppNode<LinearActivation>*, const char*> find_producer(Node& consumer)
   return {objection ? nullptr : producer, objection};
 }
 
-Gradients usual(const Step& step, const Tensor& grad, std::optional<handover::Note> note) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto arrived = read_note(step, grad, note);
-  auto mask = step.wanted;
-  if (arrived.grad_bias.defined()) mask[Edge::bias_edge] = false;
-  const auto [input, weight] = input_and_weight(step, arrived.grad);
-  const auto finish = [&](const Tensor& grad_input, const Tensor& grad_weight,
-                          const Tensor& grad_bias) {
-    return Gradients{grad_input, grad_weight,
-                     arrived.grad_bias.defined() ? arrived.grad_bias : grad_bias};
-  };
+// The producer's side of a hand-over, read before the consumer does its work.
+struct Receiver {
+  Node* node;
+  Activation activation;
+  bool wants_bias;
+  variable_list saved;
+};
 
-  const auto node = torch::autograd::get_current_node();
-  CppNode<LinearActivation>* producer = nullptr;
-  if (node && mask[Edge::input_edge]) {
-    const char* reason;
-    std::tie(producer, reason) = find_producer(*node);
-    if (explain::enabled()) {
-      explain::remark(producer ? "handed over" : std::string("plain: ") + reason);
-    }
+std::optional<Receiver> find_receiver(const Step& step) {
+  const auto consumer = torch::autograd::get_current_node();
+  if (!consumer || !step.wanted[Edge::input_edge]) return std::nullopt;
+  const auto [producer, reason] = find_producer(*consumer);
+  if (explain::enabled()) {
+    explain::remark(producer ? "handed over" : std::string("plain: ") + reason);
   }
-  if (producer == nullptr) {
+  if (producer == nullptr) return std::nullopt;
+  // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
+  // must be switched off around it.
+  return Receiver{producer, activation_of(producer->ctx_),
+                  producer->ctx_.saved_data["bias"].toBool() &&
+                      producer->task_should_compute_output(Edge::bias_edge),
+                  producer->ctx_.get_saved_variables()};
+}
+
+Gradients usual(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note) {
+  auto receiver = find_receiver(step);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto arrived = read_note(step, grad, note);
+  const auto [input, weight] = fill_in(step.variables[0], step.variables[1], arrived.grad);
+  const bool bias_known = arrived.grad_bias.defined();
+  auto mask = step.wanted;
+  mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
+  if (!receiver) {
     const auto [grad_input, grad_weight, grad_bias] = steps::linear_backward(
         arrived.grad, input, weight, step.variables[2], name(arrived.still_to_apply), mask);
-    return finish(grad_input, grad_weight, grad_bias);
+    return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
   }
-
-  auto producers = producer->ctx_.get_saved_variables();
-  const bool producers_bias = producer->ctx_.saved_data["bias"].toBool() &&
-                              producer->task_should_compute_output(Edge::bias_edge);
-  auto [dz, grad_weight, grad_bias, grad_producers_bias] = steps::linear_backward_across(
+  auto [dz, grad_weight, grad_bias, receivers_bias] = steps::linear_backward_across(
       arrived.grad, input, weight, step.variables[2], name(arrived.still_to_apply), mask,
-      producers[2], name(activation_of(producer->ctx_)), producers_bias);
-  handover::leave(producer, torch::autograd::get_current_graph_task_id(),
-                  {dz, producers_bias ? grad_producers_bias : Tensor(), std::move(producers)});
-  return finish(dz, grad_weight, grad_bias);
+      receiver->saved[2], name(receiver->activation), receiver->wants_bias);
+  handover::leave(receiver->node, torch::autograd::get_current_graph_task_id(),
+                  handover::Note(dz, receiver->wants_bias ? receivers_bias : Tensor(),
+                                 std::move(receiver->saved)));
+  return {dz, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
+}
+
+// Gradients that must be differentiable themselves: create_graph, or forward over reverse.
+bool must_be_differentiable(const Step& step, const Tensor& grad) {
+  return at::GradMode::is_enabled() || has_tangent(grad) ||
+         std::ranges::any_of(step.variables, [](const Tensor& t) { return has_tangent(t); });
 }
 
 }  // namespace
@@ -180,7 +143,9 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
     case Activation::none:
       return {fused::linear(input, weight, bias), Tensor()};
     case Activation::relu: {
-      if (policy() == Policy::cublaslt) return steps::linear_relu_aux(input, weight, bias);
+      if (policy_for_graph(input) == Policy::cublaslt) {
+        return steps::linear_relu_aux(input, weight, bias);
+      }
       // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
       // next layer keeps it anyway.
       const auto output = linear_relu(input, weight, bias);
@@ -188,9 +153,21 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
     }
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
+      // Rows padded for the epilogue would keep more than torch does.
+      if (weight.sym_size(0) % 8 != 0 && policy_for_graph(input) != Policy::cublaslt) {
+        const auto preactivation = fused::linear(input, weight, bias);
+        return {Composite::activate(preactivation, activation), preactivation};
+      }
       return steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
   }
   return {};
+}
+
+Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             Activation activation) {
+  if (activation == Activation::none) return fused::linear(input, weight, bias);
+  if (activation == Activation::relu) return linear_relu(input, weight, bias);
+  return linear_gelu(input, weight, bias, approximate_of(activation));
 }
 
 Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,

@@ -26,4 +26,8 @@ struct LinearActivation : torch::autograd::Function<LinearActivation> {
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation);
 
+// The same where nobody wants a gradient: nothing is kept.
+Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             Activation activation);
+
 }  // namespace fused

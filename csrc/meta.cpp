@@ -24,6 +24,8 @@ Tensor empty(const SymInt& size, const Tensor& like) {
 }
 
 struct Meta {
+  static constexpr bool obeys_policy = false;
+
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
                         Activation) {
     return empty_like_rows(input, weight.sym_size(0));

@@ -6,9 +6,11 @@
 #include "composite.h"
 #include "fused_linear.h"
 #include "linear_node.h"
+#include "reconnect.h"
 
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
 
 namespace fused {
 namespace {
@@ -37,25 +39,49 @@ Edges edges_of(AutogradContext& ctx) {
   return edges;
 }
 
+// What the node keeps: per layer its input and its weight, per hidden layer what act' is read from;
+// undefined where torch would not keep it either.
+struct Kept {
+  variable_list inputs, weights, saved;
+
+  explicit Kept(size_t layers) : inputs(layers), weights(layers), saved(layers) {}
+  Kept(const variable_list& flat, size_t layers) : Kept(layers) {
+    for (size_t i = 0; i < layers; ++i) {
+      inputs[i] = flat[3 * i], weights[i] = flat[3 * i + 1], saved[i] = flat[3 * i + 2];
+    }
+  }
+  variable_list flat() const {
+    variable_list result;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      result.insert(result.end(), {inputs[i], weights[i], saved[i]});
+    }
+    return result;
+  }
+};
+
 struct Mlp : Function<Mlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weights,
                         at::TensorList biases, const std::vector<bool>& has_bias,
                         int64_t activation_value) {
-    const auto activation = static_cast<Activation>(activation_value);
-    variable_list kept{input};
-    kept.insert(kept.end(), weights.begin(), weights.end());
-    kept.insert(kept.end(), biases.begin(), biases.end());
+    const size_t layers = weights.size();
+    Kept kept(layers);
     auto hidden = input;
-    {
+    auto next_bias = biases.begin();
+    bool below = input.requires_grad();  // whether a gradient goes into the layer's input
+    for (size_t i = 0; i < layers; ++i) {
+      const auto activation = i + 1 == layers ? Activation::none
+                                              : static_cast<Activation>(activation_value);
+      const OptionalTensor bias = has_bias[i] ? OptionalTensor(*next_bias++) : std::nullopt;
+      if (weights[i].requires_grad()) kept.inputs[i] = hidden;
+      if (below) kept.weights[i] = weights[i];
+      below = below || weights[i].requires_grad() || (bias && bias->requires_grad());
+
       const at::AutoDispatchBelowADInplaceOrView guard;
-      auto bias = biases.begin();
-      for (size_t i = 0; i < weights.size(); ++i) {
-        const OptionalTensor own = has_bias[i] ? OptionalTensor(*bias++) : std::nullopt;
-        const bool last = i + 1 == weights.size();
-        Tensor saved;
-        std::tie(hidden, saved) =
-            forward_for_training(hidden, weights[i], own, last ? Activation::none : activation);
-        if (!last) kept.insert(kept.end(), {hidden, saved});
+      if (below) {
+        std::tie(hidden, kept.saved[i]) =
+            forward_for_training(hidden, weights[i], bias, activation);
+      } else {
+        hidden = forward_for_inference(hidden, weights[i], bias, activation);
       }
     }
     c10::List<bool> flags;
@@ -63,7 +89,7 @@ struct Mlp : Function<Mlp> {
     ctx->saved_data["has_bias"] = flags;
     ctx->saved_data["activation"] = activation_value;
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward(std::move(kept));
+    ctx->save_for_backward(kept.flat());
     return hidden;
   }
 
@@ -73,79 +99,104 @@ struct Mlp : Function<Mlp> {
     variable_list result(edges.count() + 2);
     if (!grads[0].defined()) return result;
     const auto activation = static_cast<Activation>(ctx->saved_data["activation"].toInt());
-    const auto kept = ctx->get_saved_variables();
-    if (at::GradMode::is_enabled()) {
-      differentiable(ctx, edges, kept, grads[0], activation, result);
+    const auto flat = ctx->get_saved_variables();
+    const Kept kept(flat, edges.layers);
+    const Wanted wanted(*ctx, edges);
+    if (at::GradMode::is_enabled() || has_tangent(grads[0]) ||
+        std::ranges::any_of(flat, [](const Tensor& t) { return has_tangent(t); })) {
+      differentiable(edges, wanted, kept, grads[0], activation, result);
     } else {
-      usual(ctx, edges, kept, grads[0], activation, result);
+      usual(edges, wanted, kept, grads[0], activation, result);
     }
     return result;
   }
 
  private:
-  static void usual(AutogradContext* ctx, const Edges& edges, const variable_list& kept,
-                    const Tensor& grad, Activation activation, variable_list& result) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto wants_weight = [&](size_t i) { return ctx->needs_input_grad(edges.weight(i)); };
-    const auto wants_bias = [&](size_t i) {
-      return edges.has_bias[i] && ctx->needs_input_grad(edges.bias(i));
-    };
-    const auto hidden = [&](size_t i) { return kept[edges.count() + 2 * i]; };
-    const auto saved = [&](size_t i) { return kept[edges.count() + 2 * i + 1]; };
+  struct Wanted {
+    bool input;
+    std::vector<bool> weight, bias;
+    size_t lowest = 0;  // the lowest layer with anything to do
 
-    // The lowest layer with anything to do: below it nobody wants a gradient.
-    const bool wants_input = ctx->needs_input_grad(Edges::input);
-    size_t lowest = 0;
-    while (!wants_input && lowest + 1 < edges.layers && !wants_weight(lowest) &&
-           !wants_bias(lowest)) {
-      ++lowest;
+    Wanted(AutogradContext& ctx, const Edges& edges) : input(ctx.needs_input_grad(Edges::input)) {
+      for (size_t i = 0; i < edges.layers; ++i) {
+        weight.push_back(ctx.needs_input_grad(edges.weight(i)));
+        bias.push_back(edges.has_bias[i] && ctx.needs_input_grad(edges.bias(i)));
+      }
+      while (!input && lowest + 1 < edges.layers && !weight[lowest] && !bias[lowest]) ++lowest;
     }
+    bool goes_below(size_t layer) const { return layer > lowest || input; }
+  };
 
-    Tensor dz = grad, grad_weight, grad_bias;
-    bool bias_known = false;
-    for (size_t i = edges.layers; i-- > lowest;) {
-      const bool wanted_bias = wants_bias(i);
-      const bool across = i > lowest;
-      const std::array<bool, 3> mask{across || wants_input, wants_weight(i),
-                                     wanted_bias && !bias_known};
-      const auto& layer_input = i == 0 ? kept[0] : hidden(i - 1);
-      const auto& weight = kept[edges.weight(i)];
-      Tensor next_bias;
-      if (across) {
-        std::tie(dz, grad_weight, grad_bias, next_bias) =
-            steps::linear_backward_across(dz, layer_input, weight, std::nullopt, "none", mask,
-                                          saved(i - 1), name(activation), wants_bias(i - 1));
+  static void usual(const Edges& edges, const Wanted& wanted, const Kept& kept, const Tensor& grad,
+                    Activation activation, variable_list& result) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    auto dz = grad;
+    for (size_t i = edges.layers; i-- > wanted.lowest;) {
+      // A hidden layer's bias gradient has come with the step of the layer above.
+      const std::array<bool, 3> mask{wanted.goes_below(i), wanted.weight[i],
+                                     wanted.bias[i] && i + 1 == edges.layers};
+      const auto [input, weight] = fill_in(kept.inputs[i], kept.weights[i], dz);
+      Tensor grad_weight, grad_bias, grad_bias_below;
+      if (i > wanted.lowest) {
+        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = steps::linear_backward_across(
+            dz, input, weight, std::nullopt, "none", mask, kept.saved[i - 1], name(activation),
+            wanted.bias[i - 1]);
+        if (wanted.bias[i - 1]) result[edges.bias(i - 1)] = grad_bias_below;
       } else {
         std::tie(dz, grad_weight, grad_bias) =
-            steps::linear_backward(dz, layer_input, weight, std::nullopt, "none", mask);
+            steps::linear_backward(dz, input, weight, std::nullopt, "none", mask);
       }
       if (mask[1]) result[edges.weight(i)] = grad_weight;
       if (mask[2]) result[edges.bias(i)] = grad_bias;
-      bias_known = across;
-      if (across && wants_bias(i - 1)) result[edges.bias(i - 1)] = next_bias;
     }
-    if (wants_input) result[Edges::input] = dz;
+    if (wanted.input) result[Edges::input] = dz;
   }
 
-  // create_graph: the chain once more as torch's own operators, and torch's own gradients of it.
-  static void differentiable(AutogradContext* ctx, const Edges& edges, const variable_list& kept,
+  // create_graph: the same steps in differentiable ATen, on tensors put back into the graph.
+  static void differentiable(const Edges& edges, const Wanted& wanted, const Kept& kept,
                              const Tensor& grad, Activation activation, variable_list& result) {
-    c10::List<OptionalTensor> biases;
-    for (size_t i = 0; i < edges.layers; ++i) {
-      biases.push_back(edges.has_bias[i] ? OptionalTensor(kept[edges.bias(i)]) : std::nullopt);
+    variable_list inputs = kept.inputs, weights = kept.weights, saved = kept.saved;
+    for (size_t i = wanted.lowest; i < edges.layers; ++i) {
+      const bool last = i + 1 == edges.layers;
+      const auto& shaped = last ? grad : saved[i];  // [*, out] of this layer
+      const auto like = shaped.scalar_type() == at::kByte ? hidden_of_mask(kept, i, grad) : shaped;
+      const auto [input, weight] = fill_in(inputs[i], weights[i], like);
+      // The lowest layer's input is the node's own, if anything of it is known at all.
+      if (!inputs[i].defined()) inputs[i] = i == 0 ? at_edge(input, Edges::input) : input;
+      if (!weights[i].defined()) weights[i] = at_edge(weight, edges.weight(i));
+      if (last) break;
+      OptionalTensor bias;
+      if (edges.has_bias[i]) {
+        bias = at_edge(stand_in(like, {like.sym_size(-1)}), edges.bias(i));
+      }
+      const auto preactivation = reconnect(like, inputs[i], weights[i], bias);
+      const auto hidden = Composite::activate(preactivation, activation);
+      saved[i] = activation == Activation::relu ? hidden : preactivation;
+      inputs[i + 1] = hidden;
     }
-    const at::TensorList weights(&kept[edges.weight(0)], edges.layers);
-    const auto output = Composite::mlp(kept[0], weights, biases, activation);
-    variable_list wanted;
-    std::vector<size_t> places;
-    for (size_t i = 0; i < edges.count(); ++i) {
-      if (!ctx->needs_input_grad(i)) continue;
-      wanted.push_back(kept[i]);
-      places.push_back(i);
+    auto dz = grad;
+    for (size_t i = edges.layers; i-- > wanted.lowest;) {
+      const auto [grad_input, grad_weight, grad_bias] = Composite::linear_backward(
+          dz, inputs[i], weights[i], std::nullopt, Activation::none,
+          {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]});
+      if (wanted.weight[i]) result[edges.weight(i)] = grad_weight;
+      if (wanted.bias[i]) result[edges.bias(i)] = grad_bias;
+      if (i > wanted.lowest) {
+        dz = Composite::activation_gradient(grad_input, saved[i - 1], activation);
+      } else if (wanted.input) {
+        result[Edges::input] = grad_input;
+      }
     }
-    const auto gradients = torch::autograd::grad({output}, wanted, {grad}, /*retain_graph=*/true,
-                                                 /*create_graph=*/true, /*allow_unused=*/true);
-    for (size_t i = 0; i < places.size(); ++i) result[places[i]] = gradients[i];
+  }
+
+  // A hidden layer of ReLU of which only the bit mask was kept, as an output: its own values where
+  // the next layer has kept them, else any with the same signs.
+  static Tensor hidden_of_mask(const Kept& kept, size_t layer, const Tensor& grad) {
+    const auto& output = kept.inputs[layer + 1];
+    if (output.defined()) return output;
+    const auto features = kept.weights[layer + 1].sym_size(1);
+    return unpack_mask(kept.saved[layer], features).to(grad.scalar_type());
   }
 };
 

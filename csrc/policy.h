@@ -2,6 +2,8 @@
 
 // How the work is to be done: the user's wish, process-wide.
 
+#include <ATen/core/TensorBase.h>
+
 #include <string_view>
 
 namespace fused {
@@ -13,9 +15,14 @@ enum class Policy {
 };
 
 Policy policy();
+
+// The policy as far as it may shape a graph. A compiled graph outlives the policy in force while it
+// was traced, even the process; so tracing sees `automatic`, and the kernels that the graph calls
+// ask for the policy when they run.
+Policy policy_for_graph(const at::TensorBase& input);
 void set_policy(Policy policy);
 
 const char* name(Policy policy);
-Policy parse_policy(std::string_view text);
+Policy parse_policy(std::string_view text, const char* what = "policy");
 
 }  // namespace fused

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
 
@@ -129,8 +130,19 @@ class FusedMLP(nn.Sequential):
                 biases.append(module.bias)
         return torch.ops.fused.mlp(input, weights, biases, self.activation)
 
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return nn.Sequential(*list(self)[index])
+        return super().__getitem__(index)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # What is scripted stays as it is: a chain that runs one by one now is scripted one by one.
+        return self if self._runs_as_one() else self.to_sequential()
+
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
+        if len(self) % 2 == 0 or _has_any_global_hook():
+            return False
         return all(
             _is_plain(module)
             and (

@@ -108,7 +108,7 @@ class FusedLinearReLU(FusedLinear):
 
     def to_unfused(self) -> nn.Module:
         """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
-        return nn.Sequential(self.to_linear(), nn.ReLU())
+        return nn.Sequential(self.to_linear(), nn.ReLU()).train(self.training)
 
 
 class FusedLinearGELU(FusedLinear):
@@ -166,7 +166,8 @@ class FusedLinearGELU(FusedLinear):
 
     def to_unfused(self) -> nn.Module:
         """``nn.Sequential(nn.Linear, nn.GELU)`` that shares this layer's parameters."""
-        return nn.Sequential(self.to_linear(), nn.GELU(approximate=self.approximate))
+        activation = nn.GELU(approximate=self.approximate)
+        return nn.Sequential(self.to_linear(), activation).train(self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, approximate={self.approximate!r}"

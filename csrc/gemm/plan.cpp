@@ -1,11 +1,12 @@
 #include "gemm/plan.h"
 
+#include <cstring>
 #include <memory>
 
 namespace fused::gemm {
 namespace {
 
-constexpr int candidates_kept = 4;
+constexpr int candidates_asked = 4;
 constexpr size_t problems_kept = 8192;
 
 // Never destroyed: threads may still run while the process ends.
@@ -38,15 +39,19 @@ std::vector<Algorithm> AlgorithmCache::find(const Problem& problem,
   return known_.try_emplace(problem, std::move(found)).first->second;
 }
 
-bool AlgorithmCache::contains(const Problem& problem) const {
-  std::lock_guard lock(mutex_);
-  return known_.count(problem) != 0;
+std::optional<std::vector<Algorithm>> AlgorithmCache::lookup(const Problem& problem) const {
+  const std::lock_guard lock(mutex_);
+  const auto it = known_.find(problem);
+  return it == known_.end() ? std::nullopt : std::optional(it->second);
 }
 
-void AlgorithmCache::drop_first(const Problem& problem) {
-  std::lock_guard lock(mutex_);
+void AlgorithmCache::drop(const Problem& problem, const Algorithm& algorithm) {
+  const std::lock_guard lock(mutex_);
   const auto it = known_.find(problem);
-  if (it != known_.end() && !it->second.empty()) it->second.erase(it->second.begin());
+  if (it == known_.end()) return;
+  std::erase_if(it->second, [&](const Algorithm& a) {
+    return std::memcmp(&a.algo, &algorithm.algo, sizeof(a.algo)) == 0;
+  });
 }
 
 void AlgorithmCache::clear() {
@@ -60,23 +65,28 @@ size_t AlgorithmCache::size() const {
 }
 
 Plan* find_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
-                bool may_search) {
+                bool may_search, const Trial& trial) {
   auto& plans = thread_plans();
   if (const auto it = plans.find(problem); it != plans.end()) return it->second.get();
+  auto known = algorithms().lookup(problem);
   // Searching while a stream captures can end the capture.
-  if (!may_search && !algorithms().contains(problem)) return nullptr;
-
+  if (!known && !may_search) return nullptr;
   Descriptors descriptors(problem);
-  const auto found = algorithms().find(
-      problem, [&] { return candidates(handle, problem, descriptors, operands, candidates_kept); });
+  if (!known) {
+    known = algorithms().find(problem, [&] {
+      auto offered = candidates(handle, problem, descriptors, operands, candidates_asked);
+      std::erase_if(offered, [&](const Algorithm& a) { return !trial(descriptors, a); });
+      return offered;
+    });
+  }
   if (plans.size() >= problems_kept) plans.clear();
   std::unique_ptr<Plan> plan;
-  if (!found.empty()) plan = std::make_unique<Plan>(std::move(descriptors), found.front());
+  if (!known->empty()) plan = std::make_unique<Plan>(std::move(descriptors), known->front());
   return plans.insert_or_assign(problem, std::move(plan)).first->second.get();
 }
 
-void reject_plan(const Problem& problem) {
-  algorithms().drop_first(problem);
+void reject_plan(const Problem& problem, const Algorithm& algorithm) {
+  algorithms().drop(problem, algorithm);
   thread_plans().erase(problem);
 }
 

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 namespace fused::gemm {
@@ -20,9 +21,10 @@ class AlgorithmCache {
   // nothing: a problem that the library refuses is not asked for again).
   std::vector<Algorithm> find(const Problem& problem,
                               const std::function<std::vector<Algorithm>()>& search);
-  bool contains(const Problem& problem) const;
-  // Forgets an algorithm that failed to run.
-  void drop_first(const Problem& problem);
+  // The same without a search: nothing where the problem has not been met.
+  std::optional<std::vector<Algorithm>> lookup(const Problem& problem) const;
+  // Forgets an algorithm that turned out not to run.
+  void drop(const Problem& problem, const Algorithm& algorithm);
   void clear();
   size_t size() const;
 
@@ -38,12 +40,15 @@ struct Plan {
   Algorithm algorithm;
 };
 
+// What a candidate must pass before it is used.
+using Trial = std::function<bool(Descriptors&, const Algorithm&)>;
+
 // This thread's plan for the problem, or nullptr where the library has none. Without may_search
 // (while a stream captures) only what is already known is used.
 Plan* find_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
-                bool may_search);
+                bool may_search, const Trial& trial);
 
-// The plan's algorithm failed: forget it. The next find_plan gives the next best.
-void reject_plan(const Problem& problem);
+// The plan's algorithm does not run after all: forget it. The next find_plan gives the next best.
+void reject_plan(const Problem& problem, const Algorithm& algorithm);
 
 }  // namespace fused::gemm

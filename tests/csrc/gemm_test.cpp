@@ -279,7 +279,10 @@ void refusals() {
 
 std::vector<Algorithm> named(std::initializer_list<size_t> names) {
   std::vector<Algorithm> result;
-  for (auto name : names) result.push_back({{}, name});
+  for (auto name : names) {
+    result.push_back({{}, name});
+    result.back().algo.data[0] = name;
+  }
   return result;
 }
 
@@ -301,9 +304,14 @@ void algorithm_cache() {
   CHECK(searches == 1 + static_cast<int>(variations().size()));
   CHECK(find(sample, {7}).front().workspace == 1);
 
-  cache.drop_first(sample);
+  const auto drop = [&](size_t name) {
+    for (const auto& algorithm : named({name})) cache.drop(sample, algorithm);
+  };
+  drop(1);
   CHECK(find(sample, {7}).front().workspace == 2);
-  cache.drop_first(sample);
+  drop(1);  // twice, by another thread: the next one stays
+  CHECK(find(sample, {7}).front().workspace == 2);
+  drop(2);
   CHECK(find(sample, {7}).empty());  // known to have none: not searched again
   CHECK(searches == 1 + static_cast<int>(variations().size()));
 
@@ -315,7 +323,7 @@ void algorithm_cache() {
     CHECK(small.size() <= 8);
   }
   small.clear();
-  CHECK(small.size() == 0 && !small.contains(problem));
+  CHECK(small.size() == 0 && !small.lookup(problem));
 }
 
 #endif

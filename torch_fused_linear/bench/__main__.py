@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,8 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     given = parser.parse_args(arguments)
     try:
         out = None if given.out is None else output_directory(given.out)
+        if out is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--out: the pictures need matplotlib; --json alone does not")
         if given.json is not None and not given.json.parent.is_dir():
             raise ValueError(f"--json {given.json}: no such directory")
         settings = Settings(
@@ -195,7 +198,7 @@ def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) 
     from torch_fused_linear.bench import pictures
 
     for suite in settings.suites:
-        here = [record for record in records if record.case.suite == suite]
+        here = [r for r in records if r.case.suite == suite and r.unit == "us"]
         path = settings.out / f"{suite}.png"
         title = f"{SUITES[suite].about}\n{header['machine']}, torch {header['torch']}"
         if here and pictures.draw(path, title, here):
@@ -203,7 +206,7 @@ def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) 
 
 
 def run(settings: Settings) -> int:
-    if settings.device.type == "cuda":
+    if settings.device.type == "cuda" and settings.device.index is not None:
         torch.cuda.set_device(settings.device)
     machine.warm_up(settings.device)
     header = machine.header(settings.device, sys.argv[1:])

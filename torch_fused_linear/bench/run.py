@@ -62,7 +62,9 @@ def kernels_of(entrant: Contender, device: torch.device) -> list[str]:
     kind = torch.profiler.ProfilerActivity
     with (
         entrant.conditions(),
-        torch.profiler.profile(activities=[kind.CUDA if on_gpu else kind.CPU]) as profile,
+        torch.profiler.profile(
+            activities=[kind.CUDA if on_gpu else kind.CPU], acc_events=True
+        ) as profile,
     ):
         synchronized(entrant.call, device)
     wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU

@@ -12,7 +12,7 @@ LOSS_MARK = "<"
 
 
 def number(value: float) -> str:
-    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
 def ratio(value: float | None, lost: bool = False) -> str:

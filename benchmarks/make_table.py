@@ -1,0 +1,190 @@
+"""Makes the table of benchmarks in README.md from the results beside this file.
+
+    python benchmarks/make_table.py            rewrite the table between the two markers
+    python benchmarks/make_table.py --check    exit with 1 if it is not what the results say
+
+It needs nothing but Python: neither torch nor the built library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- benchmark table: begin -->"
+END = "<!-- benchmark table: end -->"
+
+LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
+OURS = {"ours": "layers", "mlp": "`FusedMLP`"}
+COMPILED = ("compile", "max-autotune", "reduce-overhead")
+TIMED = ("layer", "ffn", "mlp-small", "headline", "host")  # suites that are beside eager
+
+Result = dict[str, Any]
+Numbers = dict[str, dict[str, float]]
+
+
+def by_machine(paths: Iterable[Path]) -> dict[str, tuple[dict[str, Any], list[Result]]]:
+    """Header and results of each machine; where its files overlap, the latest says."""
+    contents = [json.loads(path.read_text()) for path in paths]
+    latest: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Result]] = {}
+    for content in sorted(contents, key=lambda c: c["header"]["date"]):
+        name = content["header"]["machine"]
+        latest[name] = content["header"]
+        for result in content["results"]:
+            merged.setdefault(name, {})[json.dumps(result["case"], sort_keys=True)] = result
+    return {name: (latest[name], list(merged[name].values())) for name in merged}
+
+
+def is_selected(case: dict[str, Any]) -> bool:
+    """What the table shows of the grid: bf16, many tokens, and small layers with few."""
+    if case["dtype"] != "bf16":
+        return False
+    if case["suite"] == "layer":
+        return case["tokens"] == (8192 if min(case["sizes"]) >= 768 else 512)
+    return case["suite"] == "mlp-small" or (case["suite"] == "ffn" and case["tokens"] >= 8192)
+
+
+def shape(case: dict[str, Any]) -> str:
+    return "→".join(map(str, case["sizes"]))
+
+
+def duration(microseconds: float) -> str:
+    if microseconds >= 1000:
+        return f"{microseconds / 1000:.2f} ms"
+    return f"{microseconds:.{1 if microseconds < 100 else 0}f} µs"
+
+
+def fastest(numbers: Numbers, names: Iterable[str]) -> float | None:
+    return min((numbers[name]["median"] for name in names if name in numbers), default=None)
+
+
+def ratio(numbers: Numbers, others: Iterable[str]) -> str:
+    mine, theirs = fastest(numbers, ["ours"]), fastest(numbers, others)
+    return "" if mine is None or theirs is None else f"{theirs / mine:.2f}"
+
+
+def beside_eager(numbers: Numbers) -> list[str]:
+    times = [duration(numbers[n]["median"]) if n in numbers else "" for n in ("ours", "eager")]
+    return [*times, ratio(numbers, ["eager"])]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
+    """Markdown; the first `words` columns are words, the others are numbers."""
+    ruler = ["---"] * words + ["--:"] * (len(head) - words)
+    return ["| " + " | ".join(row) + " |" for row in (head, ruler, *rows)]
+
+
+def selection(results: Iterable[Result]) -> list[str]:
+    rows: dict[tuple[str, ...], dict[str, Numbers]] = {}
+    for result in results:
+        case = result["case"]
+        if is_selected(case):
+            graph = " in a CUDA graph" if case["mode"] == "graph" else ""
+            label = (shape(case) + graph, str(case["tokens"]), case["activation"])
+            mode = "forward" if case["mode"] == "forward" else "step"
+            rows.setdefault(label, {})[mode] = result.get("numbers", {})
+    if not rows:
+        return []
+    lines = []
+    for label, modes in rows.items():
+        step = modes.get("step", {})
+        forward = beside_eager(modes.get("forward", {}))
+        lines.append([*label, *forward, *beside_eager(step), ratio(step, COMPILED)])
+    beside = ["eager", "times"]
+    head = ["layers", "tokens", "activation"]
+    head += ["forward", *beside, "step", *beside, "times compile"]
+    return table(head, lines, words=3)
+
+
+def losses(results: Iterable[Result]) -> list[str]:
+    """Every case of the whole grid in which a way of ours is slower than eager."""
+    compared, rows = 0, []
+    for result in results:
+        case, numbers = result["case"], result.get("numbers", {})
+        if case["suite"] not in TIMED or "eager" not in numbers:
+            continue
+        eager = numbers["eager"]["median"]
+        for name, title in OURS.items():
+            if name not in numbers:
+                continue
+            compared += 1
+            mine = numbers[name]["median"]
+            if eager / mine < LOSS:
+                label = [case["suite"], shape(case), str(case["tokens"]), case["dtype"]]
+                label += [case["activation"], case["mode"], title]
+                rows.append([*label, duration(mine), duration(eager), f"{eager / mine:.2f}"])
+    limit = f"more than {1 - LOSS:.0%} slower than eager"
+    if not rows:
+        return [f"None of {compared} measurements is {limit}."]
+    head = [
+        "suite",
+        "layers",
+        "tokens",
+        "dtype",
+        "activation",
+        "mode",
+        "with",
+        "ours",
+        "eager",
+        "times",
+    ]
+    return [f"{len(rows)} of {compared} measurements are {limit}:", "", *table(head, rows, words=7)]
+
+
+def section(header: dict[str, Any], results: list[Result]) -> list[str]:
+    software = f"torch {header['torch']}"
+    if header["device"] == "cuda":
+        software += f", cuBLASLt {header['cublaslt']}, driver {header['driver']}"
+    return [
+        f"Measured on {header['machine']} ({software}), {header['date'][:10]}; bf16, medians of "
+        "interleaved rounds. A step is forward and backward with all gradients; times: eager's "
+        "time over ours; times compile: that of the fastest `torch.compile` mode measured.",
+        "",
+        *selection(results),
+        "",
+        *losses(results),
+    ]
+
+
+def render(paths: Iterable[Path]) -> str:
+    sections = [section(header, results) for header, results in by_machine(paths).values()]
+    return "\n\n".join("\n".join(lines) for lines in sections) or "No results yet."
+
+
+def replaced(text: str, content: str) -> str:
+    """`text` with `content` between the markers; ValueError if they are not there, in order."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no line {BEGIN} with a line {END} after it")
+    return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    given = parser.parse_args(arguments)
+    try:
+        text = given.readme.read_text()
+        wanted = replaced(text, render(sorted(given.results.glob("*.json"))))
+    except (OSError, ValueError) as error:
+        print(f"make_table: {given.readme}: {error}", file=sys.stderr)
+        return 2
+    if given.check:
+        if text != wanted:
+            print(f"{given.readme} is out of date; run python benchmarks/make_table.py")
+        return int(text != wanted)
+    given.readme.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,404 @@
+// The protocol of csrc/handover.h, kept and broken on purpose, through LibTorch.
+// `handover_test NAME` runs one test and exits with 1 where it fails.
+
+#include "handover.h"
+#include "fused_linear.h"
+
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+
+using at::Tensor;
+using fused::handover::Note;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+namespace {
+
+int failures = 0;
+
+#define EXPECT(condition)                                                   \
+  do {                                                                      \
+    if (!(condition)) {                                                     \
+      ++failures;                                                           \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+    }                                                                       \
+  } while (false)
+
+// As tests/stacks.py compares in fp64.
+bool same(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() &&
+         (a - b).abs().max().item<double>() <= 1e-12 * (1 + b.abs().max().item<double>());
+}
+
+bool same(const variable_list& a, const variable_list& b) {
+  bool result = a.size() == b.size();
+  for (size_t i = 0; result && i < a.size(); ++i) result = same(a[i], b[i]);
+  return result;
+}
+
+Tensor leaf(at::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).requires_grad_(); }
+
+Tensor derivative(const Tensor& z) {
+  const auto variable = z.clone().requires_grad_();
+  return torch::autograd::grad({torch::gelu(variable, "tanh").sum()}, {variable})[0];
+}
+
+// A GELU layer, whose derivative must be applied exactly once (ReLU's may be applied twice), and
+// what a consumer of its output needs to deal with it: what the layer itself has saved.
+struct Layer {
+  Tensor x = leaf({3, 4}), w = leaf({5, 4}), b = leaf({5});
+  Tensor y = fused::linear_gelu(x, w, b, "tanh");
+  Tensor z = at::linear(x, w, b).detach();
+  Tensor slope = derivative(z);
+
+  variable_list leaves() const { return {x, w, b}; }
+  variable_list saved() const { return {x.detach(), w.detach(), z}; }
+  const torch::autograd::Node* node() const { return y.grad_fn().get(); }
+};
+
+// A consumer of a layer's output, y -> 2 y, that lets a test do what it likes in the backward.
+struct Probe : Function<Probe> {
+  static thread_local std::function<Tensor(const Tensor&)> action;
+
+  static Tensor forward(AutogradContext*, const Tensor& y) { return y * 2; }
+  static variable_list backward(AutogradContext*, const variable_list& grads) {
+    return {action(grads[0] * 2)};
+  }
+};
+thread_local std::function<Tensor(const Tensor&)> Probe::action;
+
+int running_task() { return torch::autograd::get_current_graph_task_id(); }
+
+Tensor plain(const Tensor& grad) { return grad; }
+
+// Gradients of the layer's leaves for the roots probe(y) and, if given, y itself.
+variable_list run(const Layer& layer, std::function<Tensor(const Tensor&)> action,
+                  const Tensor& second_root = {}) {
+  Probe::action = std::move(action);
+  const auto out = Probe::apply(layer.y);
+  variable_list roots{out}, grads{torch::cos(out.detach())};
+  if (second_root.defined()) roots.push_back(layer.y), grads.push_back(second_root);
+  return torch::autograd::grad(roots, layer.leaves(), grads, /*retain_graph=*/true);
+}
+
+// What an honest consumer does: passes dz on and says so.
+Tensor honest(const Layer& layer, const Tensor& grad) {
+  auto dz = grad * layer.slope;
+  fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+  return dz;
+}
+
+void an_honest_note_is_trusted() {
+  const Layer layer;
+  const auto want = run(layer, plain);
+  EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
+  EXPECT(fused::handover::waiting() == 0);
+}
+
+// Trust is really placed in a note: one with a wrong content gives a wrong result, which the
+// comparison that all tests use does find. Without this, the tests above could pass by luck.
+void a_lie_is_believed_and_found() {
+  const Layer layer;
+  const auto want = run(layer, plain);
+  const auto wrong_dz = run(layer, [&](const Tensor& grad) {
+    auto dz = grad * layer.slope + 1e-6;
+    fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+    return dz;
+  });
+  for (size_t i = 0; i < want.size(); ++i) EXPECT(!same(wrong_dz[i], want[i]));
+
+  const auto bias = torch::randn({5}, torch::kDouble);
+  const auto wrong_bias = run(layer, [&](const Tensor& grad) {
+    auto dz = grad * layer.slope;
+    fused::handover::leave(layer.node(), running_task(), {dz, bias, layer.saved()});
+    return dz;
+  });
+  EXPECT(same(wrong_bias[0], want[0]) && same(wrong_bias[1], want[1]));
+  EXPECT(!same(wrong_bias[2], want[2]) && same(wrong_bias[2], bias));
+
+  auto others = layer.saved();
+  others[0] = others[0] * 2;
+  const auto wrong_saved = run(layer, [&](const Tensor& grad) {
+    auto dz = grad * layer.slope;
+    fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), others});
+    return dz;
+  });
+  EXPECT(!same(wrong_saved[1], want[1]) && same(wrong_saved[1], want[1] * 2));
+
+  // Passing dz on without a word is as wrong.
+  const auto silent = run(layer, [&](const Tensor& grad) { return grad * layer.slope; });
+  EXPECT(!same(silent, want));
+}
+
+// Notes of other runs, earlier and later, and for other nodes, are of no account.
+void a_stale_note_is_ignored() {
+  const Layer layer, other;
+  const auto want = run(layer, plain);
+  const auto lie = torch::randn({3, 5}, torch::kDouble), bias = torch::randn({5}, torch::kDouble);
+  int earlier = -1;
+  run(layer, [&](const Tensor& grad) {
+    earlier = running_task();
+    return grad;
+  });
+  EXPECT(earlier >= 0);
+  for (int task : {-1, earlier, earlier + 1000}) {
+    fused::handover::leave(layer.node(), task, {lie, bias, layer.saved()});
+  }
+  EXPECT(same(run(layer, plain), want));
+  EXPECT(same(
+      run(layer,
+          [&](const Tensor& grad) {
+            fused::handover::leave(other.node(), running_task(), {lie, bias, other.saved()});
+            fused::handover::leave(layer.node(), running_task() + 1, {lie, bias, layer.saved()});
+            return grad;
+          }),
+      want));
+  // And with a hand-over in that same run.
+  EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
+}
+
+// The tensor that arrives is not the one that the note names: something was added to it.
+void another_gradient_was_added() {
+  const Layer layer;
+  const auto extra = torch::randn({3, 5}, torch::kDouble);
+  const auto want = run(layer, plain, extra);
+  const auto consumer = [&](const Tensor& grad) { return honest(layer, grad); };
+  EXPECT(same(run(layer, consumer, extra), want));
+  EXPECT(!same(want, run(layer, plain)));
+  // By a hook that came after the consumer had looked.
+  const auto handle = layer.y.register_hook([&](const Tensor& grad) { return grad + extra; });
+  EXPECT(same(run(layer, consumer), want));
+  layer.y.remove_hook(handle);
+  EXPECT(fused::handover::waiting() == 0);
+}
+
+// The note's own reference keeps the engine from adding in place to the tensor that it names.
+void the_engine_does_not_add_in_place() {
+  const Layer layer;
+  const auto extra = torch::randn({3, 5}, torch::kDouble);
+  const auto want = run(layer, plain, extra);
+  Tensor before, after;
+  const auto got = run(
+      layer,
+      [&](const Tensor& grad) {
+        auto dz = honest(layer, grad);
+        before = dz.clone(), after = dz.detach();  // shares the memory, not the object
+        return dz;
+      },
+      extra);
+  EXPECT(same(got, want));
+  EXPECT(torch::equal(before, after));
+}
+
+// Runs that are broken off leave their notes behind; later runs sweep them.
+void aborted_runs_are_swept() {
+  const Layer layer;
+  const auto w2 = leaf({6, 5}), b2 = leaf({6});
+  const auto out = fused::linear(layer.y, w2, b2);
+  variable_list leaves = layer.leaves();
+  leaves.push_back(w2), leaves.push_back(b2);
+  const auto backward = [&] {
+    for (auto& t : leaves) t.mutable_grad() = Tensor();
+    out.backward(torch::cos(out.detach()), /*retain_graph=*/true);
+    variable_list grads;
+    for (const auto& t : leaves) grads.push_back(t.grad());
+    return grads;
+  };
+  fused::handover::set_enabled(false);
+  const auto want = backward();
+  fused::handover::set_enabled(true);
+  EXPECT(same(backward(), want));
+  EXPECT(fused::handover::waiting() == 0);
+
+  const auto handle = w2.register_hook([](const Tensor& grad) -> Tensor {
+    throw std::runtime_error("on purpose");
+    return grad;
+  });
+  for (int i = 0; i < 10; ++i) {
+    bool thrown = false;
+    try {
+      backward();
+    } catch (const std::exception& error) {
+      thrown = std::string(error.what()).find("on purpose") != std::string::npos;
+    }
+    EXPECT(thrown);
+    EXPECT(fused::handover::waiting() <= 1);
+  }
+  w2.remove_hook(handle);
+  EXPECT(same(backward(), want));
+  EXPECT(fused::handover::waiting() == 0);
+}
+
+void notes_are_kept_by_node_and_run() {
+  const Layer a, b;
+  const auto t = torch::ones({1}), u = torch::zeros({1});
+  EXPECT(!fused::handover::take(a.node(), 1));
+  fused::handover::leave(a.node(), 1, {t, {}, {}});
+  fused::handover::leave(a.node(), 2, {u, {}, {}});
+  EXPECT(fused::handover::waiting() == 2);
+  EXPECT(!fused::handover::take(b.node(), 1));
+  EXPECT(!fused::handover::take(a.node(), 3));
+  EXPECT(fused::handover::take(a.node(), 2)->dz.is_same(u));
+  EXPECT(!fused::handover::take(a.node(), 2));
+  EXPECT(fused::handover::take(a.node(), 1)->dz.is_same(t));
+  EXPECT(fused::handover::waiting() == 0);
+
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int k = 0; k < 8; ++k) {
+    threads.emplace_back([&, k] {
+      const auto mine = torch::full({1}, k);
+      for (int i = 0; i < 2000; ++i) {
+        const auto* node = i % 2 ? a.node() : b.node();
+        fused::handover::leave(node, 10 * k, {mine, {}, {}});
+        const auto note = fused::handover::take(node, 10 * k);
+        if (!note || !note->dz.is_same(mine)) ++wrong;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT(wrong == 0);
+  EXPECT(fused::handover::waiting() == 0);
+}
+
+struct Watcher : torch::autograd::FunctionPreHook {
+  variable_list operator()(const variable_list& grads) override { return grads; }
+};
+
+struct PostWatcher : torch::autograd::FunctionPostHook {
+  variable_list operator()(const variable_list& out, const variable_list&) override { return out; }
+};
+
+// What stands in the way of a consumer whose input is layer.y, "" for nothing.
+std::string asked(const Layer& layer, std::function<void(const Tensor& out)> prepare = {},
+                  bool create_graph = false, variable_list inputs = {}) {
+  std::string answer = "not asked";
+  Probe::action = [&](const Tensor& grad) {
+    const auto node = torch::autograd::get_current_node();
+    const char* objection = fused::handover::objection(*node);
+    answer = objection ? objection : "";
+    return grad;
+  };
+  auto out = Probe::apply(layer.y);
+  if (prepare) prepare(out);
+  if (inputs.empty()) inputs = layer.leaves();
+  torch::autograd::grad({out}, inputs, {torch::ones_like(out)}, true, create_graph);
+  return answer;
+}
+
+void objections() {
+  EXPECT(asked({}) == "");
+  {
+    const Layer layer;
+    fused::handover::set_enabled(false);
+    EXPECT(!fused::handover::enabled());
+    EXPECT(asked(layer) == "switched off");
+    fused::handover::set_enabled(true);
+    EXPECT(fused::handover::enabled() && asked(layer) == "");
+    EXPECT(asked(layer, {}, true) == "create_graph");
+    {
+      torch::autograd::DetectAnomalyGuard anomaly(false);
+      EXPECT(asked(layer) == "anomaly mode");
+    }
+    const auto node = Probe::apply(layer.y).grad_fn();
+    const at::NoGradGuard no_grad;
+    EXPECT(std::string(fused::handover::objection(*node)) == "no run of the eager engine");
+  }
+  {
+    const Layer layer;
+    const auto handle = layer.y.register_hook([](const Tensor& grad) { return grad; });
+    EXPECT(asked(layer) == "a hook on the tensor");
+    layer.y.remove_hook(handle);
+  }
+  {
+    const Layer layer;
+    layer.y.retain_grad();
+    EXPECT(asked(layer) == "retain_grad");
+  }
+  {
+    const Layer layer;
+    layer.y.grad_fn()->add_pre_hook(std::make_unique<Watcher>());
+    EXPECT(asked(layer) == "a hook on the node");
+  }
+  {
+    const Layer layer;
+    layer.y.grad_fn()->add_post_hook(std::make_unique<PostWatcher>());
+    EXPECT(asked(layer) == "a hook on the node");
+  }
+  {
+    const Layer layer;
+    EXPECT(asked(layer, {}, false, {layer.y, layer.x}) == "its gradient was asked for");
+    EXPECT(asked(layer, {}, false, {layer.x}) == "");
+  }
+}
+
+// The consumer's own hooks are shown the gradient of its input as well.
+void objection_to_a_hook_on_the_consumer() {
+  const Layer layer;
+  const auto answer = asked(layer, [](const Tensor& out) {
+    out.grad_fn()->add_post_hook(std::make_unique<PostWatcher>());
+  });
+  EXPECT(answer.find("hook") != std::string::npos);
+  // What is shown before it runs is what arrives there.
+  EXPECT(asked(layer, [](const Tensor& out) {
+           out.grad_fn()->add_pre_hook(std::make_unique<Watcher>());
+         }) == "");
+}
+
+void objection_to_other_consumers() {
+  const Layer layer;
+  std::vector<std::string> answers;
+  Probe::action = [&](const Tensor& grad) {
+    const auto node = torch::autograd::get_current_node();
+    const char* objection = fused::handover::objection(*node);
+    answers.push_back(objection ? objection : "");
+    return grad;
+  };
+  const auto backward = [&](const Tensor& root) {
+    answers.clear();
+    torch::autograd::grad({root}, layer.leaves(), {}, true);
+  };
+  backward((Probe::apply(layer.y) + layer.y.cos()).sum());
+  EXPECT(answers == std::vector<std::string>{"another consumer"});
+  backward((Probe::apply(layer.y) + Probe::apply(layer.y)).sum());
+  EXPECT((answers == std::vector<std::string>{"another consumer", "another consumer"}));
+  // Another consumer that does not lie between the root and the leaves is none.
+  const auto idle = layer.y.cos();
+  backward(Probe::apply(layer.y).sum());
+  EXPECT(answers == std::vector<std::string>{""});
+  // The count is made anew for every run.
+  backward((Probe::apply(layer.y) + layer.y.cos()).sum());
+  EXPECT(answers == std::vector<std::string>{"another consumer"});
+}
+
+const std::map<std::string, std::function<void()>> tests{
+    {"an_honest_note_is_trusted", an_honest_note_is_trusted},
+    {"a_lie_is_believed_and_found", a_lie_is_believed_and_found},
+    {"a_stale_note_is_ignored", a_stale_note_is_ignored},
+    {"another_gradient_was_added", another_gradient_was_added},
+    {"the_engine_does_not_add_in_place", the_engine_does_not_add_in_place},
+    {"aborted_runs_are_swept", aborted_runs_are_swept},
+    {"notes_are_kept_by_node_and_run", notes_are_kept_by_node_and_run},
+    {"objections", objections},
+    {"objection_to_a_hook_on_the_consumer", objection_to_a_hook_on_the_consumer},
+    {"objection_to_other_consumers", objection_to_other_consumers},
+};
+
+}  // namespace
+
+int main(int, char** argv) {
+  torch::manual_seed(0);
+  torch::set_num_threads(1);
+  tests.at(argv[1])();
+  return failures != 0;
+}

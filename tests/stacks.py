@@ -1,0 +1,112 @@
+"""Stacks of separate fused layers, run plain and with hand-over: what the hand-over tests share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from helpers import GELU_ERF, GELU_TANH, LINEAR, RELU
+from torch import Tensor
+
+import torch_fused_linear as tfl
+
+OPS = {op.activation: op for op in (LINEAR, RELU, GELU_TANH, GELU_ERF)}
+MIXED = ("relu", "gelu_tanh", "gelu_erf", "none")
+HANDED = "handed over"
+
+
+class Stack:
+    """Layers whose widths all differ, so that no two tensors can be mistaken for each other."""
+
+    def __init__(
+        self,
+        activations: Sequence[str] = MIXED,
+        lead: Sequence[int] = (3,),
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        widths: Sequence[int] | None = None,
+        bias: bool = True,
+        seed: int = 0,
+    ) -> None:
+        gen = torch.Generator().manual_seed(seed)
+        self.activations = tuple(activations)
+        widths = widths or range(4, 5 + len(self.activations))
+
+        def leaf(*shape: int, scale: float = 1.0) -> Tensor:
+            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
+            return values.to(device=device, dtype=dtype).requires_grad_()
+
+        self.x = leaf(*lead, widths[0])
+        pairs = list(itertools.pairwise(widths))
+        self.weights = [leaf(o, i, scale=1 / math.sqrt(max(i, 1))) for i, o in pairs]
+        self.biases = [leaf(o) if bias else None for _, o in pairs]
+        self.g = leaf(*lead, widths[len(self.activations)]).detach()
+
+    def layer(self, k: int, x: Tensor, fused: bool = True) -> Tensor:
+        op = OPS[self.activations[k]]
+        call = op.call if fused else op.eager
+        return call(x, self.weights[k], self.biases[k])
+
+    def outputs(self, fused: bool = True) -> list[Tensor]:
+        """Of every layer."""
+        found = [self.x]
+        for k in range(len(self.activations)):
+            found.append(self.layer(k, found[-1], fused))
+        return found[1:]
+
+    def __call__(self, fused: bool = True) -> Tensor:
+        return self.outputs(fused)[-1]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        pairs = zip(self.weights, self.biases)
+        return [self.x, *(t for pair in pairs for t in pair if t is not None)]
+
+    def backward(self, *tensors: Tensor, gradients: Sequence[Tensor] = (), **options) -> None:
+        gradients = gradients or [self.g, *map(torch.ones_like, tensors[1:])]
+        torch.autograd.backward(tensors, list(gradients), **options)
+
+    def grads(self) -> list[Tensor | None]:
+        return [None if t.grad is None else t.grad.clone() for t in self.leaves]
+
+
+def assert_same(got: Sequence, want: Sequence, label: str = "") -> None:
+    """fp64 to 1e-12; narrower types to their rounding, at the size of what is compared."""
+    assert len(got) == len(want), label
+    for k, (a, b) in enumerate(zip(got, want)):
+        where = f"{label} result {k}"
+        assert (a is None) == (b is None), where
+        if a is None:
+            continue
+        a, b = a.detach(), b.detach()
+        assert a.shape == b.shape and a.dtype == b.dtype, where
+        rounding = 1e-12 if a.dtype == torch.float64 else 32 * torch.finfo(a.dtype).eps
+        size = float(b.double().abs().max()) if b.numel() else 0.0
+        error = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
+        assert error <= rounding * (1 + size), f"{where}: off by {error}, of {size}"
+
+
+def reasons(report: tfl.explain) -> list[str]:
+    """Why the backwards that did not hand over did not."""
+    return [c.handover.removeprefix("plain: ") for c in report.calls if c.handover != HANDED]
+
+
+def assert_equal_plain(
+    scenario: Callable[[Stack], Sequence[Tensor | None]],
+    handed: int | None,
+    reason: str = "",
+    **options,
+) -> tfl.explain:
+    """Runs scenario(a new stack) plain and with hand-over; what it returns, gradients and what
+    hooks have seen, must be the same, and the fast path must have been taken just so often."""
+    with tfl.handover(False), tfl.explain() as off:
+        want = scenario(Stack(**options))
+    assert off.handed_over == 0, off
+    with tfl.handover(True), tfl.explain() as report:
+        got = scenario(Stack(**options))
+    assert_same(got, want, f"{getattr(scenario, '__name__', '')}\n{report}\n")
+    assert handed is None or report.handed_over == handed, report
+    assert any(reason in text for text in reasons(report)), report
+    return report

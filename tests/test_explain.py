@@ -1,0 +1,290 @@
+"""explain: rows for every operator, in order, with what ran and why it was handed over or not."""
+
+import threading
+
+import pytest
+import torch
+from helpers import one_thread, policy  # noqa: F401
+from stacks import HANDED, MIXED, Stack, assert_same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_linear as tfl
+
+BACKWARD, ACROSS = "_linear_backward", "_linear_backward_across"
+
+
+def explained(stack, **options):
+    with tfl.explain() as report:
+        stack.backward(stack(), **options)
+    return report
+
+
+def rows(report, *names):
+    return [tuple(getattr(call, name) for name in names) for call in report.calls]
+
+
+def test_a_step_of_a_stack(device):
+    report = explained(Stack(MIXED, lead=(2, 3), device=device))
+    outside = "plain: the input is not a fused layer's output"
+    assert rows(report, "operator", "shapes", "handover") == [
+        ("linear_relu", "[2, 3, 4] x [5, 4]", ""),
+        ("_linear_gelu_aux", "[2, 3, 5] x [6, 5]", ""),
+        ("_linear_gelu_aux", "[2, 3, 6] x [7, 6]", ""),
+        ("linear", "[2, 3, 7] x [8, 7]", ""),
+        (ACROSS, "[2, 3, 7] x [8, 7]", HANDED),
+        (ACROSS, "[2, 3, 6] x [7, 6]", HANDED),
+        (ACROSS, "[2, 3, 5] x [6, 5]", HANDED),
+        (BACKWARD, "[2, 3, 4] x [5, 4]", outside),
+    ]
+    assert report.handed_over == 3
+    place = "cpu" if device.type == "cpu" else "cuda:0"
+    assert set(rows(report, "dtype", "device")) == {("Double", place)}
+    assert all(call.path for call in report.calls), report
+
+
+@pytest.mark.parametrize(
+    "dtype, name",
+    [
+        (torch.float64, "Double"),
+        (torch.float32, "Float"),
+        (torch.float16, "Half"),
+        (torch.bfloat16, "BFloat16"),
+    ],
+    ids=str,
+)
+def test_dtypes(dtype, name, device):
+    report = explained(Stack(dtype=dtype, device=device))
+    assert {call.dtype for call in report.calls} == {name}
+
+
+def test_reasons_in_words(device):
+    """Each in the row of the backward that it is about; the situations are in test_handover_*."""
+
+    def watched(prepare, roots=lambda outputs: outputs[-1:], **options):
+        stack = Stack(("relu", "gelu_tanh", "none"), device=device)
+        outputs = stack.outputs()
+        prepare(outputs)
+        with tfl.explain() as report:
+            stack.backward(*roots(outputs), **options)
+        return [call.handover for call in report.calls if "backward" in call.operator]
+
+    outside = "plain: the input is not a fused layer's output"
+    assert watched(lambda outputs: None) == [HANDED, HANDED, outside]
+    hooked = watched(lambda outputs: outputs[0].register_hook(lambda g: g))
+    assert hooked == [HANDED, "plain: a hook on the tensor", outside]
+    retained = watched(lambda outputs: outputs[1].retain_grad())
+    assert retained == ["plain: retain_grad", HANDED, outside]
+    with tfl.handover(False):
+        off = watched(lambda outputs: None)
+    assert off == ["plain: switched off"] * 2 + [outside]
+
+    linear = Stack(("none", "none"), device=device)
+    report = explained(linear)
+    assert report.calls[2].handover == "plain: no activation before"
+
+
+def test_inference_and_single_operators(device):
+    stack = Stack(lead=(3,), device=device)
+    x, w, b = stack.x, stack.weights[0], stack.biases[0]
+    with tfl.explain() as report, torch.no_grad():
+        tfl.linear(x, w, b)
+        tfl.linear_relu(x, w)
+        tfl.linear_gelu(x, w, b)
+        tfl.linear_gelu(x, w, b, approximate="none")
+        tfl.mlp(x, stack.weights[:2], stack.biases[:2])
+        torch.ops.fused._linear_relu_aux(x, w, b)
+        torch.ops.fused._activation_backward(x, x, "gelu_tanh", True)
+    assert rows(report, "operator", "shapes", "handover") == [
+        ("linear", "[3, 4] x [5, 4]", ""),
+        ("linear_relu", "[3, 4] x [5, 4]", ""),
+        ("linear_gelu", "[3, 4] x [5, 4]", ""),
+        ("linear_gelu", "[3, 4] x [5, 4]", ""),
+        ("mlp", "[3, 4] x [5, 4]", ""),
+        ("mlp", "[3, 5] x [6, 5]", ""),
+        ("_linear_relu_aux", "[3, 4] x [5, 4]", ""),
+        ("_activation_backward", "[3, 4]", ""),
+    ]
+
+
+def test_paths_on_the_cpu():
+    report = explained(Stack())
+    assert {call.path for call in report.calls} == {"reference"}
+    x, w, small = torch.randn(512, 512), torch.randn(512, 512), torch.randn(2, 512)
+    with tfl.explain() as report, torch.no_grad():
+        tfl.linear_relu(x, w)
+        tfl.linear_gelu(x, w)
+        tfl.linear_relu(small, w)
+        tfl.linear(x, w)
+        tfl.linear_relu(x.double(), w.double())
+    paths = [call.path for call in report.calls]
+    if torch.backends.mkldnn.is_available():
+        assert paths[:2] == ["oneDNN linear with post-op"] * 2
+    assert paths[2:] == ["reference"] * 3
+
+
+def test_policy_eager_has_nothing_to_tell(device):
+    """Its graph is of torch's own operators."""
+    with policy("eager"):
+        report = explained(Stack(device=device))
+    assert report.calls == [] and report.handed_over == 0
+
+
+@pytest.mark.cuda
+def test_paths_on_a_gpu(cuda):
+    """cublaslt takes the library's epilogues by name; auto says what it does instead."""
+    options = {"lead": (64,), "widths": [64, 128, 64, 128], "dtype": torch.bfloat16}
+
+    def paths(activation, name):
+        with policy(name):
+            report = explained(Stack([activation] * 2 + ["none"], device=cuda, **options))
+        return [call.path for call in report.calls]
+
+    relu = paths("relu", "cublaslt")
+    assert relu[:2] == ["RELU_AUX_BIAS"] * 2
+    assert "DRELU_BGRAD" in relu[3] and "DRELU_BGRAD" in relu[4], relu
+    gelu = paths("gelu_tanh", "cublaslt")
+    assert gelu[:2] == ["GELU_AUX_BIAS"] * 2
+    assert "DGELU_BGRAD" in gelu[3] and "DGELU_BGRAD" in gelu[4], gelu
+    assert "DGELU" not in " ".join(relu) and "DRELU" not in " ".join(gelu)
+
+    auto = paths("relu", "auto")
+    assert auto[:2] == ["RELU_BIAS"] * 2
+    assert all("own one-pass kernel" in path for path in auto[3:5]), auto
+    erf = paths("gelu_erf", "cublaslt")
+    assert all("own" in path and "DGELU" not in path for path in erf[:2] + erf[3:5]), erf
+
+
+@pytest.mark.cuda
+def test_a_refused_epilogue_is_named_with_the_reason(cuda):
+    """cuBLASLt cannot do D*_BGRAD of an inner size of 1, and the row says so."""
+    with policy("cublaslt"):
+        report = explained(Stack(("relu", "none"), lead=(8,), widths=[8, 16, 1], device=cuda))
+    path = report.calls[2].path
+    assert "(not DRELU_BGRAD: " in path, report
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def test_table(device):
+    report = explained(Stack(device=device))
+    lines = str(report).splitlines()
+    assert len(lines) == 2 + len(report.calls)
+    assert lines[0].split() == ["operator", "shapes", "dtype", "device", "path", "handover"]
+    assert set(lines[1]) == {"-"} and len(lines[1]) >= max(map(len, lines))
+    for line, call in zip(lines[2:], report.calls):
+        for field in (call.operator, call.shapes, call.dtype, call.device, call.path):
+            assert field in line
+        assert line.endswith(call.handover or call.path)
+        assert line.index(call.shapes) == lines[0].index("shapes"), "columns are not aligned"
+
+
+def test_empty_report_prints():
+    with tfl.explain() as report:
+        pass
+    assert report.calls == [] and report.handed_over == 0
+    assert str(report).splitlines()[0].startswith("operator")
+    assert str(tfl.explain()).startswith("operator"), "one that never ran prints too"
+
+
+# --- on and off ---------------------------------------------------------------------------------
+
+
+def test_off_afterwards():
+    stack = Stack()
+    report = explained(stack)
+    before = list(report.calls)
+    stack.backward(stack())
+    assert report.calls == before
+    assert torch.ops.fused._explain_stop() == [], "rows were recorded outside of a block"
+
+
+def test_an_exception_ends_the_report():
+    stack = Stack()
+    with pytest.raises(KeyError), tfl.explain() as report:
+        stack()
+        raise KeyError
+    assert len(report.calls) == 4
+    stack()
+    assert torch.ops.fused._explain_stop() == []
+    assert explained(Stack()).handed_over == 3
+
+
+def test_a_failing_operator_leaves_no_row_behind():
+    stack = Stack()
+    with tfl.explain() as report:
+        with pytest.raises(ValueError):
+            tfl.linear(stack.x, stack.weights[1])
+        stack()
+    assert [call.operator for call in report.calls][-1] == "linear"
+    assert len(report.calls) == 4
+
+
+def test_an_aborted_backward_leaves_no_remark_for_the_next_row():
+    stack = Stack()
+    outputs = stack.outputs()
+
+    def hook(_):
+        raise KeyError
+
+    stack.weights[3].register_hook(hook)
+    with tfl.explain() as report, pytest.raises(KeyError):
+        stack.backward(outputs[-1])
+    assert report.handed_over == 1
+    with tfl.explain() as report, torch.no_grad():
+        stack()
+    assert [call.handover for call in report.calls] == [""] * 4
+
+
+def test_blocks_follow_each_other():
+    first = explained(Stack())
+    second = explained(Stack(("relu", "none")))
+    assert (len(first.calls), len(second.calls)) == (8, 4)
+
+
+def test_all_threads_are_recorded():
+    """Recording is process-wide: the rows of a backward in another thread are there."""
+    with tfl.explain() as report:
+        threads = [threading.Thread(target=lambda: explained_step()) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(report.calls) == 4 * 8 and report.handed_over == 4 * 3
+    for call in report.calls:
+        assert (call.operator == ACROSS) == (call.handover == HANDED), report
+
+
+def explained_step():
+    stack = Stack()
+    stack.backward(stack())
+
+
+def test_remarks_stay_with_their_rows_under_checkpoint(device):
+    """Asking the producer for what it saved runs its forward anew, whose rows come in between."""
+    stack = Stack(device=device)
+    y = stack.x
+    for k in range(4):
+        y = checkpoint(stack.layer, k, y, use_reentrant=False)
+    with tfl.explain() as report:
+        stack.backward(y)
+    for call in report.calls:
+        assert (call.operator == ACROSS) == (call.handover == HANDED), report
+        assert bool(call.handover) == ("backward" in call.operator), report
+
+
+def test_results_do_not_depend_on_it(device):
+    stack, other = Stack(device=device), Stack(device=device)
+    explained(stack)
+    other.backward(other())
+    assert_same(stack.grads(), other.grads())
+
+
+def test_modules(device):
+    model = nn.Sequential(tfl.FusedLinearReLU(4, 5), tfl.FusedMLP(5, 6, 3)).to(device)
+    with tfl.explain() as report:
+        model(torch.randn(2, 4, device=device)).sum().backward()
+    names = [call.operator for call in report.calls]
+    assert names[0] == "linear_relu" and names.count(ACROSS) == 1
+    assert report.handed_over == 0, "inside of mlp nothing is handed over: it is one node"
