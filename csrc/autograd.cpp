@@ -86,7 +86,7 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
     at::AutoDispatchBelowADInplaceOrView guard;
     return fused::mlp(input, weights, biases, text);
   }
-  check_mlp(input, weights, biases);
+  check_mlp(input, weights, biases, activation);
   if (formula) {
     const explain::Row row("mlp", input, weights[0]);
     explain::step("reference");

@@ -49,8 +49,8 @@ struct Composite {
                     const c10::List<OptionalTensor>& biases, Activation activation);
 };
 
-// The same as kernels: every result in the layout that meta.cpp promises, nothing aliased. What runs
-// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+// The same as kernels: every result in the layout that meta.cpp promises, nothing aliased. What
+// runs under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
 struct Reference {
   static constexpr bool obeys_policy = true;
 

@@ -1,6 +1,7 @@
 #include "handover.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <typeinfo>
 #include <unordered_map>
@@ -27,7 +29,8 @@ std::atomic<bool>& switched_on() {
 
 struct Notes {
   std::mutex mutex;
-  std::map<std::pair<const Node*, int>, Note> waiting;
+  // By run of the engine, then by producer. A run's entry lives as long as the run.
+  std::map<int, std::map<const Node*, Note>> waiting;
   std::atomic<size_t> count{0};  // lets a layer that has no note pass without the lock
 };
 
@@ -36,18 +39,23 @@ Notes& notes() {
   return *value;
 }
 
-// A run that was broken off has dropped its gradients: only the note still holds them.
-void sweep(std::vector<Note>& stale) {
-  auto& waiting = notes().waiting;
-  for (auto it = waiting.begin(); it != waiting.end();) {
-    if (it->second.dz.use_count() == 1) {
-      stale.push_back(std::move(it->second));
-      it = waiting.erase(it);
-    } else {
-      ++it;
-    }
+// Held by the run of the engine: when that ends, well or not, its notes go.
+struct EndOfRun {
+  int graph_task;
+
+  explicit EndOfRun(int graph_task) : graph_task(graph_task) {}
+  EndOfRun(const EndOfRun&) = delete;
+  EndOfRun& operator=(const EndOfRun&) = delete;
+  ~EndOfRun() {
+    std::map<const Node*, Note> left;  // freed after the lock is
+    const std::lock_guard lock(notes().mutex);
+    const auto it = notes().waiting.find(graph_task);
+    if (it == notes().waiting.end()) return;
+    left = std::move(it->second);
+    notes().count -= left.size();
+    notes().waiting.erase(it);
   }
-}
+};
 
 int64_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
@@ -102,30 +110,36 @@ Note::Note(at::Tensor dz, at::Tensor grad_bias, torch::autograd::variable_list s
   for (const auto& tensor : this->saved) versions_.push_back(version_of(tensor));
 }
 
-bool Note::is_unchanged() const {
-  return std::ranges::equal(saved, versions_, {}, version_of);
-}
+bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
 
 void leave(const Node* producer, int graph_task, Note note) {
-  std::vector<Note> stale;  // freed after the lock is
-  const std::lock_guard lock(notes().mutex);
-  sweep(stale);
-  notes().waiting.insert_or_assign({producer, graph_task}, std::move(note));
-  notes().count = notes().waiting.size();
+  auto& waiting = notes().waiting;
+  bool first_of_run;
+  {
+    const std::lock_guard lock(notes().mutex);
+    const auto [run, inserted] = waiting.try_emplace(graph_task);
+    first_of_run = inserted;
+    notes().count += run->second.insert_or_assign(producer, std::move(note)).second;
+  }
+  // A callback does nothing but be there: the engine drops it with the run.
+  const bool running =
+      graph_task != -1 && torch::autograd::get_current_graph_task_id() == graph_task;
+  if (first_of_run && running) {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [end = std::make_shared<EndOfRun>(graph_task)] {});
+  }
 }
 
 std::optional<Note> take(const Node* producer, int graph_task) {
   if (notes().count == 0) return std::nullopt;
-  std::vector<Note> stale;
   const std::lock_guard lock(notes().mutex);
-  auto& waiting = notes().waiting;
-  std::optional<Note> note;
-  if (const auto it = waiting.find({producer, graph_task}); it != waiting.end()) {
-    note = std::move(it->second);
-    waiting.erase(it);
-  }
-  sweep(stale);
-  notes().count = waiting.size();
+  const auto run = notes().waiting.find(graph_task);
+  if (run == notes().waiting.end()) return std::nullopt;
+  const auto it = run->second.find(producer);
+  if (it == run->second.end()) return std::nullopt;
+  std::optional<Note> note(std::move(it->second));
+  run->second.erase(it);
+  --notes().count;
   return note;
 }
 

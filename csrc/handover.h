@@ -6,11 +6,11 @@
 // (the consumer) is ours, and nobody else looks at that gradient, the consumer applies this layer's
 // activation derivative right behind its matrix product, or inside it, and sums this layer's bias
 // gradient on the way. It passes dz on in place of dy and leaves a note that says so. The producer
-// trusts a note only if the gradient that arrives is the very tensor that the note names. If another
-// gradient was added to it on the way, the producer applies its derivative to the difference. (That
-// happens where the tensor is itself a root of the backward, or the root consumes it beside the
-// consumer: roots are not among the nodes that can be searched. The difference costs one rounding,
-// and an infinite gradient becomes NaN.)
+// trusts a note only if the gradient that arrives is the very tensor that the note names. If
+// another gradient was added to it on the way, the producer applies its derivative to the
+// difference. (That happens where the tensor is itself a root of the backward, or the root consumes
+// it beside the consumer: roots are not among the nodes that can be searched. The difference costs
+// one rounding.)
 //
 // A hook that is put on the tensor by another hook, after the consumer has run, sees dz.
 
@@ -44,8 +44,7 @@ struct Note {
 void leave(const torch::autograd::Node* producer, int graph_task, Note note);
 std::optional<Note> take(const torch::autograd::Node* producer, int graph_task);
 
-// How many notes wait. Those of runs that were broken off are swept when the next note is left or
-// looked for.
+// How many notes wait. A run of the engine takes its notes with it when it ends, or is broken off.
 size_t waiting();
 
 // Why the gradient that `consumer` is about to pass along its first edge must stay the true one,

@@ -80,7 +80,8 @@ struct Kernels {
                                              const OptionalTensor& bias) {
     check_linear("_linear_relu_aux", input, weight, bias);
     const explain::Row row("_linear_relu_aux", input, weight);
-    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, Activation::relu); });
+    return way(
+        [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, Activation::relu); });
   }
 
   static std::tuple<Tensor, Tensor> gelu_aux(const Tensor& input, const Tensor& weight,
@@ -102,7 +103,9 @@ struct Kernels {
     check_floating(op, grad_output);
     check_saved(op, grad_output, saved, activation);
     const explain::Row row(op, grad_output, {});
-    return way([&](auto w) { return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad); });
+    return way([&](auto w) {
+      return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad);
+    });
   }
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
@@ -112,7 +115,10 @@ struct Kernels {
     const auto activation = parse_activation(op, text);
     check_linear_backward(op, grad_output, input, weight, saved, activation);
     const explain::Row row(op, input, weight);
-    return way([&](auto w) { return decltype(w)::linear_backward(grad_output, input, weight, saved, activation, output_mask); });
+    return way([&](auto w) {
+      return decltype(w)::linear_backward(grad_output, input, weight, saved, activation,
+                                          output_mask);
+    });
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
@@ -128,15 +134,17 @@ struct Kernels {
                       "'gelu_tanh' or 'gelu_erf', got 'none'");
     check_saved(op, input, previous_saved, previous);
     const explain::Row row(op, input, weight);
-    return way([&](auto w) { return decltype(w)::linear_backward_across(grad_output, input, weight, saved, activation,
-                                           output_mask, previous_saved, previous,
-                                           previous_bias_grad); });
+    return way([&](auto w) {
+      return decltype(w)::linear_backward_across(grad_output, input, weight, saved, activation,
+                                                 output_mask, previous_saved, previous,
+                                                 previous_bias_grad);
+    });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, std::string_view text) {
     const auto activation = parse_activation("mlp", text);
-    check_mlp(input, weights, biases);
+    check_mlp(input, weights, biases, activation);
     auto hidden = input;
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);

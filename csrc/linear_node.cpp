@@ -66,10 +66,12 @@ Arrived read_note(const Step& step, const Tensor& grad, const std::optional<hand
   if (grad.is_same(note->dz)) return {grad, Activation::none, note->grad_bias};
   // Another gradient was added to the one that had been dealt with (the tensor was a root of this
   // backward as well): the rest still has to pass through the derivative.
-  const auto [rest, rest_bias] = steps::activation_backward(grad - note->dz, step.variables[2],
-                                                            name(step.activation), step.wanted[2]);
-  return {note->dz + rest, Activation::none,
-          step.wanted[2] ? note->grad_bias + rest_bias : Tensor()};
+  const auto [rest, unused] =
+      steps::activation_backward(grad - note->dz, step.variables[2], name(step.activation),
+                                 /*bias_grad=*/false);
+  // Beside an infinity the rest is lost, and does not matter.
+  const auto dz = at::where(note->dz.isfinite(), note->dz + rest, note->dz);
+  return {dz, Activation::none, step.wanted[2] ? as_rows(dz).sum(0) : Tensor()};
 }
 
 // The node of ours that produced this node's input and can be served, or why there is none.
@@ -202,10 +204,12 @@ variable_list LinearActivation::backward(AutogradContext* ctx, const variable_li
   if (node && step.activation != Activation::none) {
     note = handover::take(node.get(), torch::autograd::get_current_graph_task_id());
   }
-  step.variables = note ? note->saved : ctx->get_saved_variables();
+  // Where something has changed them since they were unpacked for the note, asking once more gives
+  // torch's own error.
+  step.variables = note && note->is_unchanged() ? note->saved : ctx->get_saved_variables();
 
   const auto gradients =
-      at::GradMode::is_enabled() ? differentiable(step, grad) : usual(step, grad, std::move(note));
+      must_be_differentiable(step, grad) ? differentiable(step, grad) : usual(step, grad, note);
   return {step.wanted[0] ? gradients.input : Tensor(), step.wanted[1] ? gradients.weight : Tensor(),
           step.wanted[2] ? gradients.bias : Tensor(), Tensor()};
 }

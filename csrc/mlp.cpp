@@ -69,8 +69,8 @@ struct Mlp : Function<Mlp> {
     auto next_bias = biases.begin();
     bool below = input.requires_grad();  // whether a gradient goes into the layer's input
     for (size_t i = 0; i < layers; ++i) {
-      const auto activation = i + 1 == layers ? Activation::none
-                                              : static_cast<Activation>(activation_value);
+      const auto activation =
+          i + 1 == layers ? Activation::none : static_cast<Activation>(activation_value);
       const OptionalTensor bias = has_bias[i] ? OptionalTensor(*next_bias++) : std::nullopt;
       if (weights[i].requires_grad()) kept.inputs[i] = hidden;
       if (below) kept.weights[i] = weights[i];
@@ -139,9 +139,9 @@ struct Mlp : Function<Mlp> {
       const auto [input, weight] = fill_in(kept.inputs[i], kept.weights[i], dz);
       Tensor grad_weight, grad_bias, grad_bias_below;
       if (i > wanted.lowest) {
-        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = steps::linear_backward_across(
-            dz, input, weight, std::nullopt, "none", mask, kept.saved[i - 1], name(activation),
-            wanted.bias[i - 1]);
+        std::tie(dz, grad_weight, grad_bias, grad_bias_below) =
+            steps::linear_backward_across(dz, input, weight, std::nullopt, "none", mask,
+                                          kept.saved[i - 1], name(activation), wanted.bias[i - 1]);
         if (wanted.bias[i - 1]) result[edges.bias(i - 1)] = grad_bias_below;
       } else {
         std::tie(dz, grad_weight, grad_bias) =
@@ -177,9 +177,9 @@ struct Mlp : Function<Mlp> {
     }
     auto dz = grad;
     for (size_t i = edges.layers; i-- > wanted.lowest;) {
-      const auto [grad_input, grad_weight, grad_bias] = Composite::linear_backward(
-          dz, inputs[i], weights[i], std::nullopt, Activation::none,
-          {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]});
+      const auto [grad_input, grad_weight, grad_bias] =
+          Composite::linear_backward(dz, inputs[i], weights[i], std::nullopt, Activation::none,
+                                     {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]});
       if (wanted.weight[i]) result[edges.weight(i)] = grad_weight;
       if (wanted.bias[i]) result[edges.bias(i)] = grad_bias;
       if (i > wanted.lowest) {

@@ -20,8 +20,8 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
 // to it go where the node's do.
 Tensor at_edge(const Tensor& values, size_t edge);
 
-// A pre-activation kept from the forward, put back into the graph as a function of input, weight and
-// bias. (ReLU's output serves as its pre-activation: both are positive in the same places.) The
+// A pre-activation kept from the forward, put back into the graph as a function of input, weight
+// and bias. (ReLU's output serves as its pre-activation: both are positive in the same places.) The
 // values of input and weight are read only as far as the other one wants a gradient.
 Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor& weight,
                  const OptionalTensor& bias);
