@@ -92,24 +92,24 @@ struct Receiver {
   variable_list saved;
 };
 
-std::optional<Receiver> find_receiver(const Step& step) {
+// Nothing, and the reason in words, where the plain way is taken.
+std::pair<std::optional<Receiver>, const char*> find_receiver(const Step& step) {
   const auto consumer = torch::autograd::get_current_node();
-  if (!consumer || !step.wanted[Edge::input_edge]) return std::nullopt;
+  if (!consumer) return {std::nullopt, "no run of the eager engine"};
+  if (!step.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
   const auto [producer, reason] = find_producer(*consumer);
-  if (explain::enabled()) {
-    explain::remark(producer ? "handed over" : std::string("plain: ") + reason);
-  }
-  if (producer == nullptr) return std::nullopt;
+  if (producer == nullptr) return {std::nullopt, reason};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
   // must be switched off around it.
-  return Receiver{producer, activation_of(producer->ctx_),
-                  producer->ctx_.saved_data["bias"].toBool() &&
-                      producer->task_should_compute_output(Edge::bias_edge),
-                  producer->ctx_.get_saved_variables()};
+  return {Receiver{producer, activation_of(producer->ctx_),
+                   producer->ctx_.saved_data["bias"].toBool() &&
+                       producer->task_should_compute_output(Edge::bias_edge),
+                   producer->ctx_.get_saved_variables()},
+          nullptr};
 }
 
 Gradients usual(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note) {
-  auto receiver = find_receiver(step);
+  auto [receiver, reason] = find_receiver(step);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto arrived = read_note(step, grad, note);
@@ -117,6 +117,9 @@ Gradients usual(const Step& step, const Tensor& grad, const std::optional<handov
   const bool bias_known = arrived.grad_bias.defined();
   auto mask = step.wanted;
   mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
+  if (explain::enabled()) {
+    explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
+  }
   if (!receiver) {
     const auto [grad_input, grad_weight, grad_bias] = steps::linear_backward(
         arrived.grad, input, weight, step.variables[2], name(arrived.still_to_apply), mask);

@@ -247,7 +247,8 @@ def assert_contract(op: Op, cases: Iterable[tuple[str, Case]]) -> None:
                 continue
             one = Tally()
             one.add(mine, theirs, truth, unit)
-            limit = 1.5 * one.worst[1] + 2.5
+            # a handful of numbers says little: their largest error may be anywhere
+            limit = 1.5 * one.worst[1] + (2.5 if truth.numel() >= 16 else 5)
             assert one.worst[0] <= limit, f"{where}: error {one.worst[0]} ulp, {one.worst[1]}"
             tallies[name].add(mine, theirs, truth, unit)
     for name, tally in tallies.items():

@@ -252,6 +252,10 @@ def test_cublaslt_takes_the_librarys_epilogue(kind, dtype, cuda):
         with policy("cublaslt"):
             bias, alone = path_of(case), path_of(case, previous_bias=False)
         where = f"{tokens} x {width}"
+        if "gelu" in kind and dtype.itemsize > 2:
+            # There the library's tanh is approximate: it is never taken, and the row says so.
+            assert "no GELU epilogue" in bias and "DGELU" not in bias, f"{where}: {bias}"
+            continue
         assert f"{name}_BGRAD" in bias and f"(not {name}_BGRAD" not in bias, f"{where}: {bias}"
         assert name in alone and "BGRAD" not in alone.replace("BGRADB", ""), f"{where}: {alone}"
 
@@ -265,7 +269,9 @@ def test_an_inner_size_of_one_is_kept_from_the_library(kind, dtype, cuda):
     for width, tokens in itertools.product(WIDTHS, TOKENS):
         with policy("cublaslt"):
             path = path_of(Case(kind, tokens, width, 1, dtype, cuda))
-        assert f"(not {name}_BGRAD: " in path and "own one-pass kernel" in path, path
+        assert "own one-pass kernel" in path, path
+        if "relu" in kind or dtype.itemsize == 2:
+            assert f"(not {name}_BGRAD: " in path, path
 
 
 @pytest.mark.cuda

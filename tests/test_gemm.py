@@ -23,7 +23,7 @@ def program(tmp_path_factory):
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
     command += [flag for folder in include_paths() for flag in ("-isystem", folder)]
     lib = str(Path(torch.__file__).parent / "lib")
-    link = [f"-L{lib}", "-lc10"]
+    link = [*setup.cxx_runtime(), f"-L{lib}", "-lc10"]
     if WITH_CUDA:
         home = setup.find_cuda()[0]
         folders = [home, *setup.pip_cuda(torch.version.cuda)]

@@ -59,6 +59,15 @@ def test_values_and_gradients(layers, policy_name, activation, device):
         assert_same([*got, inference], [*want, want[0]], f"{lead} {width} {bias}")
 
 
+def tokens_near_a_kink(chain, dtype):
+    hidden, near = chain.x, torch.zeros(chain.g.shape[:-1], dtype=torch.bool, device=chain.g.device)
+    for weight, bias in zip(chain.weights[:-1], chain.biases[:-1]):
+        z = F.linear(hidden, weight, bias)
+        near |= (z.abs() <= 4 * torch.finfo(dtype).eps * (1 + z.abs().mean())).any(-1)
+        hidden = z.relu()
+    return near if chain.activation == "relu" else near.zero_()
+
+
 @activation_param
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_error_is_not_above_eagers(dtype, activation, device):
@@ -71,6 +80,9 @@ def test_error_is_not_above_eagers(dtype, activation, device):
         with torch.no_grad():  # the same numbers, those that the narrow type can hold
             for a, b in zip([*wide.leaves, wide.g], [*mine.leaves, mine.g]):
                 a.copy_(b)
+            # there the sign, and with it ReLU's derivative, is a matter of rounding and no error
+            mine.g[tokens_near_a_kink(wide, dtype)] = 0
+            wide.g.copy_(mine.g)
         results = run(mine, mine.mlp), run(mine, mine.eager), run(wide, wide.eager)
         for k, (ours, eager, truth) in enumerate(zip(*results)):
             assert ours.dtype == dtype

@@ -44,7 +44,7 @@ def saved_for(activation, z):
 
 
 def true_dz(activation, z, g):
-    z, g = z.double().requires_grad_(), g.double()
+    z, g = z.detach().double().clone().requires_grad_(), g.double()
     act = {"none": lambda t: t * 1, "relu": F.relu, "gelu_tanh": GELU_TANH.act, "gelu_erf": F.gelu}
     return torch.autograd.grad(act[activation](z), z, g)[0]
 
