@@ -148,7 +148,9 @@ Launch shape_of(const ActivationBackward& args) {
   C10_CUDA_CHECK(cudaGetDevice(&device));
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t room = std::max<int64_t>(1, processors * blocks_per_processor / across);
-  const int64_t useful = (args.rows + launch.block.y - 1) / launch.block.y;
+  // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
+  // than it saves in this one.
+  const int64_t useful = args.rows / (launch.block.y * 2 * rows_in_flight);
   const int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
   // Whole passes of the block, so that no chunk ends in a ragged one but the last.
   const int64_t passes = (args.rows + chunks * launch.block.y - 1) / (chunks * launch.block.y);

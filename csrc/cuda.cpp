@@ -96,9 +96,10 @@ struct Cuda {
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad) {
     const c10::cuda::CUDAGuard guard(grad_output.device());
-    auto [dz, grad_bias] =
-        one_pass(as_rows(grad_output), as_rows(saved), activation, true, bias_grad);
-    return {dz.view(grad_output.sizes()), grad_bias};
+    auto dz = at::empty(grad_output.sizes(), grad_output.options());
+    auto grad_bias =
+        one_pass(as_rows(grad_output), as_rows(saved), activation, as_rows(dz), bias_grad);
+    return {dz, grad_bias};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
@@ -151,8 +152,9 @@ struct Cuda {
     const auto [wants_input, wants_weight, wants_bias] = wanted;
     OwnGradients own{as_rows(grad_output), {}, unwanted(grad_output)};
     if (activation != Activation::none) {
-      std::tie(own.dz, own.bias) =
-          one_pass(own.dz, as_rows(*saved), activation, wants_input || wants_weight, wants_bias);
+      const auto grad = own.dz;
+      own.dz = wants_input || wants_weight ? at::empty(grad.sizes(), grad.options()) : Tensor();
+      own.bias = one_pass(grad, as_rows(*saved), activation, own.dz, wants_bias);
     } else {
       own.dz = own.dz.contiguous();  // the gradient of a sum has strides of 0; it is read twice
       if (wants_bias && wants_weight && bgradb_pays(own.dz)) {
@@ -175,24 +177,30 @@ struct Cuda {
   static std::tuple<Tensor, Tensor> previous_gradient(const Tensor& dz, const Tensor& weight,
                                                       const Tensor& saved, Activation previous,
                                                       bool wants_bias) {
-    auto result = at::empty({dz.size(0), weight.size(1)}, dz.options());
     const bool literal = policy() == Policy::cublaslt;
-    if ((literal && epilogue_is_exact(previous, dz)) || dgelu_pays(previous, dz)) {
+    if (dz.size(0) > 0 && weight.size(1) > 0 &&
+        ((literal && epilogue_is_exact(previous, dz)) || dgelu_pays(previous, dz))) {
+      auto result = at::empty({dz.size(0), weight.size(1)}, dz.options());
       const auto aux = as_aux(saved, previous);
       const auto bias =
           literal && wants_bias ? at::empty({weight.size(1)}, dz.options()) : Tensor();
       const auto epilogue =
           gemm::find_epilogue(Stage::input_gradient, previous, bias.defined(), true);
-      if (result.numel() > 0 && epilogue && multiply(dz, weight, result, *epilogue, bias, aux)) {
+      if (epilogue && multiply(dz, weight, result, *epilogue, bias, aux)) {
         return {result, !wants_bias ? unwanted(dz) : bias.defined() ? bias : column_sum(result)};
       }
     }
-    return one_pass(product(dz, weight), saved, previous, true, wants_bias);
+    auto result = product(dz, weight);
+    auto grad_bias = one_pass(result, saved, previous, /*dz=*/result, wants_bias);
+    return {result, grad_bias};
   }
+
+  // Measured for many tokens; with few the epilogue's kernels are no quicker than ours.
+  static constexpr int64_t many_tokens = 4096;
 
   static bool dgelu_pays(Activation previous, const Tensor& dz) {
     const bool narrow = dz.scalar_type() == at::kHalf || dz.scalar_type() == at::kBFloat16;
-    return previous == Activation::gelu_tanh && narrow &&
+    return previous == Activation::gelu_tanh && narrow && dz.size(0) >= many_tokens &&
            at::cuda::getDeviceProperties(dz.get_device())->major == 9;
   }
 
@@ -207,41 +215,41 @@ struct Cuda {
   }
 
   static Tensor column_sum(const Tensor& matrix) {
-    return std::get<1>(one_pass(matrix, matrix, Activation::none, false, true));
+    return one_pass(matrix, matrix, Activation::none, /*dz=*/{}, true);
   }
 
-  // dz (undefined if not wanted) and the bias gradient ([0] if not wanted), from rows.
-  static std::tuple<Tensor, Tensor> one_pass(const Tensor& grad, const Tensor& saved,
-                                             Activation activation, bool wants_dz,
-                                             bool wants_bias) {
+  // Writes act'(saved) · grad to dz, which may be undefined, or grad itself, and gives its column
+  // sums, [0] if they are not wanted.
+  static Tensor one_pass(const Tensor& grad, const Tensor& saved, Activation activation,
+                         const Tensor& dz, bool wants_bias) {
     const auto with_unit_stride = [](const Tensor& t) {
       return t.stride(1) == 1 || t.size(1) == 1 ? t : t.contiguous();
     };
     const auto g = with_unit_stride(grad), s = with_unit_stride(saved);
-    auto dz = wants_dz ? at::empty(grad.sizes(), grad.options()) : Tensor();
     auto grad_bias = at::empty({wants_bias ? grad.size(1) : 0}, grad.options());
-    if (grad.numel() == 0) return {dz, grad_bias.zero_()};
-    if (!wants_dz && !wants_bias) return {dz, grad_bias};
+    if (grad.numel() == 0) return grad_bias.zero_();
+    if (!dz.defined() && !wants_bias) return grad_bias;
 
     ActivationBackward args;
     args.activation = activation;
     args.mask = saved.scalar_type() == at::kByte;
     args.type = *gemm_type(grad.scalar_type());
     args.rows = grad.size(0), args.cols = grad.size(1);
-    args.grad = g.data_ptr(), args.ld_grad = g.stride(0);
-    args.saved = s.data_ptr(), args.ld_saved = s.stride(0);
-    if (wants_dz) args.dz = dz.data_ptr();
+    args.grad = g.const_data_ptr(), args.ld_grad = g.stride(0);
+    args.saved = s.const_data_ptr(), args.ld_saved = s.stride(0);
+    if (dz.defined()) args.dz = dz.data_ptr();
     if (wants_bias) args.grad_bias = grad_bias.data_ptr();
     explain::step(activation == Activation::none ? "own column sum" : "own one-pass kernel");
     const Workspace scratch(scratch_bytes(args));
     fused::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
-    return {dz, grad_bias};
+    return grad_bias;
   }
 
   // On Hopper BGRADB is part of the product only in fp16; elsewhere it is a slow kernel of its own
   // and our column sum, at the speed of memory, is quicker.
   static bool bgradb_pays(const Tensor& dz) {
-    return policy() == Policy::cublaslt || dz.scalar_type() == at::kHalf;
+    return policy() == Policy::cublaslt ||
+           (dz.scalar_type() == at::kHalf && dz.size(0) >= many_tokens);
   }
 
   static std::tuple<Tensor, Tensor> weight_and_bias_gradient(const Tensor& dz,

@@ -19,17 +19,20 @@ struct Operand {
   gemm::Matrix matrix;
 };
 
+// An operand is only read; asking for it so keeps a copy-on-write tensor shared.
+void* readable(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
 // Reads the matrix in place where it, or its transpose, has rows of unit stride.
 Operand as_operand(const Tensor& tensor) {
   const auto rows = tensor.size(0), cols = tensor.size(1);
   const auto across = tensor.stride(1), down = tensor.stride(0);
   if ((across == 1 || cols == 1) && (down >= cols || rows == 1)) {
     return {tensor,
-            {rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false, tensor.data_ptr()}};
+            {rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false, readable(tensor)}};
   }
   if ((down == 1 || rows == 1) && (across >= rows || cols == 1)) {
     return {tensor,
-            {rows, cols, std::max(cols == 1 ? rows : across, int64_t{1}), true, tensor.data_ptr()}};
+            {rows, cols, std::max(cols == 1 ? rows : across, int64_t{1}), true, readable(tensor)}};
   }
   const auto copy = tensor.contiguous();
   return {copy, {rows, cols, cols, false, copy.data_ptr()}};

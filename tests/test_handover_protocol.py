@@ -28,7 +28,8 @@ def program(tmp_path_factory):
     command = [compiler, "-std=c++20", "-O0", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
     command += [flag for folder in include_paths() for flag in ("-isystem", folder)]
     command += [str(SOURCE), "-o", str(target), str(library), f"-L{LIB}"]
-    command += [*setup.cxx_runtime(), "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", "-pthread"]
+    command += [*setup.cxx_runtime(), "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    command += ["-pthread"]
     command += ["-Wl,--allow-shlib-undefined"]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
