@@ -144,10 +144,8 @@ Launch shape_of(const ActivationBackward& args) {
   launch.block = block_shape(per_row);
   const int64_t across = (per_row + launch.block.x - 1) / launch.block.x;
 
-  int device = 0, processors = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t room = std::max<int64_t>(1, processors * blocks_per_processor / across);
+  const int64_t room =
+      std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
   // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
   // than it saves in this one.
   const int64_t useful = args.rows / (launch.block.y * 2 * rows_in_flight);

@@ -22,6 +22,7 @@ struct ActivationBackward {
   Activation activation = Activation::none;
   bool mask = false;  // saved is a ReLU bit mask
   gemm::Type type = gemm::Type::f32;
+  int processors = 1;  // of the device: how many blocks to make
   int64_t rows = 0, cols = 0;
   const void* grad = nullptr;   // [rows, cols]
   int64_t ld_grad = 0;          // elements
@@ -31,7 +32,7 @@ struct ActivationBackward {
   void* grad_bias = nullptr;    // [cols]; or nothing
 };
 
-// Bytes of scratch that activation_backward needs on the current device.
+// Bytes of scratch that activation_backward needs.
 int64_t scratch_bytes(const ActivationBackward& args);
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream);

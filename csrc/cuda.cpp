@@ -234,6 +234,7 @@ struct Cuda {
     args.activation = activation;
     args.mask = saved.scalar_type() == at::kByte;
     args.type = *gemm_type(grad.scalar_type());
+    args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     args.rows = grad.size(0), args.cols = grad.size(1);
     args.grad = g.const_data_ptr(), args.ld_grad = g.stride(0);
     args.saved = s.const_data_ptr(), args.ld_saved = s.stride(0);

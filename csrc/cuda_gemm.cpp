@@ -140,15 +140,20 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
 
   const auto handle = handle_of(device);
   const auto stream = at::cuda::getCurrentCUDAStream(device);
-  const bool capturing =
-      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  const auto trial = [&](gemm::Descriptors& descriptors, const gemm::Algorithm& algorithm) {
-    if (!gemm::needs_nan_trial(problem)) return true;
-    const Workspace scratch(static_cast<int64_t>(gemm::nan_trial_bytes(problem)));
-    return gemm::passes_nan(handle, problem, descriptors, algorithm, operands, scratch.data(),
-                            stream);
+  const auto make_plan = [&] {
+    const bool capturing =
+        c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    return gemm::make_plan(
+        handle, problem, operands, /*may_search=*/!capturing,
+        [&](gemm::Descriptors& descriptors, const gemm::Algorithm& algorithm) {
+          if (!gemm::needs_nan_trial(problem)) return true;
+          const Workspace scratch(static_cast<int64_t>(gemm::nan_trial_bytes(problem)));
+          return gemm::passes_nan(handle, problem, descriptors, algorithm, operands, scratch.data(),
+                                  stream);
+        });
   };
-  while (auto* plan = gemm::find_plan(handle, problem, operands, !capturing, trial)) {
+  const auto known = gemm::known_plan(problem);
+  for (auto* plan = known ? *known : make_plan(); plan != nullptr; plan = make_plan()) {
     const Workspace workspace(static_cast<int64_t>(plan->algorithm.workspace));
     const auto status = gemm::run(handle, problem, plan->descriptors, plan->algorithm, operands,
                                   workspace.data(), stream);
@@ -162,10 +167,7 @@ bool multiply(const Tensor& left, const Tensor& right, const Tensor& result,
     if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) break;
     gemm::reject_plan(problem, gemm::Algorithm(plan->algorithm));
   }
-  if (explain::enabled()) {
-    const char* reason = capturing ? "not run before this capture" : "no valid algorithm";
-    explain::step(not_run(epilogue, reason).c_str());
-  }
+  if (explain::enabled()) explain::step(not_run(epilogue, "no valid algorithm is known").c_str());
   return false;
 }
 

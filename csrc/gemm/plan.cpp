@@ -64,10 +64,15 @@ size_t AlgorithmCache::size() const {
   return known_.size();
 }
 
-Plan* find_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
+std::optional<Plan*> known_plan(const Problem& problem) {
+  const auto& plans = thread_plans();
+  const auto it = plans.find(problem);
+  return it == plans.end() ? std::nullopt : std::optional(it->second.get());
+}
+
+Plan* make_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
                 bool may_search, const Trial& trial) {
   auto& plans = thread_plans();
-  if (const auto it = plans.find(problem); it != plans.end()) return it->second.get();
   auto known = algorithms().lookup(problem);
   // Searching while a stream captures can end the capture.
   if (!known && !may_search) return nullptr;

@@ -43,12 +43,16 @@ struct Plan {
 // What a candidate must pass before it is used.
 using Trial = std::function<bool(Descriptors&, const Algorithm&)>;
 
-// This thread's plan for the problem, or nullptr where the library has none. Without may_search
-// (while a stream captures) only what is already known is used.
-Plan* find_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
+// This thread's plan for the problem, which may be nullptr: there is none. Nothing at all where the
+// thread has not met the problem yet. This is all that a call does once everything is known.
+std::optional<Plan*> known_plan(const Problem& problem);
+
+// Makes this thread's plan for the problem, or nullptr where the library has none that passes the
+// trial. Without may_search (while a stream captures) only algorithms already known are used.
+Plan* make_plan(cublasLtHandle_t handle, const Problem& problem, const Operands& operands,
                 bool may_search, const Trial& trial);
 
-// The plan's algorithm does not run after all: forget it. The next find_plan gives the next best.
+// The plan's algorithm does not run after all: forget it. The next make_plan gives the next best.
 void reject_plan(const Problem& problem, const Algorithm& algorithm);
 
 }  // namespace fused::gemm
