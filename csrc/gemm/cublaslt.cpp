@@ -87,8 +87,9 @@ bool known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
   return splits > 1 && problem.k % splits != 0;
 }
 
-// These two, offered for odd extents in 16 bits, apply the epilogue to an already rounded product:
-// the sign near zero, and so the mask, can be wrong. They stay as a last resort.
+// These two, offered for odd extents in 16 bits, apply the epilogue to an already rounded product.
+// Eager's linear runs on them as well, so the result is no worse than eager's; but a mask or a
+// pre-activation that is kept can then disagree with it near zero. There they are a last resort.
 bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
   const auto id = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID);
   return id == 23 || id == 24;
@@ -149,8 +150,10 @@ std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& proble
     if (result.state != CUBLAS_STATUS_SUCCESS || known_wrong(result.algo, problem)) continue;
     found.push_back({result.algo, result.workspaceSize});
   }
-  std::stable_partition(found.begin(), found.end(),
-                        [](const Algorithm& a) { return !rounds_twice(a.algo); });
+  if (uses_aux(problem.epilogue)) {
+    std::stable_partition(found.begin(), found.end(),
+                          [](const Algorithm& a) { return !rounds_twice(a.algo); });
+  }
   return found;
 }
 
