@@ -113,8 +113,10 @@ def extension(home, debug):
 
     flags = ["-std=c++20", *(["-O0", "-UNDEBUG"] if debug else ["-O3", "-DNDEBUG"])]
     cxx, nvcc = ["-Wall", "-Wextra", "-g" if debug else "-g0"], ["-Xcompiler", "-Wall"]
-    sources = [p for p in CSRC.glob("*.cpp") if home or not p.name.startswith("cuda")]
-    sources += [*CSRC.glob("*.cu"), *CSRC.glob("gemm/*.cpp")] if home else []
+    sources = [*CSRC.glob("*.cpp"), *CSRC.glob("gemm/*.cpp"), *CSRC.glob("*.cu")]
+    if not home:
+        needs_cuda = re.compile(r"cuda\w*\.cpp|cublaslt\.cpp|plan\.cpp|\w+\.cu")
+        sources = [p for p in sources if not needs_cuda.fullmatch(p.name)]
     sources = sorted(str(p.relative_to(ROOT)) for p in sources)
     cpp_extension.CUDA_HOME = home and str(home)
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension

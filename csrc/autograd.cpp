@@ -18,8 +18,6 @@
 namespace fused {
 namespace {
 
-bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
-
 bool has_tangent(const OptionalTensor& tensor) { return tensor && fused::has_tangent(*tensor); }
 
 bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }

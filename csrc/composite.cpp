@@ -105,7 +105,7 @@ Tensor bit_values(const Tensor& like) {
 
 Tensor pack_mask(const Tensor& positive) {
   const auto features = positive.sym_size(-1);
-  const auto padded = (features + 127) / 128 * 128;
+  const auto padded = gemm::mask_bits(features);
   const auto bits = at::constant_pad_nd_symint(positive.to(at::kByte), {0, padded - features}, 0);
   auto bytes = bits.sym_sizes().vec();
   bytes.back() = padded / 8;
@@ -121,7 +121,7 @@ Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
 Tensor pad_rows(const Tensor& tensor) {
   auto sizes = tensor.sizes().vec();
   const auto features = sizes.back();
-  sizes.back() = (features + 7) / 8 * 8;
+  sizes.back() = gemm::padded_features(features);
   if (sizes.back() == features) return tensor.contiguous();
   auto padded = at::zeros(sizes, tensor.options()).narrow(-1, 0, features);
   padded.copy_(tensor);

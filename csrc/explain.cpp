@@ -3,6 +3,7 @@
 #include <atomic>
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 namespace fused::explain {
 namespace {
@@ -21,6 +22,7 @@ Report& report() {
 
 thread_local std::string open_steps;
 thread_local std::string next_remark;
+thread_local bool quiet = false;
 
 }  // namespace
 
@@ -57,10 +59,13 @@ Row::~Row() {
 }
 
 void step(const char* name) {
-  if (!enabled()) return;
+  if (!enabled() || quiet) return;
   if (!open_steps.empty()) open_steps += " + ";
   open_steps += name;
 }
+
+Quiet::Quiet() : before_(std::exchange(quiet, true)) {}
+Quiet::~Quiet() { quiet = before_; }
 
 void remark(const std::string& text) {
   if (enabled()) next_remark = text;

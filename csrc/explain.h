@@ -32,6 +32,18 @@ class Row {
 // Names a step of the row that is open on this thread: an epilogue, "own kernel", "reference".
 void step(const char* name);
 
+// While it lives this thread's steps are trials, which no report is about.
+class Quiet {
+ public:
+  Quiet();
+  ~Quiet();
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  bool before_;
+};
+
 // Says something about the row that this thread opens next: why it is handed over, or not.
 void remark(const std::string& text);
 

@@ -8,6 +8,7 @@
 #include "check.h"
 #include "composite.h"
 #include "explain.h"
+#include "gemm/epilogue.h"
 #include "policy.h"
 
 #include <torch/library.h>
@@ -26,7 +27,7 @@ inline void check_saved(const char* op, const Tensor& grad_output, const Tensor&
               saved.device());
   const auto features = grad_output.sym_size(-1);
   if (activation == Activation::relu && saved.scalar_type() == at::kByte) {
-    check_rows(op, "the ReLU mask", saved, grad_output, (features + 127) / 128 * 16);
+    check_rows(op, "the ReLU mask", saved, grad_output, gemm::mask_bits(features) / 8);
   } else {
     check_dtype_and_device(op, "saved", saved, grad_output);
     check_rows(op, "saved", saved, grad_output, features);

@@ -4,6 +4,7 @@
 #include "explain.h"
 #include "fused_linear.h"
 #include "handover.h"
+#include "plans.h"
 #include "policy.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -70,6 +71,17 @@ TORCH_LIBRARY(fused, m) {
   // Whether separate layers hand gradients over to each other.
   m.def("_handover() -> bool", fused::handover::enabled);
   m.def("_set_handover(bool enabled) -> ()", fused::handover::set_enabled);
+
+  // Plans: how long a problem may be measured, what has been decided, files of it.
+  m.def("_plans_budget() -> float", fused::plans::budget);
+  m.def("_plans_set_budget(float milliseconds) -> ()", fused::plans::set_budget);
+  m.def("_plans_verbosity() -> int", fused::plans::verbosity);
+  m.def("_plans_set_verbosity(int level) -> ()", fused::plans::set_verbosity);
+  m.def("_plans_save(str path) -> ()", fused::plans::save);
+  m.def("_plans_load(str path) -> int", fused::plans::load);
+  m.def("_plans_clear() -> ()", fused::plans::clear);
+  m.def("_plans_show() -> str[]", fused::plans::show);
+  m.def("_plans_from_environment() -> ()", fused::plans::from_environment);
 
   // A report of what ran: the rows between the two calls.
   m.def("_explain_start() -> ()", fused::explain::start);

@@ -1,5 +1,6 @@
 // Shapes, dtypes and strides of every result, without data: what the compiler and export see.
 
+#include "gemm/epilogue.h"
 #include "kernels.h"
 
 namespace fused {
@@ -15,7 +16,7 @@ Tensor empty_like_rows(const Tensor& tensor, const SymInt& features) {
 
 // Rows padded to 8 elements, hidden in the strides.
 Tensor empty_preactivation(const Tensor& output) {
-  const auto padded = empty_like_rows(output, (output.sym_size(-1) + 7) / 8 * 8);
+  const auto padded = empty_like_rows(output, gemm::padded_features(output.sym_size(-1)));
   return padded.narrow_symint(-1, 0, output.sym_size(-1));
 }
 
@@ -39,7 +40,7 @@ struct Meta {
       return {std::move(output), std::move(preactivation)};
     }
     auto sizes = output.sym_sizes().vec();
-    sizes.back() = (sizes.back() + 127) / 128 * 16;
+    sizes.back() = gemm::mask_bits(sizes.back()) / 8;
     auto mask = at::empty_symint(sizes, output.options().dtype(at::kByte));
     return {std::move(output), std::move(mask)};
   }

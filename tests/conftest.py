@@ -1,5 +1,10 @@
 """Fixtures and rules for the whole suite."""
 
+import os
+
+# Plans go by rule: quicker, and the same in every run. Tests of measuring set a budget themselves.
+os.environ.setdefault("TORCH_FUSED_LINEAR_BUDGET_MS", "0")
+
 import hypothesis
 import pytest
 import torch

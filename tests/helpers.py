@@ -293,3 +293,19 @@ def encode_mask(bits: Tensor) -> Tensor:
     """The library's mask layout: bit o & 7 of byte o >> 3, rows padded with 0 to 128 bits."""
     bits = F.pad(bits.to(torch.uint8), (0, -bits.shape[-1] % 128)).unflatten(-1, (-1, 8))
     return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1).to(torch.uint8)
+
+
+def saved_bytes(compute, parameters=()):
+    """Bytes of the distinct storages that a graph keeps, beside the parameters."""
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = compute()
+    for p in parameters:
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    del y
+    return sum(kept.values())

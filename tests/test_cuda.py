@@ -1,9 +1,9 @@
 """On a GPU: streams, CUDA graphs, no host synchronisation, threads, memory, kernels."""
 
 import gc
-import time
 import itertools
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

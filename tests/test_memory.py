@@ -14,6 +14,7 @@ from helpers import (
     op_param,
     policy,
     random_case,
+    saved_bytes,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,22 +34,6 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
-
-
-def saved_bytes(compute, parameters=()):
-    """Bytes of the distinct storages that a graph keeps, beside the parameters."""
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = compute()
-    for p in parameters:
-        kept.pop(p.untyped_storage().data_ptr(), None)
-    del y
-    return sum(kept.values())
 
 
 @device_param

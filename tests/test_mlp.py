@@ -5,7 +5,16 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DTYPES, ERRORS, Tally, one_thread, policy, typical_sizes, ulp  # noqa: F401
+from helpers import (  # noqa: F401
+    DTYPES,
+    ERRORS,
+    Tally,
+    one_thread,
+    policy,
+    saved_bytes,
+    typical_sizes,
+    ulp,
+)
 from stacks import OPS, Stack, assert_same
 
 import torch_fused_linear as tfl
@@ -186,21 +195,6 @@ def test_relu_at_zero_and_nan(device):
 # --- memory -------------------------------------------------------------------------------------
 
 
-def kept_bytes(compute, parameters):
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = compute()
-    for p in parameters:
-        kept.pop(p.untyped_storage().data_ptr(), None)
-    del y
-    return sum(kept.values())
-
-
 @activation_param
 @policy_param
 @pytest.mark.parametrize("x_grad", [True, False])
@@ -213,8 +207,8 @@ def test_keeps_no_more_than_eager(x_grad, policy_name, activation, device):
         chain.x.requires_grad_(x_grad)
         parameters = chain.leaves[1:]
         with policy(policy_name):
-            ours = kept_bytes(chain.mlp, parameters)
-        eager = kept_bytes(chain.eager, parameters)
+            ours = saved_bytes(chain.mlp, parameters)
+        eager = saved_bytes(chain.eager, parameters)
         # 'cublaslt' keeps ReLU's bit masks beside the outputs that the next layers need
         masks = (
             64 * (256 + 128 + 384) // 8 if (activation, policy_name) == ("relu", "cublaslt") else 0
@@ -230,7 +224,7 @@ def test_keeps_nothing_that_frozen_parameters_do_not_need(activation, device):
         for leaf in chain.leaves:
             leaf.requires_grad_(all(leaf is not f for f in frozen))
         parameters = chain.leaves[1:]
-        ours, eager = (kept_bytes(c, parameters) for c in (chain.mlp, chain.eager))
+        ours, eager = (saved_bytes(c, parameters) for c in (chain.mlp, chain.eager))
         assert ours <= eager, f"keeps {ours} bytes, eager {eager}"
 
 
@@ -238,7 +232,7 @@ def test_keeps_nothing_that_frozen_parameters_do_not_need(activation, device):
 def test_keeps_nothing_without_a_gradient(activation, device):
     chain = Chain(activation, 3, lead=(64,), device=device)
     with torch.no_grad():
-        assert kept_bytes(chain.mlp, []) == 0
+        assert saved_bytes(chain.mlp, []) == 0
 
 
 # --- errors -------------------------------------------------------------------------------------

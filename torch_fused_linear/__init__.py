@@ -3,6 +3,7 @@
 from . import _library
 
 if _library.load():
+    from . import plans
     from .functional import linear, linear_gelu, linear_relu, mlp
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
@@ -21,7 +22,11 @@ if _library.load():
         "linear_gelu",
         "linear_relu",
         "mlp",
+        "plans",
         "set_policy",
     ]
+
+    # A file that cannot be used is told of now, not in the middle of the work.
+    plans._from_environment()
 
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 namespace fused::gemm {
@@ -79,9 +80,18 @@ T config(const cublasLtMatmulAlgo_t& algo, cublasLtMatmulAlgoConfigAttributes_t 
   return value;
 }
 
+cublasLtMatmulAlgo_t as_algo(const Algorithm& algorithm) {
+  return std::bit_cast<cublasLtMatmulAlgo_t>(algorithm.bytes);
+}
+
+Algorithm algorithm_of(const cublasLtMatmulHeuristicResult_t& result) {
+  return {std::bit_cast<decltype(Algorithm::bytes)>(result.algo),
+          static_cast<int64_t>(result.workspaceSize)};
+}
+
 // NVIDIA bug 6580689, from 12.6 Update 2 until fixed in 13.4 Update 1: algorithm 66 gives wrong
 // results on Hopper and later where its split does not divide K.
-bool known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
+bool is_known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
   if (config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID) != 66) return false;
   const auto splits = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
   return splits > 1 && problem.k % splits != 0;
@@ -147,14 +157,28 @@ std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& proble
   std::vector<Algorithm> found;
   for (int i = 0; i < returned; ++i) {
     const auto& result = results[i];
-    if (result.state != CUBLAS_STATUS_SUCCESS || known_wrong(result.algo, problem)) continue;
-    found.push_back({result.algo, result.workspaceSize});
+    if (result.state != CUBLAS_STATUS_SUCCESS || is_known_wrong(result.algo, problem)) continue;
+    found.push_back(algorithm_of(result));
   }
   if (uses_aux(problem.epilogue)) {
-    std::stable_partition(found.begin(), found.end(),
-                          [](const Algorithm& a) { return !rounds_twice(a.algo); });
+    std::ranges::stable_partition(found,
+                                  [](const Algorithm& a) { return !rounds_twice(as_algo(a)); });
   }
   return found;
+}
+
+std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
+                                 const Descriptors& descriptors, const Algorithm& algorithm) {
+  const auto algo = as_algo(algorithm);
+  cublasLtMatmulHeuristicResult_t result{};
+  const auto status =
+      cublasLtMatmulAlgoCheck(handle, descriptors.operation(), descriptors.a(), descriptors.b(),
+                              descriptors.d(), descriptors.d(), &algo, &result);
+  if (status != CUBLAS_STATUS_SUCCESS || is_known_wrong(algo, problem) ||
+      static_cast<int64_t>(result.workspaceSize) > problem.workspace_limit) {
+    return std::nullopt;
+  }
+  return Algorithm{algorithm.bytes, static_cast<int64_t>(result.workspaceSize)};
 }
 
 namespace {
@@ -164,6 +188,7 @@ cublasStatus_t run_scaled(cublasLtHandle_t handle, const Problem& problem, Descr
                           const Algorithm& algorithm, const Operands& operands, double alpha,
                           void* workspace, cudaStream_t stream) {
   descriptors.set_pointers(operands);
+  const auto algo = as_algo(algorithm);
   const double alpha64 = alpha, beta64 = 0;
   const float alpha32 = static_cast<float>(alpha), beta32 = 0;
   const bool f64 = problem.type == Type::f64;
@@ -175,7 +200,7 @@ cublasStatus_t run_scaled(cublasLtHandle_t handle, const Problem& problem, Descr
                         f64 ? static_cast<const void*>(&beta64) : &beta32,    // beta
                         operands.d, d,                                        // C
                         operands.d, d,                                        // D
-                        &algorithm.algo, workspace, algorithm.workspace, stream);
+                        &algo, workspace, static_cast<size_t>(algorithm.workspace), stream);
 }
 
 // What the trial writes: D, then the aux rows, then the workspace, each at 256 bytes.

@@ -2,21 +2,16 @@
 
 // cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
 
+#include "gemm/decisions.h"
 #include "gemm/problem.h"
 
 #include <cublasLt.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace fused::gemm {
-
-// Plain bytes: valid for one version of the library, on any device of the architecture it was
-// found for.
-struct Algorithm {
-  cublasLtMatmulAlgo_t algo{};
-  size_t workspace = 0;
-};
 
 // The library's view of a problem. Pointers are set again before every run, so one object must
 // not be used by two threads at once.
@@ -48,6 +43,11 @@ class Descriptors {
 // known to be wrong; empty where it supports nothing. Not to be called while a stream captures.
 std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
                                   Descriptors& descriptors, const Operands& operands, int most);
+
+// The algorithm with the workspace that it needs for this very problem; nothing where it cannot be
+// used for it. Launches nothing and may be called while a stream captures.
+std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
+                                 const Descriptors& descriptors, const Algorithm& algorithm);
 
 // Whether the algorithm gives NaN where it should, tried on the first few columns with alpha = NaN;
 // waits for the stream. scratch holds nan_trial_bytes(problem) on the device.

@@ -111,7 +111,13 @@ inline constexpr bool has_relu_mask(Epilogue epilogue) {
 // Leading dimensions of the aux buffer: a ReLU mask counts bits and needs multiples of 128, a
 // pre-activation counts elements and needs multiples of 8. Padding them is what makes every width
 // work.
-inline constexpr int64_t mask_bits(int64_t features) { return (features + 127) / 128 * 128; }
-inline constexpr int64_t padded_features(int64_t features) { return (features + 7) / 8 * 8; }
+template <typename Int>  // int64_t, or torch's symbolic integer
+constexpr Int mask_bits(const Int& features) {
+  return (features + 127) / 128 * 128;
+}
+template <typename Int>
+constexpr Int padded_features(const Int& features) {
+  return (features + 7) / 8 * 8;
+}
 
 }  // namespace fused::gemm

@@ -57,6 +57,7 @@ inline uint8_t alignment_class(const void* pointer) {
 
 struct Problem {
   int device = 0;
+  int arch = 0;  // compute capability, 90 for 9.0
   Epilogue epilogue = Epilogue::identity;
   Type type = Type::f32;
   Math math = Math::full;
@@ -73,6 +74,7 @@ struct Problem {
 
 struct Settings {
   int device = 0;
+  int arch = 0;
   Math math = Math::full;
   SplitK split_k = SplitK::allowed;
   int64_t workspace_limit = 0;
@@ -88,6 +90,7 @@ inline Problem describe(const Matrix& left, const Matrix& right, const Matrix& r
                         int64_t ld_aux, const Settings& settings) {
   Problem problem;
   problem.device = settings.device;
+  problem.arch = settings.arch;
   problem.epilogue = epilogue;
   problem.type = type;
   problem.math = type == Type::f32 ? settings.math : Math::full;
@@ -151,7 +154,7 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
   out << " align=" << (1 << p.align_a) << ',' << (1 << p.align_b) << ',' << (1 << p.align_d) << ','
       << (1 << p.align_bias) << ',' << (1 << p.align_aux)
       << (p.split_k == SplitK::forbidden ? " no-split-k" : "")
-      << " workspace<=" << p.workspace_limit << " device=" << p.device;
+      << " workspace<=" << p.workspace_limit << " arch=" << p.arch << " device=" << p.device;
   return out;
 }
 
@@ -171,7 +174,7 @@ struct ProblemHash {
     mix(static_cast<uint64_t>(p.align_a) << 32 | static_cast<uint64_t>(p.align_b) << 24 |
         static_cast<uint64_t>(p.align_d) << 16 | static_cast<uint64_t>(p.align_bias) << 8 |
         p.align_aux);
-    mix(p.workspace_limit);
+    mix(static_cast<uint64_t>(p.workspace_limit) << 8 ^ static_cast<uint64_t>(p.arch));
     return hash;
   }
 };

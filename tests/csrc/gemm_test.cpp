@@ -1,10 +1,7 @@
 // The lower storey without a GPU. `gemm_test NAME` runs one test and exits with 1 where it fails.
 
+#include "expect.h"
 #include "model.h"
-
-#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
-#include "gemm/plan.h"
-#endif
 
 #include <cstdio>
 #include <cstring>
@@ -19,16 +16,6 @@ using namespace fused;
 using namespace fused::gemm;
 
 namespace {
-
-int failures = 0;
-
-#define CHECK(condition)                                                    \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      ++failures;                                                           \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                       \
-  } while (false)
 
 // A row-major matrix with room behind every row, which must stay as it was.
 struct Rows {
@@ -64,7 +51,7 @@ struct Shape {
   int64_t rows, in, out;
 };
 constexpr Shape shapes[] = {{1, 1, 1}, {2, 3, 1}, {5, 7, 9}, {3, 4, 129}, {4, 2, 257}};
-const Settings settings{0, Math::full, SplitK::allowed, 1 << 20};
+const Settings settings{0, 90, Math::full, SplitK::allowed, 1 << 20};
 
 Problem run(const Matrix& left, const Matrix& right, const Matrix& result, Epilogue epilogue,
             void* bias = nullptr, void* aux = nullptr, int64_t ld_aux = 0) {
@@ -88,29 +75,29 @@ void forward_mapping() {
       const auto problem = run(x.matrix(), w.transposed(), y.matrix(), epilogue, b.values.data(),
                                relu ? static_cast<void*>(mask.data()) : z.values.data(),
                                relu ? mask_bits(out) : z.ld);
-      CHECK(problem.m == out && problem.n == rows && problem.k == in);
-      CHECK(problem.transpose_a && !problem.transpose_b);
-      CHECK(refusal(problem, 130100) == nullptr || !aux);
+      EXPECT(problem.m == out && problem.n == rows && problem.k == in);
+      EXPECT(problem.transpose_a && !problem.transpose_b);
+      EXPECT(refusal(problem, 130100) == nullptr || !aux);
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t o = 0; o < out; ++o) {
           double expected = b.at(0, o);
           for (int64_t i = 0; i < in; ++i) expected += x.at(r, i) * w.at(o, i);
           if (relu) {
             const bool bit = mask[r * mask_bits(out) / 8 + o / 8] >> (o % 8) & 1;
-            CHECK(bit == (expected >= 0));
+            EXPECT(bit == (expected >= 0));
             expected = std::max(expected, 0.0);
           } else if (activation == Activation::gelu_tanh) {
-            CHECK(close(z.at(r, o), expected));
+            EXPECT(close(z.at(r, o), expected));
             expected = model::gelu(expected);
           }
-          CHECK(close(y.at(r, o), expected));
+          EXPECT(close(y.at(r, o), expected));
         }
         // Bits beyond the width are left as they were: one more column does not spill over.
         if (relu && out % 8 != 0) {
-          CHECK(mask[r * mask_bits(out) / 8 + out / 8] >> (out % 8) == 0xff >> (out % 8));
+          EXPECT(mask[r * mask_bits(out) / 8 + out / 8] >> (out % 8) == 0xff >> (out % 8));
         }
       }
-      CHECK(y.padding_untouched());
+      EXPECT(y.padding_untouched());
     }
   }
 }
@@ -136,10 +123,10 @@ void input_gradient_mapping() {
           for (int64_t o = 0; o < out; ++o) expected += dz.at(r, o) * w.at(o, i);
           if (relu && !(mask[r * row_bytes + i / 8] >> (i % 8) & 1)) expected = 0;
           if (activation == Activation::gelu_tanh) expected *= model::gelu_slope(z.at(r, i));
-          CHECK(close(dx.at(r, i), expected));
+          EXPECT(close(dx.at(r, i), expected));
           sum += expected;
         }
-        if (aux) CHECK(close(db.at(0, i), sum));
+        if (aux) EXPECT(close(db.at(0, i), sum));
       }
     }
   }
@@ -153,15 +140,15 @@ void weight_gradient_mapping() {
     const auto problem = run(dz.transposed(), x.matrix(), dw.matrix(),
                              *find_epilogue(Stage::weight_gradient, Activation::none, true, false),
                              db.values.data());
-    CHECK(problem.transpose_b && !problem.transpose_a);
+    EXPECT(problem.transpose_b && !problem.transpose_a);
     for (int64_t o = 0; o < out; ++o) {
       double sum = 0;
       for (int64_t r = 0; r < rows; ++r) sum += dz.at(r, o);
-      CHECK(close(db.at(0, o), sum));
+      EXPECT(close(db.at(0, o), sum));
       for (int64_t i = 0; i < in; ++i) {
         double expected = 0;
         for (int64_t r = 0; r < rows; ++r) expected += dz.at(r, o) * x.at(r, i);
-        CHECK(close(dw.at(o, i), expected));
+        EXPECT(close(dw.at(o, i), expected));
       }
     }
   }
@@ -170,53 +157,40 @@ void weight_gradient_mapping() {
 void epilogue_table_is_consistent() {
   std::set<std::tuple<Stage, Activation, bool, bool>> keys;
   for (const auto& row : epilogue_table) {
-    CHECK(keys.emplace(row.stage, row.activation, row.bias, row.aux).second);
+    EXPECT(keys.emplace(row.stage, row.activation, row.bias, row.aux).second);
     // The library's own coding: 2 and 32 are the activations, 4 a bias, 128 an aux buffer, 8 and
     // 64 the derivatives, 16 a bias gradient.
     const auto bits = static_cast<uint32_t>(row.epilogue);
-    CHECK(((bits & 128) != 0) == row.aux);
-    CHECK(((bits & (4 | 16 | 512)) != 0) == row.bias);
+    EXPECT(((bits & 128) != 0) == row.aux);
+    EXPECT(((bits & (4 | 16 | 512)) != 0) == row.bias);
     const bool relu = bits & (2 | 8), gelu = bits & (32 | 64);
-    CHECK(relu == (row.activation == Activation::relu));
-    CHECK(gelu == (row.activation == Activation::gelu_tanh));
-    CHECK(((bits & (8 | 64)) != 0) == is_backward_activation(row.epilogue));
-    CHECK(std::string(name(row.epilogue)) != "?");
+    EXPECT(relu == (row.activation == Activation::relu));
+    EXPECT(gelu == (row.activation == Activation::gelu_tanh));
+    EXPECT(((bits & (8 | 64)) != 0) == is_backward_activation(row.epilogue));
+    EXPECT(std::string(name(row.epilogue)) != "?");
   }
   for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
     for (bool bias : {false, true}) {
       for (bool aux : {false, true}) {
-        CHECK(!find_epilogue(stage, Activation::gelu_erf, bias, aux));
+        EXPECT(!find_epilogue(stage, Activation::gelu_erf, bias, aux));
       }
     }
   }
-  CHECK(mask_bits(1) == 128 && mask_bits(128) == 128 && mask_bits(129) == 256);
-  CHECK(padded_features(1) == 8 && padded_features(8) == 8 && padded_features(785) == 792);
+  EXPECT(mask_bits(1) == 128 && mask_bits(128) == 128 && mask_bits(129) == 256);
+  EXPECT(padded_features(1) == 8 && padded_features(8) == 8 && padded_features(785) == 792);
 }
 
-const Problem sample{0,
-                     Epilogue::relu_bias,
-                     Type::bf16,
-                     Math::full,
-                     SplitK::allowed,
-                     true,
-                     false,
-                     64,
-                     32,
-                     16,
-                     16,
-                     16,
-                     64,
-                     128,
-                     8,
-                     8,
-                     8,
-                     8,
-                     8,
-                     1 << 20};
+const Problem sample{0,          90,         Epilogue::relu_bias,
+                     Type::bf16, Math::full, SplitK::allowed,
+                     true,       false,      64,
+                     32,         16,         16,
+                     16,         64,         128,
+                     8,          8,          8,
+                     8,          8,          1 << 20};
 
 // Every field is part of the key.
 std::vector<Problem> variations() {
-  std::vector<Problem> result(20, sample);
+  std::vector<Problem> result(21, sample);
   result[0].device = 1;
   result[1].epilogue = Epilogue::gelu_bias;
   result[2].type = Type::f16;
@@ -229,6 +203,7 @@ std::vector<Problem> variations() {
   result[14].align_a--, result[15].align_b--, result[16].align_d--, result[17].align_bias--;
   result[18].align_aux--;
   result[19].workspace_limit++;
+  result[20].arch = 80;
   return result;
 }
 
@@ -236,17 +211,17 @@ void every_field_is_part_of_the_key() {
   const ProblemHash hash;
   std::set<size_t> hashes{hash(sample)};
   for (const auto& other : variations()) {
-    CHECK(!(other == sample));
+    EXPECT(!(other == sample));
     hashes.insert(hash(other));
   }
-  CHECK(hashes.size() == variations().size() + 1);
-  CHECK(sample == Problem(sample) && hash(sample) == hash(Problem(sample)));
+  EXPECT(hashes.size() == variations().size() + 1);
+  EXPECT(sample == Problem(sample) && hash(sample) == hash(Problem(sample)));
   std::ostringstream text;
   text << sample;
-  CHECK(text.str().find("RELU_BIAS bf16 m=64 n=32 k=16 TN") == 0);
+  EXPECT(text.str().find("RELU_BIAS bf16 m=64 n=32 k=16 TN") == 0);
   alignas(256) char buffer[512];
-  CHECK(alignment_class(buffer) == 8 && alignment_class(buffer + 2) == 1);
-  CHECK(alignment_class(buffer + 48) == 4 && alignment_class(buffer + 1) == 0);
+  EXPECT(alignment_class(buffer) == 8 && alignment_class(buffer + 2) == 1);
+  EXPECT(alignment_class(buffer + 48) == 4 && alignment_class(buffer + 1) == 0);
 }
 
 void refusals() {
@@ -255,94 +230,35 @@ void refusals() {
     change(problem);
     return refusal(problem, version) != nullptr;
   };
-  CHECK(!refused([](Problem&) {}));
-  CHECK(refused([](Problem& p) { p.k = 0; }));
-  CHECK(refused([](Problem& p) { p.n = 0; }));
-  CHECK(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::dgelu_bgrad; }));
-  CHECK(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::drelu; }));
-  CHECK(!refused([](Problem& p) { p.k = 1; }));
-  CHECK(!refused([](Problem& p) { p.n = 1; }));
-  CHECK(refused([](Problem& p) { p.n = 1; }, 120800));
-  CHECK(refused([](Problem& p) { p.lda = (int64_t{1} << 30) + 1; }));
-  CHECK(!refused([](Problem& p) { p.lda = int64_t{1} << 30; }));
-  CHECK(refused([](Problem& p) { p.epilogue = Epilogue::bgradb; }));
-  CHECK(!refused([](Problem& p) { p.epilogue = Epilogue::bgradb, p.transpose_b = true; }));
+  EXPECT(!refused([](Problem&) {}));
+  EXPECT(refused([](Problem& p) { p.k = 0; }));
+  EXPECT(refused([](Problem& p) { p.n = 0; }));
+  EXPECT(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::dgelu_bgrad; }));
+  EXPECT(refused([](Problem& p) { p.k = 1, p.epilogue = Epilogue::drelu; }));
+  EXPECT(!refused([](Problem& p) { p.k = 1; }));
+  EXPECT(!refused([](Problem& p) { p.n = 1; }));
+  EXPECT(refused([](Problem& p) { p.n = 1; }, 120800));
+  EXPECT(refused([](Problem& p) { p.lda = (int64_t{1} << 30) + 1; }));
+  EXPECT(!refused([](Problem& p) { p.lda = int64_t{1} << 30; }));
+  EXPECT(refused([](Problem& p) { p.epilogue = Epilogue::bgradb; }));
+  EXPECT(!refused([](Problem& p) { p.epilogue = Epilogue::bgradb, p.transpose_b = true; }));
   const auto mask = [](Problem& p) { p.epilogue = Epilogue::relu_aux_bias; };
-  CHECK(!refused(mask));
-  CHECK(refused([&](Problem& p) { mask(p), p.ld_aux = 64; }));
-  CHECK(refused([&](Problem& p) { mask(p), p.ld_aux = 192; }));
-  CHECK(refused([&](Problem& p) { mask(p), p.align_aux = 3; }));
-  CHECK(refused([](Problem& p) { p.epilogue = Epilogue::gelu_aux_bias, p.ld_aux = 68; }));
+  EXPECT(!refused(mask));
+  EXPECT(refused([&](Problem& p) { mask(p), p.ld_aux = 64; }));
+  EXPECT(refused([&](Problem& p) { mask(p), p.ld_aux = 192; }));
+  EXPECT(refused([&](Problem& p) { mask(p), p.align_aux = 3; }));
+  EXPECT(refused([](Problem& p) { p.epilogue = Epilogue::gelu_aux_bias, p.ld_aux = 68; }));
 }
 
-#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
-
-std::vector<Algorithm> named(std::initializer_list<size_t> names) {
-  std::vector<Algorithm> result;
-  for (auto name : names) {
-    result.push_back({{}, name});
-    result.back().algo.data[0] = name;
-  }
-  return result;
-}
-
-void algorithm_cache() {
-  AlgorithmCache cache(100);
-  int searches = 0;
-  const auto find = [&](const Problem& problem, std::initializer_list<size_t> found) {
-    return cache.find(problem, [&] {
-      ++searches;
-      return named(found);
-    });
-  };
-  CHECK(find(sample, {1, 2}).front().workspace == 1);
-  CHECK(find(sample, {7}).front().workspace == 1);
-  CHECK(searches == 1);
-  // Each field chooses an entry of its own: relu is never run with gelu's algorithm.
-  size_t name = 100;
-  for (const auto& other : variations()) CHECK(find(other, {++name}).front().workspace == name);
-  CHECK(searches == 1 + static_cast<int>(variations().size()));
-  CHECK(find(sample, {7}).front().workspace == 1);
-
-  const auto drop = [&](size_t name) {
-    for (const auto& algorithm : named({name})) cache.drop(sample, algorithm);
-  };
-  drop(1);
-  CHECK(find(sample, {7}).front().workspace == 2);
-  drop(1);  // twice, by another thread: the next one stays
-  CHECK(find(sample, {7}).front().workspace == 2);
-  drop(2);
-  CHECK(find(sample, {7}).empty());  // known to have none: not searched again
-  CHECK(searches == 1 + static_cast<int>(variations().size()));
-
-  AlgorithmCache small(8);
-  auto problem = sample;
-  for (int64_t n = 1; n <= 100; ++n) {
-    problem.n = n;
-    small.find(problem, [] { return named({1}); });
-    CHECK(small.size() <= 8);
-  }
-  small.clear();
-  CHECK(small.size() == 0 && !small.lookup(problem));
-}
-
-#endif
-
-const std::map<std::string, std::function<void()>> tests{
+const Tests tests{
     {"forward_mapping", forward_mapping},
     {"input_gradient_mapping", input_gradient_mapping},
     {"weight_gradient_mapping", weight_gradient_mapping},
     {"epilogue_table", epilogue_table_is_consistent},
     {"problem_key", every_field_is_part_of_the_key},
     {"refusals", refusals},
-#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
-    {"algorithm_cache", algorithm_cache},
-#endif
 };
 
 }  // namespace
 
-int main(int, char** argv) {
-  tests.at(argv[1])();
-  return failures != 0;
-}
+int main(int, char** argv) { return run_one(tests, argv); }

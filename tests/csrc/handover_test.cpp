@@ -2,6 +2,7 @@
 // `handover_test NAME` runs one test and exits with 1 where it fails.
 
 #include "handover.h"
+#include "expect.h"
 #include "fused_linear.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -23,16 +24,6 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 
 namespace {
-
-int failures = 0;
-
-#define EXPECT(condition)                                                   \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      ++failures;                                                           \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                       \
-  } while (false)
 
 // As tests/stacks.py compares in fp64.
 bool same(const Tensor& a, const Tensor& b) {
@@ -390,7 +381,7 @@ void objection_to_other_consumers() {
   EXPECT(answers == std::vector<std::string>{"another consumer"});
 }
 
-const std::map<std::string, std::function<void()>> tests{
+const Tests tests{
     {"an_honest_note_is_trusted", an_honest_note_is_trusted},
     {"a_lie_is_believed_and_found", a_lie_is_believed_and_found},
     {"a_stale_note_is_ignored", a_stale_note_is_ignored},
@@ -408,6 +399,5 @@ const std::map<std::string, std::function<void()>> tests{
 int main(int, char** argv) {
   torch::manual_seed(0);
   torch::set_num_threads(1);
-  tests.at(argv[1])();
-  return failures != 0;
+  return run_one(tests, argv);
 }

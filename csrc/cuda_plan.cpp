@@ -1,0 +1,162 @@
+// From a call to a plan: what has been measured, or else the rule.
+
+#include "cuda_plan.h"
+
+#include "cuda_device.h"
+#include "cuda_measure.h"
+#include "plans.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGraphsUtils.cuh>
+
+#include <string>
+
+namespace fused {
+namespace {
+
+using gemm::Decision;
+using gemm::StageProblem;
+using gemm::Step;
+using gemm::Strategy;
+
+// The strategies that may be taken where nothing has been measured, the rule's first.
+std::vector<const Strategy*> in_order(const StageProblem& problem) {
+  std::vector<const Strategy*> order{gemm::find_strategy(problem.stage, gemm::rule(problem))};
+  for (const auto& s : gemm::strategies) {
+    const bool plain =
+        !s.fuses_activation && !(s.fuses_bias && problem.stage == gemm::Stage::weight_gradient);
+    if (s.stage == problem.stage && plain && &s != order.front()) order.push_back(&s);
+  }
+  return order;
+}
+
+std::string not_taken(const StageProblem& problem, const Strategy& strategy, const char* why) {
+  if (why == gemm::approximate) return "(no GELU epilogue: approximate)";
+  const auto epilogue = gemm::epilogue_of(problem, strategy);
+  return std::string("(not ") + (epilogue ? gemm::name(*epilogue) : strategy.name) + ": " + why +
+         ")";
+}
+
+// The first strategy that applies, with the first algorithm that the library offers for it.
+std::optional<Decision> decide_by_rule(const StageCall& call) {
+  for (const auto* strategy : in_order(call.problem)) {
+    if (gemm::objection(call.problem, *strategy, lt_version())) continue;
+    Decision decision;
+    decision.strategy = strategy;
+    if (!gemm::has_step(*strategy, Step::product)) return decision;
+    const auto offered = algorithms_for(call, *strategy, /*most=*/4, /*enough=*/1);
+    if (offered.empty()) continue;
+    decision.algorithm = offered.front();
+    return decision;
+  }
+  return std::nullopt;
+}
+
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+// A decision made ready for this very problem; nothing where its algorithm cannot serve it.
+std::optional<gemm::Plan> prepare(const StageCall& call, const Decision& decision) {
+  const auto& problem = call.problem;
+  if (gemm::objection(problem, *decision.strategy, lt_version())) return std::nullopt;
+  gemm::Plan plan{decision.strategy, {}, {}, {}, {}};
+  const auto order = in_order(problem);
+  if (decision.origin == Decision::Origin::rule && decision.strategy != order.front()) {
+    const char* why = gemm::objection(problem, *order.front(), lt_version());
+    plan.remark = not_taken(problem, *order.front(), why ? why : "no valid algorithm is known");
+  }
+  if (!gemm::has_step(*decision.strategy, Step::product)) return plan;
+  plan.product = gemm::product_of(problem, *decision.strategy);
+  plan.descriptors.emplace(plan.product);
+  plan.descriptors->set_pointers(operands_of(call, *decision.strategy));
+  const auto algorithm = gemm::checked(lt_handle(plan.product.device), plan.product,
+                                       *plan.descriptors, decision.algorithm);
+  if (!algorithm) return std::nullopt;
+  plan.algorithm = *algorithm;
+  return plan;
+}
+
+// What has been measured for the problem's bucket, now if need be; nothing where timing must not
+// decide, or may not be taken now.
+std::optional<Decision> decide_by_measuring(const StageCall& call, bool capturing) {
+  const auto& problem = call.problem;
+  const auto& machine = machine_of(problem.product.device);
+  plans::adopt(machine);
+  const auto bucket = gemm::bucket_of(problem, machine.first_equal_device);
+  const auto known = plans::measured().find(bucket);
+  if (problem.deterministic) {
+    return known && known->origin == Decision::Origin::file ? known : std::nullopt;
+  }
+  if (known) return known;
+  if (capturing || plans::budget() == 0 || plans::measured().is_full()) return std::nullopt;
+  return measure(call, bucket, decide_by_rule(call));
+}
+
+}  // namespace
+
+std::vector<gemm::Algorithm> algorithms_for(const StageCall& call, const Strategy& strategy,
+                                            int most, size_t enough) {
+  const auto product = gemm::product_of(call.problem, strategy);
+  const auto handle = lt_handle(product.device);
+  gemm::Descriptors descriptors(product);
+  const auto operands = operands_of(call, strategy);
+  auto offered = gemm::candidates(handle, product, descriptors, operands, most);
+  if (!gemm::needs_nan_trial(product)) return offered;
+  std::vector<gemm::Algorithm> good;
+  const Scratch scratch(static_cast<int64_t>(gemm::nan_trial_bytes(product)));
+  if (scratch.data() == nullptr) return {};
+  const auto stream = at::cuda::getCurrentCUDAStream(product.device);
+  for (const auto& algorithm : offered) {
+    if (good.size() == enough) break;
+    if (gemm::passes_nan(handle, product, descriptors, algorithm, operands, scratch.data(),
+                         stream)) {
+      good.push_back(algorithm);
+    }
+  }
+  return good;
+}
+
+std::optional<gemm::Plan> aten_plan(const StageProblem& problem) {
+  for (const auto& strategy : gemm::strategies) {
+    if (!gemm::has_step(strategy, Step::product) &&
+        !gemm::objection(problem, strategy, lt_version())) {
+      return gemm::Plan{
+          &strategy, not_taken(problem, strategy, "unknown while capturing"), {}, {}, {}};
+    }
+  }
+  return std::nullopt;
+}
+
+gemm::Plan* make_plan(const StageCall& call, std::optional<gemm::Plan>& spare) {
+  const bool capturing = is_capturing();
+  std::optional<gemm::Plan> plan;
+  if (auto decision = decide_by_measuring(call, capturing)) {
+    plan = prepare(call, *decision);
+    if (!plan && !capturing) {
+      // Measured for another number of tokens, for which another algorithm serves.
+      const auto offered = algorithms_for(call, *decision->strategy, /*most=*/4, /*enough=*/1);
+      if (!offered.empty()) {
+        decision->algorithm = offered.front();
+        plan = prepare(call, *decision);
+      }
+    }
+  }
+  if (!plan) {
+    auto decision = plans::ruled().find(call.problem);
+    // Searching while a stream captures can end the capture.
+    if (!decision && capturing) {
+      spare = aten_plan(call.problem);
+      return spare ? &*spare : nullptr;
+    }
+    if (!decision) {
+      decision = decide_by_rule(call);
+      if (!decision) return nullptr;
+      decision = plans::ruled().add(call.problem, *decision);
+    }
+    plan = prepare(call, *decision);
+  }
+  return plan ? gemm::remember_plan(call.problem, std::move(*plan)) : nullptr;
+}
+
+}  // namespace fused

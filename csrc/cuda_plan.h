@@ -1,0 +1,25 @@
+#pragma once
+
+// From a call to a plan: what has been measured, or else the rule.
+
+#include "cuda_stage.h"
+
+#include <optional>
+#include <vector>
+
+namespace fused {
+
+// Makes and remembers this thread's plan, or nullptr where there is no way. While a stream captures
+// nothing may be searched for: an unknown problem then gets `spare`, which is not remembered.
+gemm::Plan* make_plan(const StageCall& call, std::optional<gemm::Plan>& spare);
+
+// The last resort: eager's own sequence.
+std::optional<gemm::Plan> aten_plan(const gemm::StageProblem& problem);
+
+// What the library offers for the strategy's product, best guess first, at most so many; those that
+// swallow NaN are left out, and after `enough` good ones no more are tried. The stream is waited
+// for where a trial is needed.
+std::vector<gemm::Algorithm> algorithms_for(const StageCall& call, const gemm::Strategy& strategy,
+                                            int most, size_t enough);
+
+}  // namespace fused

@@ -1,0 +1,38 @@
+#pragma once
+
+// Which of several ways is the fastest: decided in rounds, because clocks drift and single timings
+// lie. Pure logic; whoever asks brings the stopwatch.
+
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+namespace fused::gemm {
+
+struct RaceRules {
+  double budget_us = 200e3;  // of wall-clock time; asked between rounds
+  int least_rounds = 5;      // also when the budget is used up ...
+  int hard_factor = 4;       // ... but for this many times the budget
+  int most_rounds = 15;
+  double hopeless = 1.15;    // times the leader's best: out of the race
+  double clear_lead = 0.02;  // below this part of its time the incumbent stays
+  double least_gain_us = 0.5;
+};
+
+struct Race {
+  size_t winner = 0;
+  std::vector<double> medians;  // microseconds; infinity for who failed
+  int rounds = 0;
+};
+
+// One round: microseconds of each of the named contenders, in their order; infinity: it failed.
+using Lap = std::function<std::vector<double>(const std::vector<size_t>& contenders)>;
+// Microseconds since the race began.
+using Watch = std::function<double()>;
+
+// The incumbent wins unless another is clearly faster. Where all fail, the incumbent is returned
+// with a time of infinity.
+Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watch,
+          const RaceRules& rules);
+
+}  // namespace fused::gemm

@@ -1,0 +1,477 @@
+// Strategies, races, decisions and files of them: all that plans are made of, without a GPU.
+// `plan_test NAME` runs one test, in a folder of its own, and exits with 1 where it fails.
+
+#include "expect.h"
+
+#include "gemm/decisions.h"
+#include "gemm/plan_file.h"
+#include "gemm/race.h"
+#include "plans.h"
+
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+
+using namespace fused;
+using namespace fused::gemm;
+
+namespace {
+
+constexpr size_t library = 130100;
+constexpr double never = std::numeric_limits<double>::infinity();
+
+StageProblem problem_of(Stage stage, Activation activation = Activation::none, bool bias = true,
+                        bool mask = false) {
+  StageProblem p;
+  p.stage = stage;
+  p.activation = activation;
+  p.bias = bias;
+  p.mask = mask;
+  auto& g = p.product;
+  g.arch = 90, g.type = Type::bf16;
+  g.transpose_a = stage == Stage::forward;
+  g.transpose_b = stage == Stage::weight_gradient;
+  g.m = 256, g.n = 8192, g.k = 128;
+  if (stage == Stage::weight_gradient) g.n = 256, g.m = 128, g.k = 8192;
+  g.lda = g.transpose_a ? g.k : g.m, g.ldb = g.transpose_b ? g.n : g.k, g.ldd = g.m;
+  if (mask || stage == Stage::input_gradient) g.ld_aux = g.m;
+  g.workspace_limit = 32 << 20;
+  return p;
+}
+
+std::vector<StageProblem> every_problem() {
+  std::vector<StageProblem> all;
+  for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
+    for (auto activation :
+         {Activation::none, Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
+      for (auto type : {Type::f64, Type::f32, Type::f16, Type::bf16}) {
+        for (int flags = 0; flags < 16; ++flags) {
+          const bool mask = flags & 2 && activation == Activation::relu;
+          auto p = problem_of(stage, activation, flags & 1, mask);
+          p.product.type = type;
+          p.literal = flags & 4;
+          p.aux = stage == Stage::forward && activation != Activation::none && flags & 8;
+          if (p.aux) p.product.ld_aux = p.product.m;
+          if (p.mask && stage == Stage::forward && !p.aux) continue;
+          if (p.aux && activation == Activation::relu && !p.mask) continue;
+          if (stage == Stage::weight_gradient && activation != Activation::none) continue;
+          all.push_back(p);
+        }
+      }
+    }
+  }
+  return all;
+}
+
+bool applies(const StageProblem& p, const Strategy& s) { return !objection(p, s, library); }
+bool applies(const StageProblem& p, const char* name) {
+  return applies(p, *find_strategy(p.stage, name));
+}
+
+// ---- strategies --------------------------------------------------------------------------------
+
+void every_problem_has_a_way() {
+  EXPECT(every_problem().size() > 100);
+  for (const auto& p : every_problem()) {
+    const auto* by_rule = find_strategy(p.stage, rule(p));
+    EXPECT(by_rule != nullptr);
+    std::vector<const Strategy*> ways;
+    for (const auto& s : strategies) {
+      if (!applies(p, s)) continue;
+      ways.push_back(&s);
+      EXPECT(s.stage == p.stage);
+      // What ATen cannot do is written by the library, and the other way round.
+      if (has_step(s, Step::product)) EXPECT(refusal(product_of(p, s), library) == nullptr);
+    }
+    EXPECT(!ways.empty());
+    // Only a bit mask cannot be written without the library.
+    const bool mask_is_written = p.stage == Stage::forward && p.mask;
+    EXPECT(mask_is_written || !has_step(*ways.back(), Step::product));
+    // What is asked for is done, and once: the activation, the bias.
+    for (const auto* s : ways) {
+      const bool activation = s->fuses_activation || has_step(*s, Step::own_activation) ||
+                              has_step(*s, Step::own_one_pass) ||
+                              has_step(*s, Step::aten_activation) ||
+                              has_step(*s, Step::aten_gradient);
+      EXPECT(p.activation == Activation::none || activation);
+    }
+  }
+}
+
+void names_are_their_own() {
+  std::set<std::pair<Stage, std::string>> names;
+  for (const auto& s : strategies) {
+    names.emplace(s.stage, s.name);
+    EXPECT(find_strategy(s.stage, s.name) == &s);
+    EXPECT(std::string(s.name).find(' ') == std::string::npos);
+  }
+  EXPECT(names.size() == std::size(strategies));
+  EXPECT(find_strategy(Stage::forward, "bgradb") == nullptr);
+}
+
+void what_may_be_done_where() {
+  const auto forward = problem_of(Stage::forward, Activation::gelu_tanh);
+  EXPECT(applies(forward, "epilogue") && applies(forward, "bias+activation"));
+  EXPECT(!applies(problem_of(Stage::forward, Activation::gelu_erf), "epilogue"));
+  EXPECT(!applies(problem_of(Stage::forward), "bias+activation"));
+  auto wide = forward;
+  wide.product.type = Type::f32;
+  EXPECT(!applies(wide, "epilogue") && applies(wide, "bias+activation"));
+  auto padded = forward;
+  padded.aux = true, padded.product.m = 250, padded.product.ld_aux = 256;
+  EXPECT(applies(padded, "epilogue") && !applies(padded, "aten"));
+
+  const auto edge = [](Activation a, bool bias, bool mask) {
+    return problem_of(Stage::input_gradient, a, bias, mask);
+  };
+  EXPECT(applies(edge(Activation::gelu_tanh, true, false), "d_bgrad"));
+  EXPECT(applies(edge(Activation::gelu_tanh, true, false), "aten"));
+  EXPECT(!applies(edge(Activation::gelu_tanh, false, false), "d_bgrad"));
+  EXPECT(applies(edge(Activation::gelu_tanh, true, false), "d+sum"));
+  EXPECT(applies(edge(Activation::gelu_tanh, false, false), "d+sum"));
+  EXPECT(!applies(edge(Activation::relu, true, false), "d_bgrad"));  // no mask to read
+  EXPECT(applies(edge(Activation::relu, true, true), "d_bgrad"));
+  EXPECT(!applies(edge(Activation::relu, true, true), "aten"));
+  EXPECT(!applies(edge(Activation::gelu_erf, true, false), "d+sum"));
+  auto thin = edge(Activation::gelu_tanh, true, false);
+  thin.product.k = 1;
+  EXPECT(!applies(thin, "d_bgrad") && applies(thin, "product+one_pass"));
+
+  EXPECT(applies(problem_of(Stage::weight_gradient), "bgradb"));
+  EXPECT(!applies(problem_of(Stage::weight_gradient, Activation::none, false), "bgradb"));
+
+  EXPECT(keeps_rule_at_zero(edge(Activation::relu, true, false)));
+  EXPECT(!keeps_rule_at_zero(edge(Activation::relu, true, true)));
+}
+
+void products_are_those_of_the_epilogue() {
+  auto p = problem_of(Stage::forward, Activation::gelu_tanh);
+  p.aux = true, p.product.ld_aux = 264, p.product.align_aux = 5, p.product.align_bias = 2;
+  const auto full = product_of(p, *find_strategy(p.stage, "epilogue"));
+  EXPECT(full.epilogue == Epilogue::gelu_aux_bias && full.ld_aux == 264 && full.ldd == 256);
+  EXPECT(full.align_aux == 5 && full.align_bias == 2);
+  // The product alone writes the pre-activation, to where it is kept.
+  const auto plain = product_of(p, *find_strategy(p.stage, "bias+activation"));
+  EXPECT(plain.epilogue == Epilogue::bias && plain.ldd == 264 && plain.align_d == 5);
+  EXPECT(plain.ld_aux == 0 && plain.align_aux == Problem().align_aux);
+
+  p = problem_of(Stage::input_gradient, Activation::gelu_tanh);
+  EXPECT(product_of(p, *find_strategy(p.stage, "d_bgrad")).epilogue == Epilogue::dgelu_bgrad);
+  EXPECT(product_of(p, *find_strategy(p.stage, "d+sum")).epilogue == Epilogue::dgelu);
+  EXPECT(product_of(p, *find_strategy(p.stage, "product+one_pass")).epilogue == Epilogue::identity);
+  p = problem_of(Stage::weight_gradient);
+  EXPECT(product_of(p, *find_strategy(p.stage, "bgradb")).epilogue == Epilogue::bgradb);
+  EXPECT(product_of(p, *find_strategy(p.stage, "product+sum")).epilogue == Epilogue::identity);
+}
+
+void token_counts_share_buckets() {
+  for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
+    const auto with = [&](int64_t tokens) {
+      auto p = problem_of(stage);
+      (stage == Stage::weight_gradient ? p.product.k : p.product.n) = tokens;
+      EXPECT(tokens_of(p) == tokens);
+      return bucket_of(p, 0);
+    };
+    EXPECT(with(4097) == with(8192) && with(5000) == with(8000));
+    EXPECT(!(with(4096) == with(4097)) && !(with(8192) == with(8193)));
+    EXPECT(tokens_of(with(5000)) == 8192 && tokens_of(with(1)) == 1);
+  }
+  auto p = problem_of(Stage::forward);
+  const auto first = bucket_of(p, 0);
+  p.product.device = 3, p.deterministic = true;
+  EXPECT(bucket_of(p, 0) == first && !(bucket_of(p, 3) == first));
+  p.product.m++;  // features are no tokens
+  EXPECT(!(bucket_of(p, 0) == first));
+}
+
+// ---- races -------------------------------------------------------------------------------------
+
+struct Track {
+  std::vector<double> speeds;  // microseconds; infinity: fails
+  double noise = 0;
+  double lap_cost = 0;  // wall-clock time of a round
+  std::vector<size_t> laps;
+  double now = 0;
+  std::mt19937 random{1};
+
+  Race run(size_t incumbent, RaceRules rules = {}) {
+    laps.assign(speeds.size(), 0);
+    std::normal_distribution<double> normal(0, 1);
+    return race(
+        speeds.size(), incumbent,
+        [&](const std::vector<size_t>& running) {
+          std::vector<double> times;
+          for (const size_t i : running) {
+            ++laps[i];
+            times.push_back(speeds[i] * (1 + noise * std::abs(normal(random))));
+          }
+          now += lap_cost;
+          return times;
+        },
+        [&] { return now; }, rules);
+  }
+};
+
+void the_fastest_wins() {
+  for (size_t incumbent = 0; incumbent < 4; ++incumbent) {
+    Track track{{100, 80, 120, 300}};
+    const auto result = track.run(incumbent);
+    EXPECT(result.winner == 1 && result.medians[1] == 80 && result.medians[0] == 100);
+    // Who is far behind is not asked again, but for the incumbent.
+    EXPECT(track.laps[3] == 1 || incumbent == 3);
+    EXPECT(track.laps[incumbent] >= 5);
+  }
+  for (int seed = 0; seed < 50; ++seed) {
+    Track noisy{{100, 80, 95, 97}, 0.1};
+    noisy.random.seed(seed);
+    EXPECT(noisy.run(0).winner == 1);
+  }
+}
+
+void the_incumbent_stays_unless_the_lead_is_clear() {
+  EXPECT((Track{{100, 99}}.run(0).winner) == 0);
+  EXPECT((Track{{100, 99}}.run(1).winner) == 1);
+  EXPECT((Track{{100, 97}}.run(0).winner) == 1);
+  EXPECT((Track{{2, 1.8}}.run(0).winner) == 0);  // a gain below what can be timed
+  int changes = 0;
+  for (int seed = 0; seed < 100; ++seed) {
+    Track equal{{100, 100, 100, 100}, 0.02};
+    equal.random.seed(seed);
+    changes += equal.run(2).winner != 2;
+  }
+  EXPECT(changes < 10);
+}
+
+void who_fails_is_out() {
+  Track track{{100, never, 90}};
+  EXPECT(track.run(0).winner == 2 && track.laps[1] == 1);
+  EXPECT((Track{{never, 200}}.run(0).winner) == 1);
+  const auto none = Track{{never, never}}.run(1);
+  EXPECT(none.winner == 1 && none.medians[1] == never && none.rounds == 1);
+
+  // One that ran at first and then no more has no time to show.
+  int round = 0;
+  const auto late = race(
+      2, 1,
+      [&](const std::vector<size_t>& running) {
+        ++round;
+        std::vector<double> times;
+        for (const size_t i : running) times.push_back(i == 0 ? (round < 3 ? 10 : never) : 100);
+        return times;
+      },
+      [] { return 0.0; }, {});
+  EXPECT(late.winner == 1 && late.medians[0] == never);
+}
+
+void the_budget_is_kept() {
+  RaceRules rules;
+  rules.budget_us = 1000;
+  Track quick{{10, 11}, 0, 1};
+  EXPECT(quick.run(0, rules).rounds == rules.most_rounds);
+  Track slow{{10, 11}, 0, 300};
+  EXPECT(slow.run(0, rules).rounds == rules.least_rounds);
+  Track huge{{10, 9}, 0, 2500};
+  const auto result = huge.run(0, rules);
+  EXPECT(result.rounds == 2 && result.winner == 1);
+  // A lone survivor has nobody left to be compared with.
+  Track lone{{10, 20, 30}, 0, 1};
+  EXPECT(lone.run(0, rules).rounds == rules.least_rounds);
+}
+
+// ---- decisions ---------------------------------------------------------------------------------
+
+Decision decision(const StageProblem& p, const char* strategy, uint64_t mark = 7) {
+  Decision d;
+  d.origin = Decision::Origin::measured;
+  d.strategy = find_strategy(p.stage, strategy);
+  for (size_t i = 0; i < d.algorithm.bytes.size(); ++i) d.algorithm.bytes[i] = mark << (8 * i);
+  d.algorithm.workspace = 4096, d.microseconds = 12.5, d.eager_microseconds = 20;
+  return d;
+}
+
+void the_first_decision_stays() {
+  Decisions known(3);
+  const auto p = problem_of(Stage::forward, Activation::relu);
+  EXPECT(!known.find(p));
+  EXPECT(known.add(p, decision(p, "epilogue")).strategy->name == std::string("epilogue"));
+  EXPECT(known.add(p, decision(p, "aten")).strategy->name == std::string("epilogue"));
+  known.replace(p, decision(p, "aten"));
+  EXPECT(known.find(p)->strategy->name == std::string("aten"));
+  for (int64_t n = 1; n <= 10; ++n) {
+    auto other = p;
+    other.product.n = n;
+    EXPECT(known.add(other, decision(p, "epilogue")).algorithm.workspace == 4096);
+  }
+  EXPECT(known.is_full() && known.all().size() == 3 && known.find(p));
+  known.clear();
+  EXPECT(!known.find(p) && !known.is_full());
+
+  // Whoever comes first: all threads end with the same.
+  Decisions shared(10);
+  std::vector<Decision> seen(8);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < seen.size(); ++i) {
+    threads.emplace_back([&, i] { seen[i] = shared.add(p, decision(p, "epilogue", i + 1)); });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& d : seen) EXPECT(d == *shared.find(p));
+}
+
+void text_comes_back() {
+  for (const auto& p : every_problem()) {
+    for (const auto& s : strategies) {
+      if (!applies(p, s)) continue;
+      auto d = decision(p, s.name, 255);
+      const auto back = from_text(to_text(p, d));
+      EXPECT(back && back->first == p);
+      d.origin = Decision::Origin::file;
+      EXPECT(back && back->second == d);
+      EXPECT(describe(p, d).find(s.name) != std::string::npos);
+    }
+  }
+}
+
+void text_that_is_no_decision() {
+  const auto p = problem_of(Stage::forward, Activation::relu);
+  const auto line = to_text(p, decision(p, "epilogue"));
+  std::vector<std::string> words;
+  std::istringstream in(line);
+  for (std::string word; in >> word;) words.push_back(word);
+  const auto joined = [&] {
+    std::string text;
+    for (const auto& word : words) text += word + ' ';
+    return text;
+  };
+  EXPECT(from_text(joined()));
+  for (size_t i = 0; i < words.size(); ++i) {
+    const auto word = words[i];
+    for (const char* other : {"", "x", "-1", "99999999999999999999999"}) {
+      words[i] = other;
+      const bool time = i + 2 >= words.size();  // no time is too long
+      EXPECT(!from_text(joined()) || (time && *other == '9'));
+    }
+    words[i] = word;
+  }
+  EXPECT(!from_text(line + " 1") && !from_text("") && !from_text("epilogue"));
+  words[0] = "bgradb";  // of another stage
+  EXPECT(!from_text(joined()));
+}
+
+// ---- files -------------------------------------------------------------------------------------
+
+PlanFile file_of(int count, int64_t first = 1) {
+  PlanFile file{"GPU A", library, {}};
+  for (int64_t i = first; i < first + count; ++i) {
+    auto p = problem_of(Stage::forward, Activation::relu);
+    p.product.m = 8 * i;
+    auto d = decision(p, "epilogue", i);
+    d.origin = Decision::Origin::file;
+    file.decisions.emplace_back(p, d);
+  }
+  return file;
+}
+
+std::string content(const char* path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+void put(const char* path, const std::string& text) { std::ofstream(path) << text; }
+
+// The message of the error, or nothing.
+template <typename Fn>
+std::string error_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+void a_file_is_whole_or_refused() {
+  write_plan_file("plans", file_of(3), false);
+  const auto there = read_plan_file("plans");
+  EXPECT(there.gpu == "GPU A" && there.library_version == library);
+  EXPECT(there.decisions == file_of(3).decisions);
+  EXPECT(!std::filesystem::exists("plans.tmp"));
+
+  const auto text = content("plans");
+  const auto refused = [&](const std::string& damaged) {
+    put("damaged", damaged);
+    return error_of([] { read_plan_file("damaged"); }).find("nothing of it is used") !=
+           std::string::npos;
+  };
+  EXPECT(!refused(text));
+  for (size_t i = 0; i < text.size(); ++i) {
+    EXPECT(refused(text.substr(0, i)));
+    auto flipped = text;
+    flipped[i] ^= 1;
+    EXPECT(refused(flipped));
+  }
+  EXPECT(refused(text + "epilogue\n") && refused("hello\n"));
+  EXPECT(error_of([] { read_plan_file("missing"); }).find("cannot read missing") !=
+         std::string::npos);
+}
+
+void other_machines_files_do_not_fit() {
+  const auto file = file_of(1);
+  EXPECT(mismatch(file, "GPU A", library).empty());
+  EXPECT(mismatch(file, "GPU B", library) == "made for GPU A, this is GPU B");
+  EXPECT(mismatch(file, "GPU A", 140000) == "made with cuBLASLt 130100, this is 140000");
+}
+
+void processes_share_a_file() {
+  // Each brings its own; none loses another's.
+  std::vector<std::thread> writers;
+  for (int i = 0; i < 8; ++i) {
+    writers.emplace_back([i] { write_plan_file("shared", file_of(2, 1 + 2 * i), true); });
+  }
+  for (auto& writer : writers) writer.join();
+  EXPECT(read_plan_file("shared").decisions.size() == 16);
+
+  // One's own plans are the newer; those of another library are not kept.
+  auto mine = file_of(1);
+  mine.decisions[0].second.algorithm.workspace = 1;
+  write_plan_file("shared", mine, true);
+  EXPECT(read_plan_file("shared").decisions.size() == 16);
+  EXPECT(read_plan_file("shared").decisions[0].second.algorithm.workspace == 1);
+  mine.library_version = 140000;
+  write_plan_file("shared", mine, true);
+  EXPECT(read_plan_file("shared").decisions.size() == 1);
+
+  // What is damaged is not written over unasked, and stays as it is.
+  put("shared", "damaged");
+  EXPECT(!error_of([&] { write_plan_file("shared", mine, true); }).empty());
+  EXPECT(content("shared") == "damaged");
+  EXPECT(error_of([&] { write_plan_file("no/folder", mine, false); }).find("no/folder") !=
+         std::string::npos);
+}
+
+const Tests tests{
+    {"every_problem_has_a_way", every_problem_has_a_way},
+    {"names_are_their_own", names_are_their_own},
+    {"what_may_be_done_where", what_may_be_done_where},
+    {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
+    {"token_counts_share_buckets", token_counts_share_buckets},
+    {"the_fastest_wins", the_fastest_wins},
+    {"the_incumbent_stays", the_incumbent_stays_unless_the_lead_is_clear},
+    {"who_fails_is_out", who_fails_is_out},
+    {"the_budget_is_kept", the_budget_is_kept},
+    {"the_first_decision_stays", the_first_decision_stays},
+    {"text_comes_back", text_comes_back},
+    {"text_that_is_no_decision", text_that_is_no_decision},
+    {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},
+    {"other_machines_files_do_not_fit", other_machines_files_do_not_fit},
+    {"processes_share_a_file", processes_share_a_file},
+};
+
+}  // namespace
+
+int main(int, char** argv) { return run_one(tests, argv); }

@@ -1,0 +1,143 @@
+"""Plans: how each product is done on this GPU, found by measuring, once, and remembered.
+
+cuBLASLt offers several algorithms for a product, and a layer can be done in several ways: with the
+library's fused epilogue, with our own kernel after a plain product, or as eager does it. Which is
+the fastest differs from GPU to GPU and from size to size by up to a half. So the first time that a
+problem is met, the candidates are tried on the spot, on scratch memory, and the fastest that is as
+exact as eager is kept: what NVIDIA's nvmath-python calls plan, autotune and execute, done inside of
+the operator. Token counts between two powers of two share a plan.
+
+Nothing is measured while a CUDA graph is captured, under
+``torch.use_deterministic_algorithms(True)``, and with a budget of 0; the choice is then a fixed
+rule's, or that of plans loaded from a file. Timing decides which algorithm runs, so two processes
+may differ in the last bits; with the same file they do not.
+
+Environment variables: ``TORCH_FUSED_LINEAR_PLANS`` names a file that is read at first and written
+when the process ends (several processes may share it); ``TORCH_FUSED_LINEAR_BUDGET_MS`` is the
+budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def save(path: str | os.PathLike) -> None:
+    """Writes this process's plans for the current GPU to a file, at once and as a whole.
+
+    Args:
+        path: of the file; an old one is replaced.
+
+    Raises:
+        RuntimeError: there is no GPU, or the file cannot be written.
+    """
+    torch.ops.fused._plans_save(os.fspath(path))
+
+
+def load(path: str | os.PathLike) -> int:
+    """Reads plans from a file, which take the place of what this process has measured.
+
+    Args:
+        path: of a file that :func:`save` wrote.
+
+    Returns:
+        How many plans there were.
+
+    Raises:
+        ValueError: the file cannot be read, is damaged, or was made for another model of GPU or
+            another version of cuBLASLt. Nothing of it is used then.
+        RuntimeError: there is no GPU.
+    """
+    return torch.ops.fused._plans_load(os.fspath(path))
+
+
+def clear() -> None:
+    """Forgets all plans: every problem is measured anew when it is next met."""
+    torch.ops.fused._plans_clear()
+
+
+def show() -> str:
+    """A line for each plan: stage, problem (rows x inner x columns), strategy, times, origin."""
+    return "\n".join(sorted(torch.ops.fused._plans_show()))
+
+
+def verbose(level: int) -> None:
+    """What is told on standard error: nothing (0, the default), a line for every decision (1), and
+    what every candidate took (2)."""
+    torch.ops.fused._plans_set_verbosity(level)
+
+
+class budget:
+    """Sets how long a problem may be measured, for the whole process.
+
+    A plain call sets it; as a context manager it is put back at the end::
+
+        with plans.budget(0):  # nothing is measured
+            ...
+
+    Args:
+        milliseconds: per problem; 0 switches measuring off. 200 at first. Every candidate is tried
+            a few times even where that takes longer, but none for more than four times the budget.
+
+    Raises:
+        ValueError: it is negative.
+    """
+
+    def __init__(self, milliseconds: float) -> None:
+        self.previous = get_budget()
+        torch.ops.fused._plans_set_budget(milliseconds)
+
+    def __enter__(self) -> "budget":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        torch.ops.fused._plans_set_budget(self.previous)
+
+
+def get_budget() -> float:
+    """The budget in force, in milliseconds per problem."""
+    return torch.ops.fused._plans_budget()
+
+
+def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
+    """Runs a module once, so that all plans which it needs are there: for servers, and for before a
+    CUDA graph is captured.
+
+    Forward only, under the grad mode in force; where gradients are enabled and the output has any,
+    backward too. Gradients, buffers and the random state are afterwards as they were.
+
+    Args:
+        module: any module or callable.
+        inputs: what it is called with, of the sizes that will be used. Sizes between two powers of
+            two share plans.
+        kwargs: likewise.
+    """
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    tensors = [t for t in (*inputs, *kwargs.values(), *parameters) if isinstance(t, Tensor)]
+    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+    leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
+    devices = {t.device for t in (*tensors, *buffers) if t.is_cuda}
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        with torch.random.fork_rng(devices):
+            outputs = _tensors_in(module(*inputs, **kwargs))
+            roots = [t for t in outputs if t.requires_grad]
+            if roots and leaves and torch.is_grad_enabled():
+                torch.autograd.grad(
+                    roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True
+                )
+    finally:
+        with torch.no_grad():
+            for buffer, old in zip(buffers, before):
+                buffer.copy_(old)
+
+
+def _from_environment() -> None:
+    torch.ops.fused._plans_from_environment()
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
