@@ -4,6 +4,7 @@ from . import _library
 
 if _library.load():
     from . import plans
+    from ._library import library_path
     from .functional import linear, linear_gelu, linear_relu, mlp
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
@@ -18,6 +19,7 @@ if _library.load():
         "explain",
         "get_policy",
         "handover",
+        "library_path",
         "linear",
         "linear_gelu",
         "linear_relu",

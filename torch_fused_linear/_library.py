@@ -25,6 +25,20 @@ def build_info() -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def library_path() -> str:
+    """The compiled library, which holds every operator and no Python.
+
+    A program without this package loads it before a model that uses the operators, with
+    ``torch.ops.load_library`` in Python or ``dlopen`` in C++. The header of the C++ API is in the
+    folder ``include`` beside it.
+    """
+    return str(_libraries()[0])
+
+
+def _libraries() -> list[Path]:
+    return sorted(_PACKAGE.glob("_C*.so"))
+
+
 def load() -> bool:
     """Loads the library, or raises an ImportError that says what to do.
 
@@ -43,7 +57,7 @@ def load() -> bool:
 
 def _load() -> None:
     built = build_info().get("torch")
-    libraries = sorted(_PACKAGE.glob("_C*.so"))
+    libraries = _libraries()
     if not libraries or built is None:
         what = "has not been built" if not libraries else "is of a build that did not finish"
         raise ImportError(_message(f"the library in {_PACKAGE} {what}", built))
