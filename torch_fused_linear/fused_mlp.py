@@ -122,6 +122,12 @@ class FusedMLP(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.jit.is_scripting() and not self._runs_as_one():
             return super().forward(input)
+        if not torch.jit.is_scripting() and torch.jit.is_tracing():
+            raise RuntimeError(
+                "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list of "
+                "optional tensors. Script it, torch.jit.script(mlp), alone or as a part of the "
+                "model that is traced, or trace mlp.to_sequential(), which is not fused"
+            )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
         for module in self:
