@@ -6,6 +6,7 @@ if _library.load():
     from . import plans
     from ._library import library_path
     from .functional import linear, linear_gelu, linear_relu, mlp
+    from .fuse import fuse_, unfuse_
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
     from .policy import get_policy, handover, set_policy
@@ -17,6 +18,7 @@ if _library.load():
         "FusedLinearReLU",
         "FusedMLP",
         "explain",
+        "fuse_",
         "get_policy",
         "handover",
         "library_path",
@@ -26,6 +28,7 @@ if _library.load():
         "mlp",
         "plans",
         "set_policy",
+        "unfuse_",
     ]
 
     # A file that cannot be used is told of now, not in the middle of the work.

@@ -1,0 +1,139 @@
+"""What the tests of fuse_ share: everything there is to know of a model, and comparisons."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from helpers import Tally, ulp
+from stacks import assert_same
+from torch import Tensor, nn
+
+import torch_fused_linear as tfl
+
+
+@dataclass
+class Snapshot:
+    """A model as it stands: the same objects in the same places, the same bits, the same text."""
+
+    text: str
+    modules: list[tuple[str, int, type, list[str]]]
+    parameters: list[tuple[str, int]]
+    state: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Snapshot:
+        return cls(
+            repr(model),
+            [
+                (name, id(m), type(m), sorted([*vars(m), *m._modules]), m.training)
+                for name, m in model.named_modules(remove_duplicate=False)
+            ],
+            [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+            {name: t.clone() for name, t in model.state_dict().items()},
+        )
+
+    def assert_equals(self, other: Snapshot) -> None:
+        assert self.text == other.text
+        assert self.modules == other.modules
+        self.assert_same_parameters(other)
+
+    def assert_same_parameters(self, other: Snapshot) -> None:
+        assert self.parameters == other.parameters
+        assert list(self.state) == list(other.state)
+        assert all(torch.equal(t, other.state[name]) for name, t in self.state.items())
+
+
+def tensor_of(output) -> Tensor:
+    """The main result of a model: of a transformers output, the first tensor."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def results(model: nn.Module, inputs: Sequence | dict) -> list[Tensor | None]:
+    """The output and the gradient of every parameter and floating input."""
+    named = inputs if isinstance(inputs, dict) else dict(enumerate(inputs))
+    named = {
+        k: v.detach().clone().requires_grad_(v.is_floating_point()) if torch.is_tensor(v) else v
+        for k, v in named.items()
+    }
+    model.zero_grad()
+    torch.manual_seed(1)  # the same dropout
+    output = tensor_of(model(**named) if isinstance(inputs, dict) else model(*named.values()))
+    gen = torch.Generator().manual_seed(2)
+    g = torch.randn(output.shape, generator=gen, dtype=torch.float64).to(output)
+    output.backward(g)
+    leaves = [*model.parameters(), *(v for v in named.values() if torch.is_tensor(v))]
+    return [output.detach(), *(None if t.grad is None else t.grad.clone() for t in leaves)]
+
+
+def cast(inputs, dtype: torch.dtype):
+    """The floating inputs in this dtype."""
+
+    def one(v):
+        return v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+
+    if isinstance(inputs, dict):
+        return {k: one(v) for k, v in inputs.items()}
+    return [one(v) for v in inputs]
+
+
+def assert_fuses(
+    make: Callable[[], nn.Module], inputs, blocks: int, handed_over: int, **options
+) -> nn.Module:
+    """fuse_ on a model: the same function and gradients in fp64, both ways of state, and back."""
+    torch.manual_seed(0)
+    model = make().double()
+    inputs = cast(inputs, torch.float64)
+    eager, before = copy.deepcopy(model), Snapshot.of(model)
+    report = tfl.fuse_(model, **options)
+    assert len(report.fused) == blocks, report
+    before.assert_same_parameters(Snapshot.of(model))
+    for training in (True, False):
+        want = results(eager.train(training), inputs)
+        with tfl.explain() as calls:
+            got = results(model.train(training), inputs)
+        assert_same(got, want, f"training={training}")
+    assert calls.handed_over == handed_over, calls
+    with torch.no_grad():  # the fast path of nn.TransformerEncoderLayer, for one
+        assert_same([tensor_of(call(model, inputs))], [tensor_of(call(eager, inputs))], "inference")
+    for source, target in ((model, eager), (eager, model)):
+        with torch.no_grad():
+            for p in source.parameters():
+                p.add_(0.01)
+        target.load_state_dict(source.state_dict(), strict=True)
+        assert_same([tensor_of(call(model, inputs))], [tensor_of(call(eager, inputs))], "state")
+    fused = Snapshot.of(model)
+    assert not tfl.fuse_(model, **options).fused
+    fused.assert_equals(Snapshot.of(model))
+    tfl.unfuse_(model.train())
+    after = Snapshot.of(model)
+    assert (after.text, after.modules) == (before.text, before.modules)
+    tfl.fuse_(model, **options)
+    return model
+
+
+def call(model: nn.Module, inputs):
+    torch.manual_seed(1)
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs) -> None:
+    """Contract 1 for a whole model: its error against fp64 beside eager's."""
+    torch.manual_seed(0)
+    eager = make().to(dtype)
+    fused, truth = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    assert tfl.fuse_(fused).fused
+    tally = Tally()
+    inputs = cast(inputs, dtype)
+    columns = (
+        results(fused, inputs),
+        results(eager, inputs),
+        results(truth, cast(inputs, torch.float64)),
+    )
+    for ours, theirs, exact in zip(*columns, strict=True):
+        if exact is not None:
+            assert ours.dtype == theirs.dtype
+            tally.add(ours, theirs, exact, ulp(ours.dtype, float(exact.abs().max())))
+    tally.check(f"{dtype}")

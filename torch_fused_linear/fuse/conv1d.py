@@ -1,0 +1,33 @@
+"""GPT-2's linear layer. Importing this file imports transformers."""
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+
+class FusedConv1D(Conv1D):
+    r"""Applies :math:`y = \mathrm{act}(xW + b)`: transformers' ``Conv1D`` and an activation.
+
+    Shape:
+        - Input: :math:`(*, \text{nx})`.
+        - Output: :math:`(*, \text{nf})`.
+
+    Attributes:
+        weight: :math:`(\text{nx}, \text{nf})`, transposed with regard to :class:`torch.nn.Linear`.
+        bias: :math:`(\text{nf})`.
+        activation: ``'none'``, ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``.
+    """
+
+    activation: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t()  # a view: the operators take any strides
+        if self.activation == "none":
+            return torch.ops.fused.linear(x, weight, self.bias)
+        if self.activation == "relu":
+            return torch.ops.fused.linear_relu(x, weight, self.bias)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return torch.ops.fused.linear_gelu(x, weight, self.bias, approximate=approximate)
+
+    def __repr__(self) -> str:
+        return f"FusedConv1D(nf={self.nf}, nx={self.nx}, activation={self.activation!r})"

@@ -1,0 +1,83 @@
+"""What is known about models beyond what the code of one ``forward`` tells.
+
+A block whose ``forward`` passes a linear layer's output straight to an activation needs no entry:
+that is read from its code (reading.py). An entry is needed where the next linear layer lies in
+another module or behind a branch, and for an activation class of another library.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the output of a block's activation goes.
+
+    Attributes:
+        block: full names of the classes, as a shell pattern.
+        next_linear: path from the block to the linear layer that takes the activation's output;
+            ``..`` is the block's parent. Any linear layer may be named: ``FusedLinear`` computes
+            what ``nn.Linear`` does, so a wrong entry costs a hand-over and nothing else.
+    """
+
+    block: str
+    next_linear: str
+
+
+FAMILIES = (
+    # BERT, RoBERTa, ELECTRA and their many relatives: BertLayer holds both halves.
+    Family("transformers.models.*Intermediate", "../output.dense"),
+    # T5 v1.0, mT5, LongT5: a cast to wo's dtype stands in an if between.
+    Family("transformers.models.*DenseActDense", "wo"),
+)
+
+# The function of each activation class, by the operators' names. Every formula here is the very
+# function, whatever operations it is written in; approximations of another kind are left out.
+ACTIVATIONS = {
+    "torch.nn.modules.activation.ReLU": "relu",
+    "timm.layers.activations.GELU": "gelu_erf",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.GELUActivation": "gelu_erf",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",  # before transformers 5
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",  # sqrt(2 / pi) to ten digits
+    "transformers.activations.AccurateGELUActivation": "gelu_tanh",
+}
+# Modules whose classes are activations, fused or not: what is left alone gets a reason.
+ACTIVATION_LIBRARIES = (
+    "torch.nn.modules.activation",
+    "timm.layers.activations",
+    "transformers.activations",
+)
+REFUSALS = {
+    "QuickGELU": "it is x·sigmoid(1.702x), not GELU",
+    "QuickGELUActivation": "it is x·sigmoid(1.702x), not GELU",
+    "ClippedGELUActivation": "it clips GELU's output",
+    "FusedActivation": "the layer it belongs to was exchanged; call unfuse_ first",
+}
+
+# Its __setstate__ puts F.relu over an activation that is a registered module, so that a copy
+# computes something else.
+FORGETS_ACTIVATION_MODULES = "torch.nn.modules.transformer.TransformerDecoderLayer"
+
+CONV1D = "transformers.pytorch_utils.Conv1D"
+
+
+def next_linear_of(path: str, block: type) -> str | None:
+    """The path, in the model, of the linear layer that follows the block at `path`."""
+    for family in FAMILIES:
+        if fnmatchcase(full_name(block), family.block):
+            parts = path.split(".") if path else []
+            steps = family.next_linear
+            while steps.startswith("../"):
+                if not parts:
+                    return None  # the model is the block itself
+                parts.pop()
+                steps = steps.removeprefix("../")
+            return ".".join([*parts, steps])
+    return None

@@ -1,0 +1,97 @@
+"""What fuse_ did to a model, and what it left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Block:
+    """Linear layers one after the other, now fused.
+
+    Attributes:
+        path: of the module that holds the first of them; ``""`` is the model itself.
+        kind: that module's class.
+        layers: paths of the linear layers, in order.
+        before: the operators that ran in the forward.
+        after: those that run now.
+    """
+
+    path: str
+    kind: str
+    layers: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A linear layer, or a module with some, that was left alone.
+
+    Attributes:
+        path: its path.
+        reason: why.
+    """
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`torch_fused_linear.fuse_` did.
+
+    Attributes:
+        fused: the blocks that were fused.
+        skipped: what might have been fused and was not, with the reason.
+    """
+
+    fused: list[Block]
+    skipped: list[Skipped]
+
+    def __str__(self) -> str:
+        blocks = "block" if len(self.fused) == 1 else "blocks"
+        places = "place" if len(self.skipped) == 1 else "places"
+        title = f"{len(self.fused)} {blocks} fused, {len(self.skipped)} {places} left alone"
+        fused = [
+            (f"{number} ×", where, kind, f"{' → '.join(before)}  ⇒  {' → '.join(after)}")
+            for (where, kind, before, after), number in counted(
+                (numberless(block.layers[0]), block.kind, block.before, block.after)
+                for block in self.fused
+            )
+        ]
+        skipped = [
+            (f"{number} ×", where, reason)
+            for (where, reason), number in counted(
+                (numberless(skip.path) or "(the model)", skip.reason) for skip in self.skipped
+            )
+        ]
+        return "\n".join(
+            [
+                title,
+                *table(("", "first layer", "in", "before  ⇒  after"), fused),
+                *table(("", "left alone", "because"), skipped),
+            ]
+        )
+
+
+def numberless(path: str) -> str:
+    """The path with a star for the number of a layer: such layers are alike."""
+    return re.sub(r"(?<=[._])\d+(?=\.)", "*", path)
+
+
+def counted(rows: Iterable[tuple]) -> list[tuple[tuple, int]]:
+    counts: dict[tuple, int] = {}
+    for row in rows:
+        counts[row] = counts.get(row, 0) + 1
+    return list(counts.items())
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    return ["", lines[0], "-" * max(map(len, lines)), *lines[1:]]
