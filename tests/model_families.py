@@ -1,0 +1,196 @@
+"""Small random models of the families that fuse_ is held to, with what is to be found in each."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+IDS = torch.arange(10).reshape(2, 5)
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 31,
+}
+
+
+def transformers():
+    return pytest.importorskip("transformers", reason="the blocks are those of transformers")
+
+
+def hugging_face(model, config, **options):
+    """A model by the names of its class and its configuration's."""
+
+    def make():
+        library = transformers()
+        return getattr(library, model)(getattr(library, config)(**options)).train()
+
+    return make
+
+
+def timm_mlp(**options):
+    def make():
+        timm = pytest.importorskip("timm", reason="the block is timm's")
+        return timm.layers.Mlp(6, 10, **options)
+
+    return make
+
+
+def torchvision_mlp():
+    transformer = pytest.importorskip(
+        "torchvision.models.vision_transformer", reason="the block is torchvision's"
+    )
+    return transformer.MLPBlock(6, 10, dropout=0.0)
+
+
+def torchvision_chain():
+    ops = pytest.importorskip("torchvision.ops", reason="the block is torchvision's")
+    return ops.MLP(6, [9, 8, 7], inplace=True)
+
+
+def whisper(**options):
+    return hugging_face(
+        "WhisperModel",
+        "WhisperConfig",
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=12,
+        decoder_ffn_dim=12,
+        num_mel_bins=4,
+        max_source_positions=6,
+        max_target_positions=8,
+        dropout=0.0,
+        decoder_start_token_id=0,
+        vocab_size=32,
+        **{k: SMALL[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **options,
+    )
+
+
+def encoder(**options):
+    return lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
+
+
+def decoder(**options):
+    return lambda: nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
+
+
+ROWS = [torch.randn(2, 5, 6)]
+TOKENS = {"input_ids": IDS}
+WIDE = [torch.randn(2, 5, 8)]
+SEQ2SEQ = {"input_ids": IDS, "decoder_input_ids": IDS}
+# maker, inputs, blocks, gradients handed over
+FAMILIES = {
+    "timm Mlp": (timm_mlp(), ROWS, 1, 1),
+    "timm Mlp without bias": (timm_mlp(bias=False), ROWS, 1, 1),
+    "timm Mlp ReLU": (timm_mlp(act_layer=nn.ReLU), ROWS, 1, 1),
+    "torchvision MLPBlock": (torchvision_mlp, ROWS, 1, 1),
+    "torchvision MLP": (torchvision_chain, ROWS, 1, 2),
+    "BERT": (
+        hugging_face("BertForMaskedLM", "BertConfig", **SMALL),
+        TOKENS,
+        3,  # with the transform before the vocabulary
+        2,
+    ),
+    "BERT in chunks": (
+        hugging_face("BertModel", "BertConfig", **SMALL, chunk_size_feed_forward=1),
+        TOKENS,
+        2,
+        10,
+    ),
+    "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 2, 2),
+    "DistilBERT": (
+        hugging_face(
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            vocab_size=32,
+            dim=8,
+            n_layers=2,
+            n_heads=2,
+            hidden_dim=12,
+            dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        TOKENS,
+        3,
+        2,
+    ),
+    "ViT": (
+        hugging_face("ViTModel", "ViTConfig", **SMALL, image_size=8, patch_size=4),
+        {"pixel_values": torch.randn(2, 3, 8, 8)},
+        2,
+        2,
+    ),
+    "OPT": (
+        hugging_face(
+            "OPTModel",
+            "OPTConfig",
+            **SMALL,
+            ffn_dim=12,
+            word_embed_proj_dim=8,
+            dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        TOKENS,
+        2,
+        2,
+    ),
+    "GPT-2": (
+        hugging_face(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            vocab_size=32,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=1,
+        ),
+        TOKENS,
+        2,
+        2,
+    ),
+    "Phi": (hugging_face("PhiModel", "PhiConfig", **SMALL), TOKENS, 2, 2),
+    "Whisper": (
+        whisper(),
+        {"input_features": torch.randn(2, 4, 12), "decoder_input_ids": IDS},
+        2,
+        2,
+    ),
+    "T5 v1.0": (
+        hugging_face(
+            "T5Model",
+            "T5Config",
+            vocab_size=32,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+        ),
+        SEQ2SEQ,
+        2,
+        2,
+    ),
+    "encoder": (encoder(), WIDE, 1, 1),
+    "encoder, norm first, erf": (encoder(activation="gelu", norm_first=True), WIDE, 1, 1),
+    "encoder, module": (encoder(activation=nn.GELU()), WIDE, 1, 1),
+    "encoder, without bias": (encoder(activation=F.gelu, bias=False), WIDE, 1, 1),
+    "decoder": (decoder(), WIDE * 2, 1, 1),
+    "decoder, erf": (decoder(activation="gelu"), WIDE * 2, 1, 1),
+}
