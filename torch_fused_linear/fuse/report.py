@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os import PathLike
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,26 @@ class Report:
 
     fused: list[Block]
     skipped: list[Skipped]
+
+    def patterns(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[Block]]:
+        """The blocks by what ran before and what runs now."""
+        found: dict = {}
+        for block in self.fused:
+            found.setdefault((block.before, block.after), []).append(block)
+        return found
+
+    def save_picture(self, path: str | PathLike) -> None:
+        """Draws the operators before and after, once for each kind of block, with their number.
+
+        Args:
+            path: the file to write; its ending names the format, such as ``.svg`` or ``.png``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .picture import draw_blocks
+
+        draw_blocks(path, self)
 
     def __str__(self) -> str:
         blocks = "block" if len(self.fused) == 1 else "blocks"

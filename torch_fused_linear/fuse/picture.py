@@ -1,0 +1,139 @@
+"""The operators of a model's blocks before and after fuse_, as a picture."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from os import PathLike
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .report import Report
+
+WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
+ROW = 1.0
+# The fused box is as wide as what it stands for, so that the eye sees what went into it.
+COLOURS = {
+    "MatMul": "#cfe3f5",
+    "BiasAdd": "#e3edd2",
+    "ReLU": "#fbe0c3",
+    "GELU": "#fbe0c3",
+    "Dropout": "#eceff1",
+    "linear": "#2a6f97",
+}
+INK = "#12304a"
+FAINT = "#6b7a86"
+
+
+def draw_blocks(path: str | PathLike, report: Report) -> None:
+    """Two rows for each kind of block: the operators before, and after in the same columns."""
+    try:
+        # Figure without pyplot: no global state
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("save_picture: expected matplotlib to be installed, got none") from error
+
+    patterns = report.patterns()
+    columns = max((len(before) for before, _ in patterns), default=1)
+    width = columns * (WIDTH + GAP) + 1.6
+    height = max(len(patterns), 1) * 3 * ROW + 0.3
+    figure = Figure(figsize=(width, height), dpi=130)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    if not patterns:
+        axes.text(0.3, height / 2, "nothing was fused", color=INK, va="center")
+    for k, ((before, after), blocks) in enumerate(patterns.items()):
+        draw_pattern(axes, 0.45 + 3 * ROW * k, before, after, caption(blocks))
+    # letters stay letters: searchable, and small
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torch_fused_linear"}):
+        figure.savefig(path)
+
+
+def caption(blocks: list) -> str:
+    kinds = list(dict.fromkeys(block.kind for block in blocks))
+    shown = ", ".join(kinds[:3]) + (" ..." if len(kinds) > 3 else "")
+    return f"{len(blocks)} × {shown}"
+
+
+def draw_pattern(
+    axes: Axes, top: float, before: tuple[str, ...], after: tuple[str, ...], title: str
+) -> None:
+    axes.text(0.3, top, title, color=INK, fontsize=11, fontweight="bold", va="center")
+    lines = {"before": top + 0.75, "after": top + 0.75 + ROW}
+    for name, y in lines.items():
+        axes.text(0.3, y, name, color=FAINT, fontsize=9, va="center")
+    ends = []
+    for column, operator in enumerate(before):
+        ends.append(draw_box(axes, operator, column, 1, lines["before"]))
+    join(axes, ends, lines["before"])
+    ends = [
+        draw_box(axes, operator, column, span, lines["after"])
+        for operator, (column, span) in zip(after, spans(before, after))
+    ]
+    join(axes, ends, lines["after"])
+    for k, (operator, follower) in enumerate(pairwise(after)):
+        if "Dropout" not in (operator, follower):  # it would keep the two apart in training
+            hand_over(axes, ends[k], ends[k + 1], lines["after"], operator)
+
+
+def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Of each operator after: its first column, and how many operators before it stands for.
+
+    A fused operator stands for all from its MatMul up to the next but dropouts, which follow it.
+    """
+    starts = [i for i, operator in enumerate(before) if operator == "MatMul"] + [len(before)]
+    found: list[tuple[int, int]] = []
+    for operator in after:
+        if operator == "Dropout":
+            column, span = sum(found[-1]), 1
+        else:
+            column, end = starts.pop(0), starts[0]
+            span = end - column - before[column:end].count("Dropout")
+        found.append((column, span))
+    return found
+
+
+def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tuple[float, float]:
+    from matplotlib.patches import FancyBboxPatch
+
+    x = 1.3 + column * (WIDTH + GAP)
+    width = span * WIDTH + (span - 1) * GAP
+    fused = operator.startswith("linear")
+    colour = COLOURS.get("linear" if fused else operator.partition(" ")[0], "#ffffff")
+    style = "round,pad=0,rounding_size=0.08"
+    box = (x, y - HEIGHT / 2), width, HEIGHT
+    axes.add_patch(FancyBboxPatch(*box, boxstyle=style, facecolor=colour, edgecolor=INK, lw=0.8))
+    colour = "white" if fused else INK
+    axes.text(x + width / 2, y, operator, color=colour, fontsize=9.5, ha="center", va="center")
+    return x, x + width
+
+
+def join(axes: Axes, ends: list[tuple[float, float]], y: float) -> None:
+    arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
+    for (_, start), (end, _) in pairwise(ends):
+        axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+
+
+def hand_over(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], y: float, operator: str
+) -> None:
+    """An arrow from the later layer back to the earlier: the gradient with the activation's part
+    and the bias's sum done."""
+    derivative = "ReLU′" if "relu" in operator else "GELU′"
+    low = y + HEIGHT / 2
+    right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
+    arrow = {
+        "arrowstyle": "-|>",
+        "color": FAINT,
+        "lw": 1.0,
+        "linestyle": "--",
+        "connectionstyle": "arc3,rad=-0.18",
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    axes.annotate("", (left, low), (right, low), arrowprops=arrow)
+    text = f"backward: gradient with {derivative} and Σ bias"
+    axes.text((left + right) / 2, low + 0.3, text, color=FAINT, fontsize=8, ha="center", va="top")
