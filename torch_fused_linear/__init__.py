@@ -5,6 +5,7 @@ from . import _library
 if _library.load():
     from . import plans
     from ._library import library_path
+    from .compiler import compile_backend, compile_options
     from .functional import linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
     from .fused_mlp import FusedMLP
@@ -17,6 +18,8 @@ if _library.load():
         "FusedLinearGELU",
         "FusedLinearReLU",
         "FusedMLP",
+        "compile_backend",
+        "compile_options",
         "explain",
         "fuse_",
         "get_policy",

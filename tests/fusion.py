@@ -1,0 +1,46 @@
+"""What the tests of the pass over compiled graphs share."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_fused_linear as tfl
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def tensors(*lead, dtype=torch.float32):
+    """x [*lead, 6], then weight and bias of 6 -> 8 and of 8 -> 6."""
+    shapes = [(*lead, 6), (8, 6), (8,), (6, 8), (6,)]
+    return [torch.randn(s).to(dtype).requires_grad_(dtype.is_floating_point) for s in shapes]
+
+
+def results(function, args):
+    torch.manual_seed(1)  # the same dropout
+    y = function(*args)
+    wanted = [t for t in args if t.requires_grad]
+    if not y.requires_grad:
+        return [y]
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
+
+
+def check(function, args, backend="eager", **replaced):
+    """Compiled with the pass it is the same function, and so much of it has been replaced."""
+    backend = tfl.compile_backend(backend)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for got, want in zip(results(compiled, args), results(function, args), strict=True):
+        torch.testing.assert_close(got, want)
+    assert backend.replaced == replaced
+
+
+def chain(x, w, b, v, c):
+    return F.linear(F.relu(F.linear(x, w, b)), v, c)
+
+
+def tanh_formula(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3.0))))
