@@ -5,6 +5,7 @@ from . import _library
 if _library.load():
     from . import plans
     from ._library import library_path
+    from . import flops
     from .compiler import compile_backend, compile_options
     from .functional import linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
@@ -12,6 +13,8 @@ if _library.load():
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
     from .policy import get_policy, handover, set_policy
     from .report import explain
+
+    flops.register_when_imported()
 
     __all__ = [
         "FusedLinear",

@@ -1,0 +1,101 @@
+"""FLOPs of the operators for :class:`torch.utils.flop_counter.FlopCounterMode`.
+
+Counted as torch counts its own: two for each multiplication and addition in a matrix product, none
+for biases and activations. So a fused model has exactly the count of the plain one.
+
+The names in ``FORMULAS`` are also what a policy of selective activation checkpointing
+(:func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`) needs in order to keep the
+results of products and compute all else anew::
+
+    def policy(context, op, *args, **kwargs):
+        if op.namespace == "fused" and op.overloadpacket.__name__ in flops.FORMULAS:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+It sees operators below autograd, eager and compiled, and so not ``fused::mlp`` but what the layers
+of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` (under the policy
+``"cublaslt"`` in eager mode ``fused::_linear_relu_aux``) and ``fused::_linear_gelu_aux``, whose
+second result is the pre-activation (for a width that is no multiple of 8 ``fused::linear``, and
+ATen's gelu).
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+from math import prod
+
+import torch
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def linear(input, weight, *args, **kwargs) -> int:
+    """Of one layer's forward, from the shapes of its arguments."""
+    return 2 * prod(input) * weight[0]
+
+
+def mlp(input, weights, *args, **kwargs) -> int:
+    """Of a chain's forward."""
+    return sum(2 * prod(input[:-1]) * prod(weight) for weight in weights)
+
+
+def linear_backward(grad_output, input, weight, saved, activation, output_mask, **kwargs) -> int:
+    """Of one layer's backward: a product for the gradient of the input, one for the weight's."""
+    return linear(input, weight) * (bool(output_mask[0]) + bool(output_mask[1]))
+
+
+def linear_backward_across(
+    grad_output, input, weight, saved, activation, output_mask, *args, **kwargs
+) -> int:
+    """The same; here the gradient of the input is always computed."""
+    return linear(input, weight) * (1 + bool(output_mask[1]))
+
+
+FORMULAS = {
+    "linear": linear,
+    "linear_relu": linear,
+    "linear_gelu": linear,
+    "mlp": mlp,
+    "_linear_relu_aux": linear,
+    "_linear_gelu_aux": linear,
+    "_linear_backward": linear_backward,
+    "_linear_backward_across": linear_backward_across,
+}
+
+
+def register() -> None:
+    """Makes torch's counter know the operators. The import of the package sees to it."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for name, formula in FORMULAS.items():
+        op = getattr(torch.ops.fused, name)
+        if op not in flop_registry:
+            register_flop_formula(op)(formula)
+
+
+def register_when_imported() -> None:
+    """Registers once torch's counter is there: its import takes a third of a second (it brings
+    Triton with it), which only those who count should have to wait for."""
+    if _COUNTER in sys.modules:
+        register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the others find the counter's module, and registers after it has been run."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            exec_module = spec.loader.exec_module
+
+            def exec_and_register(module) -> None:
+                exec_module(module)
+                register()
+
+            spec.loader.exec_module = exec_and_register
+        return spec
