@@ -11,6 +11,7 @@ if _library.load():
     from .fuse import fuse_, unfuse_
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
+    from .onnx import onnx_translation_table
     from .policy import get_policy, handover, set_policy
     from .report import explain
 
@@ -33,6 +34,7 @@ if _library.load():
         "linear_relu",
         "mlp",
         "plans",
+        "onnx_translation_table",
         "set_policy",
         "unfuse_",
     ]

@@ -1,0 +1,120 @@
+"""Our operators in ONNX, for ``torch.onnx.export(..., dynamo=True)``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# What torch.onnx.export writes unless told otherwise.
+_DEFAULT_OPSET = 20
+
+
+def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Callable]:
+    """How ``torch.onnx.export`` is to write the fused operators.
+
+    ::
+
+        torch.onnx.export(
+            model.eval(),
+            (x,),
+            "model.onnx",
+            dynamo=True,
+            dynamic_shapes=({0: "tokens"},),
+            custom_translation_table=torch_fused_linear.onnx_translation_table(),
+        )
+
+    The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
+    then ``Relu`` or ``Gelu``. Before opset 20, which brought ``Gelu``, its formula is written out
+    (of the kind that was asked for); ONNX Runtime puts it together again.
+
+    Args:
+        opset_version: the one that ``torch.onnx.export`` is called with; at least 18.
+
+    Returns:
+        For each operator the function that writes it.
+
+    Raises:
+        ImportError: onnxscript, which the exporter needs as well, is not installed.
+        ValueError: ``opset_version`` is below 18.
+    """
+    try:
+        import onnxscript
+    except ImportError as error:
+        raise ImportError(
+            "torch_fused_linear.onnx_translation_table needs onnxscript, as the exporter does: "
+            "pip install onnx onnxscript"
+        ) from error
+    if opset_version < 18:
+        raise ValueError(
+            f"onnx_translation_table: opset_version must be 18 or more, got {opset_version}"
+        )
+    return _make_table(onnxscript, has_gelu=opset_version >= 20)
+
+
+def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
+    op, newer = onnxscript.opset18, onnxscript.opset20
+
+    def is_matrix(x) -> bool:
+        return x.shape is not None and len(x.shape) == 2
+
+    def product(input, weight, bias, gemm: bool):
+        if gemm:
+            return op.Gemm(input, weight, bias, transB=1)
+        result = op.MatMul(input, op.Transpose(weight, perm=[1, 0]))
+        return result if bias is None else op.Add(result, bias)
+
+    def gelu(x, approximate: str):
+        if has_gelu:
+            return newer.Gelu(x, approximate=approximate)
+
+        def number(value: float):
+            return op.CastLike(op.Constant(value_float=value), x)
+
+        if approximate == "tanh":
+            cube = op.Mul(number(0.044715), op.Pow(x, number(3.0)))
+            bracket = op.Tanh(op.Mul(number(math.sqrt(2 / math.pi)), op.Add(x, cube)))
+        else:
+            bracket = op.Erf(op.Div(x, number(math.sqrt(2))))
+        return op.Mul(x, op.Mul(number(0.5), op.Add(bracket, number(1.0))))
+
+    def activate(x, activation: str):
+        if activation == "relu":
+            return op.Relu(x)
+        return gelu(x, {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation])
+
+    # The exporter tells tensors from attributes by the annotations, which must be objects.
+    def linear(input, weight, bias=None):
+        return product(input, weight, bias, is_matrix(input))
+
+    def linear_relu(input, weight, bias=None):
+        return op.Relu(product(input, weight, bias, is_matrix(input)))
+
+    def linear_gelu(input, weight, bias=None, approximate="tanh"):
+        return gelu(product(input, weight, bias, is_matrix(input)), approximate)
+
+    def mlp(input, weights, biases, activation):
+        gemm = is_matrix(input)  # of what follows the shape is not known yet
+        for weight, bias in zip(weights[:-1], biases[:-1]):
+            input = activate(product(input, weight, bias, gemm), activation)
+        return product(input, weights[-1], biases[-1], gemm)
+
+    tensor = onnxscript.onnx_types.TensorType
+    one = {"input": tensor, "weight": tensor, "bias": tensor | None}
+    linear.__annotations__ = linear_relu.__annotations__ = one
+    linear_gelu.__annotations__ = {**one, "approximate": str}
+    mlp.__annotations__ = {
+        "input": tensor,
+        "weights": Sequence[tensor],
+        "biases": Sequence[tensor | None],
+        "activation": str,
+    }
+    fused = torch.ops.fused
+    return {
+        fused.linear.default: linear,
+        fused.linear_relu.default: linear_relu,
+        fused.linear_gelu.default: linear_gelu,
+        fused.mlp.default: mlp,
+    }
