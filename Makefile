@@ -14,6 +14,7 @@ PYTHON := $(or $(PYTHON),$(shell python3 -c '$(READY)' 2>/dev/null && echo pytho
 ifeq ($(PYTHON),)
 PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/ready
+MODELS := .venv/models-ready
 endif
 
 .PHONY: demo test gpu-test build lint format clean
@@ -21,7 +22,7 @@ endif
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
 
-test: build
+test: build $(MODELS)
 	$(PYTHON) -m pytest $(ARGS)
 
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
@@ -56,6 +57,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 	$(PIP) -r requirements.txt
 	@if .venv/bin/python -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
 	  echo '$(PIP) -r requirements-nvcc.txt'; $(PIP) -r requirements-nvcc.txt; fi
+	@touch $@
+
+.venv/models-ready: requirements-models.txt | .venv/ready
+	$(PIP) -r requirements-models.txt
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python

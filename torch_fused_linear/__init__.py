@@ -3,9 +3,8 @@
 from . import _library
 
 if _library.load():
-    from . import plans
+    from . import flops, plans
     from ._library import library_path
-    from . import flops
     from .compiler import compile_backend, compile_options
     from .functional import linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
@@ -33,8 +32,8 @@ if _library.load():
         "linear_gelu",
         "linear_relu",
         "mlp",
-        "plans",
         "onnx_translation_table",
+        "plans",
         "set_policy",
         "unfuse_",
     ]
