@@ -33,7 +33,7 @@ __device__ void raise(double* to, double at_least) {
 
 // A warp for each sample.
 template <typename T>
-__global__ void error_kernel(AccuracySample s, AccuracyError* error) {
+__global__ void error_kernel(AccuracySample s, gemm::SampledError* error) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
   const uint64_t where = scatter(sample);
@@ -85,22 +85,13 @@ __global__ void error_kernel(AccuracySample s, AccuracyError* error) {
 
 }  // namespace
 
-void sample_error(const AccuracySample& sample, AccuracyError* error, cudaStream_t stream) {
+void sample_error(const AccuracySample& sample, gemm::SampledError* error, cudaStream_t stream) {
   constexpr int threads = 256;
   constexpr int blocks = samples * warp / threads;
   with_type(sample.type, [&](auto element) {
     error_kernel<decltype(element)><<<blocks, threads, 0, stream>>>(sample, error);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
-}
-
-bool is_as_exact(const AccuracyError& error, const AccuracyError& reference, gemm::Type type) {
-  constexpr double ulps[] = {0x1p-52, 0x1p-23, 0x1p-10, 0x1p-7};  // f64, f32, f16, bf16
-  const double ulp = ulps[static_cast<int>(type)];
-  const auto mean = [](const AccuracyError& e) { return e.count > 0 ? e.sum / e.count : 0; };
-  // Rounding the result alone costs about a quarter of an ulp of each element.
-  return error.worst <= 1.1 * reference.worst + ulp * reference.largest &&
-         mean(error) <= 1.1 * mean(reference) + 1e-4 * ulp * reference.largest;
 }
 
 }  // namespace fused

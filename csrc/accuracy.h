@@ -4,6 +4,7 @@
 
 #include "activation.h"
 #include "gemm/problem.h"
+#include "gemm/race.h"
 
 #include <cuda_runtime_api.h>
 
@@ -19,17 +20,7 @@ struct AccuracySample {
   bool mask = false;
 };
 
-struct AccuracyError {
-  double sum = 0;      // of |result - exact|
-  double worst = 0;    //
-  double largest = 0;  // |exact|
-  double count = 0;    // elements that were finite
-};
-
 // Adds the errors of some thousand elements to *error, which is on the device and zero at first.
-void sample_error(const AccuracySample& sample, AccuracyError* error, cudaStream_t stream);
-
-// Whether an error is no worse than another's, up to a tenth and one unit in the last place.
-bool is_as_exact(const AccuracyError& error, const AccuracyError& reference, gemm::Type type);
+void sample_error(const AccuracySample& sample, gemm::SampledError* error, cudaStream_t stream);
 
 }  // namespace fused

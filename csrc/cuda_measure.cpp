@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <sstream>
 
 namespace fused {
@@ -30,6 +31,7 @@ using gemm::Strategy;
 
 constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
 constexpr double failed = std::numeric_limits<double>::infinity();
+constexpr double launch_bound = 20;  // microseconds: below, the CPU's time counts as well
 
 struct Contender {
   gemm::Plan plan;
@@ -54,7 +56,7 @@ struct Layout {
       aux = take(call.aux.rows * row_bytes);
     }
     bias = take(p.bias ? std::max(p.product.m, p.product.n) * element : 0);
-    errors = take(static_cast<int64_t>(contenders.size() * sizeof(AccuracyError)));
+    errors = take(static_cast<int64_t>(contenders.size() * sizeof(gemm::SampledError)));
     int64_t most = 0;
     for (const auto& c : contenders) most = std::max(most, c.plan.algorithm.workspace);
     workspace = take(most);
@@ -104,27 +106,27 @@ class Measurement {
       : call_(layout.aside(call, scratch)),
         contenders_(contenders),
         workspace_(scratch + layout.workspace),
-        errors_(reinterpret_cast<AccuracyError*>(scratch + layout.errors)),
+        errors_(reinterpret_cast<gemm::SampledError*>(scratch + layout.errors)),
         stream_(at::cuda::getCurrentCUDAStream(call.problem.product.device)),
         best_(contenders.size()) {}
 
-  // Warms all contenders up; which of them run, and are as exact as the last, which is eager's way.
-  std::vector<bool> sound() {
-    const auto bytes = contenders_.size() * sizeof(AccuracyError);
+  // Warms all contenders up; the errors of those that run.
+  std::vector<std::optional<gemm::SampledError>> errors() {
+    const auto bytes = contenders_.size() * sizeof(gemm::SampledError);
     std::vector<bool> runs;
     C10_CUDA_CHECK(cudaMemsetAsync(errors_, 0, bytes, stream_));
     for (size_t i = 0; i < contenders_.size(); ++i) {
       runs.push_back(once(i));
       if (runs.back()) sample_error(sample_of(call_), errors_ + i, stream_);
     }
-    std::vector<AccuracyError> errors(contenders_.size());
-    C10_CUDA_CHECK(cudaMemcpyAsync(errors.data(), errors_, bytes, cudaMemcpyDeviceToHost, stream_));
+    std::vector<gemm::SampledError> found(contenders_.size());
+    C10_CUDA_CHECK(cudaMemcpyAsync(found.data(), errors_, bytes, cudaMemcpyDeviceToHost, stream_));
     C10_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    std::vector<std::optional<gemm::SampledError>> result;
     for (size_t i = 0; i < runs.size(); ++i) {
-      runs[i] = runs[i] && runs.back() &&
-                is_as_exact(errors[i], errors.back(), call_.problem.product.type);
+      result.push_back(runs[i] ? std::optional(found[i]) : std::nullopt);
     }
-    return runs;
+    return result;
   }
 
   // What a call of each costs, in microseconds: the device's time, and where that is so short that
@@ -168,8 +170,6 @@ class Measurement {
  private:
   static constexpr int64_t sleep_cycles = 20000;  // some 12 us, as long as launching takes at most
 
-  static constexpr double launch_bound = 20;
-
   struct Lap {
     at::cuda::CUDAEvent begin{cudaEventDefault}, end{cudaEventDefault};
     double host = 0;
@@ -187,7 +187,7 @@ class Measurement {
   StageCall call_;
   std::vector<Contender>& contenders_;
   void* workspace_;
-  AccuracyError* errors_;
+  gemm::SampledError* errors_;
   c10::cuda::CUDAStream stream_;
   std::vector<Times> best_;
   int repeats_ = 1;
@@ -220,12 +220,81 @@ std::vector<Contender> contenders_for(const StageCall& call) {
   return result;
 }
 
+// Other configurations of the algorithm that has won, between it and eager's way.
+std::vector<Contender> contenders_around(const StageCall& call, const Decision& winner) {
+  std::vector<Contender> result;
+  if (!gemm::has_step(*winner.strategy, Step::product)) return result;
+  result.push_back(contender(call, *winner.strategy, winner.algorithm));
+  // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
+  constexpr double load_us = 10e3;
+  const double room = plans::budget() * 1e3 / (load_us + 4 * winner.microseconds);
+  for (const auto& algorithm :
+       algorithms_around(call, *winner.strategy, winner.algorithm, static_cast<size_t>(room))) {
+    result.push_back(contender(call, *winner.strategy, algorithm));
+  }
+  for (const auto& strategy : gemm::strategies) {
+    if (!gemm::has_step(strategy, Step::product) &&
+        !gemm::objection(call.problem, strategy, lt_version())) {
+      result.push_back(contender(call, strategy, {}));
+    }
+  }
+  return result;
+}
+
 size_t index_of(const std::vector<Contender>& contenders, const Decision& decision) {
   for (size_t i = 0; i < contenders.size(); ++i) {
     const auto& d = contenders[i].decision;
     if (d.strategy == decision.strategy && d.algorithm == decision.algorithm) return i;
   }
   return contenders.size() - 1;
+}
+
+double ulp_of(const StageCall& call) {
+  constexpr double ulps[] = {0x1p-52, 0x1p-23, 0x1p-10, 0x1p-7};  // f64, f32, f16, bf16
+  return ulps[static_cast<int>(call.problem.product.type)];
+}
+
+// The winner of a race; nothing where there is too little memory, or nobody sound.
+std::optional<Decision> contest(const StageCall& call, std::vector<Contender>& contenders,
+                                const Decision& incumbent, const char* what) {
+  const auto begin = std::chrono::steady_clock::now();
+  const Layout layout(call, contenders);
+  const Scratch scratch(layout.bytes);
+  if (scratch.data() == nullptr) return std::nullopt;
+  Measurement measurement(call, contenders, layout, scratch.data());
+
+  gemm::Field field{measurement.errors(), {}, index_of(contenders, incumbent), ulp_of(call)};
+  for (const auto& c : contenders) {
+    // The user who asked for the library's own epilogues gets no other strategy.
+    field.eligible.push_back(!call.problem.literal || c.decision.strategy == incumbent.strategy);
+  }
+  measurement.set_repeats(measurement.lap({field.incumbent}).front());
+  gemm::RaceRules rules;
+  rules.budget_us = plans::budget() * 1e3;
+  const auto choice = gemm::choose(
+      field, [&](const std::vector<size_t>& running) { return measurement.lap(running); },
+      [begin] { return microseconds_since(begin); }, rules);
+  if (!choice) return std::nullopt;
+
+  auto decision = contenders[choice->winner].decision;
+  decision.microseconds = static_cast<float>(measurement.best(choice->winner).device);
+  const double eager = measurement.best(contenders.size() - 1).device;
+  if (std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
+  if (plans::verbosity() > 1) {
+    for (size_t i = 0; i < contenders.size(); ++i) {
+      const auto times = measurement.best(i);
+      std::ostringstream line;
+      line << "  " << contenders[i].decision.strategy->name << ": " << times.device << " us, CPU "
+           << times.host << " us" << (i == choice->winner ? " (taken)" : "");
+      plans::log(line.str());
+    }
+  }
+  std::ostringstream line;
+  line << what << choice->entered << " of " << contenders.size() << " candidates sound, "
+       << choice->rounds << " rounds, " << static_cast<int>(microseconds_since(begin) / 1e3)
+       << " ms, best " << decision.microseconds << " us";
+  plans::log(line.str());
+  return decision;
 }
 
 std::mutex& one_at_a_time() {
@@ -240,69 +309,30 @@ std::optional<Decision> measure(const StageCall& call, const StageProblem& bucke
   const std::lock_guard lock(one_at_a_time());
   if (const auto known = plans::measured().find(bucket)) return known;  // by another thread
   const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-  const auto begin = std::chrono::steady_clock::now();
   const explain::Quiet nothing_shown;
-  const auto watch = [begin] { return microseconds_since(begin); };
 
   auto contenders = contenders_for(call);
   if (contenders.empty()) return std::nullopt;
-  const Layout layout(call, contenders);
-  const Scratch scratch(layout.bytes);
-  if (scratch.data() == nullptr) {
-    plans::log("too little memory to measure, by rule: " + gemm::describe(bucket, *by_rule));
+  const auto incumbent = by_rule ? *by_rule : contenders.back().decision;
+  auto decision = contest(call, contenders, incumbent, "");
+  if (!decision) {
+    plans::log("not measured, by rule: " + gemm::describe(bucket, incumbent));
     return std::nullopt;
   }
-  Measurement measurement(call, contenders, layout, scratch.data());
-
-  // Who is unsound keeps its place, so that the others keep theirs, and is not let in.
-  const auto sound = measurement.sound();
-  std::vector<size_t> field;
-  for (size_t i = 0; i < contenders.size(); ++i) {
-    // The user who asked for the library's own epilogues gets no other strategy.
-    const bool asked_for =
-        !call.problem.literal || !by_rule || contenders[i].decision.strategy == by_rule->strategy;
-    if (sound[i] && asked_for) field.push_back(i);
-  }
-  if (field.empty()) return std::nullopt;
-  const auto first = by_rule ? index_of(contenders, *by_rule) : contenders.size() - 1;
-  const auto incumbent = std::ranges::find(field, first);
-  const size_t start = incumbent == field.end() ? field.size() - 1 : incumbent - field.begin();
-
-  measurement.set_repeats(measurement.lap({field[start]}).front());
-  const auto lap = [&](const std::vector<size_t>& running) {
-    std::vector<size_t> indices;
-    for (const size_t i : running) indices.push_back(field[i]);
-    return measurement.lap(indices);
-  };
-  gemm::RaceRules rules;
-  rules.budget_us = plans::budget() * 1e3;
-  const auto race = gemm::race(field.size(), start, lap, watch, rules);
-
-  if (!std::isfinite(race.medians[race.winner])) return std::nullopt;
-  auto decision = contenders[field[race.winner]].decision;
-  const auto device_time = [&](size_t i) {
-    const double time = measurement.best(i).device;
-    return std::isfinite(time) ? static_cast<float>(time) : 0;
-  };
-  decision.microseconds = device_time(field[race.winner]);
-  decision.eager_microseconds = device_time(contenders.size() - 1);
-  if (plans::verbosity() > 1) {
-    for (const size_t i : field) {
-      const auto times = measurement.best(i);
-      std::ostringstream line;
-      line << "  " << contenders[i].decision.strategy->name << ": " << times.device << " us, CPU "
-           << times.host << " us" << (i == field[race.winner] ? " (taken)" : "");
-      plans::log(line.str());
+  // Beyond what the heuristic offers, around what has won; not worth it where launching is what
+  // takes the time.
+  if (decision->microseconds > launch_bound) {
+    auto around = contenders_around(call, *decision);
+    if (around.size() > 2) {
+      const auto eager = decision->eager_microseconds;
+      if (const auto better = contest(call, around, *decision, "  further configurations: ")) {
+        decision = better;
+      }
+      decision->eager_microseconds = eager;
     }
   }
-  if (plans::verbosity() > 0) {
-    std::ostringstream line;
-    line << gemm::describe(bucket, decision) << "; " << field.size() << " of " << contenders.size()
-         << " candidates sound, " << race.rounds << " rounds, "
-         << static_cast<int64_t>(watch() / 1e3) << " ms";
-    plans::log(line.str());
-  }
-  return plans::measured().add(bucket, decision);
+  plans::log(gemm::describe(bucket, *decision));
+  return plans::measured().add(bucket, *decision);
 }
 
 }  // namespace fused

@@ -93,28 +93,45 @@ std::optional<Decision> decide_by_measuring(const StageCall& call, bool capturin
   return measure(call, bucket, decide_by_rule(call));
 }
 
+// A ReLU's epilogue must let NaN through, which not every algorithm does.
+std::vector<gemm::Algorithm> without_nan_eaters(const StageCall& call, const Strategy& strategy,
+                                                const gemm::Problem& product,
+                                                gemm::Descriptors& descriptors,
+                                                std::vector<gemm::Algorithm> algorithms,
+                                                size_t enough) {
+  if (!gemm::needs_nan_trial(product) || algorithms.empty()) return algorithms;
+  const Scratch scratch(static_cast<int64_t>(gemm::nan_trial_bytes(product)));
+  if (scratch.data() == nullptr) return {};
+  const auto stream = at::cuda::getCurrentCUDAStream(product.device);
+  std::vector<gemm::Algorithm> good;
+  for (const auto& algorithm : algorithms) {
+    if (good.size() == enough) break;
+    if (gemm::passes_nan(lt_handle(product.device), product, descriptors, algorithm,
+                         operands_of(call, strategy), scratch.data(), stream)) {
+      good.push_back(algorithm);
+    }
+  }
+  return good;
+}
+
 }  // namespace
 
 std::vector<gemm::Algorithm> algorithms_for(const StageCall& call, const Strategy& strategy,
                                             int most, size_t enough) {
   const auto product = gemm::product_of(call.problem, strategy);
-  const auto handle = lt_handle(product.device);
   gemm::Descriptors descriptors(product);
-  const auto operands = operands_of(call, strategy);
-  auto offered = gemm::candidates(handle, product, descriptors, operands, most);
-  if (!gemm::needs_nan_trial(product)) return offered;
-  std::vector<gemm::Algorithm> good;
-  const Scratch scratch(static_cast<int64_t>(gemm::nan_trial_bytes(product)));
-  if (scratch.data() == nullptr) return {};
-  const auto stream = at::cuda::getCurrentCUDAStream(product.device);
-  for (const auto& algorithm : offered) {
-    if (good.size() == enough) break;
-    if (gemm::passes_nan(handle, product, descriptors, algorithm, operands, scratch.data(),
-                         stream)) {
-      good.push_back(algorithm);
-    }
-  }
-  return good;
+  auto offered = gemm::candidates(lt_handle(product.device), product, descriptors,
+                                  operands_of(call, strategy), most);
+  return without_nan_eaters(call, strategy, product, descriptors, std::move(offered), enough);
+}
+
+std::vector<gemm::Algorithm> algorithms_around(const StageCall& call, const Strategy& strategy,
+                                               const gemm::Algorithm& algorithm, size_t most) {
+  const auto product = gemm::product_of(call.problem, strategy);
+  gemm::Descriptors descriptors(product);
+  descriptors.set_pointers(operands_of(call, strategy));
+  auto found = gemm::neighbours(lt_handle(product.device), product, descriptors, algorithm, most);
+  return without_nan_eaters(call, strategy, product, descriptors, std::move(found), most);
 }
 
 std::optional<gemm::Plan> aten_plan(const StageProblem& problem) {

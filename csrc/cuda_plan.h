@@ -22,4 +22,9 @@ std::optional<gemm::Plan> aten_plan(const gemm::StageProblem& problem);
 std::vector<gemm::Algorithm> algorithms_for(const StageCall& call, const gemm::Strategy& strategy,
                                             int most, size_t enough);
 
+// Other configurations of an algorithm (tile, cluster), the most similar first.
+std::vector<gemm::Algorithm> algorithms_around(const StageCall& call,
+                                               const gemm::Strategy& strategy,
+                                               const gemm::Algorithm& algorithm, size_t most);
+
 }  // namespace fused

@@ -1,6 +1,7 @@
 """Runs the whole suite on a GPU and leaves the evidence in tests/gpu_record.json.
 
-`make gpu-test` calls it. Further arguments go to pytest; what they were is in the record.
+`make gpu-test` calls it. The gate of speed (gpu_gate.py) follows; `--bench-json FILE` keeps its
+numbers. Further arguments go to pytest; what they were is in the record.
 """
 
 import collections
@@ -72,6 +73,23 @@ def write(record):
     os.replace(temporary, RECORD)
 
 
+def taken_out(arguments, option):
+    """The value that follows `option`, or None, and the arguments without the two."""
+    if option not in arguments:
+        return None, arguments
+    at = arguments.index(option)
+    return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+
+
+def speed(json):
+    import gpu_gate
+
+    try:
+        return gpu_gate.run(json)
+    except Exception as failure:  # no verdict is no pass; the tests' outcome is kept all the same
+        return {"measured": 0, "worst_ratios": {}, "below": [f"no verdict: {failure}"]}
+
+
 def main(arguments):
     import torch
 
@@ -81,6 +99,7 @@ def main(arguments):
     import torch_fused_linear  # noqa: F401  (a library that does not load is no record either)
     from torch_fused_linear import _library, doctor
 
+    bench_json, arguments = taken_out(arguments, "--bench-json")
     began, date = time.monotonic(), datetime.datetime.now(datetime.timezone.utc)
     tree = tree_hash()
     with tempfile.TemporaryDirectory() as folder:
@@ -90,6 +109,7 @@ def main(arguments):
             [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments], cwd=ROOT
         ).returncode
         outcome = summary(report, exit_code)
+    verdict = speed(bench_json)
     record = {
         "date": date.isoformat(timespec="seconds"),
         **doctor.versions(),
@@ -98,13 +118,16 @@ def main(arguments):
         "arguments": arguments,
         "exit_code": exit_code,
         **outcome,
+        "speed": verdict,
         "seconds": round(time.monotonic() - began, 1),
     }
     if tree_hash() != tree:
         return "gpu_record: the tree changed during the run, so no record is written."
     write(record)
     print(f"gpu_record: {RECORD.relative_to(ROOT)} written")
-    return exit_code
+    for label in verdict["below"]:
+        print(f"gpu_record: slower than eager by more than 2 %: {label}")
+    return exit_code or int(bool(verdict["below"]))
 
 
 if __name__ == "__main__":

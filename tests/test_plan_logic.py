@@ -12,7 +12,7 @@ def program(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 15
+    assert len(NAMES) == 17
 
 
 @pytest.mark.parametrize("name", NAMES)

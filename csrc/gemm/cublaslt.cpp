@@ -181,6 +181,58 @@ std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem
   return Algorithm{algorithm.bytes, static_cast<int64_t>(result.workspaceSize)};
 }
 
+std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
+                                  const Descriptors& descriptors, const Algorithm& algorithm,
+                                  size_t most) {
+  const auto origin = as_algo(algorithm);
+  size_t bytes = 0;
+  std::vector<uint32_t> tiles;
+  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, nullptr, 0, &bytes) !=
+      CUBLAS_STATUS_SUCCESS) {
+    return {};
+  }
+  tiles.resize(bytes / sizeof(uint32_t));
+  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, tiles.data(), bytes,
+                                        &bytes) != CUBLAS_STATUS_SUCCESS) {
+    return {};
+  }
+  // The tiles most like the origin's first; the library lists them by their sizes.
+  const auto own = std::ranges::find(tiles, config<uint32_t>(origin, CUBLASLT_ALGO_CONFIG_TILE_ID));
+  const auto middle = own - tiles.begin();
+  std::vector<uint32_t> ordered;
+  for (int64_t away = 0; away < static_cast<int64_t>(tiles.size()); ++away) {
+    if (middle - away >= 0 && middle - away < static_cast<int64_t>(tiles.size())) {
+      ordered.push_back(tiles[middle - away]);
+    }
+    if (away > 0 && middle + away < static_cast<int64_t>(tiles.size())) {
+      ordered.push_back(tiles[middle + away]);
+    }
+  }
+  // Hopper's; elsewhere only the first is valid.
+  constexpr uint16_t clusters[] = {CUBLASLT_CLUSTER_SHAPE_AUTO,  CUBLASLT_CLUSTER_SHAPE_1x1x1,
+                                   CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1,
+                                   CUBLASLT_CLUSTER_SHAPE_2x2x1, CUBLASLT_CLUSTER_SHAPE_4x1x1,
+                                   CUBLASLT_CLUSTER_SHAPE_1x4x1};
+  std::vector<Algorithm> found;
+  for (const uint32_t tile : ordered) {
+    for (const uint16_t cluster : clusters) {
+      auto algo = origin;
+      if (cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile,
+                                               sizeof(tile)) != CUBLAS_STATUS_SUCCESS ||
+          cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID,
+                                               &cluster,
+                                               sizeof(cluster)) != CUBLAS_STATUS_SUCCESS) {
+        continue;
+      }
+      if (found.size() == most) return found;
+      const Algorithm variant{std::bit_cast<decltype(Algorithm::bytes)>(algo), 0};
+      const auto valid = checked(handle, problem, descriptors, variant);
+      if (valid && valid->bytes != algorithm.bytes) found.push_back(*valid);
+    }
+  }
+  return found;
+}
+
 namespace {
 
 cublasStatus_t run_scaled(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,

@@ -49,6 +49,12 @@ std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& proble
 std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
                                  const Descriptors& descriptors, const Algorithm& algorithm);
 
+// Other configurations of the same algorithm, tiles and cluster shapes that are valid for the
+// problem; at most so many, the most similar first.
+std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
+                                  const Descriptors& descriptors, const Algorithm& algorithm,
+                                  size_t most);
+
 // Whether the algorithm gives NaN where it should, tried on the first few columns with alpha = NaN;
 // waits for the stream. scratch holds nan_trial_bytes(problem) on the device.
 size_t nan_trial_bytes(const Problem& problem);

@@ -68,4 +68,38 @@ Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watc
   return result;
 }
 
+bool is_as_exact(const SampledError& error, const SampledError& reference, double ulp) {
+  const auto mean = [](const SampledError& e) { return e.count > 0 ? e.sum / e.count : 0; };
+  // Rounding the result alone costs about a quarter of an ulp of each element.
+  return error.worst <= 1.1 * reference.worst + ulp * reference.largest &&
+         mean(error) <= 1.1 * mean(reference) + 1e-4 * ulp * reference.largest;
+}
+
+std::optional<Choice> choose(const Field& field, const Lap& lap, const Watch& watch,
+                             const RaceRules& rules) {
+  const auto& reference = field.errors.back();
+  if (!reference) return std::nullopt;
+  std::vector<size_t> entered;
+  for (size_t i = 0; i < field.errors.size(); ++i) {
+    const auto& error = field.errors[i];
+    if (error && field.eligible[i] && is_as_exact(*error, *reference, field.ulp)) {
+      entered.push_back(i);
+    }
+  }
+  if (entered.empty()) return std::nullopt;
+  // Where the incumbent is not sound itself, whoever comes last takes its place: eager, as a rule.
+  const auto place = std::ranges::find(entered, field.incumbent);
+  const size_t incumbent = place == entered.end() ? entered.size() - 1 : place - entered.begin();
+  const auto result = race(
+      entered.size(), incumbent,
+      [&](const std::vector<size_t>& running) {
+        std::vector<size_t> contenders;
+        for (const size_t i : running) contenders.push_back(entered[i]);
+        return lap(contenders);
+      },
+      watch, rules);
+  if (!std::isfinite(result.medians[result.winner])) return std::nullopt;
+  return Choice{entered[result.winner], entered.size(), result.rounds};
+}
+
 }  // namespace fused::gemm

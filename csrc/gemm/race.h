@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace fused::gemm {
@@ -34,5 +35,37 @@ using Watch = std::function<double()>;
 // with a time of infinity.
 Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watch,
           const RaceRules& rules);
+
+// The error of a contender's result against the exact one, at some of its elements.
+struct SampledError {
+  double sum = 0;      // of |result - exact|
+  double worst = 0;    //
+  double largest = 0;  // |exact|
+  double count = 0;    // elements that were finite
+};
+
+// Whether an error is no worse than another's, up to a tenth and one unit in the last place, which
+// is given for numbers of magnitude 1.
+bool is_as_exact(const SampledError& error, const SampledError& reference, double ulp);
+
+struct Field {
+  // By contender, eager's way last; nothing: it does not run.
+  std::vector<std::optional<SampledError>> errors;
+  // Whether it may win. The others may be there for comparison.
+  std::vector<bool> eligible;
+  size_t incumbent;
+  double ulp;
+};
+
+struct Choice {
+  size_t winner;
+  size_t entered;  // contenders that raced
+  int rounds;
+};
+
+// Races the eligible contenders that are as exact as eager's way; nothing where none can be told to
+// be sound.
+std::optional<Choice> choose(const Field& field, const Lap& lap, const Watch& watch,
+                             const RaceRules& rules);
 
 }  // namespace fused::gemm

@@ -282,6 +282,52 @@ void the_budget_is_kept() {
   EXPECT(lone.run(0, rules).rounds == rules.least_rounds);
 }
 
+SampledError error(double mean, double worst) { return {100 * mean, worst, 1, 100}; }
+
+// Three contenders, the last of them eager's way; by rule the first is taken.
+struct Chooser {
+  std::vector<double> speeds;
+  std::vector<std::optional<SampledError>> errors;
+  std::vector<bool> eligible{true, true, true};
+
+  std::optional<Choice> run() {
+    const auto lap = [&](const std::vector<size_t>& running) {
+      std::vector<double> times;
+      for (const size_t i : running) times.push_back(speeds[i]);
+      return times;
+    };
+    return choose({errors, eligible, 0, 0x1p-7}, lap, [] { return 0.0; }, {});
+  }
+};
+
+void the_chooser_wants_the_fastest_that_is_right() {
+  const auto right = error(0.001, 0.004), wrong = error(0.01, 0.5);
+  const auto rounds_twice = error(0.0013, 0.005);
+  EXPECT((Chooser{{100, 50, 80}, {right, right, right}}.run()->winner) == 1);
+  EXPECT((Chooser{{100, 50, 80}, {right, wrong, right}}.run()->winner) == 2);
+  EXPECT((Chooser{{100, 50, 120}, {right, rounds_twice, right}}.run()->winner) == 0);
+  EXPECT((Chooser{{100, 50, 120}, {right, std::nullopt, right}}.run()->winner) == 0);
+  EXPECT((Chooser{{100, never, 120}, {right, right, right}}.run()->winner) == 0);
+  // A rule's own choice may be unsound: eager is what the others are then held against.
+  EXPECT((Chooser{{100, never, 120}, {wrong, right, right}}.run()->winner) == 2);
+  EXPECT((Chooser{{100, 50, 80}, {right, right, right}, {true, false, true}}.run()->winner) == 2);
+  // Nobody to compare with, nobody left, nobody who runs to the end: the caller's rule decides.
+  EXPECT(!(Chooser{{100, 50, 80}, {right, right, std::nullopt}}.run()));
+  EXPECT(!(Chooser{{100, 50, 80}, {wrong, wrong, right}, {true, true, false}}.run()));
+  EXPECT(!(Chooser{{never, never, never}, {right, right, right}}.run()));
+  EXPECT((Chooser{{100, 50, 80}, {right, right, right}}.run()->entered) == 3);
+}
+
+void errors_are_compared_with_eagers() {
+  const auto eager = error(0.001, 0.004);
+  EXPECT(is_as_exact(eager, eager, 0));
+  EXPECT(is_as_exact(error(0.00109, 0.0044), eager, 0));
+  EXPECT(!is_as_exact(error(0.0012, 0.004), eager, 0));
+  EXPECT(!is_as_exact(error(0.001, 0.005), eager, 0));
+  EXPECT(is_as_exact(error(0.001, 0.005), eager, 0x1p-7));  // one unit in the last place
+  EXPECT(is_as_exact({}, {}, 0x1p-7));                      // all infinite: nothing to be said
+}
+
 // ---- decisions ---------------------------------------------------------------------------------
 
 Decision decision(const StageProblem& p, const char* strategy, uint64_t mark = 7) {
@@ -464,6 +510,8 @@ const Tests tests{
     {"the_incumbent_stays", the_incumbent_stays_unless_the_lead_is_clear},
     {"who_fails_is_out", who_fails_is_out},
     {"the_budget_is_kept", the_budget_is_kept},
+    {"the_chooser_wants_the_right", the_chooser_wants_the_fastest_that_is_right},
+    {"errors_are_compared", errors_are_compared_with_eagers},
     {"the_first_decision_stays", the_first_decision_stays},
     {"text_comes_back", text_comes_back},
     {"text_that_is_no_decision", text_that_is_no_decision},
