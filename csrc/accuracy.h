@@ -1,6 +1,6 @@
 #pragma once
 
-// The error of a stage's result against fp64, at some of its elements.
+// The error of a stage's results against fp64, at some of their elements.
 
 #include "activation.h"
 #include "gemm/problem.h"
@@ -11,16 +11,21 @@
 namespace fused {
 
 struct AccuracySample {
-  gemm::Type type;
+  gemm::Type type = gemm::Type::f32;
   gemm::Matrix left, right, result;
-  bool forward;                // result = act(left · right + bias), else
-  Activation activation;       // result = left · right · act'(saved)
-  const void* bias = nullptr;  // [cols], forward only
-  gemm::Matrix saved;          // [rows, cols], a mask [rows, bytes]
+  bool forward = true;                       // result = act(left · right + bias), else
+  Activation activation = Activation::none;  // result = left · right · act'(aux)
+  const void* bias = nullptr;                // [cols]; forward only
+  // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
+  gemm::Matrix aux;
   bool mask = false;
+  // Backward: column sums of a matrix, if they are there.
+  gemm::Matrix summed;
+  const void* sums = nullptr;
 };
 
-// Adds the errors of some thousand elements to *error, which is on the device and zero at first.
-void sample_error(const AccuracySample& sample, gemm::SampledError* error, cudaStream_t stream);
+// Adds the errors of some thousand elements, and of some hundred sums, to *errors, which is on the
+// device and zero at first. An element that is not finite where it should be is not counted.
+void sample_errors(const AccuracySample& sample, gemm::SampledErrors* errors, cudaStream_t stream);
 
 }  // namespace fused

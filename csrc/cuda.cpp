@@ -41,7 +41,11 @@ Matrix matrix_of(const Tensor& result) {
 // What our own kernels read: rows of unit stride.
 Operand plain_rows(const Tensor& tensor) {
   auto operand = rows_of(tensor);
-  return operand.matrix.transposed ? rows_of(tensor.contiguous()) : operand;
+  if (!operand.matrix.transposed) return operand;
+  auto copy = tensor.contiguous();
+  operand = rows_of(copy);
+  operand.copy = std::move(copy);
+  return operand;
 }
 
 StageCall stage(Stage stage, const Matrix& left, const Matrix& right, const Matrix& result,
@@ -59,6 +63,11 @@ StageCall stage(Stage stage, const Matrix& left, const Matrix& right, const Matr
 bool run(StageCall call, const Tensor& like) {
   describe(call, *gemm_type(like.scalar_type()), like.get_device());
   return fused::run(call);
+}
+
+// A gradient can always be computed in some way.
+void run_surely(const StageCall& call, const Tensor& like) {
+  TORCH_INTERNAL_ASSERT(run(call, like), "no way to run a gradient's stage");
 }
 
 struct Cuda {
@@ -209,9 +218,9 @@ struct Cuda {
       return;
     }
     const auto right = rows_of(input);
-    run(stage(Stage::weight_gradient, transposed(dz), right.matrix, matrix_of(grad_weight),
-              grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
-        input);
+    run_surely(stage(Stage::weight_gradient, transposed(dz), right.matrix, matrix_of(grad_weight),
+                     grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
+               input);
   }
 
   // dz · weight
@@ -222,7 +231,7 @@ struct Cuda {
       return;
     }
     const auto right = rows_of(weight);
-    run(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result)), weight);
+    run_surely(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result)), weight);
   }
 
   // (dz · weight) · act'(saved), the gradient of the layer before, and its column sums where there
@@ -241,9 +250,9 @@ struct Cuda {
       return;
     }
     const auto right = rows_of(weight);
-    run(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result),
-              wants_sums ? sums.data_ptr() : nullptr, previous, aux.matrix, is_mask(kept)),
-        weight);
+    run_surely(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result),
+                     wants_sums ? sums.data_ptr() : nullptr, previous, aux.matrix, is_mask(kept)),
+               weight);
   }
 
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.

@@ -19,6 +19,7 @@ struct Device {
   int arch = 0;
   int64_t workspace_limit = 0;
   plans::Machine machine;
+  std::mutex measuring;
 };
 
 std::string model_of(int device) {
@@ -35,6 +36,7 @@ Device& device_of(int index) {
   TORCH_CHECK(index < most_devices, "fused: at most ", most_devices, " devices, got ", index);
   auto& device = (*devices)[index];
   std::call_once(device.once, [&] {
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     const auto status = cublasLtCreate(&device.handle);
     TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: cublasLtCreate failed with ",
                 cublasLtGetStatusName(status));
@@ -104,6 +106,8 @@ gemm::Settings gemm_settings(int device, gemm::Type type) {
 }
 
 const plans::Machine& machine_of(int device) { return device_of(device).machine; }
+
+std::mutex& measuring(int device) { return device_of(device).measuring; }
 
 std::optional<plans::Machine> plans::machine(int device) {
   if (c10::cuda::device_count() == 0) return std::nullopt;

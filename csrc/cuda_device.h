@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cublasLt.h>
 
+#include <mutex>
 #include <optional>
 
 namespace fused {
@@ -26,6 +27,10 @@ gemm::Settings gemm_settings(int device, gemm::Type type);
 
 // What plans of this device are valid for.
 const plans::Machine& machine_of(int device);
+
+// Held while something is measured on the device. One each: who measures waits for the device, and
+// what that is busy with may itself wait for another device.
+std::mutex& measuring(int device);
 
 // Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs, and given back to
 // the stream's pool at once.

@@ -56,7 +56,7 @@ struct Layout {
       aux = take(call.aux.rows * row_bytes);
     }
     bias = take(p.bias ? std::max(p.product.m, p.product.n) * element : 0);
-    errors = take(static_cast<int64_t>(contenders.size() * sizeof(gemm::SampledError)));
+    errors = take(static_cast<int64_t>(contenders.size() * sizeof(gemm::SampledErrors)));
     int64_t most = 0;
     for (const auto& c : contenders) most = std::max(most, c.plan.algorithm.workspace);
     workspace = take(most);
@@ -81,15 +81,20 @@ struct Layout {
 AccuracySample sample_of(const StageCall& call) {
   const auto& p = call.problem;
   const bool forward = p.stage == gemm::Stage::forward;
-  return {p.product.type,
-          call.left,
-          call.right,
-          call.result,
-          forward,
-          p.activation,
-          forward ? call.bias : nullptr,
-          call.aux,
-          p.mask};
+  AccuracySample sample;
+  sample.type = p.product.type;
+  sample.left = call.left, sample.right = call.right, sample.result = call.result;
+  sample.forward = forward, sample.activation = p.activation;
+  if (forward) {
+    sample.bias = call.bias;
+    if (p.aux) sample.aux = call.aux;
+  } else {
+    sample.aux = call.aux;
+    sample.sums = call.bias;
+    sample.summed = summed(call);
+  }
+  sample.mask = p.mask;
+  return sample;
 }
 
 double microseconds_since(std::chrono::steady_clock::time_point start) {
@@ -106,23 +111,26 @@ class Measurement {
       : call_(layout.aside(call, scratch)),
         contenders_(contenders),
         workspace_(scratch + layout.workspace),
-        errors_(reinterpret_cast<gemm::SampledError*>(scratch + layout.errors)),
+        written_bytes_(layout.errors - layout.result),
+        errors_(reinterpret_cast<gemm::SampledErrors*>(scratch + layout.errors)),
         stream_(at::cuda::getCurrentCUDAStream(call.problem.product.device)),
         best_(contenders.size()) {}
 
   // Warms all contenders up; the errors of those that run.
-  std::vector<std::optional<gemm::SampledError>> errors() {
-    const auto bytes = contenders_.size() * sizeof(gemm::SampledError);
+  std::vector<std::optional<gemm::SampledErrors>> errors() {
+    const auto bytes = contenders_.size() * sizeof(gemm::SampledErrors);
     std::vector<bool> runs;
     C10_CUDA_CHECK(cudaMemsetAsync(errors_, 0, bytes, stream_));
     for (size_t i = 0; i < contenders_.size(); ++i) {
+      // NaN everywhere: what is not written is not taken for the work of the one before.
+      C10_CUDA_CHECK(cudaMemsetAsync(call_.result.data, 0xff, written_bytes_, stream_));
       runs.push_back(once(i));
-      if (runs.back()) sample_error(sample_of(call_), errors_ + i, stream_);
+      if (runs.back()) sample_errors(sample_of(call_), errors_ + i, stream_);
     }
-    std::vector<gemm::SampledError> found(contenders_.size());
+    std::vector<gemm::SampledErrors> found(contenders_.size());
     C10_CUDA_CHECK(cudaMemcpyAsync(found.data(), errors_, bytes, cudaMemcpyDeviceToHost, stream_));
     C10_CUDA_CHECK(cudaStreamSynchronize(stream_));
-    std::vector<std::optional<gemm::SampledError>> result;
+    std::vector<std::optional<gemm::SampledErrors>> result;
     for (size_t i = 0; i < runs.size(); ++i) {
       result.push_back(runs[i] ? std::optional(found[i]) : std::nullopt);
     }
@@ -187,7 +195,8 @@ class Measurement {
   StageCall call_;
   std::vector<Contender>& contenders_;
   void* workspace_;
-  gemm::SampledError* errors_;
+  int64_t written_bytes_;  // from the result on: all that contenders write but the workspace
+  gemm::SampledErrors* errors_;
   c10::cuda::CUDAStream stream_;
   std::vector<Times> best_;
   int repeats_ = 1;
@@ -203,8 +212,9 @@ Contender contender(const StageCall& call, const Strategy& strategy, const Algor
   return {std::move(plan), decision};
 }
 
-// Everything worth trying, eager's way last.
-std::vector<Contender> contenders_for(const StageCall& call) {
+// Everything worth trying, eager's way last. The user who asked for the library's own epilogues
+// gets no other strategy, and eager's for comparison.
+std::vector<Contender> contenders_for(const StageCall& call, const Strategy* by_rule) {
   std::vector<Contender> result;
   for (const auto& strategy : gemm::strategies) {
     if (gemm::objection(call.problem, strategy, lt_version())) continue;
@@ -212,6 +222,7 @@ std::vector<Contender> contenders_for(const StageCall& call) {
       result.push_back(contender(call, strategy, {}));
       continue;
     }
+    if (call.problem.literal && by_rule != nullptr && &strategy != by_rule) continue;
     for (const auto& algorithm :
          algorithms_for(call, strategy, algorithms_asked, algorithms_asked)) {
       result.push_back(contender(call, strategy, algorithm));
@@ -265,7 +276,6 @@ std::optional<Decision> contest(const StageCall& call, std::vector<Contender>& c
 
   gemm::Field field{measurement.errors(), {}, index_of(contenders, incumbent), ulp_of(call)};
   for (const auto& c : contenders) {
-    // The user who asked for the library's own epilogues gets no other strategy.
     field.eligible.push_back(!call.problem.literal || c.decision.strategy == incumbent.strategy);
   }
   measurement.set_repeats(measurement.lap({field.incumbent}).front());
@@ -279,7 +289,8 @@ std::optional<Decision> contest(const StageCall& call, std::vector<Contender>& c
   auto decision = contenders[choice->winner].decision;
   decision.microseconds = static_cast<float>(measurement.best(choice->winner).device);
   const double eager = measurement.best(contenders.size() - 1).device;
-  if (std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
+  const bool is_eager = !gemm::has_step(*contenders.back().decision.strategy, Step::product);
+  if (is_eager && std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
   if (plans::verbosity() > 1) {
     for (size_t i = 0; i < contenders.size(); ++i) {
       const auto times = measurement.best(i);
@@ -297,25 +308,20 @@ std::optional<Decision> contest(const StageCall& call, std::vector<Contender>& c
   return decision;
 }
 
-std::mutex& one_at_a_time() {
-  static auto* mutex = new std::mutex;
-  return *mutex;
-}
-
 }  // namespace
 
 std::optional<Decision> measure(const StageCall& call, const StageProblem& bucket,
                                 const std::optional<Decision>& by_rule) {
-  const std::lock_guard lock(one_at_a_time());
+  const std::lock_guard lock(measuring(call.problem.product.device));
   if (const auto known = plans::measured().find(bucket)) return known;  // by another thread
-  const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
   const explain::Quiet nothing_shown;
 
-  auto contenders = contenders_for(call);
+  auto contenders = contenders_for(call, by_rule ? by_rule->strategy : nullptr);
   if (contenders.empty()) return std::nullopt;
   const auto incumbent = by_rule ? *by_rule : contenders.back().decision;
   auto decision = contest(call, contenders, incumbent, "");
   if (!decision) {
+    plans::give_up(bucket);
     plans::log("not measured, by rule: " + gemm::describe(bucket, incumbent));
     return std::nullopt;
   }

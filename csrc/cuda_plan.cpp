@@ -7,9 +7,13 @@
 #include "plans.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
 
+#include <map>
+#include <mutex>
 #include <string>
+#include <tuple>
 
 namespace fused {
 namespace {
@@ -89,25 +93,66 @@ std::optional<Decision> decide_by_measuring(const StageCall& call, bool capturin
     return known && known->origin == Decision::Origin::file ? known : std::nullopt;
   }
   if (known) return known;
-  if (capturing || plans::budget() == 0 || plans::measured().is_full()) return std::nullopt;
+  if (capturing || plans::budget() == 0 || plans::measured().is_full() || plans::given_up(bucket)) {
+    return std::nullopt;
+  }
   return measure(call, bucket, decide_by_rule(call));
 }
 
+// What trials have found: it is the algorithm's nature, whatever the sizes.
+class NanVerdicts {
+ public:
+  std::optional<bool> find(const gemm::Problem& product, const gemm::Algorithm& algorithm) {
+    const std::lock_guard lock(mutex_);
+    const auto it = known_.find(key(product, algorithm));
+    return it == known_.end() ? std::nullopt : std::optional(it->second);
+  }
+  void add(const gemm::Problem& product, const gemm::Algorithm& algorithm, bool verdict) {
+    const std::lock_guard lock(mutex_);
+    known_.emplace(key(product, algorithm), verdict);
+  }
+
+ private:
+  using Key = std::tuple<gemm::Epilogue, gemm::Type, int, decltype(gemm::Algorithm::bytes)>;
+  static Key key(const gemm::Problem& product, const gemm::Algorithm& algorithm) {
+    return {product.epilogue, product.type, product.arch, algorithm.bytes};
+  }
+
+  std::mutex mutex_;
+  std::map<Key, bool> known_;
+};
+
+NanVerdicts& nan_verdicts() {
+  static auto* value = new NanVerdicts;  // outlives every thread
+  return *value;
+}
+
 // A ReLU's epilogue must let NaN through, which not every algorithm does.
+bool lets_nan_through(const StageCall& call, const Strategy& strategy, const gemm::Problem& product,
+                      gemm::Descriptors& descriptors, const gemm::Algorithm& algorithm) {
+  if (const auto known = nan_verdicts().find(product, algorithm)) return *known;
+  const auto bytes = static_cast<int64_t>(gemm::nan_trial_bytes(product));
+  const Scratch scratch(bytes);
+  // PyTorch's allocator may hold all memory there is, and knows how to make room.
+  const Workspace instead(scratch.data() == nullptr ? bytes : 0);
+  const bool verdict = gemm::passes_nan(lt_handle(product.device), product, descriptors, algorithm,
+                                        operands_of(call, strategy),
+                                        scratch.data() ? scratch.data() : instead.data(),
+                                        at::cuda::getCurrentCUDAStream(product.device));
+  nan_verdicts().add(product, algorithm, verdict);
+  return verdict;
+}
+
 std::vector<gemm::Algorithm> without_nan_eaters(const StageCall& call, const Strategy& strategy,
                                                 const gemm::Problem& product,
                                                 gemm::Descriptors& descriptors,
                                                 std::vector<gemm::Algorithm> algorithms,
                                                 size_t enough) {
-  if (!gemm::needs_nan_trial(product) || algorithms.empty()) return algorithms;
-  const Scratch scratch(static_cast<int64_t>(gemm::nan_trial_bytes(product)));
-  if (scratch.data() == nullptr) return {};
-  const auto stream = at::cuda::getCurrentCUDAStream(product.device);
+  if (!gemm::needs_nan_trial(product)) return algorithms;
   std::vector<gemm::Algorithm> good;
   for (const auto& algorithm : algorithms) {
     if (good.size() == enough) break;
-    if (gemm::passes_nan(lt_handle(product.device), product, descriptors, algorithm,
-                         operands_of(call, strategy), scratch.data(), stream)) {
+    if (lets_nan_through(call, strategy, product, descriptors, algorithm)) {
       good.push_back(algorithm);
     }
   }
@@ -134,46 +179,63 @@ std::vector<gemm::Algorithm> algorithms_around(const StageCall& call, const Stra
   return without_nan_eaters(call, strategy, product, descriptors, std::move(found), most);
 }
 
-std::optional<gemm::Plan> aten_plan(const StageProblem& problem) {
+std::optional<gemm::Plan> aten_plan(const StageProblem& problem, const char* why) {
+  const auto remark = not_taken(problem, *in_order(problem).front(), why);
   for (const auto& strategy : gemm::strategies) {
     if (!gemm::has_step(strategy, Step::product) &&
         !gemm::objection(problem, strategy, lt_version())) {
-      return gemm::Plan{
-          &strategy, not_taken(problem, strategy, "unknown while capturing"), {}, {}, {}};
+      return gemm::Plan{&strategy, remark, {}, {}, {}};
     }
   }
   return std::nullopt;
 }
 
+namespace {
+
+std::optional<gemm::Plan> plan_outside_capture(const StageCall& call) {
+  // Loading kernels and waiting for the stream would end a capture in another thread.
+  const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+  if (auto decision = decide_by_measuring(call, /*capturing=*/false)) {
+    if (auto plan = prepare(call, *decision)) return plan;
+    // Measured for another number of tokens, for which another algorithm serves.
+    const auto offered = algorithms_for(call, *decision->strategy, /*most=*/4, /*enough=*/1);
+    if (!offered.empty()) {
+      decision->algorithm = offered.front();
+      if (auto plan = prepare(call, *decision)) return plan;
+    }
+  }
+  auto decision = plans::ruled().find(call.problem);
+  if (!decision) {
+    decision = decide_by_rule(call);
+    if (decision) decision = plans::ruled().add(call.problem, *decision);
+  }
+  if (decision) {
+    if (auto plan = prepare(call, *decision)) return plan;
+  }
+  return aten_plan(call.problem, "no valid algorithm is known");
+}
+
+// Searching would end the capture: what is known, or nothing.
+std::optional<gemm::Plan> plan_inside_capture(const StageCall& call) {
+  if (const auto decision = decide_by_measuring(call, /*capturing=*/true)) {
+    if (auto plan = prepare(call, *decision)) return plan;
+  }
+  const auto decision = plans::ruled().find(call.problem);
+  return decision ? prepare(call, *decision) : std::nullopt;
+}
+
+}  // namespace
+
 gemm::Plan* make_plan(const StageCall& call, std::optional<gemm::Plan>& spare) {
+  const auto generation = gemm::plan_generation();
   const bool capturing = is_capturing();
-  std::optional<gemm::Plan> plan;
-  if (auto decision = decide_by_measuring(call, capturing)) {
-    plan = prepare(call, *decision);
-    if (!plan && !capturing) {
-      // Measured for another number of tokens, for which another algorithm serves.
-      const auto offered = algorithms_for(call, *decision->strategy, /*most=*/4, /*enough=*/1);
-      if (!offered.empty()) {
-        decision->algorithm = offered.front();
-        plan = prepare(call, *decision);
-      }
-    }
+  spare = capturing ? plan_inside_capture(call) : plan_outside_capture(call);
+  if (spare) {
+    if (auto* plan = gemm::remember_plan(call.problem, *spare, generation)) return plan;
+  } else if (capturing) {
+    spare = aten_plan(call.problem, "unknown while capturing");
   }
-  if (!plan) {
-    auto decision = plans::ruled().find(call.problem);
-    // Searching while a stream captures can end the capture.
-    if (!decision && capturing) {
-      spare = aten_plan(call.problem);
-      return spare ? &*spare : nullptr;
-    }
-    if (!decision) {
-      decision = decide_by_rule(call);
-      if (!decision) return nullptr;
-      decision = plans::ruled().add(call.problem, *decision);
-    }
-    plan = prepare(call, *decision);
-  }
-  return plan ? gemm::remember_plan(call.problem, std::move(*plan)) : nullptr;
+  return spare ? &*spare : nullptr;
 }
 
 }  // namespace fused

@@ -9,12 +9,12 @@
 
 namespace fused {
 
-// Makes and remembers this thread's plan, or nullptr where there is no way. While a stream captures
-// nothing may be searched for: an unknown problem then gets `spare`, which is not remembered.
+// Makes and remembers this thread's plan, or one for this call only in `spare`; nullptr where there
+// is no way. While a stream captures nothing may be searched for.
 gemm::Plan* make_plan(const StageCall& call, std::optional<gemm::Plan>& spare);
 
-// The last resort: eager's own sequence.
-std::optional<gemm::Plan> aten_plan(const gemm::StageProblem& problem);
+// The last resort: eager's own sequence, and why for explain.
+std::optional<gemm::Plan> aten_plan(const gemm::StageProblem& problem, const char* why);
 
 // What the library offers for the strategy's product, best guess first, at most so many; those that
 // swallow NaN are left out, and after `enough` good ones no more are tried. The stream is waited

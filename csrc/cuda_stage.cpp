@@ -17,21 +17,27 @@ using gemm::Matrix;
 using gemm::Step;
 using gemm::Strategy;
 
-// What ATen's steps work on; it owns nothing.
+// What ATen's steps work on; they own nothing. The device is given, or it would be asked for.
+Tensor as_tensor(const StageCall& call, void* data, at::IntArrayRef sizes,
+                 at::IntArrayRef strides) {
+  const auto& product = call.problem.product;
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(product.device));
+  return at::for_blob(data, sizes)
+      .strides(strides)
+      .target_device(device)
+      .options(at::TensorOptions().dtype(scalar_type(product.type)).device(device))
+      .make_tensor();
+}
+
 Tensor as_tensor(const Matrix& m, const StageCall& call) {
-  const auto options = at::TensorOptions()
-                           .dtype(scalar_type(call.problem.product.type))
-                           .device(at::kCUDA, call.problem.product.device);
-  const std::array<int64_t, 2> sizes{m.rows, m.cols};
-  const std::array<int64_t, 2> strides{m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1};
-  return at::from_blob(m.data, sizes, strides, options);
+  return as_tensor(call, m.data, {m.rows, m.cols},
+                   {m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1});
 }
 
 // Along the features: of a weight gradient, [features, in], they are the rows.
 Tensor bias_tensor(const StageCall& call) {
   const bool rows = call.problem.stage == gemm::Stage::weight_gradient;
-  const int64_t features = rows ? call.result.rows : call.result.cols;
-  return as_tensor({1, features, features, false, call.bias}, call).squeeze(0);
+  return as_tensor(call, call.bias, {rows ? call.result.rows : call.result.cols}, {1});
 }
 
 // Where a step finds or leaves the result of the product: the pre-activation, if it is kept, is not
@@ -73,12 +79,12 @@ void aten_gradient(const StageCall& call) {
   }
 }
 
-// The matrix whose column sums a weight gradient is asked for: dz, its left operand transposed.
+}  // namespace
+
+// A weight gradient's left operand is dz, transposed.
 Matrix summed(const StageCall& call) {
   return call.problem.stage == gemm::Stage::weight_gradient ? transposed(call.left) : call.result;
 }
-
-}  // namespace
 
 gemm::Operands operands_of(const StageCall& call, const Strategy& strategy) {
   return {call.right.data, call.left.data, product_result(call, strategy).data, call.bias,
@@ -212,7 +218,7 @@ bool execute(const StageCall& call, gemm::Plan& plan, void* workspace, cudaStrea
 }
 
 bool run(const StageCall& call) {
-  std::optional<gemm::Plan> spare;
+  std::optional<gemm::Plan> spare;  // for this call only
   auto* plan = gemm::known_plan(call.problem);
   if (plan == nullptr) plan = make_plan(call, spare);
   if (plan == nullptr) return false;
@@ -222,7 +228,7 @@ bool run(const StageCall& call) {
   if (execute(call, *plan, workspace.data(), stream)) return true;
   // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
   TORCH_WARN_ONCE("fused: cuBLASLt failed on ", plan->product, "; eager's way is taken");
-  spare = aten_plan(call.problem);
+  spare = aten_plan(call.problem, "the library failed");
   return spare && execute(call, *spare, nullptr, stream);
 }
 

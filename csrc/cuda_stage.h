@@ -35,8 +35,11 @@ void describe(StageCall& call, gemm::Type type, int device);
 // The product's operands under a strategy.
 gemm::Operands operands_of(const StageCall& call, const gemm::Strategy& strategy);
 
+// The matrix whose column sums are the stage's bias gradient.
+gemm::Matrix summed(const StageCall& call);
+
 // Runs the stage on the current stream of the current device. False, with nothing done, only for a
-// bit mask that the library cannot write: everything else can be done in some way.
+// forward that writes aux where neither the library nor ATen can: a mask, or padded rows.
 bool run(const StageCall& call);
 
 // One strategy, its product by the algorithm. The steps of `plan`; false where the product does not

@@ -150,8 +150,10 @@ struct Kernels {
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);
       const bool last = i + 1 == weights.size();
-      hidden =
-          Backend::forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
+      hidden = way([&](auto w) {
+        return decltype(w)::forward(hidden, weights[i], biases.get(i),
+                                    last ? Activation::none : activation);
+      });
     }
     return hidden;
   }

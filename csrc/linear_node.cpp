@@ -32,9 +32,18 @@ struct Step {
   variable_list variables;  // input, weight, saved; undefined where not kept
 };
 
-Activation activation_of(AutogradContext& ctx) {
-  return static_cast<Activation>(ctx.saved_data["activation"].toInt());
-}
+// What a node remembers beside tensors, in one integer: looking an entry up costs as much as a
+// small allocation.
+struct Traits {
+  Activation activation;
+  bool bias;
+
+  int64_t packed() const { return static_cast<int64_t>(activation) << 1 | bias; }
+  static Traits of(const AutogradContext& ctx) {
+    const auto packed = ctx.saved_data.find("layer")->second.toInt();
+    return {static_cast<Activation>(packed >> 1), (packed & 1) != 0};
+  }
+};
 
 // create_graph: gradients that are themselves differentiable.
 Gradients differentiable(const Step& step, const Tensor& grad) {
@@ -79,7 +88,9 @@ std::pair<CppNode<LinearActivation>*, const char*> find_producer(Node& consumer)
   auto* producer =
       dynamic_cast<CppNode<LinearActivation>*>(consumer.next_edge(Edge::input_edge).function.get());
   if (producer == nullptr) return {nullptr, "the input is not a fused layer's output"};
-  if (activation_of(producer->ctx_) == Activation::none) return {nullptr, "no activation before"};
+  if (Traits::of(producer->ctx_).activation == Activation::none) {
+    return {nullptr, "no activation before"};
+  }
   const char* objection = handover::objection(consumer);
   return {objection ? nullptr : producer, objection};
 }
@@ -93,23 +104,23 @@ struct Receiver {
 };
 
 // Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<Receiver>, const char*> find_receiver(const Step& step) {
-  const auto consumer = torch::autograd::get_current_node();
-  if (!consumer) return {std::nullopt, "no run of the eager engine"};
+std::pair<std::optional<Receiver>, const char*> find_receiver(const Step& step, Node* consumer) {
+  if (consumer == nullptr) return {std::nullopt, "no run of the eager engine"};
   if (!step.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
   const auto [producer, reason] = find_producer(*consumer);
   if (producer == nullptr) return {std::nullopt, reason};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
   // must be switched off around it.
-  return {Receiver{producer, activation_of(producer->ctx_),
-                   producer->ctx_.saved_data["bias"].toBool() &&
-                       producer->task_should_compute_output(Edge::bias_edge),
+  const auto traits = Traits::of(producer->ctx_);
+  return {Receiver{producer, traits.activation,
+                   traits.bias && producer->task_should_compute_output(Edge::bias_edge),
                    producer->ctx_.get_saved_variables()},
           nullptr};
 }
 
-Gradients usual(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note) {
-  auto [receiver, reason] = find_receiver(step);
+Gradients usual(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note,
+                Node* node) {
+  auto [receiver, reason] = find_receiver(step, node);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto arrived = read_note(step, grad, note);
@@ -183,8 +194,7 @@ Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, cons
     std::tie(output, saved) =
         forward_for_training(input, weight, bias, static_cast<Activation>(activation));
   }
-  ctx->saved_data["activation"] = activation;
-  ctx->saved_data["bias"] = has_value(bias);
+  ctx->saved_data["layer"] = Traits{static_cast<Activation>(activation), has_value(bias)}.packed();
   ctx->set_materialize_grads(false);
   // No more is kept than torch keeps for the layer and its activation.
   ctx->save_for_backward({weight.requires_grad() ? input : Tensor(),
@@ -195,11 +205,11 @@ Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, cons
 variable_list LinearActivation::backward(AutogradContext* ctx, const variable_list& grads) {
   const auto& grad = grads[0];
   if (!grad.defined()) return variable_list(4);
-  const bool bias = ctx->saved_data["bias"].toBool();
-  Step step{activation_of(*ctx),
-            bias,
+  const auto traits = Traits::of(*ctx);
+  Step step{traits.activation,
+            traits.bias,
             {ctx->needs_input_grad(input_edge), ctx->needs_input_grad(weight_edge),
-             bias && ctx->needs_input_grad(bias_edge)},
+             traits.bias && ctx->needs_input_grad(bias_edge)},
             {}};
 
   std::optional<handover::Note> note;
@@ -209,10 +219,11 @@ variable_list LinearActivation::backward(AutogradContext* ctx, const variable_li
   }
   // Where something has changed them since they were unpacked for the note, asking once more gives
   // torch's own error.
-  step.variables = note && note->is_unchanged() ? note->saved : ctx->get_saved_variables();
+  step.variables =
+      note && note->is_unchanged() ? std::move(note->saved) : ctx->get_saved_variables();
 
-  const auto gradients =
-      must_be_differentiable(step, grad) ? differentiable(step, grad) : usual(step, grad, note);
+  const auto gradients = must_be_differentiable(step, grad) ? differentiable(step, grad)
+                                                            : usual(step, grad, note, node.get());
   return {step.wanted[0] ? gradients.input : Tensor(), step.wanted[1] ? gradients.weight : Tensor(),
           step.wanted[2] ? gradients.bias : Tensor(), Tensor()};
 }

@@ -9,10 +9,13 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <memory>
+#include <unordered_set>
 
 namespace fused::plans {
 namespace {
@@ -27,10 +30,11 @@ constexpr double default_budget = 200;
 double number_from(const char* variable, double otherwise) {
   const char* text = std::getenv(variable);
   if (text == nullptr || *text == '\0') return otherwise;
-  char* end = nullptr;
-  const double value = std::strtod(text, &end);
-  TORCH_CHECK_VALUE(*end == '\0' && value >= 0, variable, " must be a number of at least 0, got '",
-                    text, "'");
+  double value = -1;
+  const char* end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, value);  // whatever the locale
+  TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0, variable,
+                    " must be a number of at least 0, got '", text, "'");
   return value;
 }
 
@@ -45,7 +49,22 @@ std::atomic<int64_t>& verbosity_setting() {
   return value;
 }
 
+struct GivenUp {
+  std::mutex mutex;
+  std::unordered_set<gemm::StageProblem, gemm::StageProblemHash> buckets;
+};
+
+GivenUp& given_up_set() {
+  static auto* value = new GivenUp;
+  return *value;
+}
+
+// What was decided for want of something may be decided otherwise now.
 void forget_prepared_plans() {
+  {
+    const std::lock_guard lock(given_up_set().mutex);
+    given_up_set().buckets.clear();
+  }
 #ifdef TORCH_FUSED_LINEAR_WITH_CUDA
   gemm::forget_all_plans();
 #endif
@@ -56,7 +75,8 @@ struct Environment {
   std::mutex mutex;
   std::string path;                       // to be written at the end; empty: none
   std::optional<gemm::PlanFile> waiting;  // read, not yet known to fit
-  std::optional<Machine> machine;         // whose plans are written at the end
+  std::optional<Machine> machine;         // whose plans it holds, and are written at the end
+  bool told = false;                      // that it does not fit
 };
 
 Environment& environment() {
@@ -110,12 +130,21 @@ gemm::Decisions& ruled() {
   return *value;
 }
 
+bool given_up(const gemm::StageProblem& bucket) {
+  const std::lock_guard lock(given_up_set().mutex);
+  return given_up_set().buckets.contains(bucket);
+}
+
+void give_up(const gemm::StageProblem& bucket) {
+  const std::lock_guard lock(given_up_set().mutex);
+  given_up_set().buckets.insert(bucket);
+}
+
 double budget() { return budget_setting().load(std::memory_order_relaxed); }
 
 void set_budget(double milliseconds) {
   TORCH_CHECK_VALUE(milliseconds >= 0, "plans: the budget must be at least 0 milliseconds, got ",
                     milliseconds);
-  // What was decided by rule for want of a budget may be measured now.
   if (budget_setting().exchange(milliseconds) != milliseconds) forget_prepared_plans();
 }
 
@@ -166,7 +195,7 @@ void from_environment() {
     const std::lock_guard lock(env.mutex);
     try {
       if (std::filesystem::exists(path)) env.waiting = gemm::read_plan_file(path);
-      env.path = path;
+      env.path = std::filesystem::absolute(path).string();
       std::atexit(save_at_exit);
     } catch (const std::exception& failure) {
       TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", failure.what(),
@@ -181,15 +210,22 @@ void adopt(const Machine& machine) {
   from_environment();
   auto& env = environment();
   const std::lock_guard lock(env.mutex);
-  if (!env.machine) env.machine = machine;
-  if (!env.waiting) return;
-  const auto file = std::move(*env.waiting);
-  env.waiting.reset();
-  const auto why = gemm::mismatch(file, machine.gpu, machine.library_version);
-  if (why.empty()) return take_over(file, machine);
-  TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why, "; nothing of it is used. ",
-             "It is left as it is; remove it to have it made anew.");
-  env.path.clear();
+  if (env.path.empty() || env.machine) return;
+  if (!env.waiting) {
+    env.machine = machine;  // a new file: of the first device used
+    return;
+  }
+  const auto why = gemm::mismatch(*env.waiting, machine.gpu, machine.library_version);
+  if (why.empty()) {
+    take_over(*env.waiting, machine);
+    env.machine = machine;
+    env.waiting.reset();
+  } else if (!env.told) {
+    // It may fit another device of this process, and is left as it is if it does not.
+    env.told = true;
+    TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why, "; nothing of it is used. ",
+               "It is left as it is; remove it to have it made anew.");
+  }
 }
 
 }  // namespace fused::plans

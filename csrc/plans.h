@@ -16,6 +16,10 @@ gemm::Decisions& measured();
 // By rule, for the very problem; so that all threads, and captures, do the same.
 gemm::Decisions& ruled();
 
+// Problems that could not be measured are not tried again until something changes.
+bool given_up(const gemm::StageProblem& bucket);
+void give_up(const gemm::StageProblem& bucket);
+
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
 double budget();
 void set_budget(double milliseconds);

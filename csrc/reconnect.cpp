@@ -36,7 +36,8 @@ struct Reconnect : Function<Reconnect> {
 }  // namespace
 
 Tensor stand_in(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
-  return at::empty_symint({1}, like.options()).expand_symint(sizes);
+  const std::vector<c10::SymInt> strides(sizes.size(), 0);  // one element, however many are meant
+  return at::empty_strided_symint(sizes, strides, like.options());
 }
 
 std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad) {

@@ -301,3 +301,16 @@ def test_unwanted_gradients_launch_nothing(op):
     assert launched((True, False, False)) < everything
     assert launched((False, True, False)) < everything
     assert launched((False, False, True)) < launched((True, False, True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("op", OPS, ids=repr)
+def test_a_column_major_gradient(op):
+    """A contiguous copy of it has the size of the results: it must live as long as it is read."""
+    case = random_case(1024, 1024, 1024, torch.bfloat16, "cuda")
+    leaves = [t.detach().requires_grad_() for t in case.inputs]
+    y = op.call(*leaves)
+    for _ in range(3):
+        want = torch.autograd.grad(y, leaves, case.g, retain_graph=True)
+        got = torch.autograd.grad(y, leaves, case.g.t().contiguous().t(), retain_graph=True)
+        assert all(map(torch.equal, got, want))

@@ -12,7 +12,7 @@ def program(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 17
+    assert len(NAMES) == 18
 
 
 @pytest.mark.parametrize("name", NAMES)

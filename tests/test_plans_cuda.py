@@ -371,3 +371,36 @@ def test_an_unaligned_view_has_plans_of_its_own():
         assert_same([GELU_ERF.call(x, w, b)], [GELU_ERF.eager(x, w, b)])
         assert_same([LINEAR.call(x, w, b)], [LINEAR.eager(x, w, b)])
     assert len(lines("measured")) == 9
+
+
+def test_another_threads_capture_survives():
+    """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
+    room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
+    case = random_case(384, 64, 96, torch.bfloat16, "cuda")
+    captured = random_case(8, 8, 8, torch.float32, "cuda")
+    torch.mm(captured.x, captured.w.t())
+    graph, begun, done, failures = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
+    del room
+    torch.cuda.synchronize()
+
+    def capture():
+        try:
+            with torch.cuda.graph(graph):
+                first = captured.x + 1
+                begun.set()
+                assert done.wait(60)
+                first += 1
+        except Exception as failure:
+            failures.append(failure)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(60)
+    out = tfl.linear_relu(*case.inputs)
+    done.set()
+    thread.join()
+    assert not failures, failures
+    assert len(lines("measured")) == 1
+    assert_same([out], [RELU.eager(*case.inputs)])

@@ -172,3 +172,12 @@ def test_the_one_difference_at_exactly_zero(device):
                 stack.backward(stack())
             want = slope * (stack.g @ stack.weights[1]).sum(0)
             assert_same([stack.biases[0].grad], [want], f"{name}, handover {on}")
+
+
+def test_eager_holds_for_mlp_without_gradients(device):
+    """Below autograd too, where oneDNN or cuBLASLt would otherwise take over."""
+    mlp = tfl.FusedMLP(64, 256, 64, activation="gelu_tanh", device=device)
+    x = torch.randn(512, 64, device=device)
+    with tfl.set_policy("eager"), torch.inference_mode(), tfl.explain() as report:
+        mlp(x)
+    assert {call.path for call in report.calls} == {"reference"}, report

@@ -120,13 +120,22 @@ class FusedMLP(nn.Sequential):
         return nn.Sequential(*self).train(self.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.jit.is_scripting() and not self._runs_as_one():
-            return super().forward(input)
-        if not torch.jit.is_scripting() and torch.jit.is_tracing():
-            raise RuntimeError(
-                "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list of "
-                "optional tensors. Script it, torch.jit.script(mlp), alone or as a part of the "
-                "model that is traced, or trace mlp.to_sequential(), which is not fused"
+        if not torch.jit.is_scripting():
+            if not self._runs_as_one():
+                return super().forward(input)
+            if torch.jit.is_tracing():
+                raise RuntimeError(
+                    "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list "
+                    "of optional tensors. Script it, torch.jit.script(mlp), alone or as a part of "
+                    "the model that is traced, or trace mlp.to_sequential(), which is not fused"
+                )
+            # What TorchScript runs below, without asking every activation for a weight.
+            layers = list(self._modules.values())[::2]
+            return torch.ops.fused.mlp(
+                input,
+                [layer.weight for layer in layers],
+                [layer.bias for layer in layers],
+                self.activation,
             )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []

@@ -110,6 +110,7 @@ const Strategy* find_strategy(Stage stage, std::string_view name) {
 
 std::string to_text(const StageProblem& problem, const Decision& decision) {
   std::ostringstream line;
+  line.imbue(std::locale::classic());
   line << decision.strategy->name;
   each_field(problem, decision, [&](const auto& value) { write(line, value); });
   return line.str();

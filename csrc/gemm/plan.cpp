@@ -34,15 +34,16 @@ Plan* known_plan(const StageProblem& problem) {
   return it == plans.end() ? nullptr : it->second.get();
 }
 
-Plan* remember_plan(const StageProblem& problem, Plan plan) {
+Plan* remember_plan(const StageProblem& problem, Plan& plan, uint64_t generation) {
   auto& plans = thread_plans();
+  if (generation != plan_generation()) return nullptr;
   if (plans.size() >= plans_kept) plans.clear();
   auto& slot = plans[problem];
   slot = std::make_unique<Plan>(std::move(plan));
   return slot.get();
 }
 
-void forget_plan(const StageProblem& problem) { thread_plans().erase(problem); }
+uint64_t plan_generation() { return generation.load(std::memory_order_acquire); }
 
 void forget_all_plans() { generation.fetch_add(1, std::memory_order_release); }
 

@@ -23,8 +23,10 @@ struct Plan {
 
 // This thread's plan, or nullptr.
 Plan* known_plan(const StageProblem& problem);
-Plan* remember_plan(const StageProblem& problem, Plan plan);
-void forget_plan(const StageProblem& problem);
+// Nothing is remembered, and nullptr given, where all plans were to be forgotten since
+// `generation`.
+Plan* remember_plan(const StageProblem& problem, Plan& plan, uint64_t generation);
+uint64_t plan_generation();
 
 // All threads' plans are to be made anew, because what they were made from has changed.
 void forget_all_plans();

@@ -29,6 +29,7 @@ uint64_t checksum(const std::string& text) {
 
 std::string last_line(const std::string& body) {
   std::ostringstream line;
+  line.imbue(std::locale::classic());  // no thousands separators, whatever the program's locale
   line << "checksum " << std::hex << checksum(body) << '\n';
   return line.str();
 }
@@ -41,6 +42,7 @@ std::string take_line(std::istream& in, const std::string& start) {
 
 std::string to_text(const PlanFile& plans) {
   std::ostringstream text;
+  text.imbue(std::locale::classic());
   text << first_line << "\ngpu " << plans.gpu << "\ncublaslt " << plans.library_version << '\n';
   for (const auto& [problem, decision] : plans.decisions) {
     text << to_text(problem, decision) << '\n';
@@ -54,8 +56,10 @@ class FileLock {
   explicit FileLock(const std::string& path)
       : descriptor_(open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0666)) {
     TORCH_CHECK(descriptor_ >= 0, "plans: cannot open ", path, ": ", std::strerror(errno));
-    while (flock(descriptor_, LOCK_EX) != 0 && errno == EINTR) {
+    int status = 0;
+    while ((status = flock(descriptor_, LOCK_EX)) != 0 && errno == EINTR) {
     }
+    TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(errno));
   }
   ~FileLock() { close(descriptor_); }
   FileLock(const FileLock&) = delete;
@@ -111,10 +115,10 @@ void write_plan_file(const std::string& path, PlanFile plans, bool merge) {
     std::unordered_set<StageProblem, StageProblemHash> ours;
     for (const auto& entry : plans.decisions) ours.insert(entry.first);
     const auto there = read_plan_file(path);
-    if (mismatch(there, plans.gpu, plans.library_version).empty()) {
-      for (const auto& entry : there.decisions) {
-        if (!ours.contains(entry.first)) plans.decisions.push_back(entry);
-      }
+    const auto why = mismatch(there, plans.gpu, plans.library_version);
+    TORCH_CHECK_VALUE(why.empty(), "plans: ", path, " was ", why, "; it is left as it is");
+    for (const auto& entry : there.decisions) {
+      if (!ours.contains(entry.first)) plans.decisions.push_back(entry);
     }
   }
   const auto beside = path + ".tmp";

@@ -16,8 +16,8 @@ struct PlanFile {
 PlanFile read_plan_file(const std::string& path);
 
 // At no moment is there half a file: it is written beside and then renamed. With `merge`, what
-// other processes have put there for the same GPU and library since is kept; a lock, held meanwhile
-// beside the file, lets no two processes lose each other's plans.
+// other processes have put there is kept, and a file for another GPU or library is an error; a
+// lock, held meanwhile beside the file, lets no two processes lose each other's plans.
 void write_plan_file(const std::string& path, PlanFile plans, bool merge);
 
 // Why plans for `have` must not be used by `want`, or an empty string.

@@ -44,13 +44,19 @@ struct SampledError {
   double count = 0;    // elements that were finite
 };
 
-// Whether an error is no worse than another's, up to a tenth and one unit in the last place, which
-// is given for numbers of magnitude 1.
-bool is_as_exact(const SampledError& error, const SampledError& reference, double ulp);
+struct SampledErrors {
+  SampledError elements;
+  SampledError sums;  // of a bias gradient
+};
+
+// Whether errors are no worse than others, up to a tenth and one unit in the last place, which is
+// given for numbers of magnitude 1. Of sums, which some add up before rounding and some after, only
+// the worst case is held against eager's.
+bool is_as_exact(const SampledErrors& errors, const SampledErrors& reference, double ulp);
 
 struct Field {
   // By contender, eager's way last; nothing: it does not run.
-  std::vector<std::optional<SampledError>> errors;
+  std::vector<std::optional<SampledErrors>> errors;
   // Whether it may win. The others may be there for comparison.
   std::vector<bool> eligible;
   size_t incumbent;

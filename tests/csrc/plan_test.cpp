@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <locale>
 #include <random>
 #include <set>
 #include <sstream>
@@ -282,12 +283,14 @@ void the_budget_is_kept() {
   EXPECT(lone.run(0, rules).rounds == rules.least_rounds);
 }
 
-SampledError error(double mean, double worst) { return {100 * mean, worst, 1, 100}; }
+SampledErrors error(double mean, double worst, double worst_sum = 0) {
+  return {{100 * mean, worst, 1, 100}, {0, worst_sum, 1, 100}};
+}
 
 // Three contenders, the last of them eager's way; by rule the first is taken.
 struct Chooser {
   std::vector<double> speeds;
-  std::vector<std::optional<SampledError>> errors;
+  std::vector<std::optional<SampledErrors>> errors;
   std::vector<bool> eligible{true, true, true};
 
   std::optional<Choice> run() {
@@ -316,6 +319,8 @@ void the_chooser_wants_the_fastest_that_is_right() {
   EXPECT(!(Chooser{{100, 50, 80}, {wrong, wrong, right}, {true, true, false}}.run()));
   EXPECT(!(Chooser{{never, never, never}, {right, right, right}}.run()));
   EXPECT((Chooser{{100, 50, 80}, {right, right, right}}.run()->entered) == 3);
+  // Of zeros nothing can be told: every way is exact.
+  EXPECT(!(Chooser{{100, 50, 80}, {SampledErrors{}, SampledErrors{}, SampledErrors{}}}.run()));
 }
 
 void errors_are_compared_with_eagers() {
@@ -326,6 +331,12 @@ void errors_are_compared_with_eagers() {
   EXPECT(!is_as_exact(error(0.001, 0.005), eager, 0));
   EXPECT(is_as_exact(error(0.001, 0.005), eager, 0x1p-7));  // one unit in the last place
   EXPECT(is_as_exact({}, {}, 0x1p-7));                      // all infinite: nothing to be said
+  // What is NaN where eager is not has left the count short.
+  auto partial = eager;
+  partial.elements.count = 99;
+  EXPECT(!is_as_exact(partial, eager, 0x1p-7) && is_as_exact(eager, partial, 0x1p-7));
+  EXPECT(!is_as_exact(error(0.001, 0.004, 0.1), error(0.001, 0.004, 0.01), 0x1p-7));
+  EXPECT(is_as_exact(error(0.001, 0.004, 0.015), error(0.001, 0.004, 0.01), 0x1p-7));
 }
 
 // ---- decisions ---------------------------------------------------------------------------------
@@ -466,6 +477,21 @@ void a_file_is_whole_or_refused() {
          std::string::npos);
 }
 
+struct Grouping : std::numpunct<char> {
+  char do_thousands_sep() const override { return ','; }
+  std::string do_grouping() const override { return "\3"; }
+  char do_decimal_point() const override { return ','; }
+};
+
+void the_locale_does_not_matter() {
+  write_plan_file("plain", file_of(3), false);
+  const auto before = std::locale::global(std::locale(std::locale(), new Grouping));
+  write_plan_file("grouped", file_of(3), false);
+  EXPECT(read_plan_file("plain").decisions == file_of(3).decisions);
+  std::locale::global(before);
+  EXPECT(content("plain") == content("grouped"));
+}
+
 void other_machines_files_do_not_fit() {
   const auto file = file_of(1);
   EXPECT(mismatch(file, "GPU A", library).empty());
@@ -488,8 +514,12 @@ void processes_share_a_file() {
   write_plan_file("shared", mine, true);
   EXPECT(read_plan_file("shared").decisions.size() == 16);
   EXPECT(read_plan_file("shared").decisions[0].second.algorithm.workspace == 1);
+  // A file for another library is not taken over unasked.
   mine.library_version = 140000;
-  write_plan_file("shared", mine, true);
+  EXPECT(error_of([&] { write_plan_file("shared", mine, true); }).find("left as it is") !=
+         std::string::npos);
+  EXPECT(read_plan_file("shared").decisions.size() == 16);
+  write_plan_file("shared", mine, false);
   EXPECT(read_plan_file("shared").decisions.size() == 1);
 
   // What is damaged is not written over unasked, and stays as it is.
@@ -516,6 +546,7 @@ const Tests tests{
     {"text_comes_back", text_comes_back},
     {"text_that_is_no_decision", text_that_is_no_decision},
     {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},
+    {"the_locale_does_not_matter", the_locale_does_not_matter},
     {"other_machines_files_do_not_fit", other_machines_files_do_not_fit},
     {"processes_share_a_file", processes_share_a_file},
 };
