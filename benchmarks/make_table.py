@@ -22,23 +22,33 @@ END = "<!-- benchmark table: end -->"
 LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
 OURS = {"ours": "layers", "mlp": "`FusedMLP`"}
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
+MODEL_PAIRS = {"fused": "eager", "compile+pass": "compile"}  # ours, and what it is compared with
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host")  # suites that are beside eager
+LAYERS_ABOUT = (
+    "A step is forward and backward with all gradients; times: eager's time over ours; times "
+    "compile: that of the fastest `torch.compile` mode measured."
+)
+MODELS_ABOUT = (
+    "Whole models with random weights and without dropout; a step is loss, backward and all "
+    "gradients. Times: eager's time over that after `fuse_`, and the time of `torch.compile` over "
+    "that of `torch.compile` with `compile_options()`. The last column counts the blocks fused and "
+    "the operators put in. `gelu` is the tanh form."
+)
 
 Result = dict[str, Any]
 Numbers = dict[str, dict[str, float]]
 
 
-def by_machine(paths: Iterable[Path]) -> dict[str, tuple[dict[str, Any], list[Result]]]:
-    """Header and results of each machine; where its files overlap, the latest says."""
+def by_machine(paths: Iterable[Path]) -> dict[str, list[Result]]:
+    """Results of each machine with their file's header; where files overlap, the latest says."""
     contents = [json.loads(path.read_text()) for path in paths]
-    latest: dict[str, dict[str, Any]] = {}
     merged: dict[str, dict[str, Result]] = {}
     for content in sorted(contents, key=lambda c: c["header"]["date"]):
-        name = content["header"]["machine"]
-        latest[name] = content["header"]
+        here = merged.setdefault(content["header"]["machine"], {})
         for result in content["results"]:
-            merged.setdefault(name, {})[json.dumps(result["case"], sort_keys=True)] = result
-    return {name: (latest[name], list(merged[name].values())) for name in merged}
+            key = json.dumps(result["case"], sort_keys=True)
+            here[key] = {**result, "header": content["header"]}
+    return {name: list(results.values()) for name, results in merged.items()}
 
 
 def is_selected(case: dict[str, Any]) -> bool:
@@ -102,6 +112,24 @@ def selection(results: Iterable[Result]) -> list[str]:
     return table(head, lines, words=3)
 
 
+def models(results: Iterable[Result]) -> list[str]:
+    """Whole models: ours beside what it was put into, and how much of it there was."""
+    rows = []
+    for result in results:
+        case, numbers = result["case"], result.get("numbers", {})
+        mode = "inference" if case["mode"] == "forward" else "step"
+        row = [case["model"], "×".join(map(str, case["sizes"])), case["activation"], mode]
+        for name, beside in MODEL_PAIRS.items():
+            both = [numbers.get(n, {}).get("median") for n in (beside, name)]
+            row += [duration(x) if x else "" for x in both]
+            row.append(f"{both[0] / both[1]:.2f}" if all(both) else "")
+        found = (result.get("replaced", {}).get(name) for name in MODEL_PAIRS)
+        rows.append([*row, " / ".join("-" if n is None else str(n) for n in found)])
+    head = ["model", "batch × tokens", "activation", "", "eager", "`fuse_`", "times"]
+    head += ["compile", "with our pass", "times", "blocks / operators"]
+    return table(head, rows, words=4)
+
+
 def losses(results: Iterable[Result]) -> list[str]:
     """Every case of the whole grid in which a way of ours is slower than eager."""
     compared, rows = 0, []
@@ -137,23 +165,33 @@ def losses(results: Iterable[Result]) -> list[str]:
     return [f"{len(rows)} of {compared} measurements are {limit}:", "", *table(head, rows, words=7)]
 
 
-def section(header: dict[str, Any], results: list[Result]) -> list[str]:
+def measured(results: Iterable[Result]) -> str:
+    """Where, with what and when; of several runs, the latest."""
+    header = max((result["header"] for result in results), key=lambda header: header["date"])
     software = f"torch {header['torch']}"
     if header["device"] == "cuda":
         software += f", cuBLASLt {header['cublaslt']}, driver {header['driver']}"
-    return [
+    return (
         f"Measured on {header['machine']} ({software}), {header['date'][:10]}; bf16, medians of "
-        "interleaved rounds. A step is forward and backward with all gradients; times: eager's "
-        "time over ours; times compile: that of the fastest `torch.compile` mode measured.",
-        "",
-        *selection(results),
-        "",
-        *losses(results),
-    ]
+        "interleaved rounds."
+    )
+
+
+def section(results: list[Result]) -> list[str]:
+    whole = [result for result in results if result["case"]["suite"] == "models"]
+    layers = [result for result in results if result["case"]["suite"] != "models"]
+    lines = []
+    if layers:
+        about = f"{measured(layers)} {LAYERS_ABOUT}"
+        lines += [about, "", *selection(layers), "", *losses(layers)]
+    if whole:
+        about = f"{measured(whole)} {MODELS_ABOUT}"
+        lines += [""] * bool(layers) + ["### In models", "", about, "", *models(whole)]
+    return lines
 
 
 def render(paths: Iterable[Path]) -> str:
-    sections = [section(header, results) for header, results in by_machine(paths).values()]
+    sections = [section(results) for results in by_machine(paths).values() if results]
     return "\n\n".join("\n".join(lines) for lines in sections) or "No results yet."
 
 

@@ -4,6 +4,7 @@ cases.py       the grid: which layers, sizes, dtypes and modes each suite measur
 contenders.py  what runs for a case: ours, eager, the bare products, torch.compile, ...
 timing.py      interleaved rounds, medians and quartiles
 traffic.py     the suites that count bytes: `activation` and `memory`
+models.py      the suite `models`: whole models, untouched, fused and compiled
 results.py     one record a case, and the JSON file
 machine.py     GPU, clocks and versions, for the header
 table.py       the table on the terminal

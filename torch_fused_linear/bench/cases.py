@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,12 +16,32 @@ LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
 
+# Name, its activation, and how much of it at once: batch × tokens of each (models.py has the rest).
+# GELU by erf is what ViT and BERT are trained with; the tanh form is the one that epilogues have.
+MODELS = (
+    ("ViT-B/16", "gelu-erf", (128, 197)),
+    ("ViT-B/16", "gelu", (128, 197)),
+    ("BERT-base", "gelu-erf", (32, 512)),
+    ("BERT-base", "gelu", (32, 512)),
+    ("GPT-2 small", "gelu", (8, 1024)),
+    ("OPT-125M", "relu", (8, 1024)),
+    ("DLRM top MLP", "relu", (8192, 1)),
+)
+TINY_MODELS = (
+    ("ViT-tiny", "gelu-erf", (2, 5)),
+    ("BERT-tiny", "gelu", (2, 4)),
+    ("GPT-2 tiny", "gelu", (2, 4)),
+    ("OPT-tiny", "relu", (2, 4)),
+    ("DLRM tiny", "relu", (4, 1)),
+)
+
 
 @dataclass(frozen=True)
 class Case:
     """One row of a table: layers between `sizes`, each but the last of several with activation.
 
-    A single layer has its activation too. `mode` says what of it is run:
+    A single layer has its activation too. Of a whole model, which `model` names, the sizes are the
+    batch and the tokens of each of its members. `mode` says what of it is run:
 
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
@@ -36,9 +57,12 @@ class Case:
     dtype: str
     activation: str
     mode: str
+    model: str = ""
 
     @property
     def shape(self) -> str:
+        if self.model:
+            return f"{self.model} {'×'.join(map(str, self.sizes))}"
         return "→".join(map(str, self.sizes))
 
     def __str__(self) -> str:
@@ -60,6 +84,11 @@ class Suite:
     activations: tuple[str, ...] = ACTIVATIONS
     # What --quick takes instead, to see in seconds that everything runs.
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
+    # Which contenders are of this package; what each is compared with is in results.REFERENCES.
+    ours: tuple[str, ...] = ("ours", "mlp")
+    # Instead of sizes, tokens and activations.
+    models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
+    quick_models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
 
 
 def block(width: int) -> tuple[int, int, int]:
@@ -137,6 +166,18 @@ SUITES = {
         activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((128,),),
     ),
+    "models": Suite(
+        about="whole models, inference and training step",
+        sizes=(),
+        tokens=(),
+        modes=("forward", "step"),
+        ours=("fused", "compile+pass"),
+        baselines=("eager", "compile"),
+        seconds=1.0,
+        dtypes=("bf16",),
+        models=MODELS,
+        quick_models=TINY_MODELS,
+    ),
 }
 
 QUICK_TOKENS = (8,)
@@ -162,6 +203,8 @@ def worth_the_time(case: Case) -> bool:
 
 def worth_compiling(case: Case) -> bool:
     """Whether torch.compile, which takes from seconds to a minute, is run beside this case."""
+    if case.model:
+        return case.model in (name for name, *_ in MODELS)
     if case.dtype != "bf16":
         return False
     if case.suite == "layer":
@@ -174,6 +217,12 @@ def cases_of(
 ) -> list[Case]:
     """The cases of suite `name` in the order in which they run; `dtypes` instead of its own."""
     suite = SUITES[name]
+    if models := suite.quick_models if quick else suite.models:
+        some = itertools.product(models, dtypes or suite.dtypes, suite.modes)
+        return [
+            Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
+            for (model, activation, sizes), dtype, mode in some
+        ]
     grid = itertools.product(
         suite.quick_sizes if quick else suite.sizes,
         QUICK_TOKENS if quick else suite.tokens,

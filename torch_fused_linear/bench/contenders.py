@@ -25,12 +25,15 @@ COMPILE_MODES = {
     "max-autotune": "max-autotune-no-cudagraphs",
     "reduce-overhead": "reduce-overhead",
 }
-OURS = ("ours", "mlp")
+COMPILED = (*COMPILE_MODES, "compile+pass")
 BASELINES = (
     *("cublaslt", "mlp-cublaslt", "eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
     "copy",  # of the suite `activation` only
 )
-POLICIES = {"ours": "auto", "mlp": "auto", "cublaslt": "cublaslt", "mlp-cublaslt": "cublaslt"}
+POLICIES = {
+    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
+    **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
+}
 
 # In a real network other layers run between two calls of this one, and a GPU's cache holds little
 # of it. So small cases take turns with several sets of operands, of this many caches' size.
@@ -173,6 +176,8 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
 
 def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
+    if case.model:
+        return name in ("fused", "compile+pass", "eager", "compile")
     one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
     if name in ("mlp", "mlp-cublaslt"):
         return hasattr(tfl, "FusedMLP") and not one_layer

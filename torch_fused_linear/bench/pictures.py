@@ -16,6 +16,8 @@ from torch_fused_linear.bench.results import Record
 COLOURS = {
     "ours": "#1565c0",
     "mlp": "#00897b",
+    "fused": "#1565c0",
+    "compile+pass": "#00897b",
     "cublaslt": "#ef6c00",
     "mlp-cublaslt": "#c62828",
     "addmm": "#8d6e63",
@@ -51,7 +53,9 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> bool:
     places = list(dict.fromkeys(place(record) for record in records))
     height = 1.6 + len(drawn) * (0.9 + 0.34 * len(places))
     figure = Figure(figsize=(3 + 4.2 * len(modes), height), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    head = figure.suptitle(title, fontsize=12, fontweight="bold")
+    while head.get_window_extent().width > figure.bbox.width and head.get_fontsize() > 6:
+        head.set_fontsize(head.get_fontsize() - 1)
     grid = figure.subplots(len(drawn), len(modes), squeeze=False, sharey=True, sharex="row")
     for row, (label, metric) in zip(grid, drawn.items()):
         for axes, mode in zip(row, modes):
@@ -62,15 +66,25 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> bool:
                 axes.axvspan(1e-6, 1, color=LOSING_SIDE, zorder=0)
             if axes in grid[0]:
                 axes.set_title(mode)
-    figure.legend(
-        handles=legend(records, names), loc="outside lower center", ncols=6, frameon=False
-    )
+    add_legend(figure, legend(records, names))
     figure.savefig(path)
     return True
 
 
+def add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """Below everything, in as many columns as are not cut off at the figure's edges."""
+    for columns in range(6, 0, -1):
+        drawn = figure.legend(
+            handles=handles, loc="outside lower center", ncols=columns, frameon=False
+        )
+        figure.draw_without_rendering()  # only then its size is known
+        if drawn.get_window_extent().width <= figure.bbox.width or columns == 1:
+            return
+        drawn.remove()
+
+
 def speedup(record: Record, name: str) -> float | None:
-    return None if name == "eager" else record.speedup(name)
+    return None if name == "eager" else record.times(name)
 
 
 def place(record: Record) -> str:

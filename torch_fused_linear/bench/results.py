@@ -16,6 +16,8 @@ from torch_fused_linear.bench.timing import Number
 LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
 YARDSTICKS = ("mm", "linear")
+# What a way of ours is compared with; all others with eager.
+REFERENCES = {"compile+pass": "compile"}
 
 
 @dataclass
@@ -28,13 +30,23 @@ class Record:
     failed: dict[str, str] = field(default_factory=dict)
     bytes_moved: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
+    # Of whole models: blocks that fuse_ found, and operators that the pass put in.
+    replaced: dict[str, int] = field(default_factory=dict)
+
+    def times(self, name: str, reference: str = "eager") -> float | None:
+        """How many times better than the reference."""
+        if name not in self.numbers or reference not in self.numbers:
+            return None
+        mine, other = self.numbers[name].median, self.numbers[reference].median
+        return other / mine if mine else None
 
     def speedup(self, name: str) -> float | None:
-        """How many times better than eager."""
-        if name not in self.numbers or "eager" not in self.numbers:
-            return None
-        mine, eager = self.numbers[name].median, self.numbers["eager"].median
-        return eager / mine if mine else None
+        """How many times better than what it is compared with."""
+        return self.times(name, REFERENCES.get(name, "eager"))
+
+    def failed_alone(self, name: str) -> bool:
+        """Whether it failed where its reference did not: that is a failure of ours."""
+        return name in self.failed and REFERENCES.get(name, "eager") not in self.failed
 
     def fraction(self, name: str) -> float | None:
         """The part that is reached of the speed of the bare products, or of a copy's bandwidth."""
@@ -54,7 +66,10 @@ class Record:
         return speedup is not None and speedup < LOSS
 
     def as_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value}
+        value = {key: value for key, value in asdict(self).items() if value}
+        if not self.case.model:
+            del value["case"]["model"]  # as in files from before there were any
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Record:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from torch_fused_linear.bench import contenders, traffic
 from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.models import Models
 from torch_fused_linear.bench.results import Record
 from torch_fused_linear.bench.timing import (
     Call,
@@ -37,23 +38,35 @@ def timed_record(
 ) -> Record:
     record = Record(case, unit="us")
     ready: list[Contender] = []
-    sets = [] if case.suite == "activation" else contenders.random_sets(case, device)
+    models = Models(case, device) if case.model else None
+    make = models.contender if models else maker(record, device)
     for name in names:
         try:
-            if case.suite == "activation":
-                entrant, record.bytes_moved[name] = traffic.activation_contender(name, case, device)
-            else:
-                entrant = contenders.contender(name, case, sets)
-            ready.append(entrant)
+            ready.append(make(name))
         except Exception as failure:
             record.failed[name] = in_one_line(failure)
     clock = clock_for(device, host=case.suite == "host")
     record.numbers, failed = measure(ready, clock, seconds)
     record.failed.update(failed)
+    record.replaced = models.replaced() if models else {}
     if kernels:
         running = (entrant for entrant in ready if entrant.name in record.numbers)
         record.kernels = {entrant.name: kernels_of(entrant, device) for entrant in running}
     return record
+
+
+def maker(record: Record, device: torch.device) -> Callable[[str], Contender]:
+    """What makes the contenders of a case, all on the same data."""
+    case = record.case
+    if case.suite != "activation":
+        sets = contenders.random_sets(case, device)
+        return lambda name: contenders.contender(name, case, sets)
+
+    def make(name: str) -> Contender:
+        entrant, record.bytes_moved[name] = traffic.activation_contender(name, case, device)
+        return entrant
+
+    return make
 
 
 def kernels_of(entrant: Contender, device: torch.device) -> list[str]:
@@ -102,7 +115,7 @@ def measure_case(
 
 def clean_up(names: Sequence[str], device: torch.device) -> None:
     """So that the next case finds the process as this one did."""
-    if any(name in contenders.COMPILE_MODES for name in names):
+    if any(name in contenders.COMPILED for name in names):
         torch._dynamo.reset()
         gc.collect()
     if device.type == "cuda":

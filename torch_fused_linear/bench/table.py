@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_fused_linear.bench.cases import Case
-from torch_fused_linear.bench.contenders import OURS
-from torch_fused_linear.bench.results import LOSS, YARDSTICKS, Record
+from torch_fused_linear.bench.cases import SUITES, Case
+from torch_fused_linear.bench.results import LOSS, REFERENCES, YARDSTICKS, Record
 
 LOSS_MARK = "<"
 
@@ -24,12 +23,14 @@ class Table:
 
     def __init__(self, cases: Sequence[Case], names: Sequence[str]) -> None:
         self.names = names
-        self.ours = [name for name in OURS if name in names]
+        self.ours = [name for name in SUITES[cases[0].suite].ours if name in names]
         self.shape_width = max(len(case.shape) for case in cases)
         self.unit = "MiB" if cases[0].suite == "memory" else "us"
         self.with_bandwidth = "copy" in names
         self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
+        self.with_replaced = bool(cases[0].model)
         self.columns = [*names, *(f"{name} x" for name in self.ours)]
+        self.columns += [f"n {name}" for name in self.ours if self.with_replaced]
         self.columns += ["GB/s"] * self.with_bandwidth
         self.columns += ["of copy" if self.with_bandwidth else "of GEMM"] * self.with_fraction
         self.columns += ["spread"] * (self.unit == "us")
@@ -53,7 +54,9 @@ class Table:
 
         cells = [cell(name) for name in self.names]
         cells += [ratio(record.speedup(name), record.lost(name)) for name in self.ours]
-        ours = numbers.get("ours")
+        if self.with_replaced:
+            cells += [str(record.replaced.get(name, "-")) for name in self.ours]
+        ours = numbers.get(self.ours[0]) if self.ours else None
         if self.with_bandwidth:
             cells.append(f"{record.bandwidth('ours'):.0f}" if ours else "-")
         if self.with_fraction:
@@ -73,7 +76,9 @@ class Table:
     def foot(self, records: Sequence[Record]) -> str:
         compared = [r for r in records for name in self.ours if r.speedup(name) is not None]
         lost = [r for r in records for name in self.ours if r.lost(name)]
+        others = " or ".join(dict.fromkeys(REFERENCES.get(name, "eager") for name in self.ours))
         return (
-            f"x: times better than eager; {len(lost)} of {len(compared)} below {LOSS:.2f}"
+            f"x: times better than {others}; {len(lost)} of {len(compared)} below {LOSS:.2f}"
             f" (marked {LOSS_MARK})"
+            + ("; n: blocks fused, operators put in" if self.with_replaced else "")
         )

@@ -1,0 +1,151 @@
+"""The benchmark suite `models`: the same work by all contenders, counted, failures in words."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+import torch_fused_linear as tfl
+from torch_fused_linear.bench import models, pictures, results
+from torch_fused_linear.bench.__main__ import main
+from torch_fused_linear.bench.cases import MODELS, Case, cases_of
+from torch_fused_linear.bench.models import FAMILIES, Models
+from torch_fused_linear.bench.results import Record
+from torch_fused_linear.bench.run import measure_case
+from torch_fused_linear.bench.timing import Number
+
+CPU = torch.device("cpu")
+TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}
+BLOCKS = {"ViT-tiny": 2, "BERT-tiny": 3, "GPT-2 tiny": 2, "OPT-tiny": 2, "DLRM tiny": 1}
+LIBRARIES = {"ViT-tiny": "timm", "DLRM tiny": "torch"}
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"
+)
+
+
+def outcome(made: Models, name: str) -> list[torch.Tensor]:
+    """What is left of a call: the output, or all gradients."""
+    contender = made.contender(name)
+    with contender.conditions():
+        if made.case.mode == "forward":
+            return [contender.call()]
+        contender.call()
+        contender.call()  # gradients do not add up
+    own, inputs = made.copies[name], made.original[1]
+    leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [leaf.grad.clone() for leaf in (*leaves, *own.parameters()) if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["forward", "step"])
+@pytest.mark.parametrize("name", TINY)
+def test_fused_does_the_work_of_eager(name, mode):
+    pytest.importorskip(LIBRARIES.get(name, "transformers"))
+    case = Case(**{**vars(TINY[name]), "mode": mode})
+    made = Models(case, CPU)
+    want = outcome(made, "eager")
+    plain = copy.deepcopy(made.copies["eager"])
+    got = outcome(made, "fused")
+    assert made.replaced() == {"fused": BLOCKS[name]}
+    assert made.copies["fused"] is not made.copies["eager"]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    if mode == "step":  # of every parameter that the model uses, and of the loss as torch has it
+        assert len(want) > len(list(plain.parameters())) - 3
+        plain.zero_grad()
+        plain(*made.original[1]).backward()
+        grads = [p.grad for p in plain.parameters() if p.grad is not None]
+        torch.testing.assert_close(grads, want[-len(grads) :], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["forward", "step"])
+def test_compiled_does_the_work_of_eager(mode):
+    made = Models(Case(**{**vars(TINY["DLRM tiny"]), "mode": mode}), CPU)
+    want = outcome(made, "eager")
+    for name in ("compile", "compile+pass"):
+        torch.testing.assert_close(outcome(made, name), want, rtol=1e-4, atol=1e-5)
+    assert made.replaced() == {"compile+pass": 1}
+
+
+@pytest.mark.parametrize(("name", "activation"), dict.fromkeys((n, a) for n, a, _ in MODELS))
+def test_each_model_is_of_its_size_and_activation(name, activation):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    (sizes,) = {size for n, _, size in MODELS if n == name}
+    case = Case("models", sizes, 1, "bf16", activation, "forward", name)
+    with torch.device("meta"):
+        model = FAMILIES[name].make(case, FAMILIES[name].config)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    known = {"ViT-B/16": 86.6, "BERT-base": 109.5, "GPT-2 small": 124.4, "OPT-125M": 125.2}
+    assert millions == pytest.approx(known.get(name, 3.52), rel=0.01)
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    operator = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)"}.get(activation)
+    report = tfl.fuse_(model)
+    assert len(report.fused) == {"BERT-base": 13, "DLRM top MLP": 1}.get(name, 12)
+    assert not report.skipped
+    assert {block.after[0] for block in report.fused} == {operator or "linear_gelu (erf)"}
+
+
+def test_a_missing_package_is_told_in_words(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    arguments = ["models", "--quick", "--device", "cpu", "--only", "ViT", "--only", "step"]
+    assert main(arguments) == 0, "nothing of ours has failed"
+    output = capsys.readouterr().out
+    assert "eager failed: ModuleNotFoundError: " in output and "timm" in output
+
+
+def test_a_failure_of_fuse_is_ours(monkeypatch):
+    def broken(model):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(models.tfl, "fuse_", broken)
+    arguments = ["models", "--quick", "--device", "cpu", "--only", "DLRM", "--only", "step"]
+    assert main(arguments) == 1
+
+
+@needs_compiler
+def test_record_of_a_case_survives_the_file(tmp_path):
+    case = TINY["DLRM tiny"]
+    names = ["fused", "compile+pass", "eager", "compile"]
+    record = measure_case(case, names, CPU, seconds=0)
+    assert not record.failed and set(record.numbers) == set(names)
+    assert record.replaced == {"fused": 1, "compile+pass": 1}
+    results.save(tmp_path / "r.json", {}, [record])
+    assert results.load(tmp_path / "r.json")[1] == [record]
+
+
+def test_ours_is_compared_with_what_it_was_put_into():
+    times = {"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44}
+    record = Record(TINY["BERT-tiny"], "us", {n: Number.once(t) for n, t in times.items()})
+    assert (record.speedup("fused"), record.speedup("compile+pass")) == (1.2, 1.25)
+    assert pictures.speedup(record, "compile+pass") == 60 / 44, "a picture has one scale for all"
+
+
+@pytest.mark.parametrize("modes", [("step",), ("forward", "step")])
+def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
+    """The outermost pixels stay white, however long title and legend are."""
+    from matplotlib.image import imread
+
+    names = list(pictures.COLOURS)
+    records = [
+        Record(
+            Case("layer", (8, 16), 4, dtype, activation, mode),
+            "us",
+            {name: Number.once(10.0 + i) for i, name in enumerate(names)},
+        )
+        for mode in modes
+        for dtype in pictures.FILLED
+        for activation in pictures.MARKERS
+    ]
+    assert pictures.draw(tmp_path / "p.png", "one of the longer titles there are, " * 4, records)
+    image = imread(tmp_path / "p.png")[..., :3]
+    for edge in (image[:, 0], image[:, -1], image[0], image[-1]):
+        assert (edge == 1).all()
