@@ -46,6 +46,8 @@ class Case:
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
     - backward: only the latter half of a step
+    - edge: the gradient of the layer before through this one, its ReLU's derivative and bias sum
+      included; sizes are those of the later layer, from its output to its input
     - graph: a step captured into a CUDA graph and replayed
     - saved, peak: the memory that a step keeps for its backward, and takes at most
     - from output, from mask, from input: the gradient of the activation alone, by what it reads
@@ -130,7 +132,7 @@ SUITES = {
         about="65536x16384 times 16384x8192, the shape of NVIDIA's nvmath-python example",
         sizes=((16384, 8192),),
         tokens=(65536,),
-        modes=("forward", "backward"),
+        modes=("forward", "backward", "edge"),
         baselines=("cublaslt", "eager", "addmm", "mm", "linear", "nvmath"),
         seconds=4.0,
         dtypes=("fp16",),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear.bench import edge
 from torch_fused_linear.bench.cases import DTYPES, Case
 from torch_fused_linear.bench.timing import Call, Contender
 
@@ -178,6 +179,8 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
     if case.model:
         return name in ("fused", "compile+pass", "eager", "compile")
+    if case.mode == "edge" and name not in edge.NAMES:
+        return False
     one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
     if name in ("mlp", "mlp-cublaslt"):
         return hasattr(tfl, "FusedMLP") and not one_layer
@@ -188,7 +191,9 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         return one_layer and inference
     if name == "nvmath":
         found = importlib.util.find_spec("nvmath") is not None and device.type == "cuda"
-        return found and one_layer and inference and case.activation == "relu"
+        return (
+            found and one_layer and case.mode in ("forward", "edge") and case.activation == "relu"
+        )
     if name in COMPILE_MODES:
         return case.mode in ("forward", "step")
     return name != "copy"
@@ -255,7 +260,7 @@ def conditions_of(name: str, case: Case) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if name in POLICIES:
             stack.enter_context(tfl.set_policy(POLICIES[name]))
-        stack.enter_context(torch.set_grad_enabled(case.mode != "forward"))
+        stack.enter_context(torch.set_grad_enabled(case.mode not in ("forward", "edge")))
         yield
 
 
@@ -271,7 +276,9 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
     if name in COMPILE_MODES or name == "nvmath":
         sets = sets[:1]  # each set would be compiled or planned for anew; warm caches favour it
     with conditions():
-        if name == "mm":
+        if case.mode == "edge":
+            calls = [edge.call_of(name, case, sets[0].input.device)]
+        elif name == "mm":
             calls = [products(case, data) for data in sets]
         else:
             calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
