@@ -1,12 +1,15 @@
 """The documentation is true: its Python runs, its C++ is quoted from the examples, links lead on.
 
 A comment in the line before a fence says more about a snippet: `<!-- needs: transformers -->` what
-it cannot run without (`cuda` is a GPU), `<!-- from: examples/cpp/direct.cpp -->` where it is quoted
-from, line by line; a line `// ...` stands for lines left out. C++ is always quoted.
+it cannot run without (`cuda` is a GPU, `compiler` one for C++), `<!-- from: examples/cpp/direct.cpp
+-->` where it is quoted from, line by line; a line `// ...` stands for lines left out. C++ is always
+quoted.
 """
 
+import contextlib
 import importlib.util
 import re
+import shutil
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +70,21 @@ def missing(needs: tuple[str, ...]) -> list[str]:
     def found(name: str) -> bool:
         if name == "cuda":
             return torch.cuda.is_available()
+        if name == "compiler":
+            return any(map(shutil.which, ("g++", "c++")))
         return importlib.util.find_spec(name) is not None
 
     return [name for name in needs if not found(name)]
+
+
+def quick_to_compile(needs: tuple[str, ...]) -> contextlib.AbstractContextManager:
+    """In an empty cache headers and probes would take longer than what is compiled."""
+    if "compiler" not in needs:
+        return contextlib.nullcontext()
+    from torch._inductor import config
+
+    names = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers", "cpp.vec_isa_ok")
+    return config.patch(dict.fromkeys(names, False))
 
 
 class Reader:
@@ -97,7 +112,7 @@ def test_python_runs(snippet, readers, monkeypatch):
     reader = readers[snippet.page]
     monkeypatch.chdir(reader.folder)
     before = [other for other in PYTHON if other.page == snippet.page and other.line < snippet.line]
-    with tfl.set_policy(tfl.get_policy()), tfl.handover(True):
+    with tfl.set_policy(tfl.get_policy()), tfl.handover(True), quick_to_compile(snippet.needs):
         for step in [*before, snippet]:  # before: for a snippet that is run alone
             if step not in reader.done and not missing(step.needs):
                 reader.run(step)
