@@ -58,6 +58,10 @@ class FusedMLP(nn.Sequential):
         - Input: :math:`(*, \text{in\_features})`.
         - Output: :math:`(*, \text{features}_{-1})`.
 
+    Raises:
+        ValueError: there is no size of a layer, or ``activation`` is none of these.
+        RuntimeError: it is called under ``torch.jit.trace``, which cannot record it; script it.
+
     Examples::
 
         >>> mlp = FusedMLP(784, 256, 128, 10, activation="gelu_tanh")
@@ -93,6 +97,9 @@ class FusedMLP(nn.Sequential):
         Args:
             sequential: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
                 them.
+
+        Returns:
+            The chain, in the mode (training or not) of ``sequential``.
 
         Raises:
             ValueError: it is built differently.

@@ -43,6 +43,12 @@ class FusedLinear(nn.Linear):
         Args:
             linear: the layer to take over.
             kwargs: what else the class's constructor takes, such as ``approximate``.
+
+        Returns:
+            The fused layer, in the mode (training or not) of ``linear``.
+
+        Raises:
+            TypeError: ``linear`` is not an ``nn.Linear``.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(
@@ -132,6 +138,9 @@ class FusedLinearGELU(FusedLinear):
     Attributes:
         weight: as in :class:`torch.nn.Linear`.
         bias: as in :class:`torch.nn.Linear`.
+
+    Raises:
+        ValueError: ``approximate`` is neither of these.
 
     Examples::
 

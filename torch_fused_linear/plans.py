@@ -64,8 +64,12 @@ def show() -> str:
 
 
 def verbose(level: int) -> None:
-    """What is told on standard error: nothing (0, the default), a line for every decision (1), and
-    what every candidate took (2)."""
+    """Sets how much is told on standard error.
+
+    Args:
+        level: nothing (0, the default), a line for every decision (1), and what every candidate
+            took (2).
+    """
     torch.ops.fused._plans_set_verbosity(level)
 
 

@@ -36,9 +36,9 @@ class explain:
             loss(model(x), y).backward()
         print(report)
 
-    The report is a list of :class:`Call` (``report.calls``), printed as a table. Recording is
-    process-wide, one block at a time; outside of a block it costs nothing. A call replayed from a
-    CUDA graph, or compiled into one kernel with others, does not show.
+    The report is a list of :class:`~torch_fused_linear.report.Call` (``report.calls``), printed as
+    a table. Recording is process-wide, one block at a time; outside of a block it costs nothing. A
+    call replayed from a CUDA graph, or compiled into one kernel with others, does not show.
     """
 
     def __init__(self) -> None:

@@ -43,8 +43,8 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
             with its name in the model; one for which it returns ``False`` stays as it is.
 
     Returns:
-        What was fused and what was not: ``report.fused``, ``report.skipped``, printable, and as a
-        picture through ``report.save_picture(path)``.
+        A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It
+        can be printed, and drawn by ``report.save_picture(path)``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced, exported
