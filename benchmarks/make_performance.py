@@ -1,0 +1,215 @@
+"""Makes the tables and the figure of docs/performance.md from the results beside this file.
+
+    python benchmarks/make_performance.py            rewrite the tables, draw the figure anew
+    python benchmarks/make_performance.py --check    exit with 1 if a table is out of date
+
+The page marks the place of each table, `<!-- results: NAME: begin -->` and `... end -->`. Its prose
+has no numbers of its own, so that nothing on it is older than the results. The tables need nothing
+but Python; the figure needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from make_table import Numbers, Result, by_machine, duration, shape, table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+FIGURE = ROOT / "docs" / "figures" / "when_fusing_helps.png"
+MODES = ("forward", "step")
+ACTIVATIONS = ("relu", "gelu")
+
+
+def times(numbers: Numbers) -> str:
+    """How many times eager's speed ours has."""
+    if "ours" not in numbers or "eager" not in numbers:
+        return ""
+    return f"{numbers['eager']['median'] / numbers['ours']['median']:.2f}"
+
+
+def find(results: Iterable[Result], **wanted: object) -> list[Result]:
+    return [r for r in results if all(r["case"].get(key) == value for key, value in wanted.items())]
+
+
+def times_of(results: Iterable[Result], **wanted: object) -> str:
+    found = find(results, **wanted)
+    return times(found[0].get("numbers", {})) if found else ""
+
+
+def values(results: Iterable[Result], key: str) -> list:
+    """All that a case may be in one respect, in order."""
+    return sorted({str(r["case"][key]): r["case"][key] for r in results}.values())
+
+
+def by_inner_size(results: Sequence[Result]) -> list[str]:
+    layers = find(results, suite="layer", dtype="bf16", tokens=8192)
+    columns = [(mode, activation) for mode in MODES for activation in ACTIVATIONS]
+    rows = [
+        [str(sizes[0]), str(sizes[1])]
+        + [times_of(layers, sizes=sizes, mode=m, activation=a) for m, a in columns]
+        for sizes in values(layers, "sizes")
+    ]
+    return table(["I", "O", *(f"{a}, {m}" for m, a in columns)], rows, words=0)
+
+
+def by_tokens(results: Sequence[Result]) -> list[str]:
+    layers = find(results, suite="layer", dtype="bf16", activation="relu")
+    tokens = values(layers, "tokens")
+    rows = [
+        [shape({"sizes": sizes})]
+        + [times_of(layers, sizes=sizes, mode=m, tokens=t) for m in MODES for t in tokens]
+        for sizes in values(layers, "sizes")
+    ]
+    return table(["I→O", *(f"{m}, T={t}" for m in MODES for t in tokens)], rows, words=1)
+
+
+def by_dtype(results: Sequence[Result]) -> list[str]:
+    layers = find(results, suite="layer", tokens=8192)
+    columns = [(activation, mode) for activation in ACTIVATIONS for mode in MODES]
+    rows = [
+        [shape({"sizes": sizes}), dtype]
+        + [times_of(found, dtype=dtype, activation=a, mode=m) for a, m in columns]
+        for sizes in values(layers, "sizes")
+        for found in [find(layers, sizes=sizes)]
+        for dtype in values(found, "dtype")
+    ]
+    return table(["I→O", "dtype", *(f"{a}, {m}" for a, m in columns)], rows, words=2)
+
+
+def largest(results: Sequence[Result]) -> list[str]:
+    names = ("ours", "cublaslt", "eager", "mm")
+    rows = []
+    for result in find(results, suite="headline"):
+        case, numbers = result["case"], result.get("numbers", {})
+        label = f"{case['tokens']} x {shape(case)}, {case['dtype']}, {case['activation']}"
+        rows.append([label, case["mode"]])
+        rows[-1] += [duration(numbers[n]["median"]) if n in numbers else "" for n in names]
+    return table(["T x I→O", "", *names], rows, words=2)
+
+
+def memory(results: Sequence[Result]) -> list[str]:
+    names = ("ours", "cublaslt", "eager")
+    cases = find(results, suite="memory", mode="saved")
+    rows = []
+    for saved in cases:
+        case = saved["case"]
+        both = [saved, *find(results, **{**case, "mode": "peak"})]
+        numbers = [f"{r['numbers'][n]['median']:.0f}" for r in both for n in names]
+        rows.append([shape(case), case["activation"], *numbers])
+    head = ["layers", "activation", *(f"{m}, {n}" for m in ("kept", "peak") for n in names)]
+    return table(head, rows, words=2)
+
+
+def one_pass(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for result in find(results, suite="activation"):
+        case, numbers = result["case"], result["numbers"]
+        label = [f"{case['tokens']} x {case['sizes'][0]}", case["activation"], case["mode"]]
+        rows.append(label + [duration(numbers[n]["median"]) for n in ("ours", "eager", "copy")])
+    return table(["T x O", "activation", "gradient", "ours", "eager", "a copy"], rows, words=3)
+
+
+TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
+    "by inner size": by_inner_size,
+    "by tokens": by_tokens,
+    "by dtype": by_dtype,
+    "the largest": largest,
+    "memory": memory,
+    "one pass": one_pass,
+}
+
+
+def render(name: str, paths: Sequence[Path]) -> str:
+    """The table of every machine that has measured something for it."""
+    parts = []
+    for header, results in by_machine(paths).values():
+        lines = TABLES[name](results)
+        if len(lines) > 2:  # more than its head
+            where = f"{header['machine']}, torch {header['torch']}, {header['date'][:10]}:"
+            parts.append("\n".join([where, "", *lines]))
+    return "\n\n".join(parts)
+
+
+def replaced(text: str, paths: Sequence[Path]) -> str:
+    """The page with every table made anew; ValueError where the places and the tables differ."""
+    marks = re.compile(
+        r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL
+    )
+    places = [match[2] for match in marks.finditer(text)]
+    if sorted(places) != sorted(TABLES):
+        raise ValueError(f"places for {places}, tables for {list(TABLES)}")
+    return marks.sub(lambda match: f"{match[1]}\n{render(match[2], paths)}\n\n{match[3]}", text)
+
+
+def points(results: Sequence[Result]) -> tuple[list, list, list]:
+    """Inner sizes, eager's time over ours, and how far the quartiles reach down and up."""
+    at, heights, down, up = [], [], [], []
+    for result in results:
+        ours, eager = result["numbers"]["ours"], result["numbers"]["eager"]
+        middle = eager["median"] / ours["median"]
+        at.append(result["case"]["sizes"][0])
+        heights.append(middle)
+        down.append(middle - eager["q1"] / ours["q3"])
+        up.append(eager["q3"] / ours["q1"] - middle)
+    return at, heights, [down, up]
+
+
+def draw(path: Path, paths: Sequence[Path]) -> None:
+    """The speed-up over the inner size, a line for each number of tokens."""
+    from matplotlib.figure import Figure
+
+    name, (header, results) = next(iter(by_machine(paths).items()))
+    layers = find(results, suite="layer", activation="relu", dtype="bf16")
+    figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
+    figure.suptitle(f"One layer with ReLU in bf16: {name}, torch {header['torch']}")
+    for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES):
+        for tokens, colour in zip(values(layers, "tokens"), ("#b9d7ee", "#4f8fbf", "#12304a")):
+            some = [r for r in find(layers, mode=mode, tokens=tokens) if times(r["numbers"])]
+            some.sort(key=lambda r: r["case"]["sizes"])
+            # A layer of few outputs is a case of its own, and no point of the line.
+            few = [r for r in some if r["case"]["sizes"][1] < 64]
+            wide = [r for r in some if r not in few]
+            style = {"color": colour, "marker": "o", "capsize": 2, "elinewidth": 0.8}
+            axes.errorbar(*points(wide), **style, label=f"T = {tokens}")
+            if few:
+                axes.errorbar(*points(few), **style, markerfacecolor="white", linestyle="")
+        axes.axhline(1, color="#c62828", linewidth=0.9)
+        axes.set(title=mode, xscale="log", xlabel="I, the inner size", ylim=(0.4, 3))
+        axes.set_xticks([64, 256, 1024, 4096], ["64", "256", "1024", "4096"], minor=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.axes[0].set_ylabel("times eager's speed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    given = parser.parse_args(arguments)
+    paths = sorted(given.results.glob("*.json"))
+    try:
+        text = given.page.read_text()
+        wanted = replaced(text, paths)
+    except (OSError, ValueError) as error:
+        print(f"make_performance: {given.page}: {error}", file=sys.stderr)
+        return 2
+    if given.check:
+        if text != wanted:
+            print(f"{given.page} is out of date; run python benchmarks/make_performance.py")
+        return int(text != wanted)
+    given.page.write_text(wanted)
+    draw(given.figure, paths)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
