@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | build | lint | format | clean
+# make demo | test | gpu-test | docs | build | lint | format | clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
@@ -15,19 +15,24 @@ ifeq ($(PYTHON),)
 PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/ready
 MODELS := .venv/models-ready
+DOCS := .venv/docs-ready
 endif
 
-.PHONY: demo test gpu-test build lint format clean
+.PHONY: demo test gpu-test docs build lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
 
-test: build $(MODELS)
+test: build $(MODELS) $(DOCS)
 	$(PYTHON) -m pytest $(ARGS)
 
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
 gpu-test: build
 	$(PYTHON) tests/gpu_record.py $(ARGS)
+
+# Warnings are errors; the front page is build/docs/docs/index.html.
+docs: build $(DOCS)
+	$(PYTHON) -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
 build: $(ENVIRONMENT)
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -61,6 +66,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
 .venv/models-ready: requirements-models.txt | .venv/ready
 	$(PIP) -r requirements-models.txt
+	@touch $@
+
+.venv/docs-ready: requirements-docs.txt | .venv/ready
+	$(PIP) -r requirements-docs.txt
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python

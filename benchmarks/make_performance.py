@@ -124,12 +124,17 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
 }
 
 
+def latest_header(results: Sequence[Result]) -> dict:
+    return max((result["header"] for result in results), key=lambda header: header["date"])
+
+
 def render(name: str, paths: Sequence[Path]) -> str:
     """The table of every machine that has measured something for it."""
     parts = []
-    for header, results in by_machine(paths).values():
+    for results in by_machine(paths).values():
         lines = TABLES[name](results)
         if len(lines) > 2:  # more than its head
+            header = latest_header(results)
             where = f"{header['machine']}, torch {header['torch']}, {header['date'][:10]}:"
             parts.append("\n".join([where, "", *lines]))
     return "\n\n".join(parts)
@@ -163,7 +168,8 @@ def draw(path: Path, paths: Sequence[Path]) -> None:
     """The speed-up over the inner size, a line for each number of tokens."""
     from matplotlib.figure import Figure
 
-    name, (header, results) = next(iter(by_machine(paths).items()))
+    name, results = next(iter(by_machine(paths).items()))
+    header = latest_header(results)
     layers = find(results, suite="layer", activation="relu", dtype="bf16")
     figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
     figure.suptitle(f"One layer with ReLU in bf16: {name}, torch {header['torch']}")

@@ -1,34 +1,36 @@
 """The gate of speed: no shape of the benchmark's grid may be slower than eager by more than 2 %.
 
-Small shapes are bound by the CPU, whose times vary by more than that; so whatever looks slower is
-measured again, and fails only if it is slower every time.
+It is measured in the process of whoever asks, with plans as users have them. Small shapes are bound
+by the CPU, whose times vary by more than that; so whatever looks slower is measured again, and
+fails only if it is slower every time.
 """
 
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
 SUITES = ("layer", "ffn", "mlp-small")
-SECONDS = 0.25
+SECONDS = 0.15
 REPEATS = 3
 LISTED = 12
 
 
-def grid(json):
-    """Runs the suites in a process of its own and gives their records."""
-    from torch_fused_linear.bench import results
+def grid(json=None):
+    """The records of the suites; kept in the file `json` as they come, if one is named."""
+    import torch
 
-    # As users have it: the tests switch measuring off.
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_FUSED_LINEAR_BUDGET_MS"}
-    command = [sys.executable, "-m", "torch_fused_linear.bench", *SUITES, "--device", "cuda"]
-    command += ["--seconds-per-case", str(SECONDS), "--json", str(json)]
-    done = subprocess.run(command, cwd=ROOT, env=environment)
-    if done.returncode != 0:
-        raise RuntimeError(f"the benchmark ended with {done.returncode}")
-    return results.load(json)[1]
+    from torch_fused_linear.bench import machine, results
+    from torch_fused_linear.bench.cases import cases_of
+    from torch_fused_linear.bench.contenders import OURS
+    from torch_fused_linear.bench.run import entrants, measure_case
+
+    device = torch.device("cuda")
+    machine.warm_up(device)
+    header = machine.header(device, ["make gpu-test"])
+    records = []
+    for suite in SUITES:
+        for case in cases_of(suite, device):
+            names = entrants(case, [*OURS, "eager"], device)
+            records.append(measure_case(case, names, device, SECONDS))
+            if json is not None:
+                results.save(json, header, records)
+    return records
 
 
 def measured_again(case, name):
@@ -64,10 +66,8 @@ def judge(records, again=measured_again):
 
 
 def run(json=None):
-    """The verdict; the numbers are kept in the file `json`, if one is named."""
+    """The verdict on the grid as it is here and now."""
     from torch_fused_linear import plans
 
-    with tempfile.TemporaryDirectory() as folder:
-        records = grid(Path(json) if json else Path(folder, "grid.json"))
     with plans.budget(200):
-        return judge(records)
+        return judge(grid(json))

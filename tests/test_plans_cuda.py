@@ -246,7 +246,8 @@ def test_infinities_and_zeros_do_not_disturb():
     w, b = torch.zeros(64, 64, device="cuda", dtype=torch.float16), torch.zeros_like(x[0])
     assert tfl.linear_relu(x, w, b).isnan().all()
     assert (tfl.linear_gelu(torch.zeros_like(x), w, b) == 0).all()
-    assert len(lines("measured")) == 2
+    # Nor is anything concluded from them: every way is exact, and zeros are quick.
+    assert not lines("measured") and len(lines("by rule")) == 2
 
 
 # -------------------------------------------------------------------------------------- files
@@ -357,7 +358,7 @@ def test_too_little_memory_to_measure_is_survived(tmp_path):
     out, err, got = run_step(
         tmp_path / "b", LD_PRELOAD=str(library), TORCH_FUSED_LINEAR_VERBOSE="1"
     )
-    assert "refused" in err and "too little memory to measure, by rule: forward gelu_tanh" in err
+    assert "refused" in err and "not measured, by rule: forward gelu_tanh" in err
     assert "measured" not in out and out == with_memory
     assert all(map(torch.equal, got, want))
 
