@@ -16,8 +16,8 @@ def grid(json=None):
     import torch
 
     from torch_fused_linear.bench import machine, results
+    from torch_fused_linear.bench.cases import SUITES as ALL
     from torch_fused_linear.bench.cases import cases_of
-    from torch_fused_linear.bench.contenders import OURS
     from torch_fused_linear.bench.run import entrants, measure_case
 
     device = torch.device("cuda")
@@ -26,7 +26,7 @@ def grid(json=None):
     records = []
     for suite in SUITES:
         for case in cases_of(suite, device):
-            names = entrants(case, [*OURS, "eager"], device)
+            names = entrants(case, [*ALL[suite].ours, "eager"], device)
             records.append(measure_case(case, names, device, SECONDS))
             if json is not None:
                 results.save(json, header, records)
@@ -43,12 +43,12 @@ def measured_again(case, name):
 
 def judge(records, again=measured_again):
     """The verdict on records of the grid: how many, the worst ratios, and which are below."""
-    from torch_fused_linear.bench.contenders import OURS
+    from torch_fused_linear.bench.cases import SUITES as ALL
     from torch_fused_linear.bench.results import LOSS
 
     ratios = {}
     for record in records:
-        for name in OURS:
+        for name in ALL[record.case.suite].ours:
             if name in record.failed:
                 ratios[f"{record.case} {name}"] = 0.0
             elif (ratio := record.speedup(name)) is not None:
