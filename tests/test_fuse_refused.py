@@ -184,7 +184,7 @@ def test_fused_mlp_is_left_alone():
         (functools.partial(F.relu, inplace=True), None),
         (torch.tanh, None),
     ],
-    ids=str,
+    ids=["F.relu", "torch.relu", "F.gelu", "gelu tanh", "silu", "relu in place", "tanh"],
 )
 def test_activations_that_are_functions(activation, kind):
     layer = nn.TransformerEncoderLayer(4, 2, 8, activation=activation, dropout=0.0)
