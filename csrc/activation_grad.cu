@@ -3,6 +3,7 @@
 
 #include "activation_kernels.h"
 #include "activation_math.cuh"
+#include "sums.cuh"
 
 #include <algorithm>
 
@@ -13,25 +14,6 @@ namespace {
 // found by trying, on an H200.
 constexpr int rows_in_flight = 4;
 constexpr int blocks_per_processor = 3;
-
-// Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
-// more exact than one after the other. The sum is left with threadIdx.y == 0.
-template <typename A, int width>
-__device__ void sum_over_y(A (&sums)[width], A* shared) {
-  const int threads = blockDim.x * blockDim.y;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  for (int half = blockDim.y / 2; half > 0; half /= 2) {
-    if (threadIdx.y >= half && threadIdx.y < 2 * half) {
-#pragma unroll
-      for (int j = 0; j < width; ++j) shared[j * threads + thread] = sums[j];
-    }
-    __syncthreads();
-    if (threadIdx.y < half) {
-#pragma unroll
-      for (int j = 0; j < width; ++j) sums[j] += shared[j * threads + thread + half * blockDim.x];
-    }
-  }
-}
 
 // A thread owns `width` neighbouring columns and walks down a chunk of the rows; a block covers
 // blockDim.x threads of columns and reads blockDim.y rows at a time; blockIdx.y is the chunk.
@@ -109,23 +91,6 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
   }
 }
 
-// grad_bias = the sum of the chunks' partial sums.
-template <typename T>
-__global__ void __launch_bounds__(block_threads)
-    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
-  using A = Accumulator<T>;
-  __shared__ A shared[block_threads];
-  const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  A sum[1] = {};
-  if (col < cols) {
-    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
-      sum[0] += partials[chunk * cols + col];
-    }
-  }
-  sum_over_y(sum, shared);
-  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
-}
-
 struct Launch {
   bool vectors;
   dim3 block;
@@ -196,10 +161,7 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
         break;
     }
     if (partials == nullptr) return;
-    const dim3 grid((args.cols + 31) / 32);
-    sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, shape.grid.y, args.cols,
-                                                             static_cast<T*>(args.grad_bias));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    sum_partials(partials, shape.grid.y, args.cols, static_cast<T*>(args.grad_bias), stream);
   });
 }
 

@@ -1,15 +1,13 @@
 // The Autograd kernels: which way a call goes. Thin, symbolic, dispatcher calls only; the nodes are
 // in linear_node.cpp and mlp.cpp.
 
+#include "autograd.h"
 #include "composite.h"
 #include "explain.h"
 #include "fused_linear.h"
 #include "kernels.h"
 #include "linear_node.h"
 #include "mlp.h"
-#include "policy.h"
-
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <algorithm>
@@ -17,28 +15,6 @@
 
 namespace fused {
 namespace {
-
-bool has_tangent(const OptionalTensor& tensor) { return tensor && fused::has_tangent(*tensor); }
-
-bool requires_grad(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
-bool requires_grad(const OptionalTensor& tensor) { return tensor && requires_grad(*tensor); }
-
-bool inside_torch_func() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-}
-
-// Transforms that a C++ node cannot serve (torch.func, forward AD), and the user's wish, take the
-// formula, which torch differentiates as it does its own operators.
-template <typename... Tensors>
-bool wants_formula(const Tensor& input, const Tensors&... others) {
-  return policy_for_graph(input) == Policy::eager || inside_torch_func() || has_tangent(input) ||
-         (has_tangent(others) || ...);
-}
-
-template <typename... Tensors>
-bool wants_gradient(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
 
 Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
                const OptionalTensor& bias, Activation activation) {

@@ -1,0 +1,66 @@
+#pragma once
+
+// Sums over a block and over blocks, in an order fixed by the sizes: the same input gives the same
+// bits.
+
+#include "activation_math.cuh"
+
+namespace fused {
+
+// Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
+// more exact than one after the other. The sum is left with threadIdx.y == 0.
+template <typename A, int width>
+__device__ void sum_over_y(A (&sums)[width], A* shared) {
+  const int threads = blockDim.x * blockDim.y;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+    if (threadIdx.y >= half && threadIdx.y < 2 * half) {
+#pragma unroll
+      for (int j = 0; j < width; ++j) shared[j * threads + thread] = sums[j];
+    }
+    __syncthreads();
+    if (threadIdx.y < half) {
+#pragma unroll
+      for (int j = 0; j < width; ++j) sums[j] += shared[j * threads + thread + half * blockDim.x];
+    }
+  }
+}
+
+// The same over all threads of the block, a power of two of them. The sum is left with thread 0.
+template <typename A>
+__device__ A sum_over_block(A sum, A* shared) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  shared[thread] = sum;
+  for (int half = blockDim.x * blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) shared[thread] += shared[thread + half];
+  }
+  return shared[0];
+}
+
+// grad_bias = the sum of the chunks' partial sums.
+template <typename T>
+__global__ void __launch_bounds__(block_threads)
+    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
+  using A = Accumulator<T>;
+  __shared__ A shared[block_threads];
+  const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  A sum[1] = {};
+  if (col < cols) {
+    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+      sum[0] += partials[chunk * cols + col];
+    }
+  }
+  sum_over_y(sum, shared);
+  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
+}
+
+template <typename T>
+void sum_partials(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias,
+                  cudaStream_t stream) {
+  const dim3 grid((cols + 31) / 32);
+  sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, chunks, cols, grad_bias);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace fused
