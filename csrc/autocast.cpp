@@ -49,11 +49,20 @@ struct Autocast {
     return fused::mlp(cast(input), cast_weights, cast_biases, activation);
   }
 
+  static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::conv2d_relu_symint(cast(input), cast(weight), cast(bias), stride, padding,
+                                     dilation, groups);
+  }
+
   static void register_kernels(torch::Library& m) {
     m.impl("linear", linear);
     m.impl("linear_relu", linear_relu);
     m.impl("linear_gelu", linear_gelu);
     m.impl("mlp", mlp);
+    m.impl("conv2d_relu", conv2d_relu);
   }
 };
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// The C++ API of torch_fused_linear: act(x Wᵀ + b), trainable. Every function goes through torch's
-// dispatcher, so autograd, autocast, tracing and every device behave as for torch's own operators.
-// Link or dlopen the package's library before the first call.
+// The C++ API of torch_fused_linear: act(x Wᵀ + b) and relu(conv2d), trainable. Every function goes
+// through torch's dispatcher, so autograd, autocast, tracing and every device behave as for torch's
+// own operators. Link or dlopen the package's library before the first call.
 
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
@@ -39,6 +39,19 @@ Tensor mlp(const Tensor& input,                             // [*, in]
            const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
            std::string_view activation);
 
+// y = max(conv2d(x, W) + b, 0); stride, padding and dilation are one number or (height, width)
+Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, height, width]
+                   const Tensor& weight,  // [out, in / groups, kernel height, kernel width]
+                   const std::optional<Tensor>& bias = {},  // [out]
+                   at::IntArrayRef stride = 1, at::IntArrayRef padding = 0,
+                   at::IntArrayRef dilation = 1, int64_t groups = 1);
+
+// The same where sizes may be symbols
+Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
+                          const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                          c10::SymInt groups);
+
 // The steps that autograd is made of, for who writes a backward by hand.
 namespace steps {
 
@@ -56,6 +69,13 @@ std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& we
 std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,  // [*, out]
                                                const Tensor& saved, std::string_view activation,
                                                bool bias_grad);
+
+// The same for a convolution with ReLU: the sum is one for each channel. dz is channels-last where
+// output is.
+std::tuple<Tensor, Tensor> channels_relu_backward(
+    const Tensor& grad_output,  // [batch, out, height, width]
+    const Tensor& output,       // [batch, out, height, width]
+    bool bias_grad);
 
 // -> gradients of input, weight and bias; those not wanted are [0]
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,  // [*, out]

@@ -1,5 +1,5 @@
 // Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
-// are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp.
+// are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp, conv*.cpp.
 
 #include "explain.h"
 #include "fused_linear.h"
@@ -32,6 +32,12 @@ TORCH_LIBRARY(fused, m) {
   // Layers in a chain, the activation ('relu', 'gelu_tanh', 'gelu_erf') between them.
   m.def("mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor", tags);
 
+  // relu(conv2d(input, weight) + bias)
+  m.def(
+      "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
+      "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
+      tags);
+
   // Forward that also gives what the backward needs: ReLU's bit mask, GELU's pre-activation.
   m.def(
       "_linear_relu_aux(Tensor input, Tensor weight, Tensor? bias=None) -> "
@@ -45,6 +51,12 @@ TORCH_LIBRARY(fused, m) {
   // act'(saved) · grad_output and its column sums, in one pass over memory.
   m.def(
       "_activation_backward(Tensor grad_output, Tensor saved, str activation, bool bias_grad) -> "
+      "(Tensor grad_preactivation, Tensor grad_bias)",
+      tags);
+
+  // The same for ReLU's output of a convolution, summed for each channel.
+  m.def(
+      "_channels_relu_backward(Tensor grad_output, Tensor output, bool bias_grad) -> "
       "(Tensor grad_preactivation, Tensor grad_bias)",
       tags);
 
@@ -101,11 +113,14 @@ using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Ten
                            std::string_view);
 using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
                    std::string_view);
+using Conv = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::SymIntArrayRef,
+                    c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
 using Pair = std::tuple<Tensor, Tensor>;
 using ForwardAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&);
 using ForwardGeluAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                             std::string_view);
 using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
+using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
                                                           const Tensor&,
                                                           const std::optional<Tensor>&,
@@ -139,6 +154,22 @@ Tensor mlp(const Tensor& input, at::TensorList weights,
   return op.call(input, weights, biases, activation);
 }
 
+Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                   int64_t groups) {
+  return conv2d_relu_symint(input, weight, bias, c10::fromIntArrayRefSlow(stride),
+                            c10::fromIntArrayRefSlow(padding), c10::fromIntArrayRefSlow(dilation),
+                            groups);
+}
+
+Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
+                          const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                          c10::SymInt groups) {
+  static const auto op = find<Conv>("fused::conv2d_relu");
+  return op.call(input, weight, bias, stride, padding, dilation, std::move(groups));
+}
+
 namespace steps {
 
 Pair linear_relu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -156,6 +187,11 @@ Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                          std::string_view activation, bool bias_grad) {
   static const auto op = find<ActivationBackward>("fused::_activation_backward");
   return op.call(grad_output, saved, activation, bias_grad);
+}
+
+Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+  static const auto op = find<ChannelsReluBackward>("fused::_channels_relu_backward");
+  return op.call(grad_output, output, bias_grad);
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input,

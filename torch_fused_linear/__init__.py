@@ -1,4 +1,4 @@
-"""Linear layers with their activation fused in: ``act(x Wᵀ + b)``, trainable, on GPU and CPU."""
+"""Layers with their activation fused in: ``act(x Wᵀ + b)``, trainable, on GPU and CPU."""
 
 from . import _library
 
@@ -6,8 +6,9 @@ if _library.load():
     from . import flops, plans
     from ._library import library_path
     from .compiler import compile_backend, compile_options
-    from .functional import linear, linear_gelu, linear_relu, mlp
+    from .functional import conv2d_relu, linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
+    from .fused_conv2d import FusedConv2dReLU
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
     from .onnx import onnx_translation_table
@@ -17,12 +18,14 @@ if _library.load():
     flops.register_when_imported()
 
     __all__ = [
+        "FusedConv2dReLU",
         "FusedLinear",
         "FusedLinearGELU",
         "FusedLinearReLU",
         "FusedMLP",
         "compile_backend",
         "compile_options",
+        "conv2d_relu",
         "explain",
         "fuse_",
         "get_policy",

@@ -51,11 +51,17 @@ def linear_backward_across(
     return linear(input, weight) * (1 + bool(output_mask[1]))
 
 
+def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
+    """Of a convolution's forward; of its backward torch counts ``aten::convolution_backward``."""
+    return 2 * prod(out_shape) * prod(weight[1:])
+
+
 FORMULAS = {
     "linear": linear,
     "linear_relu": linear,
     "linear_gelu": linear,
     "mlp": mlp,
+    "conv2d_relu": conv2d_relu,
     "_linear_relu_aux": linear,
     "_linear_gelu_aux": linear,
     "_linear_backward": linear_backward,

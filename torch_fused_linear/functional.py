@@ -6,6 +6,7 @@ eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and `
 
 import torch
 from torch import Tensor
+from torch._jit_internal import BroadcastingList2
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,3 +107,53 @@ def mlp(
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
     return torch.ops.fused.mlp(input, weights, biases, activation)
+
+
+def conv2d_relu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: BroadcastingList2[int] = 1,
+    padding: BroadcastingList2[int] = 0,
+    dilation: BroadcastingList2[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    r"""Applies :math:`y = \max(\text{conv2d}(x, W) + b, 0)`.
+
+    Equivalent to ``F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))``. On a
+    GPU it is cuDNN's convolution with bias and ReLU in one call where a trial, made once for each
+    problem, finds that quicker and right (torch's ReLU passes NaN on), else cuDNN's convolution and
+    one pass over memory for both. The backward keeps the output and not what was before ReLU; one
+    pass gives the gradients of ReLU and of the bias, then cuDNN's two products follow. The gradient
+    where :math:`y = 0` is 0 under every policy.
+
+    Args:
+        input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, any strides; fp64,
+            fp32, fp16 or bf16.
+        weight: :math:`(C_\text{out}, C_\text{in} / \text{groups}, k_H, k_W)`, dtype and device of
+            ``input``.
+        bias: :math:`(C_\text{out})` or ``None``.
+        stride: one number or (height, width).
+        padding: one number or (height, width); zeros on both sides.
+        dilation: one number or (height, width).
+        groups: into how many the channels are divided.
+
+    Returns:
+        :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})` or
+        :math:`(C_\text{out}, H_\text{out}, W_\text{out})`, channels-last where ``input`` or
+        ``weight`` is, else contiguous.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`linear`; ``stride``, ``padding``,
+            ``dilation`` or ``groups`` out of range is a ValueError.
+    """
+    return torch.ops.fused.conv2d_relu(
+        input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+    )
+
+
+def _pair(value: BroadcastingList2[int]) -> list[int]:
+    # TorchScript has made a list of one number already
+    if torch.jit.is_scripting():
+        return value
+    return [value, value] if isinstance(value, (int, torch.SymInt)) else list(value)
