@@ -15,23 +15,25 @@ __all__ = ["fuse_", "unfuse_"]
 
 
 def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None) -> Report:
-    r"""Fuses, in place, linear layers with the ReLU or GELU that follows each.
+    r"""Fuses, in place, linear layers and convolutions with the activation that follows each.
 
     Wherever the output of an ``nn.Linear`` goes straight to an ``nn.ReLU`` or GELU and nowhere
     else, the linear layer becomes a :class:`FusedLinearReLU` or :class:`FusedLinearGELU`, and the
     linear layer after the activation a :class:`FusedLinear` at least, so that in the backward
-    gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). Neighbours
-    in ``nn.Sequential`` are found, and modules whose ``forward``, which is read, says
-    ``self.act(self.fc1(x))`` in this or in other words: among them timm's ``Mlp``, torchvision's
-    ``MLPBlock``, ``nn.TransformerEncoderLayer``, and the blocks of BERT, RoBERTa, DistilBERT, ViT,
-    OPT, GPT-2 (``Conv1D``), Phi, Whisper and T5 v1.0 in Hugging Face transformers.
+    gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). In the
+    same way an ``nn.Conv2d`` with an ``nn.ReLU`` becomes a :class:`FusedConv2dReLU`; with a batch
+    normalisation between them it is left alone. Neighbours in ``nn.Sequential`` are found, and
+    modules whose ``forward``, which is read, says ``self.act(self.fc1(x))`` in this or in other
+    words: among them timm's ``Mlp``, torchvision's ``MLPBlock``, ``nn.TransformerEncoderLayer``,
+    and the blocks of BERT, RoBERTa, DistilBERT, ViT, OPT, GPT-2 (``Conv1D``), Phi, Whisper and
+    T5 v1.0 in Hugging Face transformers.
 
     The function stays exactly the same: GELU by erf stays that, and activations of another kind are
     left alone. Parameters stay the same objects under the same names, and a linear layer stays the
     same object too, with a new class; the activation is replaced by one that returns its input and
     prints what it stands for. What is left alone, with a reason in the report: layers with hooks or
-    parametrisations, those that are not exactly ``nn.Linear`` (quantised, LoRA), those shared
-    between places, and whatever cannot be proved to be used as described.
+    parametrisations, those that are not exactly ``nn.Linear`` or ``nn.Conv2d`` (quantised, LoRA),
+    those shared between places, and whatever cannot be proved to be used as described.
 
     Call it once the layers are what they are to be, and before ``torch.compile`` and sharding;
     call :func:`unfuse_` before exchanging or wrapping layers. A forward hook put on a fused layer
@@ -39,7 +41,7 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
 
     Args:
         model: changed in place. It may be on any device, ``meta`` too.
-        filter_fn: ``filter_fn(name, module)`` is asked for every linear layer that is to change,
+        filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to change,
             with its name in the model; one for which it returns ``False`` stays as it is.
 
     Returns:

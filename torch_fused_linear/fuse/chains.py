@@ -105,7 +105,7 @@ class Model:
             if is_sequential(module):
                 if not self._is_flattened(module):
                     yield self._flatten(module)
-            elif any(map(safety.is_linear, module._modules.values())):
+            elif any(map(safety.is_layer, module._modules.values())):
                 for run in self.code.runs(type(module)):
                     yield [self._element(module, path, step) for step in run]
 

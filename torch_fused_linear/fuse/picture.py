@@ -16,6 +16,7 @@ ROW = 1.0
 # The fused box is as wide as what it stands for, so that the eye sees what went into it.
 COLOURS = {
     "MatMul": "#cfe3f5",
+    "Conv2d": "#cfe3f5",
     "BiasAdd": "#e3edd2",
     "ReLU": "#fbe0c3",
     "GELU": "#fbe0c3",
@@ -82,9 +83,11 @@ def draw_pattern(
 def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
     """Of each operator after: its first column, and how many operators before it stands for.
 
-    A fused operator stands for all from its MatMul up to the next but dropouts, which follow it.
+    A fused operator stands for all from its MatMul or Conv2d up to the next but dropouts, which
+    follow it.
     """
-    starts = [i for i, operator in enumerate(before) if operator == "MatMul"] + [len(before)]
+    products = ("MatMul", "Conv2d")
+    starts = [i for i, operator in enumerate(before) if operator in products] + [len(before)]
     found: list[tuple[int, int]] = []
     for operator in after:
         if operator == "Dropout":
@@ -101,7 +104,7 @@ def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tup
 
     x = 1.3 + column * (WIDTH + GAP)
     width = span * WIDTH + (span - 1) * GAP
-    fused = operator.startswith("linear")
+    fused = operator.startswith(("linear", "conv2d"))
     colour = COLOURS.get("linear" if fused else operator.partition(" ")[0], "#ffffff")
     style = "round,pad=0,rounding_size=0.08"
     box = (x, y - HEIGHT / 2), width, HEIGHT

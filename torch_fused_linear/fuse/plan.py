@@ -23,10 +23,15 @@ OPERATORS = {  # of each activation: the operator before, and the fused one
     "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
 }
 
+NORMALISED = (
+    "a batch normalisation stands between it and its ReLU; fold it into the convolution first, "
+    "where it is not trained (torch.nn.utils.fuse_conv_bn_eval)"
+)
+
 
 @dataclass
 class Layer:
-    """A linear layer that is to change, with the activation that it is to apply."""
+    """A linear layer or convolution that is to change, with the activation it is to apply."""
 
     linear: Element
     kind: str = "none"
@@ -66,6 +71,7 @@ class Plan:
         for chain in chains:
             for layer in pairs(chain):
                 by_activation[layer.activation.place].append(layer)
+            self.skipped |= dict.fromkeys(normalised(chain), NORMALISED)
         self._seen = set(by_activation)
         for group in by_activation.values():
             reasons = {layer.linear.path: self._objection(layer, len(group)) for layer in group}
@@ -84,6 +90,7 @@ class Plan:
             return "already fused"
         return (
             safety.linear_objection(linear.value, self.model.is_shared)
+            or convolution_objection(layer)
             or self._activation_objection(activation, owner)
             or (layer.drops_before and dropout_objection(layer))
             or self._code_objection(linear, activation, places)
@@ -129,6 +136,8 @@ class Plan:
             layer = self.layers.get(element.place)
             if layer is None or layer.activation is None or element is not layer.linear:
                 continue
+            if safety.is_convolution(element.value):
+                continue  # it hands no gradient over
             after = next(k for k in range(i, len(chain)) if chain[k] is layer.activation) + 1
             end = pass_over(chain, after)
             layer.drops_after = drops(chain[after:end])
@@ -206,8 +215,11 @@ class Plan:
             while layer is not None and layer not in chain:
                 chain.append(layer)
                 operator, fused = OPERATORS[layer.kind]
+                product = "MatMul"
+                if safety.is_convolution(layer.linear.value):
+                    product, fused = "Conv2d", "conv2d_relu"
                 drops = ["Dropout"]
-                before += ["MatMul"] + ["BiasAdd"] * (layer.linear.value.bias is not None)
+                before += [product] + ["BiasAdd"] * (layer.linear.value.bias is not None)
                 before += drops * layer.drops_before + [operator] * (operator is not None)
                 after += [fused] + drops * layer.drops_before
                 before, after = (ops + drops * layer.drops_after for ops in (before, after))
@@ -218,14 +230,26 @@ class Plan:
 
 
 def pairs(chain: Chain) -> Iterator[Layer]:
-    """Every linear layer of a chain with the activation that follows it."""
+    """Every linear layer or convolution of a chain with the activation that follows it."""
     for i, element in enumerate(chain):
-        if safety.is_linear(element.value):
+        if safety.is_layer(element.value):
             k = pass_over(chain, i + 1)
             is_sole = all(later.is_sole for later in chain[i + 1 : k + 1])
             if k < len(chain) and is_sole and is_activation(chain[k]):
                 kind = safety.activation_kind(chain[k].value) or "none"
                 yield Layer(element, kind, chain[k], drops_before=drops(chain[i + 1 : k]))
+
+
+def normalised(chain: Chain) -> Iterator[str]:
+    """The paths of convolutions between which and the ReLU stands a batch normalisation."""
+    for layer, norm, activation in zip(chain, chain[1:], chain[2:]):
+        if (
+            safety.is_convolution(layer.value)
+            and isinstance(norm.value, nn.modules.batchnorm._BatchNorm)
+            and is_activation(activation)
+            and safety.activation_kind(activation.value) == "relu"
+        ):
+            yield layer.path
 
 
 def is_activation(element: Element) -> bool:
@@ -248,6 +272,14 @@ def pass_over(chain: Chain, start: int) -> int:
 def drops(elements: Chain) -> bool:
     """Whether there is a dropout that can act, in training."""
     return any(getattr(element.value, "p", 0) != 0 for element in elements)
+
+
+def convolution_objection(layer: Layer) -> str | None:
+    if not safety.is_convolution(layer.linear.value) or layer.kind == "relu":
+        return None
+    if isinstance(layer.activation.value, Function):
+        return None  # which it is, is not known
+    return f"{type(layer.activation.value).__name__}: a convolution can be fused with ReLU only"
 
 
 def dropout_objection(layer: Layer) -> str | None:

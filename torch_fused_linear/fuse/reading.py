@@ -18,8 +18,8 @@ from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
 
-# Reading these of a linear layer does not depend on what its forward does.
-HARMLESS = {"weight", "bias", "in_features", "out_features"}
+# Reading these of a layer does not depend on what its forward does.
+HARMLESS = {"weight", "bias", "in_features", "out_features", "in_channels", "out_channels"}
 # Methods that treat a module as a whole.
 WHOLE = {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval", "to"}
 FUNCTIONS = {"dropout", "relu", "gelu"}  # calls that pass one value on, as modules do

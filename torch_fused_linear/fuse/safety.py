@@ -38,6 +38,15 @@ def is_linear(value: object) -> bool:
     return type(value).__name__.endswith(("Linear", "Linear4bit", "Linear8bitLt"))
 
 
+def is_convolution(value: object) -> bool:
+    return isinstance(value, nn.Conv2d)
+
+
+def is_layer(value: object) -> bool:
+    """Whether it is of a kind that may apply the activation after it."""
+    return is_linear(value) or is_convolution(value)
+
+
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
         return (
@@ -77,14 +86,15 @@ def hooks_objection(module: nn.Module, kinds=CALL_HOOKS) -> str | None:
 
 
 def linear_objection(linear: nn.Module, is_shared: Callable[[nn.Module], bool]) -> str | None:
-    """Why this linear layer must stay as it is, or None."""
+    """Why this linear layer, or convolution, must stay as it is, or None."""
     kind = type(linear)
     if is_swapped(linear):
         return "already fused"
     if "parametrizations" in linear._modules:
         return "has a parametrisation"
-    if kind is not nn.Linear and full_name(kind) != CONV1D:
-        return f"{kind.__name__} is not exactly nn.Linear"
+    if kind not in (nn.Linear, nn.Conv2d) and full_name(kind) != CONV1D:
+        expected = "nn.Conv2d" if is_convolution(linear) else "nn.Linear"
+        return f"{kind.__name__} is not exactly {expected}"
     if reason := hooks_objection(linear):
         return reason
     if is_shared(linear):

@@ -1,6 +1,6 @@
-"""Changing a linear layer and its activation in place, and back.
+"""Changing a linear layer, or a convolution, and its activation in place, and back.
 
-A linear layer changes its class and nothing else: the object stays, and with it the parameters,
+Such a layer changes its class and nothing else: the object stays, and with it the parameters,
 their names and order, and whatever else refers to it. An activation may be shared, so it is
 replaced, place by place, by a stand-in that keeps it.
 """
@@ -12,6 +12,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from ..fused_conv2d import FusedConv2dReLU
 from ..modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
 from .families import CONV1D, FORGETS_ACTIVATION_MODULES, full_name
 
@@ -21,6 +22,7 @@ LAYERS = {
     "gelu_tanh": FusedLinearGELU,
     "gelu_erf": FusedLinearGELU,
 }
+CLASSES = (*LAYERS.values(), FusedConv2dReLU)
 MARK = "_unfused_class"  # on a swapped layer: the class it had
 
 
@@ -90,13 +92,16 @@ def is_swapped(layer: object) -> bool:
 
 
 def swap_linear(linear: nn.Module, kind: str) -> None:
-    """Makes the layer apply the activation `kind`, or none, in one operator."""
+    """Makes the layer apply the activation `kind`, or none, in one operator; a convolution ReLU."""
     setattr(linear, MARK, type(linear))
     if full_name(type(linear)) == CONV1D:
         from .conv1d import FusedConv1D  # needs transformers, which is there if its layer is
 
         linear.__class__ = FusedConv1D
         linear.activation = kind
+        return
+    if isinstance(linear, nn.Conv2d):
+        linear.__class__ = FusedConv2dReLU
         return
     linear.__class__ = LAYERS[kind]
     if LAYERS[kind] is FusedLinearGELU:
@@ -119,7 +124,7 @@ def swap_back(model: nn.Module) -> None:
     modules = list(model.modules())
     layers = [module for module in modules if is_swapped(module)]
     for layer in layers:  # all of them before the first is changed
-        if type(layer) not in LAYERS.values() and type(layer).__name__ != "FusedConv1D":
+        if type(layer) not in CLASSES and type(layer).__name__ != "FusedConv1D":
             raise RuntimeError(
                 f"unfuse_: expected the layers as fuse_ left them, got a {type(layer).__name__}; "
                 "take back first what was done to it since (a parametrisation, sharding)"
@@ -132,7 +137,7 @@ def swap_back(model: nn.Module) -> None:
     for layer in layers:
         if type(layer) is FusedLinearGELU:
             del layer.approximate
-        elif type(layer) not in LAYERS.values():
+        elif type(layer) not in CLASSES:
             del layer.activation
         layer.__class__ = vars(layer).pop(MARK)
 
