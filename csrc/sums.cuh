@@ -6,6 +6,7 @@
 #include "activation_math.cuh"
 
 namespace fused {
+namespace {  // each file's kernels are its own
 
 // Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
 // more exact than one after the other. The sum is left with threadIdx.y == 0.
@@ -63,4 +64,5 @@ void sum_partials(const Accumulator<T>* partials, int chunks, int64_t cols, T* g
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+}  // namespace
 }  // namespace fused

@@ -6,12 +6,32 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Case, Tally, names, run, ulp, with_inference
 from torch import Tensor
 
 LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """For the files that import it: cuDNN uses TF32 for fp32 unless told not to, in eager too."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def assert_near(results, wanted, level: float) -> None:
+    """Equal up to a part of the largest element: for sums that were taken in another order."""
+    for k, (got, want) in enumerate(zip(results, wanted, strict=True)):
+        tolerance = level * float(want.detach().abs().max()) if want.numel() else 0
+        message = f"result {k}"
+        torch.testing.assert_close(
+            got, want, rtol=0, atol=tolerance, msg=lambda m, n=message: f"{n}: {m}"
+        )
 
 
 @dataclass(frozen=True)

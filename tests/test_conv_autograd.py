@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from convolutions import ODD, Conv
-from helpers import DTYPES, Case, device_param, policy, run, saved_bytes
+from convolutions import ODD, Conv, full_precision  # noqa: F401
+from helpers import DTYPES, Case, device_param, one_thread, policy, run, saved_bytes  # noqa: F401
 from test_functorch import assert_both, scalar
 from test_memory import Calls
 from torch.autograd import gradcheck, gradgradcheck

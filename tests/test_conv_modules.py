@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from convolutions import LAST
-from helpers import device_param
+from helpers import device_param, one_thread  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations

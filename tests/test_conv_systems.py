@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from convolutions import LAYOUTS, ODD, Conv, without_kinks
-from helpers import DTYPES, ERRORS, device_param, policy, run
+from convolutions import LAYOUTS, ODD, Conv, full_precision, without_kinks  # noqa: F401
+from helpers import DTYPES, ERRORS, device_param, one_thread, policy, run  # noqa: F401
 from test_autocast import CountCasts
 from test_opcheck import as_meta, results
 from torch._dynamo.testing import CompileCounterWithBackend

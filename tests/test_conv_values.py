@@ -4,20 +4,30 @@ from collections import defaultdict
 
 import pytest
 import torch
-from convolutions import LAST, LAYOUTS, ODD, Conv, assert_contract, in_double, without_kinks
-from helpers import DTYPES, LOW_DTYPES, Case, Tally, device_param, names, policy, run
+from convolutions import (  # noqa: F401
+    LAST,
+    LAYOUTS,
+    ODD,
+    Conv,
+    assert_contract,
+    full_precision,
+    in_double,
+    without_kinks,
+)
+from helpers import (  # noqa: F401
+    DTYPES,
+    LOW_DTYPES,
+    Case,
+    Tally,
+    device_param,
+    names,
+    one_thread,
+    policy,
+    run,
+)
 
 odd_param = pytest.mark.parametrize("odd", ODD)
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
-
-
-@pytest.fixture(autouse=True)
-def full_precision():
-    """cuDNN uses TF32 for fp32 unless told not to: eager as well as ours."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def layouts_of(conv):
