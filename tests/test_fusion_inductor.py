@@ -36,9 +36,9 @@ def step(call, model, x):
 def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
     """Once compiled in an empty cache; then with a new pass, from the cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # In an empty cache these would take longer than the kernels do.
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
+    # In an empty cache these would take longer than the kernels do. (Not through monkeypatch, which
+    # leaves torch's configuration in a state that cannot be set again.)
+    quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
     torch._dynamo.reset()
     model, x = Network(), torch.randn(5, 16)
     want = step(model, model, x)
@@ -47,7 +47,8 @@ def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
         counters.clear()
         options = tfl.compile_options()
         compiled = torch.compile(model, fullgraph=True, options=options)
-        got, code = run_and_get_code(step, compiled, model, x)
+        with torch._inductor.config.patch(quick):
+            got, code = run_and_get_code(step, compiled, model, x)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert options[KEY].replaced == {"mlp": 1, "linear_relu": 1}

@@ -67,6 +67,12 @@ class FusedConv2dReLU(nn.Conv2d):
 
         Args:
             conv: the layer to take over.
+
+        Returns:
+            The fused layer, in the mode (training or not) of ``conv``.
+
+        Raises:
+            TypeError: ``conv`` is no ``nn.Conv2d``.
         """
         if not isinstance(conv, nn.Conv2d):
             raise TypeError(
