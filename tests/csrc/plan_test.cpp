@@ -331,6 +331,9 @@ void errors_are_compared_with_eagers() {
   EXPECT(!is_as_exact(error(0.001, 0.005), eager, 0));
   EXPECT(is_as_exact(error(0.001, 0.005), eager, 0x1p-7));  // one unit in the last place
   EXPECT(is_as_exact({}, {}, 0x1p-7));                      // all infinite: nothing to be said
+  // In fp32 the order of adding up decides by more than that.
+  EXPECT(is_as_exact(error(1.3e-7, 4e-7), error(1.18e-7, 4e-7), 0x1p-23));
+  EXPECT(!is_as_exact(error(2e-7, 4e-7), error(1e-7, 4e-7), 0x1p-23));
   // What is NaN where eager is not has left the count short.
   auto partial = eager;
   partial.elements.count = 99;
