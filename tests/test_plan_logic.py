@@ -1,20 +1,22 @@
-"""Strategies, races, decisions and their files, without a GPU: a program in C++."""
+"""Strategies, the choice between them, decisions and their files, without a GPU: programs in C++."""
 
 import cpp_programs
 import pytest
 
-NAMES = cpp_programs.names_in("plan_test.cpp")
+PROGRAMS = ("plan_test.cpp", "plan_file_test.cpp")
+NAMES = [(source, name) for source in PROGRAMS for name in cpp_programs.names_in(source)]
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    return cpp_programs.build("plan_test.cpp", tmp_path_factory.mktemp("plans"), "-O1")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    return {source: cpp_programs.build(source, folder, "-O1") for source in PROGRAMS}
 
 
 def test_all_are_found():
     assert len(NAMES) == 18
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_plans(program, name, tmp_path):
-    cpp_programs.run(program, name, cwd=tmp_path)
+@pytest.mark.parametrize("source, name", NAMES)
+def test_plans(programs, source, name, tmp_path):
+    cpp_programs.run(programs[source], name, cwd=tmp_path)
