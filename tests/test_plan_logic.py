@@ -1,4 +1,4 @@
-"""Strategies, the choice between them, decisions and their files, without a GPU: programs in C++."""
+"""Strategies, the choice between them, decisions and files of them, without a GPU: C++ programs."""
 
 import cpp_programs
 import pytest
