@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Case, Tally, names, run, ulp, with_inference
+from helpers import Case, Tally, add_checked, names, run, with_inference
 from torch import Tensor
 
 LAST = torch.channels_last
@@ -160,16 +160,5 @@ def assert_contract(conv: Conv, cases, tallies=None) -> dict[str, Tally]:
             where = f"{label} {name}"
             assert mine.dtype == case.x.dtype and mine.shape == theirs.shape, where
             assert mine.device == theirs.device, where
-            if not truth.numel():
-                continue
-            unit = ulp(mine.dtype, max(float(truth.abs().max()), size))
-            if mine.dtype == torch.float64:
-                error = float((mine - truth).abs().max()) / unit
-                assert error <= 64, f"{where}: error {error} ulp"
-                continue
-            one = Tally()
-            one.add(mine, theirs, truth, unit)
-            limit = 1.5 * one.worst[1] + (2.5 if truth.numel() >= 16 else 5)
-            assert one.worst[0] <= limit, f"{where}: error {one.worst[0]} ulp, {one.worst[1]}"
-            tallies[f"{mine.dtype} {name}"].add(mine, theirs, truth, unit)
+            add_checked(tallies[f"{mine.dtype} {name}"], mine, theirs, truth, size, where)
     return tallies
