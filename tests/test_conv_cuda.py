@@ -81,9 +81,9 @@ def test_with_a_budget_the_quicker_way_is_taken():
     print(path)
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
-def test_threads_and_streams(benchmark, cudnn):
-    cudnn.benchmark = benchmark
+@pytest.mark.parametrize("searches", [False, True])
+def test_threads_and_streams(searches, cudnn):
+    cudnn.benchmark = searches
     cases = [without_kinks(BLOCK, BLOCK.case(torch.bfloat16, "cuda", seed=k)) for k in range(4)]
     want = [run(BLOCK.call, case) for case in cases]
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from convolutions import LAYOUTS, ODD, Conv, full_precision, without_kinks  # noqa: F401
-from helpers import DTYPES, ERRORS, device_param, one_thread, policy, run  # noqa: F401
+from helpers import DTYPES, ERRORS, Case, device_param, one_thread, policy, run  # noqa: F401
 from test_autocast import CountCasts
 from test_opcheck import as_meta, results
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,7 +96,9 @@ def test_tags_and_keys():
 @device_param
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_autocast(low, device):
-    case = without_kinks(BLOCK, BLOCK.case(torch.float32, device))
+    # Kinks as wide as the rounding of what is computed in.
+    case = without_kinks(BLOCK, BLOCK.case(low, device))
+    case = Case(*(t.float() for t in (case.x, case.w, case.b, case.g)))
 
     def both(fn):
         leaves = [t.clone().requires_grad_() for t in case.inputs]

@@ -80,7 +80,9 @@ def step(call, model, x):
 def test_one_graph_for_ten_lengths(make):
     torch._dynamo.reset()
     model, blocks = make()
-    model.train()  # in eval mode nn.TransformerEncoderLayer is one operator of torch's
+    # In eval mode nn.TransformerEncoderLayer is one operator of torch's; in training some versions
+    # of OPT throw dice for which layers to leave out, which breaks the graph.
+    model.train(make is not opt)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
