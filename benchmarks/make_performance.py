@@ -99,7 +99,8 @@ def memory(results: Sequence[Result]) -> list[str]:
     for saved in cases:
         case = saved["case"]
         both = [saved, *find(results, **{**case, "mode": "peak"})]
-        numbers = [f"{r['numbers'][n]['median']:.0f}" for r in both for n in names]
+        kept = (r["numbers"].get(n) for r in both for n in names)  # "cublaslt" has no convolutions
+        numbers = [f"{number['median']:.0f}" if number else "" for number in kept]
         rows.append([shape(case), case["activation"], *numbers])
     head = ["layers", "activation", *(f"{m}, {n}" for m in ("kept", "peak") for n in names)]
     return table(head, rows, words=2)

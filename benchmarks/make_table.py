@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,16 @@ LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
 OURS = {"ours": "layers", "mlp": "`FusedMLP`"}
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
 MODEL_PAIRS = {"fused": "eager", "compile+pass": "compile"}  # ours, and what it is compared with
-TIMED = ("layer", "ffn", "mlp-small", "headline", "host")  # suites that are beside eager
+TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "conv")  # suites that are beside eager
 LAYERS_ABOUT = (
     "A step is forward and backward with all gradients; times: eager's time over ours; times "
     "compile: that of the fastest `torch.compile` mode measured."
+)
+CONVOLUTIONS_ABOUT = (
+    "Convolution, bias and ReLU on images that are channels-last in memory; `@` is their height "
+    "and width. Eager is `nn.Conv2d` and `nn.ReLU(inplace=True)`. A step is forward and backward "
+    "with all gradients (of the layer with 3 channels not that of the images); times: eager's time "
+    "over ours; times compile: that of `torch.compile`."
 )
 MODELS_ABOUT = (
     "Whole models with random weights and without dropout; a step is loss, backward and all "
@@ -36,6 +42,7 @@ MODELS_ABOUT = (
 )
 
 Result = dict[str, Any]
+Chosen = Callable[[dict[str, Any]], bool]
 Numbers = dict[str, dict[str, float]]
 
 
@@ -60,8 +67,24 @@ def is_selected(case: dict[str, Any]) -> bool:
     return case["suite"] == "mlp-small" or (case["suite"] == "ffn" and case["tokens"] >= 8192)
 
 
+def is_selected_convolution(case: dict[str, Any]) -> bool:
+    return case["suite"] == "conv" and case["dtype"] == "bf16" and case["conv"]["last"]
+
+
 def shape(case: dict[str, Any]) -> str:
+    if "conv" in case:
+        return convolution(**case["conv"])
     return "→".join(map(str, case["sizes"]))
+
+
+def convolution(channels, out, kernel, size, stride, groups, last) -> str:
+    """As the bench itself names it."""
+    words = [f"{channels}→{out}", f"{kernel}x{kernel}"]
+    if stride > 1:
+        words.append(f"stride {stride}")
+    if groups > 1:
+        words.append("depthwise" if groups == channels else f"groups {groups}")
+    return " ".join([*words, f"@{size}", "NHWC" if last else "NCHW"])
 
 
 def duration(microseconds: float) -> str:
@@ -90,11 +113,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> lis
     return ["| " + " | ".join(row) + " |" for row in (head, ruler, *rows)]
 
 
-def selection(results: Iterable[Result]) -> list[str]:
+def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) -> list[str]:
     rows: dict[tuple[str, ...], dict[str, Numbers]] = {}
     for result in results:
         case = result["case"]
-        if is_selected(case):
+        if chosen(case):
             graph = " in a CUDA graph" if case["mode"] == "graph" else ""
             label = (shape(case) + graph, str(case["tokens"]), case["activation"])
             mode = "forward" if case["mode"] == "forward" else "step"
@@ -107,8 +130,7 @@ def selection(results: Iterable[Result]) -> list[str]:
         forward = beside_eager(modes.get("forward", {}))
         lines.append([*label, *forward, *beside_eager(step), ratio(step, COMPILED)])
     beside = ["eager", "times"]
-    head = ["layers", "tokens", "activation"]
-    head += ["forward", *beside, "step", *beside, "times compile"]
+    head = [*what, "activation", "forward", *beside, "step", *beside, "times compile"]
     return table(head, lines, words=3)
 
 
@@ -130,7 +152,7 @@ def models(results: Iterable[Result]) -> list[str]:
     return table(head, rows, words=4)
 
 
-def losses(results: Iterable[Result]) -> list[str]:
+def losses(results: Iterable[Result], what: Sequence[str]) -> list[str]:
     """Every case of the whole grid in which a way of ours is slower than eager."""
     compared, rows = 0, []
     for result in results:
@@ -144,24 +166,13 @@ def losses(results: Iterable[Result]) -> list[str]:
             compared += 1
             mine = numbers[name]["median"]
             if eager / mine < LOSS:
-                label = [case["suite"], shape(case), str(case["tokens"]), case["dtype"]]
-                label += [case["activation"], case["mode"], title]
-                rows.append([*label, duration(mine), duration(eager), f"{eager / mine:.2f}"])
+                words = [case["suite"], shape(case), str(case["tokens"]), case["dtype"]]
+                words += [case["activation"], case["mode"], title]
+                rows.append([*words, duration(mine), duration(eager), f"{eager / mine:.2f}"])
     limit = f"more than {1 - LOSS:.0%} slower than eager"
     if not rows:
         return [f"None of {compared} measurements is {limit}."]
-    head = [
-        "suite",
-        "layers",
-        "tokens",
-        "dtype",
-        "activation",
-        "mode",
-        "with",
-        "ours",
-        "eager",
-        "times",
-    ]
+    head = ["suite", *what, "dtype", "activation", "mode", "with", "ours", "eager", "times"]
     return [f"{len(rows)} of {compared} measurements are {limit}:", "", *table(head, rows, words=7)]
 
 
@@ -179,14 +190,19 @@ def measured(results: Iterable[Result]) -> str:
 
 def section(results: list[Result]) -> list[str]:
     whole = [result for result in results if result["case"]["suite"] == "models"]
-    layers = [result for result in results if result["case"]["suite"] != "models"]
+    convs = [result for result in results if result["case"]["suite"] == "conv"]
+    layers = [r for r in results if r["case"]["suite"] not in ("models", "conv")]
     lines = []
     if layers:
-        about = f"{measured(layers)} {LAYERS_ABOUT}"
-        lines += [about, "", *selection(layers), "", *losses(layers)]
+        about, what = f"{measured(layers)} {LAYERS_ABOUT}", ["layers", "tokens"]
+        lines += [about, "", *selection(layers, is_selected, what), "", *losses(layers, what)]
+    if convs:
+        about, what = f"{measured(convs)} {CONVOLUTIONS_ABOUT}", ["layer", "images"]
+        lines += [""] * bool(lines) + ["### Convolutions", "", about, ""]
+        lines += [*selection(convs, is_selected_convolution, what), "", *losses(convs, what)]
     if whole:
         about = f"{measured(whole)} {MODELS_ABOUT}"
-        lines += [""] * bool(layers) + ["### In models", "", about, "", *models(whole)]
+        lines += [""] * bool(lines) + ["### In models", "", about, "", *models(whole)]
     return lines
 
 

@@ -1,6 +1,7 @@
 """`python -m torch_fused_linear.bench`: ours beside eager and others, interleaved in one process.
 
 cases.py       the grid: which layers, sizes, dtypes and modes each suite measures
+convolutions.py  those of the grid, and what runs for one
 contenders.py  what runs for a case: ours, eager, the bare products, torch.compile, ...
 timing.py      interleaved rounds, medians and quartiles
 traffic.py     the suites that count bytes: `activation` and `memory`

@@ -46,6 +46,7 @@ class Settings:
     seconds: float | None
     quick: bool
     compile_all: bool
+    cudnn_benchmark: bool
     kernels: bool
     json: Path | None
     out: Path | None
@@ -107,6 +108,11 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times',
     )
     add("--seconds-per-case", type=positive(float), metavar="S", help="time for the rounds")
+    add(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="torch.backends.cudnn.benchmark: cuDNN's convolutions by trial, for all contenders",
+    )
     add("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     add("--kernels", action="store_true", help="name the kernels that one call runs")
     add("--list", action="store_true", help="print the names of the cases and stop")
@@ -128,6 +134,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
             seconds=given.seconds_per_case,
             quick=given.quick,
             compile_all=given.compile_all,
+            cudnn_benchmark=given.cudnn_benchmark,
             kernels=given.kernels,
             json=given.json or (out and out / JSON_NAME),
             out=out,
@@ -209,6 +216,7 @@ def run(settings: Settings) -> int:
     if settings.device.type == "cuda" and settings.device.index is not None:
         torch.cuda.set_device(settings.device)
     machine.warm_up(settings.device)
+    torch.backends.cudnn.benchmark |= settings.cudnn_benchmark
     header = machine.header(settings.device, sys.argv[1:])
     header["clocks"].update({"start": now} if (now := machine.clocks(settings.device)) else {})
     introduce(header)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from torch_fused_linear.bench.convolutions import (
+    COMPILED_CONVOLUTIONS,
+    CONVOLUTIONS,
+    TINY_CONVOLUTIONS,
+    Convolution,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
@@ -41,7 +48,8 @@ class Case:
     """One row of a table: layers between `sizes`, each but the last of several with activation.
 
     A single layer has its activation too. Of a whole model, which `model` names, the sizes are the
-    batch and the tokens of each of its members. `mode` says what of it is run:
+    batch and the tokens of each of its members; of a convolution, `conv`, the channels, and the
+    tokens are the images of a batch. `mode` says what of it is run:
 
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
@@ -60,15 +68,22 @@ class Case:
     activation: str
     mode: str
     model: str = ""
+    conv: Convolution | None = None
 
     @property
     def shape(self) -> str:
+        if self.conv:
+            return str(self.conv)
         if self.model:
             return f"{self.model} {'×'.join(map(str, self.sizes))}"
         return "→".join(map(str, self.sizes))
 
+    @property
+    def amount(self) -> str:
+        return f"{'N' if self.conv else 'T'}={self.tokens}"
+
     def __str__(self) -> str:
-        words = (self.suite, self.shape, f"T={self.tokens}", self.dtype, self.activation, self.mode)
+        words = (self.suite, self.shape, self.amount, self.dtype, self.activation, self.mode)
         return " ".join(words)
 
 
@@ -91,6 +106,9 @@ class Suite:
     # Instead of sizes, tokens and activations.
     models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
     quick_models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
+    # Beside the sizes; each with ReLU, and once in each memory format.
+    convolutions: tuple[Convolution, ...] = ()
+    quick_convolutions: tuple[Convolution, ...] = ()
 
 
 def block(width: int) -> tuple[int, int, int]:
@@ -146,6 +164,18 @@ SUITES = {
         baselines=("eager", "addmm"),
         seconds=0.4,
     ),
+    "conv": Suite(
+        about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
+        sizes=(),
+        tokens=(),
+        modes=("forward", "step"),
+        baselines=("eager", "conv", "compile"),
+        seconds=0.4,
+        dtypes=("bf16", "fp16", "fp32"),
+        quick_sizes=(),
+        convolutions=CONVOLUTIONS,
+        quick_convolutions=TINY_CONVOLUTIONS,
+    ),
     "memory": Suite(
         about="memory that a step keeps for its backward, and takes at most",
         sizes=((768, 3072), (1024, 4096), (784, 30), block(768), block(1024)),
@@ -156,6 +186,8 @@ SUITES = {
         dtypes=("bf16",),
         activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((16, 24), block(8)),
+        convolutions=(Convolution(64, 64, 3, 56), Convolution(64, 256, 1, 56)),
+        quick_convolutions=TINY_CONVOLUTIONS[1:2],
     ),
     "activation": Suite(
         about="gradient of activation and bias in one pass, beside a copy of the same tensor",
@@ -183,6 +215,8 @@ SUITES = {
 }
 
 QUICK_TOKENS = (8,)
+IMAGES = {"cuda": 32, "cpu": 4}  # of a batch
+QUICK_IMAGES = 2
 
 
 def makes_sense(case: Case, device: torch.device) -> bool:
@@ -209,9 +243,26 @@ def worth_compiling(case: Case) -> bool:
         return case.model in (name for name, *_ in MODELS)
     if case.dtype != "bf16":
         return False
+    if case.conv:
+        return case.conv in COMPILED_CONVOLUTIONS
     if case.suite == "layer":
         return case.sizes == (1024, 4096) and case.tokens == 8192
     return case.suite == "mlp-small" or (case.suite == "ffn" and case.tokens == 8192)
+
+
+def convolution_cases(
+    name: str, device: torch.device, quick: bool, dtypes: Iterable[str]
+) -> list[Case]:
+    """Convolutions in both memory formats; a CPU gets fewer images."""
+    suite = SUITES[name]
+    chosen = suite.quick_convolutions if quick else suite.convolutions
+    images = QUICK_IMAGES if quick else IMAGES[device.type]
+    some = itertools.product(chosen, (True, False), dtypes, suite.modes)
+    return [
+        Case(name, (conv.channels, conv.out), images, dtype, "relu", mode, conv=of_format)
+        for conv, last, dtype, mode in some
+        for of_format in [replace(conv, last=last)]
+    ]
 
 
 def cases_of(
@@ -225,12 +276,14 @@ def cases_of(
             Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
             for (model, activation, sizes), dtype, mode in some
         ]
+    names = dtypes or suite.dtypes
     grid = itertools.product(
         suite.quick_sizes if quick else suite.sizes,
         QUICK_TOKENS if quick else suite.tokens,
-        dtypes or suite.dtypes,
+        names,
         suite.activations,
         suite.modes,
     )
-    cases = (Case(name, *point) for point in grid)
+    cases = [Case(name, *point) for point in grid]
+    cases += convolution_cases(name, device, quick, names)
     return [c for c in cases if makes_sense(c, device) and (quick or worth_the_time(c))]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.bench import edge
+from torch_fused_linear.bench import convolutions, edge
 from torch_fused_linear.bench.cases import DTYPES, Case
 from torch_fused_linear.bench.timing import Call, Contender
 
@@ -30,6 +30,7 @@ COMPILED = (*COMPILE_MODES, "compile+pass")
 BASELINES = (
     *("cublaslt", "mlp-cublaslt", "eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
     "copy",  # of the suite `activation` only
+    "conv",  # of convolutions only
 )
 POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
@@ -48,25 +49,29 @@ class Operands:
     """One set of data; every contender runs on the same sets, and shares the parameters."""
 
     input: Tensor
-    linears: list[nn.Linear]
+    layers: list[nn.Linear] | list[nn.Conv2d]
     grad_output: Tensor
 
     @classmethod
     def random(cls, case: Case, device: torch.device) -> Operands:
         options = {"dtype": DTYPES[case.dtype], "device": device}
         grad = case.mode != "forward"
-        linears = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
-        for linear in linears:
-            linear.requires_grad_(grad)
-        return cls(
-            torch.randn(case.tokens, case.sizes[0], **options).requires_grad_(grad),
-            linears,
-            torch.randn(case.tokens, case.sizes[-1], **options),
-        )
+        if case.conv:
+            layers = [convolutions.random_layer(case.conv, **options)]
+            x, grad_output = convolutions.random_images(case.conv, case.tokens, **options)
+        else:
+            layers = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
+            x, grad_output = (
+                torch.randn(case.tokens, n, **options) for n in (case.sizes[0], case.sizes[-1])
+            )
+        for layer in layers:
+            layer.requires_grad_(grad)
+        is_stem = case.conv is not None and case.conv.is_stem
+        return cls(x.requires_grad_(grad and not is_stem), layers, grad_output)
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.input, *(p for linear in self.linears for p in linear.parameters())]
+        return [self.input, *(p for layer in self.layers for p in layer.parameters())]
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -80,7 +85,10 @@ def sets_needed(bytes_each: int, device: torch.device) -> int:
 
 
 def random_sets(case: Case, device: torch.device) -> list[Operands]:
-    elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
+    if case.conv:
+        elements = case.conv.elements(case.tokens)
+    else:
+        elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
     count = sets_needed(elements * DTYPES[case.dtype].itemsize, device)
     if case.mode in ("graph", "saved", "peak"):  # a graph holds its addresses; memory has no cache
         count = 1
@@ -98,30 +106,34 @@ def eager_stack(case: Case, data: Operands) -> nn.Sequential:
     def activation() -> nn.Module:
         return nn.ReLU() if case.activation == "relu" else nn.GELU(approximate=approximate(case))
 
-    hidden = (m for linear in data.linears[:-1] for m in (linear, activation()))
-    return nn.Sequential(*hidden, data.linears[-1])
+    hidden = (m for layer in data.layers[:-1] for m in (layer, activation()))
+    return nn.Sequential(*hidden, data.layers[-1])
 
 
 def eager(case: Case, data: Operands) -> Network:
-    if len(data.linears) > 1:
+    if case.conv:
+        return convolutions.eager(*data.layers)
+    if len(data.layers) > 1:
         return eager_stack(case, data)
-    weight, bias, form = data.linears[0].weight, data.linears[0].bias, approximate(case)
+    weight, bias, form = data.layers[0].weight, data.layers[0].bias, approximate(case)
     if case.activation == "relu":
         return lambda x: F.relu(F.linear(x, weight, bias))
     return lambda x: F.gelu(F.linear(x, weight, bias), approximate=form)
 
 
 def ours(case: Case, data: Operands) -> Network:
+    if case.conv:
+        return tfl.FusedConv2dReLU.from_conv(*data.layers)
     relu, form = case.activation == "relu", approximate(case)
-    if len(data.linears) > 1:
+    if len(data.layers) > 1:
         fuse = (
             tfl.FusedLinearReLU.from_linear
             if relu
             else partial(tfl.FusedLinearGELU.from_linear, approximate=form)
         )
-        *hidden, last = data.linears
+        *hidden, last = data.layers
         return nn.Sequential(*map(fuse, hidden), tfl.FusedLinear.from_linear(last))
-    weight, bias = data.linears[0].weight, data.linears[0].bias
+    weight, bias = data.layers[0].weight, data.layers[0].bias
     if relu:
         return lambda x: tfl.linear_relu(x, weight, bias)
     return lambda x: tfl.linear_gelu(x, weight, bias, form)
@@ -132,12 +144,12 @@ def mlp(case: Case, data: Operands) -> Network:
 
 
 def addmm(case: Case, data: Operands) -> Network:
-    weight, bias, gelu = data.linears[0].weight.t(), data.linears[0].bias, case.activation != "relu"
+    weight, bias, gelu = data.layers[0].weight.t(), data.layers[0].bias, case.activation != "relu"
     return lambda x: torch._addmm_activation(bias, x, weight, use_gelu=gelu)
 
 
 def linear(case: Case, data: Operands) -> Network:
-    weight, bias = data.linears[0].weight, data.linears[0].bias
+    weight, bias = data.layers[0].weight, data.layers[0].bias
     return lambda x: F.linear(x, weight, bias)
 
 
@@ -155,8 +167,8 @@ def nvmath(case: Case, data: Operands) -> Network:
     from nvmath.linalg.advanced import Matmul, MatmulEpilog
 
     # NVIDIA's form: the weight comes first and columns are the batch, so the bias goes by rows.
-    product = Matmul(data.linears[0].weight.detach(), data.input.detach().t())
-    epilog_inputs = {"bias": data.linears[0].bias.detach()}
+    product = Matmul(data.layers[0].weight.detach(), data.input.detach().t())
+    epilog_inputs = {"bias": data.layers[0].bias.detach()}
     product.plan(epilog=MatmulEpilog.RELU_AUX_BIAS, epilog_inputs=epilog_inputs)
     product.autotune(iterations=5)
     return lambda x: product.execute()
@@ -179,6 +191,10 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
     if case.model:
         return name in ("fused", "compile+pass", "eager", "compile")
+    if case.conv and name in ("ours", "eager", "conv"):
+        return True
+    if case.conv and name not in COMPILE_MODES:
+        return False
     if case.mode == "edge" and name not in edge.NAMES:
         return False
     one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
@@ -196,7 +212,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         )
     if name in COMPILE_MODES:
         return case.mode in ("forward", "step")
-    return name != "copy"
+    return name not in ("copy", "conv")
 
 
 # ------------------------------------------------------------------------------------- modes
@@ -239,7 +255,7 @@ def call_of(mode: str, network: Network, data: Operands) -> Call:
 
 def products(case: Case, data: Operands) -> Call:
     """The matrix products alone, as torch.mm does them: what no fusing can be faster than."""
-    weights = [linear.weight.detach() for linear in data.linears]
+    weights = [layer.weight.detach() for layer in data.layers]
     hidden = [data.input.new_empty(case.tokens, n).normal_() for n in case.sizes[1:-1]]
     inputs, grads = [data.input.detach(), *hidden], [*hidden, data.grad_output]
 
@@ -280,6 +296,9 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
             calls = [edge.call_of(name, case, sets[0].input.device)]
         elif name == "mm":
             calls = [products(case, data) for data in sets]
+        elif name == "conv":
+            backward = case.mode != "forward"
+            calls = [convolutions.bare(case.conv, data, backward) for data in sets]
         else:
             calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
     return Contender(name, in_turns(calls), conditions)

@@ -75,6 +75,9 @@ def header(device: torch.device, arguments: list[str]) -> dict[str, Any]:
         "library": _library.build_info(),
         "policy": tfl.get_policy(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn": {
+            name: getattr(torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark")
+        },
         "arguments": arguments,
         "clocks": {},
     }

@@ -39,6 +39,8 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> bool:
     """Draws `records` of one suite: a column a mode, a row a metric. False: nothing to compare."""
     copied = any("copy" in record.numbers for record in records)
     yardstick = "fraction of a copy's bandwidth" if copied else "fraction of the bare products"
+    if any("conv" in record.numbers for record in records):
+        yardstick = "fraction of the bare convolution"
     metrics: dict[str, Metric] = {TIMES_EAGER: speedup, yardstick: Record.fraction}
     names = [name for name in COLOURS if any(name in record.numbers for record in records)]
     drawn = {
@@ -88,7 +90,7 @@ def speedup(record: Record, name: str) -> float | None:
 
 
 def place(record: Record) -> str:
-    return f"{record.case.shape}   T={record.case.tokens}"
+    return f"{record.case.shape}   {record.case.amount}"
 
 
 def panel(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.convolutions import Convolution
 from torch_fused_linear.bench.timing import Number
 
 # Slower than this part of eager's speed is called a loss; what is nearer may be noise.
 LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
-YARDSTICKS = ("mm", "linear")
+YARDSTICKS = ("mm", "linear", "conv")
 # What a way of ours is compared with; all others with eager.
 REFERENCES = {"compile+pass": "compile"}
 
@@ -67,14 +68,17 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         value = {key: value for key, value in asdict(self).items() if value}
-        if not self.case.model:
-            del value["case"]["model"]  # as in files from before there were any
+        for key in ("model", "conv"):
+            if not value["case"][key]:
+                del value["case"][key]  # as in files from before there were any
         return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Record:
         case = dict(value["case"])
         case["sizes"] = tuple(case["sizes"])
+        if "conv" in case:
+            case["conv"] = Convolution(**case["conv"])
         numbers = {name: Number(**number) for name, number in value.get("numbers", {}).items()}
         return cls(**{**value, "case": Case(**case), "numbers": numbers})
 

@@ -28,11 +28,14 @@ class Table:
         self.unit = "MiB" if cases[0].suite == "memory" else "us"
         self.with_bandwidth = "copy" in names
         self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
+        self.yardstick = "of copy" if self.with_bandwidth else "of GEMM"
+        if "conv" in names:
+            self.yardstick = "of conv"
         self.with_replaced = bool(cases[0].model)
         self.columns = [*names, *(f"{name} x" for name in self.ours)]
         self.columns += [f"n {name}" for name in self.ours if self.with_replaced]
         self.columns += ["GB/s"] * self.with_bandwidth
-        self.columns += ["of copy" if self.with_bandwidth else "of GEMM"] * self.with_fraction
+        self.columns += [self.yardstick] * self.with_fraction
         self.columns += ["spread"] * (self.unit == "us")
 
     def _line(self, label: Sequence[object], cells: Sequence[str]) -> str:

@@ -1,0 +1,130 @@
+"""Convolutions with bias and ReLU: which are measured, and what runs for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch_fused_linear.bench.contenders import Operands
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A layer of a convolutional network: square kernel and image, zeros around the image so that
+    a stride of 1 keeps its size. `last`: image and kernel are channels-last in memory."""
+
+    channels: int
+    out: int
+    kernel: int
+    size: int
+    stride: int = 1
+    groups: int = 1
+    last: bool = True
+
+    @property
+    def is_stem(self) -> bool:
+        """Whether it reads the images themselves, which need no gradient."""
+        return self.channels == 3
+
+    @property
+    def padding(self) -> int:
+        return self.kernel // 2
+
+    @property
+    def out_size(self) -> int:
+        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    def elements(self, batch: int) -> int:
+        """Of image, kernel and result."""
+        kernel = self.out * self.channels // self.groups * self.kernel**2
+        pixels = self.channels * self.size**2 + self.out * self.out_size**2
+        return kernel + batch * pixels
+
+    def __str__(self) -> str:
+        words = [f"{self.channels}→{self.out}", f"{self.kernel}x{self.kernel}"]
+        if self.stride > 1:
+            words.append(f"stride {self.stride}")
+        if self.groups > 1:
+            words.append("depthwise" if self.groups == self.channels else f"groups {self.groups}")
+        return " ".join([*words, f"@{self.size}", "NHWC" if self.last else "NCHW"])
+
+
+# Those of a ResNet-50 for images of 224x224, and what networks beside it are made of.
+CONVOLUTIONS = (
+    Convolution(3, 64, 7, 224, stride=2),
+    Convolution(64, 64, 3, 56),
+    Convolution(128, 128, 3, 28),
+    Convolution(256, 256, 3, 14),
+    Convolution(512, 512, 3, 7),
+    Convolution(128, 128, 3, 56, stride=2),
+    Convolution(64, 256, 1, 56),
+    Convolution(256, 64, 1, 56),
+    Convolution(1024, 256, 1, 14),
+    Convolution(512, 2048, 1, 7),
+    Convolution(128, 128, 3, 28, groups=128),
+)
+COMPILED_CONVOLUTIONS = CONVOLUTIONS[1], CONVOLUTIONS[3], CONVOLUTIONS[6], CONVOLUTIONS[-1]
+TINY_CONVOLUTIONS = (
+    Convolution(3, 8, 7, 16, stride=2),
+    Convolution(8, 8, 3, 6),
+    Convolution(8, 16, 1, 6),
+    Convolution(8, 8, 3, 6, groups=8),
+)
+
+
+# ------------------------------------------------------------------------------------ contenders
+
+
+def random_layer(conv: Convolution, **options: Any) -> nn.Conv2d:
+    layer = nn.Conv2d(
+        conv.channels,
+        conv.out,
+        conv.kernel,
+        stride=conv.stride,
+        padding=conv.padding,
+        groups=conv.groups,
+        **options,
+    )
+    return layer.to(memory_format=memory_format(conv))
+
+
+def random_images(conv: Convolution, batch: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Input, and gradient of the output."""
+    shapes = (batch, conv.channels, conv.size), (batch, conv.out, conv.out_size)
+    return tuple(
+        torch.randn(*lead, size, size, **options).to(memory_format=memory_format(conv))
+        for *lead, size in shapes
+    )
+
+
+def memory_format(conv: Convolution) -> torch.memory_format:
+    return torch.channels_last if conv.last else torch.contiguous_format
+
+
+def eager(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+    """As ResNets have it: ReLU writes over the convolution's result."""
+    relu = nn.ReLU(inplace=True)
+    return lambda x: relu(layer(x))
+
+
+def bare(conv: Convolution, data: Operands, backward: bool) -> Callable[[], object]:
+    """The convolution alone, without bias and ReLU: what no fusing can be faster than."""
+    x, weight, grad = data.input.detach(), data.layers[0].weight.detach(), data.grad_output
+    stride, padding, one = [conv.stride] * 2, [conv.padding] * 2, [1, 1]
+    gradient = torch.ops.aten.convolution_backward
+
+    def run() -> None:
+        F.conv2d(x, weight, None, stride, padding, one, conv.groups)
+        if backward:
+            wanted = [not conv.is_stem, True, False]
+            gradient(
+                grad, x, weight, None, stride, padding, one, False, [0, 0], conv.groups, wanted
+            )
+
+    return run
