@@ -17,6 +17,7 @@ constexpr int blocks_per_processor = 3;
 
 // A thread owns `width` neighbouring columns and walks down a chunk of the rows; a block covers
 // blockDim.x threads of columns and reads blockDim.y rows at a time; blockIdx.y is the chunk.
+// The chunks' sums are added up within a cluster, or left in `partials`.
 template <typename T, Activation activation, bool mask, int width>
 __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     backward_kernel(ActivationBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
@@ -38,8 +39,9 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 
     const auto rows = [&](int64_t row, auto rows_at_once) {
       constexpr int count = decltype(rows_at_once)::value;
-      V g[count], s[count];
-      uint32_t m[count];
+      V g[count];
+      [[maybe_unused]] V s[count];
+      [[maybe_unused]] uint32_t m[count];
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         const int64_t r = row + i * blockDim.y;
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
       }
 #pragma unroll
       for (int i = 0; i < count; ++i) {
-        A gradient[width], at[width];
+        A gradient[width];
+        [[maybe_unused]] A at[width];
         widen(g[i], gradient);
         if constexpr (reads_vector) widen(s[i], at);
 #pragma unroll
@@ -80,7 +83,9 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
   if (args.grad_bias == nullptr) return;
   __shared__ A shared[block_threads * width];
   sum_over_y(sums, shared);
-  if (threadIdx.y != 0 || col >= args.cols) return;
+  const bool chunks_join = partials == nullptr && gridDim.y > 1;
+  if (chunks_join) sum_over_cluster(sums, shared, col < args.cols);
+  if (threadIdx.y != 0 || col >= args.cols || (chunks_join && blockIdx.y > 0)) return;
 #pragma unroll
   for (int j = 0; j < width; ++j) {
     if (partials != nullptr) {
@@ -96,6 +101,7 @@ struct Launch {
   dim3 block;
   dim3 grid;
   int64_t rows_per_chunk;
+  bool cluster;  // of a column's chunks, which need no second kernel then
 };
 
 // One wave of blocks, with an equal share of the rows each.
@@ -112,13 +118,20 @@ Launch shape_of(const ActivationBackward& args) {
   const int64_t room =
       std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
   // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
-  // than it saves in this one.
-  const int64_t useful = args.rows / (launch.block.y * 2 * rows_in_flight);
-  const int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
+  // than it saves in this one. What fits into a cluster needs no such kernel.
+  const int64_t passes_in_flight = args.rows / (launch.block.y * rows_in_flight);
+  int64_t chunks = std::min(room, passes_in_flight / 2);
+  launch.cluster =
+      args.grad_bias != nullptr && has_clusters(args.arch) && chunks <= most_blocks_in_cluster;
+  if (launch.cluster) {
+    chunks = std::min<int64_t>({room, passes_in_flight, most_blocks_in_cluster});
+  }
+  chunks = std::clamp<int64_t>(chunks, 1, 65535);
   // Whole passes of the block, so that no chunk ends in a ragged one but the last.
   const int64_t passes = (args.rows + chunks * launch.block.y - 1) / (chunks * launch.block.y);
   launch.rows_per_chunk = std::max<int64_t>(passes, 1) * launch.block.y;
   launch.grid = dim3(across, (args.rows + launch.rows_per_chunk - 1) / launch.rows_per_chunk);
+  launch.cluster = launch.cluster && launch.grid.y > 1;
   return launch;
 }
 
@@ -131,9 +144,9 @@ auto* kernel_for(bool vectors) {
 }  // namespace
 
 int64_t scratch_bytes(const ActivationBackward& args) {
-  const auto chunks = shape_of(args).grid.y;
-  if (args.grad_bias == nullptr || chunks == 1) return 0;
-  return chunks * args.cols * (args.type == gemm::Type::f64 ? 8 : 4);
+  const auto shape = shape_of(args);
+  if (args.grad_bias == nullptr || shape.cluster || shape.grid.y == 1) return 0;
+  return shape.grid.y * args.cols * (args.type == gemm::Type::f64 ? 8 : 4);
 }
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream) {
@@ -142,8 +155,11 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
     using T = decltype(element);
     auto* partials = static_cast<Accumulator<T>*>(scratch);
     const auto launch = [&](auto* kernel) {
-      kernel<<<shape.grid, shape.block, 0, stream>>>(args, shape.rows_per_chunk, partials);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      cudaLaunchAttribute cluster;
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {1, shape.grid.y, 1};
+      cudaLaunchConfig_t config{shape.grid, shape.block, 0, stream, &cluster, shape.cluster};
+      C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, shape.rows_per_chunk, partials));
     };
     switch (args.activation) {
       case Activation::none:

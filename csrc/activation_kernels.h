@@ -23,6 +23,7 @@ struct ActivationBackward {
   bool mask = false;  // saved is a ReLU bit mask
   gemm::Type type = gemm::Type::f32;
   int processors = 1;  // of the device: how many blocks to make
+  int arch = 0;        // of the device, 90 for capability 9.0
   int64_t rows = 0, cols = 0;
   const void* grad = nullptr;   // [rows, cols]
   int64_t ld_grad = 0;          // elements

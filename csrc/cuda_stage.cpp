@@ -153,7 +153,9 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   args.activation = activation;
   args.mask = mask;
   args.type = type;
-  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const auto* device = at::cuda::getCurrentDeviceProperties();
+  args.processors = device->multiProcessorCount;
+  args.arch = device->major * 10 + device->minor;
   args.rows = grad.rows, args.cols = grad.cols;
   args.grad = grad.data, args.ld_grad = grad.ld;
   args.saved = saved.data, args.ld_saved = saved.ld;

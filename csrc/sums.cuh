@@ -5,6 +5,8 @@
 
 #include "activation_math.cuh"
 
+#include <cooperative_groups.h>
+
 namespace fused {
 namespace {  // each file's kernels are its own
 
@@ -37,6 +39,43 @@ __device__ A sum_over_block(A sum, A* shared) {
     if (thread < half) shared[thread] += shared[thread + half];
   }
   return shared[0];
+}
+
+// A cluster's blocks read each other's shared memory, so that one kernel can add up a few chunks.
+// It takes code compiled for the first device that has them, or a later one.
+constexpr int cluster_arch = 90;
+constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
+
+inline bool has_clusters(int device_arch) {
+  for (const int compiled : {__CUDA_ARCH_LIST__}) {
+    if (compiled >= cluster_arch * 10 && compiled <= device_arch * 10) return true;
+  }
+  return false;
+}
+
+// Adds the values of the cluster's blocks, those of their threads with threadIdx.y == 0 that hold a
+// column. The sum is left with the first block. All threads take part.
+template <typename A, int width>
+__device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column) {
+#if __CUDA_ARCH__ >= 900
+  namespace groups = cooperative_groups;
+  const auto cluster = groups::this_cluster();
+  const int threads = blockDim.x * blockDim.y;
+  const bool adds = holds_column && threadIdx.y == 0;
+  if (adds && cluster.block_rank() > 0) {
+#pragma unroll
+    for (int j = 0; j < width; ++j) shared[j * threads + threadIdx.x] = sums[j];
+  }
+  cluster.sync();
+  if (adds && cluster.block_rank() == 0) {
+    for (unsigned rank = 1; rank < cluster.num_blocks(); ++rank) {
+      const A* theirs = cluster.map_shared_rank(shared, rank);
+#pragma unroll
+      for (int j = 0; j < width; ++j) sums[j] += theirs[j * threads + threadIdx.x];
+    }
+  }
+  cluster.sync();  // shared memory lives no longer than its block
+#endif
 }
 
 // grad_bias = the sum of the chunks' partial sums.

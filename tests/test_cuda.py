@@ -286,6 +286,30 @@ def test_inference_is_one_kernel(op, count):
     assert len(names) == count, names
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rows", [256, 300, 8192])
+@pytest.mark.parametrize("cols", [10, 256, 1000])
+def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(cols, rows, dtype):
+    """A cluster adds up few chunks of the rows; many take a second kernel."""
+    random = torch.Generator("cuda").manual_seed(0)
+    grad, output = torch.randn(2, rows, cols, generator=random, dtype=dtype, device="cuda").unbind()
+
+    def call():
+        return torch.ops.fused._activation_backward(grad, output, "relu", True)
+
+    dz, grad_bias = call()
+    want = grad.masked_fill(output <= 0, 0)
+    assert torch.equal(dz, want)
+    exact = want.double().sum(0)
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        grad_bias.double(), exact, rtol=tolerance, atol=tolerance * rows**0.5
+    )
+    assert torch.equal(grad_bias, call()[1]), "the order of the sum is fixed"
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert len(kernels(call)) == (2 if rows == 8192 else 1)
+
+
 @op_param
 def test_unwanted_gradients_launch_nothing(op):
     """A frozen weight runs no weight-gradient product, a first layer no input-gradient one."""
