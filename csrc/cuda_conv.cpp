@@ -31,8 +31,7 @@ struct Cuda {
       const auto options = image.options().memory_format(format_of(image, weight));
       return like(input, at::empty_symint(output_sizes(image, weight, geometry), options));
     }
-    if (auto output = cudnn_forward(image, weight, bias, geometry)) return like(input, *output);
-    return like(input, own_forward(image, weight, bias, geometry));
+    return like(input, forward_in_best_way(image, weight, bias, geometry));
   }
 
   static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
@@ -71,22 +70,34 @@ struct Cuda {
 
 }  // namespace
 
-Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+namespace {
+
+Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const Geometry& g) {
-  const auto format = format_of(image, weight);
   explain::step("ATen convolution");
-  const auto output =
-      at::convolution_symint(image, weight, {}, g.stride, g.padding, g.dilation,
-                             /*transposed=*/false, std::array<SymInt, 2>{0, 0}, g.groups)
-          .contiguous(format);
-  if (!has_value(bias)) {
-    explain::step("ATen ReLU in place");
-    return output.relu_();
-  }
+  return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
+                                /*transposed=*/false, std::array<SymInt, 2>{0, 0}, g.groups)
+      .contiguous(format_of(image, weight));
+}
+
+}  // namespace
+
+Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                    const Geometry& geometry) {
+  const auto output = convolution(image, weight, bias, geometry);
+  explain::step("ATen ReLU in place");
+  return output.relu_();
+}
+
+Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                   const Geometry& geometry) {
+  if (!has_value(bias)) return aten_forward(image, weight, bias, geometry);
+  const auto output = convolution(image, weight, {}, geometry);
   explain::step("own bias and ReLU kernel");
+  const bool last = format_of(image, weight) == MemoryFormat::ChannelsLast;
   const auto added = bias->contiguous();
-  bias_relu(image_of(output), format == MemoryFormat::ChannelsLast, added.const_data_ptr(),
-            output.data_ptr(), at::cuda::getCurrentCUDAStream());
+  bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
+            at::cuda::getCurrentCUDAStream());
   return output;
 }
 

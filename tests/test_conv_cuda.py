@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cuda
 private = torch.ops.fused._channels_relu_backward
 FUSED = "cuDNN convolution with bias and ReLU"
 OWN = "ATen convolution + own bias and ReLU kernel"
+ATEN = "ATen convolution + ATen ReLU in place"
 BLOCK = Conv(batch=8, channels=64, out=64, size=(14, 14), padding=(1, 1))
 
 
@@ -71,14 +72,17 @@ def test_reasons_that_can_be_told_beforehand(cudnn):
     torch.testing.assert_close(BLOCK.call(*case.inputs), want, rtol=1e-4, atol=1e-4)
 
 
-def test_with_a_budget_the_quicker_way_is_taken():
-    conv = Conv(batch=4, channels=32, out=48, size=(20, 20), padding=(1, 1))
-    case = conv.case(torch.bfloat16, "cuda", last="xw")
+@pytest.mark.parametrize("last", ["", "xw"])
+@pytest.mark.parametrize("groups", [1, 32])
+def test_with_a_budget_the_quickest_way_is_taken(groups, last):
+    conv = Conv(batch=4, channels=32, out=64, size=(20, 20), padding=(1, 1), groups=groups)
+    case = conv.case(torch.bfloat16, "cuda", last=last)
     with tfl.plans.budget(20):
         path = path_of(lambda: conv.call(*case.inputs))
         assert path_of(lambda: conv.call(*case.inputs)) == path
         assert_near([conv.call(*case.inputs)], [conv.eager(*case.inputs)], 2e-2)
     print(path)
+    assert path == FUSED or path.endswith((OWN, ATEN))
 
 
 @pytest.mark.parametrize("searches", [False, True])

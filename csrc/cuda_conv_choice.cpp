@@ -1,4 +1,5 @@
-// Whether cuDNN's fused convolution may be used for a problem, found out once and remembered.
+// The way to a convolution's result: cuDNN's fused call, if it may be used for the problem, or what
+// is quicker. Found out once and remembered.
 //
 // ATen's call asks cuDNN for relu(convolution + 0 · z + bias), with its own result, not yet
 // written, as z. It is right only if cuDNN does not read z, for 0 · NaN is NaN; and torch's ReLU
@@ -8,6 +9,7 @@
 #include "cuda_conv.h"
 
 #include "cuda_device.h"
+#include "gemm/plan.h"
 #include "plans.h"
 
 #include <ATen/Context.h>
@@ -26,15 +28,20 @@
 namespace fused::conv {
 namespace {
 
-// Why it is not used, as explain's row shows it, or nullptr.
-using Verdict = const char*;
+enum class Way { cudnn, own, aten };
+
+struct Verdict {
+  Way way;
+  const char* objection;  // why it is not cuDNN's, as explain's row shows it; or nullptr
+};
 
 // Everything that may decide which kernel cuDNN chooses.
 struct Problem {
   const Tensor &image, &weight;
-  OptionalTensor bias;
+  const OptionalTensor& bias;
   std::vector<int64_t> stride, padding, dilation;
   int64_t groups;
+  const Geometry& geometry;
 
   Problem(const Tensor& image_, const Tensor& weight_, const OptionalTensor& bias_,
           const Geometry& g)
@@ -44,7 +51,8 @@ struct Problem {
         stride(ints(g.stride)),
         padding(ints(g.padding)),
         dilation(ints(g.dilation)),
-        groups(g.groups.guard_int(__FILE__, __LINE__)) {}
+        groups(g.groups.guard_int(__FILE__, __LINE__)),
+        geometry(g) {}
 
   std::vector<int64_t> key() const {
     const auto& context = at::globalContext();
@@ -57,7 +65,6 @@ struct Problem {
                              has_value(bias),
                              allow_tf32(),
                              benchmark ? static_cast<int64_t>(thread) : 0,
-                             plans::budget() > 0,
                              groups};
     for (const auto values : {image.sizes(), weight.sizes(), at::IntArrayRef(stride),
                               at::IntArrayRef(padding), at::IntArrayRef(dilation)}) {
@@ -81,7 +88,7 @@ struct Problem {
 // ---- what can be told beforehand ---------------------------------------------------------------
 
 // ATen's call has no deterministic form, and its sizes are 32 bits wide.
-Verdict objection(const Problem& p) {
+const char* objection(const Problem& p) {
   const auto& context = at::globalContext();
   if (p.image.scalar_type() == at::kDouble) return "(not cuDNN's fused form: fp64)";
   if (!context.userEnabledCuDNN()) return "(not cuDNN's fused form: cuDNN is switched off)";
@@ -123,22 +130,32 @@ double time(const Fn& fn, double budget_ms) {
   return best;
 }
 
-Verdict tried(const Problem& p) {
-  const auto nan = std::numeric_limits<double>::quiet_NaN();
-  const auto format = format_of(p.image, p.weight);
-  const auto filled = [&](const Tensor& like, double value) {
+// Data that would show it if cuDNN's call were not torch's convolution, bias and ReLU.
+struct Probe {
+  explicit Probe(const Problem& p)
+      : format(format_of(p.image, p.weight)),
+        x(filled(p.image, 1)),
+        w(filled(p.weight, 0.015625)),  // sums that every dtype holds
+        zero(at::zeros({p.weight.size(0)}, p.weight.options())),
+        want(at::convolution(x, w, {}, p.stride, p.padding, p.dilation, false,
+                             std::vector<int64_t>{0, 0}, p.groups)) {}
+
+  Tensor filled(const Tensor& like, double value) const {
     return at::full(like.sizes(), value, like.options()).contiguous(format);
-  };
-  // Sums that every dtype holds.
-  const auto x = filled(p.image, 1), w = filled(p.weight, 0.015625);
-  const auto zero = at::zeros({p.weight.size(0)}, p.weight.options());
-  const auto want = at::convolution(x, w, {}, p.stride, p.padding, p.dilation, false,
-                                    std::vector<int64_t>{0, 0}, p.groups);
+  }
+
+  at::MemoryFormat format;
+  Tensor x, w, zero, want;
+};
+
+const char* tried(const Problem& p, const Probe& probe) {
+  const auto nan = std::numeric_limits<double>::quiet_NaN();
+  const auto& [format, x, w, zero, want] = probe;
   if (!same(p.fused(x, w, zero), want) ||
       !same(p.fused(x, w, at::full_like(zero, -1e4)), at::zeros_like(want))) {
     return "(not cuDNN's fused form: wrong result)";
   }
-  const auto unwritten = filled(want, nan);
+  const auto unwritten = probe.filled(want, nan);
   if (!same(at::cudnn_convolution_add_relu(x, w, unwritten, 0, zero, p.stride, p.padding,
                                            p.dilation, p.groups),
             want)) {
@@ -147,41 +164,73 @@ Verdict tried(const Problem& p) {
   if (!p.fused(x, w, at::full_like(zero, nan)).isnan().all().item().toBool()) {
     return "(not cuDNN's fused form: it loses NaN)";
   }
-  const double budget = plans::budget();
-  if (budget <= 0) return nullptr;
-  const Geometry geometry(c10::fromIntArrayRefSlow(p.stride), c10::fromIntArrayRefSlow(p.padding),
-                          c10::fromIntArrayRefSlow(p.dilation), p.groups);
-  const auto bias = has_value(p.bias) ? OptionalTensor(zero) : std::nullopt;
-  const double ours = time([&] { own_forward(x, w, bias, geometry); }, budget / 2);
-  if (time([&] { p.fused(x, w, bias); }, budget / 2) > ours) {
-    return "(not cuDNN's fused form: slower)";
-  }
   return nullptr;
 }
 
+Verdict timed(const Problem& p, const Probe& probe, const char* objection, double budget) {
+  const auto& [format, x, w, zero, want] = probe;
+  const auto bias = has_value(p.bias) ? OptionalTensor(zero) : std::nullopt;
+  const double own = time([&] { own_forward(x, w, bias, p.geometry); }, budget / 3);
+  const double aten = time([&] { aten_forward(x, w, bias, p.geometry); }, budget / 3);
+  const Way other = aten < own ? Way::aten : Way::own;
+  if (objection != nullptr) return {other, objection};
+  if (time([&] { p.fused(x, w, bias); }, budget / 3) > std::min(own, aten)) {
+    return {other, "(not cuDNN's fused form: slower)"};
+  }
+  return {Way::cudnn, nullptr};
+}
+
+Verdict found_out(const Problem& p) {
+  const Probe probe(p);
+  const char* objection = "(not cuDNN's fused form: it fails)";
+  try {
+    objection = tried(p, probe);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error&) {
+  }
+  const double budget = plans::budget();
+  if (budget > 0) return timed(p, probe, objection, budget);
+  return {objection == nullptr ? Way::cudnn : Way::own, objection};
+}
+
+// What has been found out, until all plans are to be forgotten.
+class Verdicts {
+ public:
+  std::optional<Verdict> find(const std::vector<int64_t>& key) {
+    const std::lock_guard lock(mutex_);
+    if (generation_ != gemm::plan_generation()) known_.clear();
+    generation_ = gemm::plan_generation();
+    const auto found = known_.find(key);
+    return found == known_.end() ? std::nullopt : std::optional(found->second);
+  }
+  Verdict add(const std::vector<int64_t>& key, const Verdict& verdict) {
+    const std::lock_guard lock(mutex_);
+    constexpr size_t most = 4096;
+    if (known_.size() >= most) known_.clear();
+    return known_.emplace(key, verdict).first->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  uint64_t generation_ = 0;
+  std::map<std::vector<int64_t>, Verdict> known_;
+};
+
 Verdict verdict_of(const Problem& p) {
-  static auto* mutex = new std::mutex;
-  static auto* known = new std::map<std::vector<int64_t>, Verdict>;
+  static auto* verdicts = new Verdicts;  // outlives every thread
   const auto key = p.key();
-  {
-    const std::lock_guard lock(*mutex);
-    const auto found = known->find(key);
-    if (found != known->end()) return found->second;
-  }
+  if (const auto known = verdicts->find(key)) return *known;
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    return "(not cuDNN's fused form: not tried before the capture)";
+    return {Way::own, "(not cuDNN's fused form: not tried before the capture)"};
   }
-  Verdict verdict = "(not cuDNN's fused form: it fails)";
   try {
     const explain::Quiet quiet;
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-    verdict = tried(p);
+    return verdicts->add(key, found_out(p));
   } catch (const c10::OutOfMemoryError&) {
-    return "(not cuDNN's fused form: no memory to try it)";  // this time
-  } catch (const c10::Error&) {
+    return {Way::own, "(not cuDNN's fused form: no memory to try it)"};  // this time
   }
-  const std::lock_guard lock(*mutex);
-  return known->emplace(key, verdict).first->second;
 }
 
 bool aligned(const Tensor& tensor) {
@@ -190,12 +239,12 @@ bool aligned(const Tensor& tensor) {
 
 }  // namespace
 
-std::optional<Tensor> cudnn_forward(const Tensor& image, const Tensor& weight,
-                                    const OptionalTensor& bias, const Geometry& geometry) {
+Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                           const Geometry& geometry) {
   const Problem p(image, weight, bias, geometry);
-  auto reason = objection(p);
-  if (reason == nullptr) reason = verdict_of(p);
-  if (reason == nullptr) {
+  const auto known = objection(p);
+  auto [way, reason] = known == nullptr ? verdict_of(p) : Verdict{Way::own, known};
+  if (way == Way::cudnn) {
     // What was tried was aligned: another alignment may be another kernel.
     const auto format = format_of(image, weight);
     const auto ready = [](Tensor tensor) { return aligned(tensor) ? tensor : tensor.clone(); };
@@ -206,11 +255,12 @@ std::optional<Tensor> cudnn_forward(const Tensor& image, const Tensor& weight,
       explain::step("cuDNN convolution with bias and ReLU");
       return output;
     } catch (const c10::Error&) {
-      reason = "(not cuDNN's fused form: it failed)";
+      way = Way::own, reason = "(not cuDNN's fused form: it failed)";
     }
   }
   explain::step(reason);
-  return std::nullopt;
+  return way == Way::aten ? aten_forward(image, weight, bias, geometry)
+                          : own_forward(image, weight, bias, geometry);
 }
 
 }  // namespace fused::conv
