@@ -23,7 +23,8 @@ LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
 
-# Name, its activation, and how much of it at once: batch × tokens of each (models.py has the rest).
+# Name, its activation, and how much of it at once: the batch, and of each the tokens or the height
+# and width (models.py has the rest).
 # GELU by erf is what ViT and BERT are trained with; the tanh form is the one that epilogues have.
 MODELS = (
     ("ViT-B/16", "gelu-erf", (128, 197)),
@@ -33,6 +34,8 @@ MODELS = (
     ("GPT-2 small", "gelu", (8, 1024)),
     ("OPT-125M", "relu", (8, 1024)),
     ("DLRM top MLP", "relu", (8192, 1)),
+    ("VGG-16", "relu", (32, 224, 224)),
+    ("ResNet-50, folded", "relu", (32, 224, 224)),
 )
 TINY_MODELS = (
     ("ViT-tiny", "gelu-erf", (2, 5)),
@@ -40,6 +43,8 @@ TINY_MODELS = (
     ("GPT-2 tiny", "gelu", (2, 4)),
     ("OPT-tiny", "relu", (2, 4)),
     ("DLRM tiny", "relu", (4, 1)),
+    ("VGG-tiny", "relu", (2, 8, 8)),
+    ("ResNet-tiny, folded", "relu", (2, 32, 32)),
 )
 
 
@@ -48,8 +53,8 @@ class Case:
     """One row of a table: layers between `sizes`, each but the last of several with activation.
 
     A single layer has its activation too. Of a whole model, which `model` names, the sizes are the
-    batch and the tokens of each of its members; of a convolution, `conv`, the channels, and the
-    tokens are the images of a batch. `mode` says what of it is run:
+    batch and the tokens, or height and width, of each of its members; of a convolution, `conv`, the
+    channels, and the tokens are the images of a batch. `mode` says what of it is run:
 
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
@@ -104,8 +109,8 @@ class Suite:
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
     ours: tuple[str, ...] = ("ours", "mlp")
     # Instead of sizes, tokens and activations.
-    models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
-    quick_models: tuple[tuple[str, str, tuple[int, int]], ...] = ()
+    models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    quick_models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     # Beside the sizes; each with ReLU, and once in each memory format.
     convolutions: tuple[Convolution, ...] = ()
     quick_convolutions: tuple[Convolution, ...] = ()
@@ -221,6 +226,8 @@ QUICK_IMAGES = 2
 
 def makes_sense(case: Case, device: torch.device) -> bool:
     """Whether to measure this point of the grid."""
+    if "folded" in case.model:  # there is nothing left to train
+        return case.mode == "forward"
     if case.mode in ("graph", "peak"):
         return device.type == "cuda"
     if case.suite == "activation":
@@ -272,10 +279,11 @@ def cases_of(
     suite = SUITES[name]
     if models := suite.quick_models if quick else suite.models:
         some = itertools.product(models, dtypes or suite.dtypes, suite.modes)
-        return [
+        cases = [
             Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
             for (model, activation, sizes), dtype, mode in some
         ]
+        return [case for case in cases if makes_sense(case, device)]
     names = dtypes or suite.dtypes
     grid = itertools.product(
         suite.quick_sizes if quick else suite.sizes,

@@ -90,6 +90,39 @@ def ids(case: Case, module: nn.Module) -> list[Any]:
     return [one, other if case.mode == "step" else None]
 
 
+def vgg(case: Case, config: dict[str, Any]) -> nn.Module:
+    """Channels-last in memory, as GPUs want it for convolutions in 16 bits."""
+    layers, channels = [], 3
+    for stage in config["stages"]:
+        for out in stage:
+            layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = out
+        layers.append(nn.MaxPool2d(2))
+    sizes = (channels * config["pixels"], *config["head"])
+    head = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU(True))]
+    model = nn.Sequential(*layers, nn.Flatten(), *head[:-1])
+    return MeanOutput(model).to(memory_format=torch.channels_last)
+
+
+def folded_resnet(case: Case, config: dict[str, Any]) -> nn.Module:
+    """For inference only: each batch normalisation is folded into the convolution before it."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    model = ResNet(Bottleneck, **config).eval()
+    for module in model.modules():
+        for one, other in itertools.pairwise(list(module._modules)):
+            conv, norm = module._modules[one], module._modules[other]
+            if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                module._modules[one] = nn.utils.fuse_conv_bn_eval(conv, norm)
+                module._modules[other] = nn.Identity()
+    return MeanOutput(model).to(memory_format=torch.channels_last)
+
+
+def photos(case: Case, module: nn.Module) -> list[Any]:
+    x = torch.randn(case.sizes[0], 3, *case.sizes[1:])
+    return [x.to(memory_format=torch.channels_last), case.mode == "step"]
+
+
 def dlrm(case: Case, config: dict[str, Any]) -> nn.Module:
     sizes = config["sizes"]
     layers = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
@@ -123,6 +156,13 @@ WORDS = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id":
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_VIT = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
 TINY_OPT = {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
+VGG16 = {
+    "stages": (2 * [64], 2 * [128], 3 * [256], 3 * [512], 3 * [512]),
+    "pixels": 7 * 7,
+    "head": (4096, 4096, 1000),
+}
+TINY_VGG = {"stages": ([8, 8], [16]), "pixels": 2 * 2, "head": (16, 10)}
+TINY_RESNET = {"layers": [1, 1, 1, 1], "num_classes": 10, "width_per_group": 4}
 
 FAMILIES = {
     "ViT-B/16": Family(vit, images),
@@ -133,11 +173,15 @@ FAMILIES = {
     "DLRM top MLP": Family(
         dlrm, interactions, {"sizes": (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)}
     ),
+    "VGG-16": Family(vgg, photos, VGG16),
+    "ResNet-50, folded": Family(folded_resnet, photos, {"layers": [3, 4, 6, 3]}),
     "ViT-tiny": Family(vit, images, TINY_VIT),
     "BERT-tiny": Family(bert, ids, {**BERT, **WORDS, **TINY, "intermediate_size": 32}),
     "GPT-2 tiny": Family(gpt2, ids, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "OPT-tiny": Family(opt, ids, {**OPT, **WORDS, **TINY, **TINY_OPT}),
     "DLRM tiny": Family(dlrm, interactions, {"sizes": (16, 24, 24, 24, 16, 16, 8, 8, 1)}),
+    "VGG-tiny": Family(vgg, photos, TINY_VGG),
+    "ResNet-tiny, folded": Family(folded_resnet, photos, TINY_RESNET),
 }
 
 
