@@ -1,5 +1,6 @@
 """The pass over compiled graphs under autocast, checkpoints, vmap; what it counts and refuses."""
 
+import contextlib
 import logging
 import pickle
 import sys
@@ -23,11 +24,14 @@ from torch_fused_linear.fusion_pass import FusionPass
 def test_autocast(inside):
     """Inside the graph or around it: the dtype of the result, and numbers near autocast's own."""
 
+    def low(here):
+        return torch.autocast("cpu", dtype=torch.bfloat16) if here else contextlib.nullcontext()
+
     def function(x, w, b, v, c):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        with low(inside):
             return chain(x, w, b, v, c) * F.gelu(torch.addmm(b, x, w.t())).sum()
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+    with low(not inside):
         args = tensors(5)
         backend = tfl.compile_backend("aot_eager")
         compiled = torch.compile(function, fullgraph=True, backend=backend)

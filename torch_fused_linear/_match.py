@@ -131,7 +131,7 @@ def _dtype(node: Node) -> torch.dtype | None:
     return None if fake is None else fake.dtype
 
 
-def _has_kernel(device: torch.device) -> bool:
+def has_kernel(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda") and torch._C._dispatch_has_kernel_for_dispatch_key(
         "fused::linear", device.type.upper()
     )
@@ -147,7 +147,7 @@ def _is_supported(linear: Linear) -> bool:
     input, weight, result = fakes[0], fakes[1], fakes[-1]
     if any(f.dtype not in DTYPES or f.layout != torch.strided for f in fakes):
         return False
-    if not _has_kernel(input.device) or any(f.device != input.device for f in fakes):
+    if not has_kernel(input.device) or any(f.device != input.device for f in fakes):
         return False
     if input.dim() < 1 or weight.dim() != 2:
         return False

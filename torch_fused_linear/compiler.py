@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def compile_options(
-    mode: str | None = None, options: dict[str, Any] | None = None
+    mode: str | None = None, options: dict[str, Any] | None = None, *, conv: bool = False
 ) -> dict[str, Any]:
     """Options for :func:`torch.compile` that put the fused operators into any model.
 
@@ -33,7 +33,10 @@ def compile_options(
       its constant is then no constant to the compiler; mark dimensions as dynamic instead);
     - two or more such layers in a chain by ``fused::mlp``, whose compiled backward has each hidden
       layer's activation gradient in the next one's step. What is still to be done between two of
-      them (dropout in training, a second use, other activations) ends the chain.
+      them (dropout in training, a second use, other activations) ends the chain;
+    - with ``conv=True``, ``nn.Conv2d`` or ``F.conv2d`` with ReLU after it by
+      ``fused::conv2d_relu``. It is not the default: after a convolution the compiler has one
+      kernel of its own for bias and ReLU, and no measurement has shown yet that ours is quicker.
 
     Layers of this package count as well: in a compiled graph separate ones do not hand gradients
     over to each other, and this joins them. Whatever the operators would refuse is left alone:
@@ -45,6 +48,7 @@ def compile_options(
     Args:
         mode: as :func:`torch.compile`'s, which does not take it together with options.
         options: more of Inductor's options.
+        conv: whether convolutions with ReLU are replaced, too.
 
     Returns:
         A new dictionary; its ``"pre_grad_custom_pass"`` is the pass, whose ``replaced`` counts what
@@ -55,7 +59,7 @@ def compile_options(
         ValueError: ``options`` has a ``pre_grad_custom_pass`` already.
         RuntimeError: this torch has no such pass.
     """
-    fusion = _make_pass()
+    fusion = _make_pass(conv)
     # torch's own words for an unknown mode are good; the import takes a second, but the compiler
     # needs it anyway.
     from torch._inductor import config, list_mode_options
@@ -83,6 +87,7 @@ class compile_backend:
 
     Args:
         backend: the name of a backend, or a callable that takes a graph module and example inputs.
+        conv: as :func:`compile_options`'s.
 
     Attributes:
         replaced: how many times each operator was put in, over all graphs so far.
@@ -92,10 +97,10 @@ class compile_backend:
         torch._dynamo.exc.InvalidBackend: there is no backend of this name.
     """
 
-    def __init__(self, backend: str | Callable = "inductor") -> None:
+    def __init__(self, backend: str | Callable = "inductor", *, conv: bool = False) -> None:
         from torch._dynamo import lookup_backend
 
-        self._fusion = _make_pass()
+        self._fusion = _make_pass(conv)
         self._backend = lookup_backend(backend)
 
     @property
@@ -109,12 +114,12 @@ class compile_backend:
         return self._backend(module, example_inputs, **kwargs)
 
 
-def _make_pass() -> FusionPass:
+def _make_pass(conv: bool) -> FusionPass:
     try:
         from .fusion_pass import FusionPass
     except ImportError as error:
         raise RuntimeError(_too_old("torch._inductor.custom_graph_pass")) from error
-    return FusionPass()
+    return FusionPass(conv)
 
 
 def _too_old(what: str) -> str:

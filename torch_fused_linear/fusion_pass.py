@@ -3,6 +3,7 @@
 It works before autograd, so that the backward is ours as well. A lone layer with its activation
 becomes one operator; layers in a chain become `fused::mlp`, which the compiler traces through, so
 that the compiled backward has every hidden layer's activation gradient within the next one's step.
+A convolution with its ReLU becomes one operator as well, where that is asked for.
 """
 
 import logging
@@ -15,7 +16,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from . import _effects, _library, _match, _spellings
+from . import _effects, _library, _match, _match_conv, _spellings
 
 logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
@@ -30,29 +31,38 @@ class FusionPass(CustomGraphPass):
     :func:`torch_fused_linear.compile_options`, which is how to use it. It can also be called on a
     graph captured by Dynamo or ``torch.export``, by a pass or a backend of your own.
 
+    Args:
+        conv: whether convolutions with ReLU are replaced, too.
+
     Attributes:
         replaced: how many times each operator was put in, over all graphs so far; a
-            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"`` and ``"mlp"``.
+            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``, ``"mlp"`` and
+            ``"conv2d_relu"``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, conv: bool = False) -> None:
+        self.conv = conv
         self.replaced: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> None:
-        counts = _Rewrite(graph).run()
+        rewrite = _Rewrite(graph)
+        counts = rewrite.run()
+        if self.conv:
+            counts += rewrite.run_convolutions()
         self.replaced.update(counts)
         if counts:
             found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             logger.info("put into a graph: %s", found)
 
     def uuid(self) -> str:
-        """What the compiler's caches know this pass by: its source and the library's."""
-        return _uuid()
+        """What the compiler's caches know this pass by: its source and the library's, and what it
+        has been asked for."""
+        return f"{_uuid()}{'+conv' * self.conv}"
 
     def __reduce__(self):
         # The caches pickle the configuration, the pass in it: equal passes must give equal bytes,
         # whatever they have counted.
-        return (_restore, (self.uuid(),))
+        return (_restore, (self.uuid(), self.conv))
 
     def __deepcopy__(self, memo) -> "FusionPass":
         # AOTInductor copies its options; what is counted is to be seen by who gave them.
@@ -74,13 +84,14 @@ def _uuid() -> str:
     from hashlib import sha256
 
     hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
-    for module in (__file__, _effects.__file__, _match.__file__, _spellings.__file__):
-        hasher.update(Path(module).read_bytes())
+    for module in (_effects, _match, _match_conv, _spellings):
+        hasher.update(Path(module.__file__).read_bytes())
+    hasher.update(Path(__file__).read_bytes())
     return hasher.hexdigest()
 
 
-def _restore(uuid: str) -> FusionPass:
-    return FusionPass()
+def _restore(uuid: str, conv: bool) -> FusionPass:
+    return FusionPass(conv)
 
 
 @dataclass
@@ -113,6 +124,15 @@ class _Rewrite:
             name = self.replace_layer(chain[0]) if len(chain) == 1 else self.replace_chain(chain)
             if name:
                 counts[name] += 1
+        return counts
+
+    def run_convolutions(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for node in list(self.graph.nodes):
+            found = _match_conv.find_conv_relu(node)
+            if found and self.in_one_mode([found.convolution, found.relu]):
+                self.replace_convolution(found)
+                counts["conv2d_relu"] += 1
         return counts
 
     # ---- what there is ----
@@ -238,6 +258,12 @@ class _Rewrite:
             [*self.members(chain[:-1]), *(n for way in ways for n in way), *last.linear.nodes]
         )
         return "mlp"
+
+    def replace_convolution(self, found: _match_conv.ConvReLU) -> None:
+        with self.graph.inserting_before(found.convolution):
+            new = self.call(_fused.conv2d_relu.default, found.operands, found.convolution)
+        self.replace(found.relu, new)
+        self.erase([found.convolution, found.relu])
 
     def replace(self, old: Node, new: Node) -> None:
         old.replace_all_uses_with(new)
