@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from torch_fused_linear.bench import contenders, results, timing, traffic
+from torch_fused_linear.bench import contenders, operands, results, timing, traffic
 from torch_fused_linear.bench.__main__ import main, parse
 from torch_fused_linear.bench.cases import SUITES, Case, cases_of
 from torch_fused_linear.bench.results import Record
@@ -111,7 +111,7 @@ def test_conditions_hold_around_each_call_and_end():
     import torch_fused_linear as tfl
 
     case = Case("layer", (8, 16), 4, "fp32", "relu", "forward")
-    data = contenders.Operands.random(case, CPU)
+    data = operands.Operands.random(case, CPU)
     for name, policy in (("ours", "auto"), ("cublaslt", "cublaslt")):
         with contenders.contender(name, case, [data]).conditions():
             assert (tfl.get_policy(), torch.is_grad_enabled()) == (policy, False)
@@ -128,7 +128,7 @@ def test_all_that_claim_to_be_the_layer_agree(sizes, activation):
     """Output and all gradients; a baseline that computes less would win for nothing."""
     for mode in ("forward", "step"):
         case = Case("layer", sizes, 4, "fp32", activation, mode)
-        data = contenders.Operands.random(case, CPU)
+        data = operands.Operands.random(case, CPU)
         names = ["ours", "mlp", "cublaslt", "mlp-cublaslt", "eager", "addmm"]
         outcome = {}
         for name in entrants(case, names, CPU):
@@ -153,7 +153,7 @@ def test_the_bare_products_are_those_of_the_mode():
     counts = {}
     for mode in ("forward", "backward", "step"):
         case = Case("ffn", (8, 32, 8), 4, "fp32", "relu", mode)
-        run = contenders.products(case, contenders.Operands.random(case, CPU))
+        run = contenders.products(case, operands.Operands.random(case, CPU))
         with torch.profiler.profile(acc_events=True) as profile:
             run()
         counts[mode] = sum(event.name == "aten::mm" for event in profile.events())
@@ -162,16 +162,16 @@ def test_the_bare_products_are_those_of_the_mode():
 
 def test_small_cases_do_not_stay_in_the_cache():
     small = Case("layer", (64, 64), 64, "bf16", "relu", "forward")
-    sets = contenders.random_sets(small, CPU)
-    assert len(sets) == contenders.MAX_SETS
+    sets = operands.random_sets(small, CPU)
+    assert len(sets) == operands.MAX_SETS
     assert len({data.input.data_ptr() for data in sets}) == len(sets)
     used = []
     turn = contenders.in_turns([lambda i=i: used.append(i) for i in range(3)])
     for _ in range(6):
         turn()
     assert used == [0, 1, 2, 0, 1, 2]
-    large = 2 * contenders.CACHES_TO_FILL * contenders.CPU_CACHE
-    assert contenders.sets_needed(large, CPU) == 1
+    large = 2 * operands.CACHES_TO_FILL * operands.CPU_CACHE
+    assert operands.sets_needed(large, CPU) == 1
 
 
 def test_memory_of_a_relu_layer():

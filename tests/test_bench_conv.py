@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("tqdm")
 
 from test_bench import make_table, readme, record_of  # noqa: F401
 
-from torch_fused_linear.bench import contenders, pictures, results
+from torch_fused_linear.bench import contenders, operands, pictures, results
 from torch_fused_linear.bench.__main__ import main, parse
 from torch_fused_linear.bench.cases import SUITES, Case, cases_of, worth_compiling
 from torch_fused_linear.bench.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
@@ -35,7 +36,7 @@ def test_ours_does_the_work_of_eager(conv):
     """Output and all gradients, on tensors of the format; the images need no gradient."""
     for mode in ("forward", "step"):
         case = case_of(conv, mode)
-        data = contenders.Operands.random(case, CPU)
+        data = operands.Operands.random(case, CPU)
         side = (conv.size + 2 * conv.padding - conv.kernel) // conv.stride + 1
         assert data.grad_output.shape == (2, conv.out, side, side)
         for tensor in (data.input, data.layers[0].weight, data.grad_output):
@@ -64,7 +65,7 @@ def test_the_bare_convolution_is_that_of_the_mode():
     for conv in TINY:
         for mode in ("forward", "step"):
             case = case_of(conv, mode)
-            data = contenders.Operands.random(case, CPU)
+            data = operands.Operands.random(case, CPU)
             call = contenders.contender("conv", case, [data]).call
             with torch.profiler.profile(acc_events=True) as profile:
                 call()
@@ -78,10 +79,28 @@ def test_who_is_asked():
     names = [*SUITES["conv"].ours, *contenders.BASELINES]
     case = case_of(TINY[0], "step")
     linear = Case("layer", (8, 16), 4, "fp32", "relu", "step")
-    assert set(entrants(case, names, CPU)) == {"ours", "eager", "conv", *contenders.COMPILE_MODES}
+    assert set(entrants(case, names, CPU)) == {"ours", "eager", "conv", *contenders.COMPILED}
     assert "conv" not in entrants(linear, names, CPU)
     saved = case_of(TINY[0], "saved", "memory")
     assert entrants(saved, ["ours", "mlp", "cublaslt", "eager"], CPU) == ["ours", "eager"]
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler")
+def test_the_pass_puts_ours_in():
+    case = case_of(TINY_CONVOLUTIONS[2], "forward")
+    data = operands.Operands.random(case, CPU)
+    ran, values = {}, {}
+    for name in ("compile+pass", "compile", "eager"):
+        made = contenders.contender(name, case, [data])
+        with made.conditions():
+            made.call()
+            with torch.profiler.profile(acc_events=True) as profile:
+                values[name] = made.call()
+        ran[name] = any(event.name == "fused::conv2d_relu" for event in profile.events())
+        torch._dynamo.reset()
+    assert ran == {"compile+pass": True, "compile": False, "eager": False}
+    for value in values.values():
+        torch.testing.assert_close(value, values["eager"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_grid_is_the_one_promised():

@@ -79,6 +79,16 @@ def test_compiled_does_the_work_of_eager(mode):
     assert made.replaced() == {"compile+pass": 1}
 
 
+@needs_compiler
+def test_the_pass_finds_every_convolution_of_a_folded_network():
+    """Also those that share one ReLU, which fuse_ leaves alone: the stem and two in each block."""
+    pytest.importorskip("torchvision")
+    made = Models(TINY["ResNet-tiny, folded"], CPU)
+    want = outcome(made, "eager")
+    torch.testing.assert_close(outcome(made, "compile+pass"), want, rtol=1e-4, atol=1e-5)
+    assert made.replaced() == {"compile+pass": 1 + 4 * 2}
+
+
 @pytest.mark.parametrize(("name", "activation"), dict.fromkeys((n, a) for n, a, _ in MODELS))
 def test_each_model_is_of_its_size_and_activation(name, activation):
     pytest.importorskip("timm")

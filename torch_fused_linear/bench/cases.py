@@ -174,6 +174,7 @@ SUITES = {
         sizes=(),
         tokens=(),
         modes=("forward", "step"),
+        ours=("ours", "compile+pass"),
         baselines=("eager", "conv", "compile"),
         seconds=0.4,
         dtypes=("bf16", "fp16", "fp32"),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear.bench import convolutions, edge
-from torch_fused_linear.bench.cases import DTYPES, Case
+from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.operands import Operands
 from torch_fused_linear.bench.timing import Call, Contender
 
 Network = Callable[[Tensor], Tensor]
@@ -36,63 +35,6 @@ POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
-
-# In a real network other layers run between two calls of this one, and a GPU's cache holds little
-# of it. So small cases take turns with several sets of operands, of this many caches' size.
-CACHES_TO_FILL = 4
-MAX_SETS = 16
-CPU_CACHE = 32 << 20
-
-
-@dataclass
-class Operands:
-    """One set of data; every contender runs on the same sets, and shares the parameters."""
-
-    input: Tensor
-    layers: list[nn.Linear] | list[nn.Conv2d]
-    grad_output: Tensor
-
-    @classmethod
-    def random(cls, case: Case, device: torch.device) -> Operands:
-        options = {"dtype": DTYPES[case.dtype], "device": device}
-        grad = case.mode != "forward"
-        if case.conv:
-            layers = [convolutions.random_layer(case.conv, **options)]
-            x, grad_output = convolutions.random_images(case.conv, case.tokens, **options)
-        else:
-            layers = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
-            x, grad_output = (
-                torch.randn(case.tokens, n, **options) for n in (case.sizes[0], case.sizes[-1])
-            )
-        for layer in layers:
-            layer.requires_grad_(grad)
-        is_stem = case.conv is not None and case.conv.is_stem
-        return cls(x.requires_grad_(grad and not is_stem), layers, grad_output)
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [self.input, *(p for layer in self.layers for p in layer.parameters())]
-
-
-def cache_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CACHE
-    return torch.cuda.get_device_properties(device).L2_cache_size
-
-
-def sets_needed(bytes_each: int, device: torch.device) -> int:
-    return max(1, min(MAX_SETS, math.ceil(CACHES_TO_FILL * cache_bytes(device) / bytes_each)))
-
-
-def random_sets(case: Case, device: torch.device) -> list[Operands]:
-    if case.conv:
-        elements = case.conv.elements(case.tokens)
-    else:
-        elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
-    count = sets_needed(elements * DTYPES[case.dtype].itemsize, device)
-    if case.mode in ("graph", "saved", "peak"):  # a graph holds its addresses; memory has no cache
-        count = 1
-    return [Operands.random(case, device) for _ in range(count)]
 
 
 # ---------------------------------------------------------------------------------- networks
@@ -163,6 +105,12 @@ def compiled(case: Case, data: Operands, mode: str) -> Network:
     return run
 
 
+def compiled_with_pass(case: Case, data: Operands) -> Network:
+    return torch.compile(
+        eager(case, data), dynamic=False, options=tfl.compile_options(conv=case.conv is not None)
+    )
+
+
 def nvmath(case: Case, data: Operands) -> Network:
     from nvmath.linalg.advanced import Matmul, MatmulEpilog
 
@@ -183,6 +131,7 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
     "addmm": addmm,
     "linear": linear,
     "nvmath": nvmath,
+    "compile+pass": compiled_with_pass,
     **{name: partial(compiled, mode=mode) for name, mode in COMPILE_MODES.items()},
 }
 
@@ -193,7 +142,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         return name in ("fused", "compile+pass", "eager", "compile")
     if case.conv and name in ("ours", "eager", "conv"):
         return True
-    if case.conv and name not in COMPILE_MODES:
+    if case.conv and name not in COMPILED:
         return False
     if case.mode == "edge" and name not in edge.NAMES:
         return False
@@ -210,7 +159,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         return (
             found and one_layer and case.mode in ("forward", "edge") and case.activation == "relu"
         )
-    if name in COMPILE_MODES:
+    if name in COMPILED:
         return case.mode in ("forward", "step")
     return name not in ("copy", "conv")
 
@@ -289,7 +238,7 @@ def in_turns(calls: Sequence[Call]) -> Call:
 
 def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
     conditions = partial(conditions_of, name, case)
-    if name in COMPILE_MODES or name == "nvmath":
+    if name in COMPILED or name == "nvmath":
         sets = sets[:1]  # each set would be compiled or planned for anew; warm caches favour it
     with conditions():
         if case.mode == "edge":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch_fused_linear.bench.contenders import Operands
+    from torch_fused_linear.bench.operands import Operands
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,7 @@ class Family:
     make: Callable[[Case, dict[str, Any]], nn.Module]
     inputs: Callable[[Case, nn.Module], list[Any]]
     config: dict[str, Any] = field(default_factory=dict)
+    conv: bool = False  # whether the pass is asked for convolutions, too
 
 
 bert = partial(hugging_face, head="BertForMaskedLM", settings="BertConfig")
@@ -173,15 +174,15 @@ FAMILIES = {
     "DLRM top MLP": Family(
         dlrm, interactions, {"sizes": (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)}
     ),
-    "VGG-16": Family(vgg, photos, VGG16),
-    "ResNet-50, folded": Family(folded_resnet, photos, {"layers": [3, 4, 6, 3]}),
+    "VGG-16": Family(vgg, photos, VGG16, conv=True),
+    "ResNet-50, folded": Family(folded_resnet, photos, {"layers": [3, 4, 6, 3]}, conv=True),
     "ViT-tiny": Family(vit, images, TINY_VIT),
     "BERT-tiny": Family(bert, ids, {**BERT, **WORDS, **TINY, "intermediate_size": 32}),
     "GPT-2 tiny": Family(gpt2, ids, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "OPT-tiny": Family(opt, ids, {**OPT, **WORDS, **TINY, **TINY_OPT}),
     "DLRM tiny": Family(dlrm, interactions, {"sizes": (16, 24, 24, 24, 16, 16, 8, 8, 1)}),
-    "VGG-tiny": Family(vgg, photos, TINY_VGG),
-    "ResNet-tiny, folded": Family(folded_resnet, photos, TINY_RESNET),
+    "VGG-tiny": Family(vgg, photos, TINY_VGG, conv=True),
+    "ResNet-tiny, folded": Family(folded_resnet, photos, TINY_RESNET, conv=True),
 }
 
 
@@ -222,7 +223,7 @@ class Models:
         elif name == "compile":
             network = torch.compile(own, dynamic=False)
         elif name == "compile+pass":
-            options = tfl.compile_options()
+            options = tfl.compile_options(conv=FAMILIES[self.case.model].conv)
             network = torch.compile(own, dynamic=False, options=options)
             # Known when it has been compiled, at the first call.
             self.counts[name] = lambda: options[PASS].replaced.total()

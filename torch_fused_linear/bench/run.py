@@ -11,6 +11,7 @@ import torch
 from torch_fused_linear.bench import contenders, traffic
 from torch_fused_linear.bench.cases import Case
 from torch_fused_linear.bench.models import Models
+from torch_fused_linear.bench.operands import random_sets
 from torch_fused_linear.bench.results import Record
 from torch_fused_linear.bench.timing import (
     Call,
@@ -24,7 +25,7 @@ from torch_fused_linear.bench.timing import (
 
 def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
     record = Record(case, unit="MiB")
-    (data,) = contenders.random_sets(case, device)
+    (data,) = random_sets(case, device)
     for name in names:
         try:
             record.numbers[name] = Number.once(traffic.memory_of(name, case, data) / 2**20)
@@ -59,7 +60,7 @@ def maker(record: Record, device: torch.device) -> Callable[[str], Contender]:
     """What makes the contenders of a case, all on the same data."""
     case = record.case
     if case.suite != "activation":
-        sets = contenders.random_sets(case, device)
+        sets = random_sets(case, device)
         return lambda name: contenders.contender(name, case, sets)
 
     def make(name: str) -> Contender:

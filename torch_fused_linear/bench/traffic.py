@@ -10,12 +10,11 @@ from torch import Tensor
 from torch_fused_linear.bench.cases import DTYPES, Case
 from torch_fused_linear.bench.contenders import (
     NETWORKS,
-    Operands,
     conditions_of,
     in_turns,
-    sets_needed,
     step_of,
 )
+from torch_fused_linear.bench.operands import Operands, sets_needed
 from torch_fused_linear.bench.timing import Call, Contender
 
 # ------------------------------------------------------------------- gradient of an activation
