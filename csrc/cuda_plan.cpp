@@ -65,10 +65,10 @@ std::optional<gemm::Plan> prepare(const StageCall& call, const Decision& decisio
   const auto& problem = call.problem;
   if (gemm::objection(problem, *decision.strategy, lt_version())) return std::nullopt;
   gemm::Plan plan{decision.strategy, {}, {}, {}, {}};
-  const auto order = in_order(problem);
-  if (decision.origin == Decision::Origin::rule && decision.strategy != order.front()) {
-    const char* why = gemm::objection(problem, *order.front(), lt_version());
-    plan.remark = not_taken(problem, *order.front(), why ? why : "no valid algorithm is known");
+  const auto* rule = gemm::find_strategy(problem.stage, gemm::rule(problem));
+  if (decision.origin == Decision::Origin::rule && decision.strategy != rule) {
+    const char* why = gemm::objection(problem, *rule, lt_version());
+    plan.remark = not_taken(problem, *rule, why ? why : "no valid algorithm is known");
   }
   if (!gemm::has_step(*decision.strategy, Step::product)) return plan;
   plan.product = gemm::product_of(problem, *decision.strategy);
@@ -180,7 +180,8 @@ std::vector<gemm::Algorithm> algorithms_around(const StageCall& call, const Stra
 }
 
 std::optional<gemm::Plan> aten_plan(const StageProblem& problem, const char* why) {
-  const auto remark = not_taken(problem, *in_order(problem).front(), why);
+  const auto* rule = gemm::find_strategy(problem.stage, gemm::rule(problem));
+  const auto remark = not_taken(problem, *rule, why);
   for (const auto& strategy : gemm::strategies) {
     if (!gemm::has_step(strategy, Step::product) &&
         !gemm::objection(problem, strategy, lt_version())) {
