@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from convolutions import ODD, Conv
 from helpers import one_thread  # noqa: F401
 from torch import nn
 
@@ -32,14 +33,14 @@ def network(dtype=torch.float32):
     return nn.Sequential(*layers).eval().to(dtype)
 
 
-def to_file(model, x, path, opset=20):
+def to_file(model, x, path, opset=20, dynamic=True):
     torch.onnx.export(
         model,
         (x,),
         path,
         dynamo=True,
         opset_version=opset,
-        dynamic_shapes=({0: "tokens"},) if x.dim() > 1 else None,
+        dynamic_shapes=({0: "tokens"},) if dynamic and x.dim() > 1 else None,
         custom_translation_table=tfl.onnx_translation_table(opset),
         verbose=False,
     )
@@ -48,7 +49,7 @@ def to_file(model, x, path, opset=20):
 
 
 def run(path, x):
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvide"])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     return torch.from_numpy(y)
 
@@ -88,6 +89,74 @@ def test_gelu_keeps_its_kind(chain, approximate, opset, tmp_path):
     to_file(model.eval(), x, tmp_path / "model.onnx", opset)
     want = nn.functional.gelu(x, approximate=approximate)
     torch.testing.assert_close(run(tmp_path / "model.onnx", x), want, rtol=1e-5, atol=2e-6)
+
+
+class Operator(nn.Module):
+    """The convolution by itself, with as many arguments as are given."""
+
+    def __init__(self, conv, bias, arguments, dtype):
+        super().__init__()
+        case = conv.case(dtype, bias=bias)
+        self.x, self.arguments = case.x, arguments
+        self.weight = nn.Parameter(case.w)
+        self.bias = nn.Parameter(case.b) if bias else None
+
+    def forward(self, x):
+        return torch.ops.fused.conv2d_relu(x, self.weight, self.bias, *self.arguments)
+
+
+FEW = ["plain", "no batch", "groups, strided, dilated"]
+
+
+@pytest.mark.parametrize(
+    "odd, bias, dtype",
+    [
+        *((odd, True, torch.float32) for odd in ODD),
+        *((odd, False, dtype) for odd in FEW for dtype in (torch.float32, torch.float16)),
+    ],
+)
+def test_convolutions(odd, bias, dtype, tmp_path):
+    """Every geometry of the tests of the operator, also without a batch."""
+    conv = ODD[odd]
+    model = Operator(conv, bias, conv.options, dtype).eval()
+    proto = to_file(model, model.x, tmp_path / "model.onnx", 18, conv.batch is not None)
+    kinds = [node.op_type for node in proto.graph.node if node.op_type != "Constant"]
+    around = [["Unsqueeze"], ["Squeeze"]] if conv.batch is None else [[], []]
+    assert kinds == [*around[0], "Conv", *around[1], "Relu"]
+    tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {"rtol": 1e-4}
+    tolerance = {"atol": 1e-5, **tolerance}
+    for batch in () if conv.batch is None else (1, 5):
+        x = torch.randn(batch, *model.x.shape[1:]).to(dtype)
+        torch.testing.assert_close(run(tmp_path / "model.onnx", x), model(x), **tolerance)
+    torch.testing.assert_close(run(tmp_path / "model.onnx", model.x), model(model.x), **tolerance)
+
+
+GIVEN = [(), ([2],), ([2, 1], [1]), ([2, 1], [1, 2], [2]), ([1, 1], [0, 0], [1, 1], 2)]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_arguments_of_a_convolution_that_are_left_out(given, tmp_path):
+    conv = Conv(groups=given[3] if len(given) == 4 else 1)
+    model = Operator(conv, True, given, torch.float32).eval()
+    to_file(model, model.x, tmp_path / "model.onnx")
+    torch.testing.assert_close(
+        run(tmp_path / "model.onnx", model.x), model(model.x), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", 1])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_convolution_layers_with_every_padding(mode, padding, tmp_path):
+    layers = [
+        tfl.FusedConv2dReLU(3, 8, (2, 3), padding=padding, padding_mode=mode),
+        tfl.FusedConv2dReLU(8, 6, 3, stride=2, groups=2, bias=False),
+        nn.Flatten(),
+    ]
+    model, path = nn.Sequential(*layers).eval(), tmp_path / "model.onnx"
+    proto = to_file(model, torch.randn(2, 3, 9, 8), path)
+    assert [node.op_type for node in proto.graph.node].count("Conv") == 2
+    x = torch.randn(7, 3, 9, 8)
+    torch.testing.assert_close(run(path, x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_matrices_become_gemm_and_gelu_one_operator(tmp_path):

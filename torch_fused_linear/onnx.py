@@ -27,8 +27,8 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
         )
 
     The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
-    then ``Relu`` or ``Gelu``. Before opset 20, which brought ``Gelu``, its formula is written out
-    (of the kind that was asked for); ONNX Runtime puts it together again.
+    then ``Relu`` or ``Gelu``; ``Conv``, then ``Relu``. Before opset 20, which brought ``Gelu``, its
+    formula is written out (of the kind that was asked for); ONNX Runtime puts it together again.
 
     Args:
         opset_version: the one that ``torch.onnx.export`` is called with; at least 18.
@@ -85,6 +85,20 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
             return op.Relu(x)
         return gelu(x, {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation])
 
+    def convolution(input, weight, bias, stride, padding, dilation, groups):
+        def pair(numbers):
+            return [numbers[0], numbers[-1]]
+
+        return op.Conv(
+            input,
+            weight,
+            bias,
+            strides=pair(stride),
+            pads=2 * pair(padding),  # above and to the left, then below and to the right
+            dilations=pair(dilation),
+            group=groups,
+        )
+
     # The exporter tells tensors from attributes by the annotations, which must be objects.
     def linear(input, weight, bias=None):
         return product(input, weight, bias, is_matrix(input))
@@ -101,10 +115,22 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
             input = activate(product(input, weight, bias, gemm), activation)
         return product(input, weights[-1], biases[-1], gemm)
 
+    def conv2d_relu(
+        input, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
+    ):
+        geometry = stride, padding, dilation, groups
+        if len(input.shape) == 4:
+            return op.Relu(convolution(input, weight, bias, *geometry))
+        first = op.Constant(value_ints=[0])  # an image is a batch of one
+        image = op.Unsqueeze(input, first)
+        return op.Relu(op.Squeeze(convolution(image, weight, bias, *geometry), first))
+
     tensor = onnxscript.onnx_types.TensorType
     one = {"input": tensor, "weight": tensor, "bias": tensor | None}
     linear.__annotations__ = linear_relu.__annotations__ = one
     linear_gelu.__annotations__ = {**one, "approximate": str}
+    numbers = dict.fromkeys(("stride", "padding", "dilation"), Sequence[int])
+    conv2d_relu.__annotations__ = {**one, **numbers, "groups": int}
     mlp.__annotations__ = {
         "input": tensor,
         "weights": Sequence[tensor],
@@ -117,4 +143,5 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         fused.linear_relu.default: linear_relu,
         fused.linear_gelu.default: linear_gelu,
         fused.mlp.default: mlp,
+        fused.conv2d_relu.default: conv2d_relu,
     }
