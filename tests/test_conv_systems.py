@@ -208,8 +208,8 @@ def test_export_and_script(device):
 def test_flops_are_those_of_eager(device):
     from torch.utils.flop_counter import FlopCounterMode
 
-    for conv in (BLOCK, ODD["groups, strided, dilated"], ODD["stem"]):
-        case, counts = conv.case(torch.float32, device), []
+    for conv, bias in itertools.product((BLOCK, *ODD.values()), (True, False)):
+        case, counts = conv.case(torch.float32, device, bias), []
         for fn in (conv.call, conv.eager):
             with FlopCounterMode(display=False) as counter:
                 run(fn, case)
