@@ -155,11 +155,8 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
     using T = decltype(element);
     auto* partials = static_cast<Accumulator<T>*>(scratch);
     const auto launch = [&](auto* kernel) {
-      cudaLaunchAttribute cluster;
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim = {1, shape.grid.y, 1};
-      cudaLaunchConfig_t config{shape.grid, shape.block, 0, stream, &cluster, shape.cluster};
-      C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args, shape.rows_per_chunk, partials));
+      launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
+                    shape.rows_per_chunk, partials);
     };
     switch (args.activation) {
       case Activation::none:

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(block_threads)
 constexpr int vectors_per_thread = 16;
 
 // blockIdx.x is the channel, blockIdx.y a chunk of its segments in all images; a row of threads
-// takes a segment.
+// takes a segment. The chunks' sums are added up within a cluster, or left in `partials`.
 template <typename T, int width>
 __global__ void __launch_bounds__(block_threads)
     planes_backward_kernel(PlanesBackward args, int64_t segments_per_plane,
@@ -85,12 +85,14 @@ __global__ void __launch_bounds__(block_threads)
   }
   if (args.grad_bias == nullptr) return;
   __shared__ A shared[block_threads];
-  sum = sum_over_block(sum, shared);
-  if (threadIdx.x != 0 || threadIdx.y != 0) return;
+  A sums[1] = {sum_over_block(sum, shared)};
+  const bool chunks_join = partials == nullptr && gridDim.y > 1;
+  if (chunks_join) sum_over_cluster(sums, shared, threadIdx.x == 0);
+  if (threadIdx.x != 0 || threadIdx.y != 0 || (chunks_join && blockIdx.y > 0)) return;
   if (partials != nullptr) {
-    partials[blockIdx.y * channels + channel] = sum;
+    partials[blockIdx.y * channels + channel] = sums[0];
   } else {
-    static_cast<T*>(args.grad_bias)[channel] = narrow<T>(sum);
+    static_cast<T*>(args.grad_bias)[channel] = narrow<T>(sums[0]);
   }
 }
 
@@ -98,6 +100,7 @@ struct Launch {
   bool vectors;
   dim3 block, grid;
   int64_t segments_per_plane, segments_per_chunk;
+  bool cluster;  // of a channel's chunks, which need no second kernel then
 };
 
 Launch shape_of(const PlanesBackward& args) {
@@ -118,10 +121,15 @@ Launch shape_of(const PlanesBackward& args) {
   const int64_t room =
       (args.processors * blocks_per_processor + image.channels - 1) / image.channels;
   const int64_t useful = (segments + launch.block.y - 1) / launch.block.y;
-  const int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
+  int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
+  // Half as many blocks cost less than a second kernel.
+  launch.cluster =
+      args.grad_bias != nullptr && has_clusters(args.arch) && chunks <= 2 * most_blocks_in_cluster;
+  if (launch.cluster) chunks = std::min<int64_t>(chunks, most_blocks_in_cluster);
   launch.segments_per_chunk = (segments + chunks - 1) / chunks;
   launch.grid =
       dim3(image.channels, (segments + launch.segments_per_chunk - 1) / launch.segments_per_chunk);
+  launch.cluster = launch.cluster && launch.grid.y > 1;
   return launch;
 }
 
@@ -153,9 +161,9 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
 }
 
 int64_t scratch_bytes(const PlanesBackward& args) {
-  const auto chunks = shape_of(args).grid.y;
-  if (args.grad_bias == nullptr || chunks == 1) return 0;
-  return chunks * args.image.channels * (args.image.type == gemm::Type::f64 ? 8 : 4);
+  const auto shape = shape_of(args);
+  if (args.grad_bias == nullptr || shape.cluster || shape.grid.y == 1) return 0;
+  return shape.grid.y * args.image.channels * (args.image.type == gemm::Type::f64 ? 8 : 4);
 }
 
 void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream) {
@@ -165,9 +173,8 @@ void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t strea
     auto* partials = static_cast<Accumulator<T>*>(scratch);
     auto* kernel =
         shape.vectors ? planes_backward_kernel<T, full_vector<T>> : planes_backward_kernel<T, 1>;
-    kernel<<<shape.grid, shape.block, 0, stream>>>(args, shape.segments_per_plane,
-                                                   shape.segments_per_chunk, partials);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
+                  shape.segments_per_plane, shape.segments_per_chunk, partials);
     if (partials == nullptr) return;
     sum_partials(partials, shape.grid.y, args.image.channels, static_cast<T*>(args.grad_bias),
                  stream);

@@ -26,6 +26,7 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
 struct PlanesBackward {
   Image image;
   int processors = 1;            // of the device: how many blocks to make
+  int arch = 0;                  // of the device, 90 for capability 9.0
   const void* grad = nullptr;    // contiguous images all three
   const void* output = nullptr;  //
   void* dz = nullptr;            //

@@ -18,9 +18,23 @@ using torch::autograd::variable_list;
 
 const std::array<SymInt, 2> no_padding{0, 0};
 
-std::vector<SymInt> stored(AutogradContext& ctx, const char* name) {
-  return ctx.saved_data[name].toSymIntVector();
-}
+// What a node remembers beside tensors, in one entry: looking one up costs as much as a small
+// allocation.
+struct Traits {
+  bool bias;
+  Geometry geometry;
+
+  static void keep(AutogradContext& ctx, bool bias, const Geometry& g) {
+    ctx.saved_data["conv"] =
+        std::vector<SymInt>{bias ? 1 : 0, g.groups,     g.stride[0],   g.stride[1],
+                            g.padding[0], g.padding[1], g.dilation[0], g.dilation[1]};
+  }
+  static Traits of(AutogradContext& ctx) {
+    const auto kept = ctx.saved_data["conv"].toSymIntVector();
+    const SymIntArrayRef all = kept;
+    return {kept[0] == 1, {all.slice(2, 2), all.slice(4, 2), all.slice(6, 2), kept[1]}};
+  }
+};
 
 struct Conv2dReLU : Function<Conv2dReLU> {
   enum Edge { input_edge, weight_edge, bias_edge };
@@ -34,11 +48,7 @@ struct Conv2dReLU : Function<Conv2dReLU> {
       const at::AutoDispatchBelowADInplaceOrView guard;
       output = conv2d_relu_symint(input, weight, bias, stride, padding, dilation, groups);
     }
-    ctx->saved_data["bias"] = has_value(bias);
-    ctx->saved_data["stride"] = stride;
-    ctx->saved_data["padding"] = padding;
-    ctx->saved_data["dilation"] = dilation;
-    ctx->saved_data["groups"] = groups;
+    Traits::keep(*ctx, has_value(bias), {stride, padding, dilation, groups});
     ctx->set_materialize_grads(false);
     // Each product's gradient needs the shape of one and the values of the other.
     const bool products = input.requires_grad() || weight.requires_grad();
@@ -50,17 +60,17 @@ struct Conv2dReLU : Function<Conv2dReLU> {
     variable_list result(arguments);
     if (!grads[0].defined()) return result;
     const auto saved = ctx->get_saved_variables();
-    const bool bias = ctx->saved_data["bias"].toBool();
+    const auto traits = Traits::of(*ctx);
     const std::array<bool, 3> wanted{ctx->needs_input_grad(input_edge),
                                      ctx->needs_input_grad(weight_edge),
-                                     bias && ctx->needs_input_grad(bias_edge)};
+                                     traits.bias && ctx->needs_input_grad(bias_edge)};
     // create_graph, or forward over reverse: the gradients must be differentiable themselves.
     const bool differentiable =
         at::GradMode::is_enabled() || has_tangent(grads[0]) ||
         std::ranges::any_of(saved, [](const Tensor& t) { return has_tangent(t); });
     auto [grad_input, grad_weight, grad_bias] =
-        differentiable ? gradients(*ctx, grads[0], saved, wanted, formula_relu_backward)
-                       : usual(*ctx, grads[0], saved, wanted);
+        differentiable ? gradients(traits, grads[0], saved, wanted, formula_relu_backward)
+                       : usual(traits, grads[0], saved, wanted);
     if (wanted[0]) result[input_edge] = like(grads[0], grad_input);
     if (wanted[1]) result[weight_edge] = grad_weight;
     if (wanted[2]) result[bias_edge] = grad_bias;
@@ -76,16 +86,17 @@ struct Conv2dReLU : Function<Conv2dReLU> {
     return Formula::relu_backward(grad, output.detach(), bias_grad);
   }
 
-  static Gradients usual(AutogradContext& ctx, const Tensor& grad, const variable_list& saved,
+  static Gradients usual(const Traits& traits, const Tensor& grad, const variable_list& saved,
                          std::array<bool, 3> wanted) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    return gradients(ctx, grad, saved, wanted, steps::channels_relu_backward);
+    return gradients(traits, grad, saved, wanted, steps::channels_relu_backward);
   }
 
   template <typename ReluBackward>
-  static Gradients gradients(AutogradContext& ctx, const Tensor& grad, const variable_list& saved,
+  static Gradients gradients(const Traits& traits, const Tensor& grad, const variable_list& saved,
                              std::array<bool, 3> wanted, const ReluBackward& relu_backward) {
+    const auto& g = traits.geometry;
     // On the CPU the library sums the bias gradient while it computes the weight's.
     const bool summed_by_library = wanted[1] && grad.device().is_cpu();
     auto [dz, grad_bias] =
@@ -93,9 +104,8 @@ struct Conv2dReLU : Function<Conv2dReLU> {
     if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
     const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
     auto [grad_input, grad_weight, library_bias] = at::convolution_backward_symint(
-        dz, batched(saved[0]), saved[1], SymIntArrayRef(bias_sizes), stored(ctx, "stride"),
-        stored(ctx, "padding"), stored(ctx, "dilation"), /*transposed=*/false, no_padding,
-        ctx.saved_data["groups"].toSymInt(),
+        dz, batched(saved[0]), saved[1], SymIntArrayRef(bias_sizes), g.stride, g.padding,
+        g.dilation, /*transposed=*/false, no_padding, g.groups,
         {wanted[0], wanted[1], wanted[2] && summed_by_library});
     return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
   }

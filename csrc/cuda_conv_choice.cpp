@@ -16,8 +16,10 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -35,11 +37,13 @@ struct Verdict {
   const char* objection;  // why it is not cuDNN's, as explain's row shows it; or nullptr
 };
 
+using Key = c10::SmallVector<int64_t, 32>;  // short enough for no allocation
+
 // Everything that may decide which kernel cuDNN chooses.
 struct Problem {
   const Tensor &image, &weight;
   const OptionalTensor& bias;
-  std::vector<int64_t> stride, padding, dilation;
+  std::array<int64_t, 2> stride, padding, dilation;
   int64_t groups;
   const Geometry& geometry;
 
@@ -54,21 +58,21 @@ struct Problem {
         groups(g.groups.guard_int(__FILE__, __LINE__)),
         geometry(g) {}
 
-  std::vector<int64_t> key() const {
+  Key key() const {
     const auto& context = at::globalContext();
     const bool benchmark = context.benchmarkCuDNN();
     // With benchmark torch has cuDNN's kernels compete in each thread anew.
     const auto thread = std::hash<std::thread::id>()(std::this_thread::get_id());
-    std::vector<int64_t> key{image.get_device(),
-                             static_cast<int64_t>(image.scalar_type()),
-                             format_of(image, weight) == at::MemoryFormat::ChannelsLast,
-                             has_value(bias),
-                             allow_tf32(),
-                             benchmark ? static_cast<int64_t>(thread) : 0,
-                             groups};
+    Key key{image.get_device(),
+            static_cast<int64_t>(image.scalar_type()),
+            format_of(image, weight) == at::MemoryFormat::ChannelsLast,
+            has_value(bias),
+            allow_tf32(),
+            benchmark ? static_cast<int64_t>(thread) : 0,
+            groups};
     for (const auto values : {image.sizes(), weight.sizes(), at::IntArrayRef(stride),
                               at::IntArrayRef(padding), at::IntArrayRef(dilation)}) {
-      key.insert(key.end(), values.begin(), values.end());
+      key.append(values.begin(), values.end());
     }
     return key;
   }
@@ -78,7 +82,7 @@ struct Problem {
   }
 
  private:
-  static std::vector<int64_t> ints(const Geometry::Pair& pair) {
+  static std::array<int64_t, 2> ints(const Geometry::Pair& pair) {
     return {pair[0].guard_int(__FILE__, __LINE__), pair[1].guard_int(__FILE__, __LINE__)};
   }
 
@@ -197,14 +201,14 @@ Verdict found_out(const Problem& p) {
 // What has been found out, until all plans are to be forgotten.
 class Verdicts {
  public:
-  std::optional<Verdict> find(const std::vector<int64_t>& key) {
+  std::optional<Verdict> find(const Key& key) {
     const std::lock_guard lock(mutex_);
     if (generation_ != gemm::plan_generation()) known_.clear();
     generation_ = gemm::plan_generation();
     const auto found = known_.find(key);
     return found == known_.end() ? std::nullopt : std::optional(found->second);
   }
-  Verdict add(const std::vector<int64_t>& key, const Verdict& verdict) {
+  Verdict add(const Key& key, const Verdict& verdict) {
     const std::lock_guard lock(mutex_);
     constexpr size_t most = 4096;
     if (known_.size() >= most) known_.clear();
@@ -214,7 +218,7 @@ class Verdicts {
  private:
   std::mutex mutex_;
   uint64_t generation_ = 0;
-  std::map<std::vector<int64_t>, Verdict> known_;
+  std::map<Key, Verdict> known_;
 };
 
 Verdict verdict_of(const Problem& p) {

@@ -53,6 +53,17 @@ inline bool has_clusters(int device_arch) {
   return false;
 }
 
+// Launches a kernel whose blockIdx.y is the chunk, all chunks of it as one cluster if `cluster`.
+template <typename... Parameters, typename... Arguments>
+void launch_chunks(void (*kernel)(Parameters...), dim3 grid, dim3 block, bool cluster,
+                   cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute shape;
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {1, grid.y, 1};
+  const cudaLaunchConfig_t config{grid, block, 0, stream, &shape, cluster};
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
 // Adds the values of the cluster's blocks, those of their threads with threadIdx.y == 0 that hold a
 // column. The sum is left with the first block. All threads take part.
 template <typename A, int width>
