@@ -105,10 +105,13 @@ def test_the_pass_puts_ours_in():
 
 def test_the_grid_is_the_one_promised():
     grid = cases_of("conv", CUDA)
-    assert len(grid) == len(set(map(str, grid))) == len(CONVOLUTIONS) * 2 * 3 * 2
+    assert len(grid) == len(set(map(str, grid))) == len(CONVOLUTIONS) * (2 * 3 * 2 + 1)
+    graphs = [case for case in grid if case.mode == "graph"]
+    assert {(case.dtype, case.conv.last) for case in graphs} == {("bf16", True)}
+    assert {case.mode for case in cases_of("conv", CPU)} == {"forward", "step"}
     assert {case.tokens for case in grid} == {32}
     assert {case.tokens for case in cases_of("conv", CPU)} == {4}
-    compiled = [case for case in grid if worth_compiling(case)]
+    compiled = [case for case in grid if worth_compiling(case) and case.mode != "graph"]
     assert {(c.dtype, c.conv.last) for c in compiled} == {("bf16", True)} and len(compiled) == 8
     label = str(case_of(replace(CONVOLUTIONS[0], last=False), "step"))
     assert label == "conv 3→64 7x7 stride 2 @224 NCHW N=2 fp32 relu step"

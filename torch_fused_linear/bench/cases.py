@@ -173,7 +173,7 @@ SUITES = {
         about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
         sizes=(),
         tokens=(),
-        modes=("forward", "step"),
+        modes=("forward", "step", "graph"),  # the last for a part only: see worth_the_time
         ours=("ours", "compile+pass"),
         baselines=("eager", "conv", "compile"),
         seconds=0.4,
@@ -242,6 +242,8 @@ def worth_the_time(case: Case) -> bool:
         return case.sizes in SMALL_LAYERS
     if case.suite == "activation":
         return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "conv" and case.mode == "graph":
+        return case.dtype == "bf16" and case.conv.last
     return True
 
 

@@ -246,8 +246,9 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
         elif name == "mm":
             calls = [products(case, data) for data in sets]
         elif name == "conv":
-            backward = case.mode != "forward"
-            calls = [convolutions.bare(case.conv, data, backward) for data in sets]
+            calls = [convolutions.bare(case, data) for data in sets]
+            if case.mode == "graph":
+                calls = [graph_of(call) for call in calls]
         else:
             calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
     return Contender(name, in_turns(calls), conditions)

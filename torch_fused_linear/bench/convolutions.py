@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch_fused_linear.bench.cases import Case
     from torch_fused_linear.bench.operands import Operands
 
 
@@ -113,8 +114,9 @@ def eager(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
     return lambda x: relu(layer(x))
 
 
-def bare(conv: Convolution, data: Operands, backward: bool) -> Callable[[], object]:
+def bare(case: Case, data: Operands) -> Callable[[], object]:
     """The convolution alone, without bias and ReLU: what no fusing can be faster than."""
+    conv, backward = case.conv, case.mode != "forward"
     x, weight, grad = data.input.detach(), data.layers[0].weight.detach(), data.grad_output
     stride, padding, one = [conv.stride] * 2, [conv.padding] * 2, [1, 1]
     gradient = torch.ops.aten.convolution_backward
