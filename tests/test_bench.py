@@ -421,6 +421,14 @@ def test_a_quick_run_of_layer_and_host(tmp_path):
         assert str(tmp_path / name) in process.stdout
 
 
+def test_threads_are_those_asked_for(tmp_path):
+    path = tmp_path / "r.json"
+    arguments = ["cpu", "--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu forward"]
+    assert main([*arguments, "--threads", "2", "--json", str(path)]) == 0
+    assert torch.get_num_threads() == 2
+    assert results.load(path)[0]["machine"].endswith(", 2 threads")
+
+
 def test_every_suite_runs(capsys):
     arguments = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu"]
     assert main([*arguments, "--seconds-per-case", "0.001", "--kernels"]) == 0
@@ -452,6 +460,7 @@ def test_every_suite_runs_on_a_gpu(tmp_path):
         (["layer", "--baselines", "jax"], "--baselines: invalid choice: 'jax'"),
         (["layer", "--device", "tpu"], "'tpu'"),
         (["layer", "--seconds-per-case", "0"], "--seconds-per-case: must be above zero"),
+        (["cpu", "--threads", "0"], "--threads: must be above zero"),
         (["layer", "--only", "T=7"], "no case is left to measure"),
         (["layer", "--json", "no/such/place.json"], "--json no/such/place.json: no such directory"),
     ],
@@ -475,3 +484,4 @@ def test_the_grid_is_the_one_promised():
     shapes = {(case.tokens, case.sizes[0]) for case in cases_of("activation", cuda)}
     assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
     assert len(cases_of("models", cuda)) == 8 * 2 + 1  # a folded network is not trained
+    assert len(cases_of("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not cases_of("cpu", cuda)

@@ -40,6 +40,7 @@ class Settings:
 
     suites: list[str]
     device: torch.device
+    threads: int | None
     dtypes: list[str] | None
     baselines: list[str]
     only: list[str]
@@ -86,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     add = parser.add_argument
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
     add("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
+    add("--threads", type=positive(int), metavar="N", help="of the CPU; as torch has it by default")
     add("--dtypes", nargs="+", choices=DTYPES, help="instead of each suite's own")
     add(
         "--baselines",
@@ -128,6 +130,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         settings = Settings(
             suites=list(dict.fromkeys(given.suites)) or list(SUITES),
             device=chosen_device(given.device),
+            threads=given.threads,
             dtypes=given.dtypes,
             baselines=given.baselines,
             only=given.only,
@@ -215,6 +218,8 @@ def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) 
 def run(settings: Settings) -> int:
     if settings.device.type == "cuda" and settings.device.index is not None:
         torch.cuda.set_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     machine.warm_up(settings.device)
     torch.backends.cudnn.benchmark |= settings.cudnn_benchmark
     header = machine.header(settings.device, sys.argv[1:])

@@ -182,6 +182,16 @@ SUITES = {
         convolutions=CONVOLUTIONS,
         quick_convolutions=TINY_CONVOLUTIONS,
     ),
+    "cpu": Suite(
+        about="one layer on a CPU, inference and training step",
+        sizes=LAYERS[:3],
+        tokens=(1, 32, 256, 2048),
+        modes=("forward", "step"),
+        baselines=("eager", "compile"),
+        seconds=0.5,
+        dtypes=("fp32", "bf16"),
+        activations=("relu", "gelu", "gelu-erf"),
+    ),
     "memory": Suite(
         about="memory that a step keeps for its backward, and takes at most",
         sizes=((768, 3072), (1024, 4096), (784, 30), block(768), block(1024)),
@@ -231,6 +241,8 @@ def makes_sense(case: Case, device: torch.device) -> bool:
         return case.mode == "forward"
     if case.mode in ("graph", "peak"):
         return device.type == "cuda"
+    if case.suite == "cpu":
+        return device.type == "cpu"
     if case.suite == "activation":
         return (case.mode == "from input") == (case.activation != "relu")
     return True
@@ -251,6 +263,8 @@ def worth_compiling(case: Case) -> bool:
     """Whether torch.compile, which takes from seconds to a minute, is run beside this case."""
     if case.model:
         return case.model in (name for name, *_ in MODELS)
+    if case.suite == "cpu":
+        return case.sizes == (768, 3072) and case.tokens >= 256
     if case.dtype != "bf16":
         return False
     if case.conv:
