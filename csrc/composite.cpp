@@ -130,25 +130,13 @@ Tensor pad_rows(const Tensor& tensor) {
 
 // ---- Reference --------------------------------------------------------------------------------
 
-namespace {
-
-// ATen's gelu_backward passes to oneDNN what oneDNN refuses: strides that overlap.
-Tensor dense(const Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
-}
-
-OptionalTensor dense(const OptionalTensor& tensor) {
-  return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
-}
-
-}  // namespace
-
 Tensor Reference::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation) {
   explain::step("reference");
   auto preactivation = at::linear(input, weight, bias).contiguous();
   if (activation == Activation::relu) return preactivation.relu_();
-  return Composite::activate(preactivation, activation);
+  if (is_gelu(activation)) return at::gelu_(preactivation, approximate_of(activation));
+  return preactivation;
 }
 
 std::tuple<Tensor, Tensor> Reference::forward_aux(const Tensor& input, const Tensor& weight,

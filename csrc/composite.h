@@ -91,4 +91,12 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
 }
 
+// oneDNN, which ATen calls for some of its operators, refuses strides that overlap.
+inline Tensor dense(const Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+inline OptionalTensor dense(const OptionalTensor& tensor) {
+  return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
+}
+
 }  // namespace fused

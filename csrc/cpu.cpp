@@ -1,69 +1,160 @@
-// CPU kernels. Inference with GELU goes to oneDNN's linear with the activation as a post-op where
-// that holds what we promise; everything else is the formula, through the same autograd nodes as
-// on a GPU.
+// CPU kernels. oneDNN does what it does quicker than PyTorch's own way and as exactly; everything
+// else is the formula, through the same autograd nodes as on a GPU.
 
 #include "composite.h"
+#include "cpu_activation_grad.h"
+#include "cpu_onednn.h"
 #include "kernels.h"
-
-#include <ATen/Context.h>
-#include <ATen/core/List.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <optional>
 
 namespace fused {
 namespace {
 
-using PointwiseSignature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&,
-                                  std::string_view, c10::List<std::optional<at::Scalar>>,
-                                  std::optional<std::string_view>);
-
-// Present only where PyTorch was built with oneDNN.
-std::optional<c10::TypedOperatorHandle<PointwiseSignature>> onednn_linear() {
-  const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-  if (!op) return std::nullopt;
-  return op->typed<PointwiseSignature>();
+void activate_into(Tensor output, const Tensor& preactivation, Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      output.copy_(preactivation);
+      return;
+    case Activation::relu:
+      at::clamp_min_out(output, preactivation, 0);  // relu itself, NaN and all
+      return;
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      at::gelu_out(output, preactivation, approximate_of(activation));
+      return;
+  }
 }
 
-bool onednn_bf16() {
-  static const bool supported = [] {
-    const auto op =
-        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
-    return op && op->typed<bool()>().call();
-  }();
-  return supported;
+Tensor empty_rows(const Tensor& like, int64_t features) {
+  auto sizes = like.sizes().vec();
+  sizes.back() = features;
+  return at::empty(sizes, like.options());
 }
 
-// Where oneDNN's fused GELU is both quicker and as exact as PyTorch's own way. (Its fused ReLU is
-// not used at all: it turns NaN into 0.)
-bool onednn_takes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  Activation activation) {
-  if (!is_gelu(activation) || !at::globalContext().userEnabledMkldnn()) return false;
-  const bool fp32 = input.scalar_type() == at::kFloat;
-  if (!fp32 && !(input.scalar_type() == at::kBFloat16 && onednn_bf16())) return false;
-  // In fp32 oneDNN adds up longer sums one after the other, with twice the error of the blocked
-  // sums of the BLAS that PyTorch uses.
-  constexpr int64_t longest_sum = 192;
-  if (fp32 && weight.size(1) > longest_sum) return false;
-  // A call costs some 10 us whatever its size, as long as PyTorch's own BLAS takes for this many
-  // multiplications; in 16 bits PyTorch itself calls oneDNN.
-  const int64_t least_work = int64_t{1} << (fp32 ? 20 : 15);
-  if (input.numel() * weight.size(0) < least_work) return false;
-  // It refuses strides that overlap.
-  return input.is_non_overlapping_and_dense() && weight.is_non_overlapping_and_dense() &&
-         (!has_value(bias) || bias->is_contiguous());
+// In rows, for what is computed row by row.
+bool takes_product(const Tensor& input, const Tensor& weight) {
+  return input.numel() > 0 && onednn::takes_product(as_rows(input), weight);
+}
+
+// left · rightᵀ, into `result`
+void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
+  if (!onednn::takes_product(left, right)) {
+    explain::step("ATen mm");
+    at::mm_out(result, left, right.t());
+    return;
+  }
+  explain::step("oneDNN product in parts");
+  onednn::product(left, right, {}, [&](const Tensor& some, int64_t first) {
+    result.narrow(0, first, some.size(0)).copy_(some);
+  });
+}
+
+Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
+  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : unwanted(like);
 }
 
 struct Cpu : Reference {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
-    static const auto pointwise = onednn_linear();
-    if (!pointwise || !onednn_takes(input, weight, bias, activation)) {
-      return Reference::forward(input, weight, bias, activation);
+    if (onednn::takes_linear_gelu(input, weight, bias, activation)) {
+      explain::step("oneDNN linear with post-op");
+      return onednn::linear_gelu(input, weight, bias, activation);
     }
-    explain::step("oneDNN linear with post-op");
-    return pointwise->call(input, weight, bias, "gelu", c10::List<std::optional<at::Scalar>>(),
-                           approximate_of(activation));
+    if (!takes_product(input, weight)) return Reference::forward(input, weight, bias, activation);
+    explain::step("oneDNN product in parts");
+    if (activation != Activation::none) explain::step("ATen activation");
+    const auto output = empty_rows(input, weight.size(0));
+    const auto rows = as_rows(output);
+    onednn::product(as_rows(dense(input)), weight, bias, [&](const Tensor& some, int64_t first) {
+      activate_into(rows.narrow(0, first, some.size(0)), some, activation);
+    });
+    return output;
+  }
+
+  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
+                                                const OptionalTensor& bias, Activation activation) {
+    if (activation == Activation::relu || !takes_product(input, weight)) {
+      return Reference::forward_aux(input, weight, bias, activation);
+    }
+    explain::step("oneDNN product in parts");
+    explain::step("ATen activation");
+    const auto output = empty_rows(input, weight.size(0));
+    const auto preactivation = pad_rows(at::empty_like(output));
+    const auto output_rows = as_rows(output), preactivation_rows = as_rows(preactivation);
+    onednn::product(as_rows(dense(input)), weight, bias, [&](const Tensor& some, int64_t first) {
+      preactivation_rows.narrow(0, first, some.size(0)).copy_(some);
+      activate_into(output_rows.narrow(0, first, some.size(0)), some, activation);
+    });
+    return {output, preactivation};
+  }
+
+  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
+                                                        const Tensor& saved, Activation activation,
+                                                        bool bias_grad) {
+    if (!takes_one_pass(grad_output, saved, activation)) {
+      return Reference::activation_backward(grad_output, saved, activation, bias_grad);
+    }
+    explain::step("activation gradient and bias sum in one pass");
+    const auto dz = empty_rows(grad_output, grad_output.size(-1));
+    const auto parts = one_pass(as_rows(dz), as_rows(grad_output.contiguous()),
+                                as_rows(saved.contiguous()), activation, bias_grad);
+    return {dz, sum_of_parts(parts, dz)};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
+    if (!pays(grad_output, input, weight, saved, activation, output_mask)) {
+      return Reference::linear_backward(grad_output, input, weight, saved, activation, output_mask);
+    }
+    auto dz = dense(grad_output);
+    auto grad_bias = unwanted(grad_output);
+    if (activation != Activation::none) {
+      std::tie(dz, grad_bias) =
+          activation_backward(grad_output, *saved, activation, output_mask[2]);
+    } else if (output_mask[2]) {
+      explain::step("ATen sum");
+      grad_bias = as_rows(dz).sum(0);
+    }
+    auto grad_input = unwanted(dz), grad_weight = unwanted(dz);
+    if (output_mask[0]) {
+      grad_input = empty_rows(input, input.size(-1));
+      multiply_into(as_rows(grad_input), as_rows(dz), weight.t());
+    }
+    if (output_mask[1]) {
+      grad_weight = at::empty(weight.sizes(), weight.options());
+      multiply_into(grad_weight, as_rows(dz).t(), as_rows(input).t());
+    }
+    return {grad_input, grad_weight, grad_bias};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
+      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
+      const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
+    output_mask[0] = true;
+    if (!pays(grad_output, input, weight, saved, activation, output_mask) &&
+        !takes_one_pass(input, previous_saved, previous)) {
+      return Reference::linear_backward_across(grad_output, input, weight, saved, activation,
+                                               output_mask, previous_saved, previous,
+                                               previous_bias_grad);
+    }
+    const auto [grad_input, grad_weight, grad_bias] =
+        linear_backward(grad_output, input, weight, saved, activation, output_mask);
+    const auto [dz, grad_previous_bias] =
+        activation_backward(grad_input, previous_saved, previous, previous_bias_grad);
+    return {dz, grad_weight, grad_bias, grad_previous_bias};
+  }
+
+ private:
+  // Whether any step of it is done in another way than the reference does it.
+  static bool pays(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                   const OptionalTensor& saved, Activation activation,
+                   std::array<bool, 3> output_mask) {
+    if (input.numel() == 0 || grad_output.numel() == 0) return false;
+    const auto dz = as_rows(grad_output);
+    return (activation != Activation::none && takes_one_pass(grad_output, *saved, activation)) ||
+           (output_mask[0] && onednn::takes_product(dz, weight.t())) ||
+           (output_mask[1] && onednn::takes_product(dz.t(), as_rows(input).t()));
   }
 };
 

@@ -110,7 +110,7 @@ def test_inference_and_single_operators(device):
 def test_paths_on_the_cpu():
     report = explained(Stack())
     assert {call.path for call in report.calls} == {"reference"}
-    x, w, small = torch.randn(512, 128), torch.randn(512, 128), torch.randn(2, 128)
+    x, w, small = torch.randn(256, 128), torch.randn(256, 128), torch.randn(2, 128)
     with tfl.explain() as report, torch.no_grad():
         tfl.linear_gelu(x, w)
         tfl.linear_gelu(small, w)

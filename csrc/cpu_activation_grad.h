@@ -1,0 +1,19 @@
+#pragma once
+
+// act'(saved) · grad and its column sums in one pass over memory: block by block, so that what has
+// just been written is summed while it is in a cache.
+
+#include "activation.h"
+#include "check.h"
+
+namespace fused {
+
+// Not for ReLU's bit mask, and not worth it for few elements.
+bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation);
+
+// Writes dz; all are [rows, features]. -> sums over parts of the rows, [parts, features], in the
+// type that sums are taken in; undefined where not wanted. The parts depend on sizes alone.
+Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activation activation,
+                bool sums_wanted);
+
+}  // namespace fused

@@ -1,0 +1,140 @@
+#include "cpu_onednn.h"
+
+#include "composite.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+namespace fused::onednn {
+namespace {
+
+using NoScalars = c10::List<std::optional<at::Scalar>>;
+using Pointwise = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                         NoScalars, std::optional<std::string_view>);
+using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                      std::string_view);
+
+// oneDNN adds up a sum in fp32 one after the other; MKL, which PyTorch multiplies with, does so for
+// this many products, and then adds up the sums of those.
+constexpr int64_t longest_sum = 192;
+
+// Present only where PyTorch was built with oneDNN.
+template <typename Signature>
+std::optional<c10::TypedOperatorHandle<Signature>> find(const char* name, const char* overload) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!op) return std::nullopt;
+  return op->typed<Signature>();
+}
+
+const auto& pointwise() {
+  static const auto op = find<Pointwise>("mkldnn::_linear_pointwise", "");
+  return op;
+}
+
+const auto& binary() {
+  static const auto op = find<Binary>("mkldnn::_linear_pointwise", "binary");
+  return op;
+}
+
+bool multiplies_bf16() {
+  static const bool supported = [] {
+    const auto op = find<bool()>("mkldnn::_is_mkldnn_bf16_supported", "");
+    return op && op->call();
+  }();
+  return supported;
+}
+
+// MKL has no kernels of 512 bits for processors of other makers, and is half as quick there.
+bool outruns_mkl() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool answer =
+      at::hasMKL() && at::get_cpu_capability() == "AVX512" && !__builtin_cpu_is("intel");
+  return answer;
+#else
+  return false;
+#endif
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Parts of nearly one size, in whole vectors. Between gaps oneDNN is slow beyond use, so that a
+// part is copied unless it is one piece of memory.
+std::vector<Tensor> parts_of(const Tensor& right) {
+  const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
+  const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
+  std::vector<Tensor> parts;
+  for (int64_t k = 0; k < inner; k += length) {
+    parts.push_back(dense(right.narrow(1, k, std::min(length, inner - k))));
+  }
+  return parts;
+}
+
+}  // namespace
+
+bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       Activation activation) {
+  if (!is_gelu(activation) || !pointwise() || !at::globalContext().userEnabledMkldnn()) {
+    return false;
+  }
+  const bool fp32 = input.scalar_type() == at::kFloat;
+  if (!fp32 && !(input.scalar_type() == at::kBFloat16 && multiplies_bf16())) return false;
+  if (fp32 && weight.size(1) > longest_sum) return false;
+  // A call costs some 10 us whatever its size, as long as PyTorch's own BLAS takes for this many
+  // multiplications; in 16 bits PyTorch itself calls oneDNN.
+  const int64_t least_work = int64_t{1} << (fp32 ? 20 : 15);
+  if (input.numel() * weight.size(0) < least_work) return false;
+  return input.is_non_overlapping_and_dense() && weight.is_non_overlapping_and_dense() &&
+         (!has_value(bias) || bias->is_contiguous());
+}
+
+Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   Activation activation) {
+  return pointwise()->call(input, weight, bias, "gelu", NoScalars(), approximate_of(activation));
+}
+
+bool takes_product(const Tensor& left, const Tensor& right) {
+  if (left.scalar_type() != at::kFloat || !outruns_mkl()) return false;
+  // In less than fp32 PyTorch calls oneDNN itself.
+  const auto& context = at::globalContext();
+  if (!pointwise() || !binary() || !context.userEnabledMkldnn() ||
+      context.float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST) {
+    return false;
+  }
+  // Every part is copied together, and every call costs: that has to be repaid.
+  constexpr int64_t least_rows = 128, least_work_per_thread = int64_t{1} << 24;
+  return left.size(0) >= least_rows &&
+         left.numel() * right.size(0) >= least_work_per_thread * at::get_num_threads();
+}
+
+void product(const Tensor& left, const Tensor& right, const OptionalTensor& bias, Finish finish) {
+  const auto parts = parts_of(right);
+  const int64_t rows = left.size(0);
+  // A block's result, written once for each part, is to stay in the cache; with fewer rows the
+  // product itself would be slow.
+  constexpr int64_t elements_per_thread = 3 << 17, least_block = 256;
+  const int64_t elements = elements_per_thread * at::get_num_threads();
+  const int64_t most = std::max(least_block, elements / right.size(0));
+  const int64_t block = ceil_div(rows, ceil_div(rows, most));
+  for (int64_t first = 0; first < rows; first += block) {
+    const auto some = left.narrow(0, first, std::min(block, rows - first));
+    Tensor result;
+    int64_t k = 0;
+    for (const auto& part : parts) {
+      const auto columns = some.narrow(1, k, part.size(1));
+      result = k == 0 ? pointwise()->call(columns, part, bias, "none", NoScalars(), std::nullopt)
+                      : binary()->call(columns, result, part, std::nullopt, "add");
+      k += part.size(1);
+    }
+    finish(result, first);
+  }
+}
+
+}  // namespace fused::onednn

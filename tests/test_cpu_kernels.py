@@ -1,0 +1,388 @@
+"""The CPU's own ways, which need sizes that the other tests do not have: oneDNN's products in
+parts, and the activation's gradient with the bias's sum in one pass."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    GELU_ERF,
+    GELU_TANH,
+    LINEAR,
+    OPS,
+    RELU,
+    Case,
+    Tally,
+    add_checked,
+    assert_contract,
+    assert_exact,
+    encode_mask,
+    exact_case,
+    one_thread,  # noqa: F401
+    op_param,
+    policy,
+    random_case,
+    run,
+    without_kinks,
+)
+
+import torch_fused_linear as tfl
+
+PRODUCT, ONE_PASS = "oneDNN product in parts", "activation gradient and bias sum in one pass"
+# Sums of one part and a little more, of several, of a prime number; few and many columns.
+SHAPES = [(300, 784, 150), (256, 193, 600), ((5, 103), 1000, 130), (2051, 389, 30), (129, 3072, 97)]
+ACTIVATIONS = ["relu", "gelu_tanh", "gelu_erf"]
+activation_param = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def has_products() -> bool:
+    """Whether this is a machine on which oneDNN outruns the BLAS that PyTorch has."""
+    info = Path("/proc/cpuinfo")
+    intel = not info.exists() or "GenuineIntel" in info.read_text()
+    capable = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return capable and not intel and torch.backends.mkl.is_available()
+
+
+needs_products = pytest.mark.skipif(not has_products(), reason="no faster than MKL here")
+
+
+def paths(call) -> list[str]:
+    with tfl.explain() as report:
+        call()
+    return [row.path for row in report.calls]
+
+
+# --- products in parts ------------------------------------------------------------------------
+
+
+@needs_products
+def test_which_way_is_taken():
+    case = random_case(*SHAPES[0], torch.float32)
+    assert paths(lambda: run(RELU.call, case)) == [
+        f"{PRODUCT} + ATen activation",
+        " + ".join(["reference", PRODUCT, PRODUCT]),  # too few elements for one pass
+    ]
+    many = random_case(2051, 389, 136, torch.float32)
+    assert paths(lambda: run(GELU_ERF.call, many)) == [
+        f"{PRODUCT} + ATen activation",
+        " + ".join([ONE_PASS, PRODUCT, PRODUCT]),
+    ]
+    assert paths(lambda: LINEAR.call(*case.inputs)) == [PRODUCT]
+    few = random_case(32, 784, 1500, torch.float32)
+    assert paths(lambda: LINEAR.call(*few.inputs)) == ["reference"]
+
+
+@needs_products
+def test_switches_of_torch_are_obeyed():
+    case = random_case(*SHAPES[0], torch.float32)
+
+    def path():
+        return paths(lambda: RELU.call(*case.inputs))
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert path() == ["reference"]
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert path() == ["reference"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    with policy("eager"):
+        assert path() == ["reference"]
+
+
+@op_param
+def test_error_is_not_above_eagers(op):
+    def cases():
+        for seed, shape in enumerate(SHAPES):
+            for bias in (True, False):
+                case = random_case(*shape, torch.float32, bias=bias, seed=seed)
+                yield f"{shape} bias={bias}", without_kinks(case) if op is RELU else case
+
+    assert_contract(op, cases())
+
+
+@pytest.mark.parametrize("op", [LINEAR, RELU], ids=repr)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_term_is_lost_or_doubled(op, shape):
+    assert_exact(op, exact_case(*shape, torch.float32), shape)
+    assert_exact(op, exact_case(*shape, torch.float32, bias=False), shape)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "with gaps": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "every other": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "backwards": lambda t: t.flip(0).contiguous().flip(0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("which", ["x", "w", "g"])
+@pytest.mark.parametrize("op", [LINEAR, RELU], ids=repr)
+def test_strides(op, which, layout):
+    case = exact_case(300, 784, 150, torch.float32)
+    setattr(case, which, LAYOUTS[layout](getattr(case, which)))
+    assert_exact(op, case, f"{which} {layout}")
+
+
+@op_param
+def test_overlapping_strides(op):
+    """One row for all tokens, and one gradient for all outputs."""
+    case = random_case(300, 784, 150, torch.float32)
+    wide = Case(case.x[:1].expand(300, -1), case.w, case.b, case.g[:1, :1].expand(300, 150))
+    plain = Case(wide.x.contiguous(), case.w, case.b, wide.g.contiguous())
+    for ours, same in zip(run(op.call, wide), run(op.call, plain), strict=True):
+        torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+@op_param
+def test_nan_and_infinity_pass_as_in_torch(op, special):
+    for place in ("x", "w", "b", "g"):
+        case = random_case(300, 784, 150, torch.float32)
+        tensor = getattr(case, place)
+        tensor[tuple(n // 2 for n in tensor.shape)] = special
+        for ours, eager in zip(run(op.call, case), run(op.eager, case), strict=True):
+            assert torch.equal(ours.isnan(), eager.isnan()), place
+            assert torch.equal(ours.isinf(), eager.isinf()), place
+            finite = eager.isfinite()
+            torch.testing.assert_close(ours[finite], eager[finite], rtol=1e-4, atol=1e-4)
+
+
+@op_param
+def test_the_same_bits_every_time(op):
+    case = random_case(513, 784, 600, torch.float32)
+    first = run(op.call, case)
+    for _ in range(5):
+        assert all(map(torch.equal, run(op.call, case), first))
+
+
+# --- weights that change ----------------------------------------------------------------------
+
+
+def optimiser_step(layer, new):
+    layer.weight.grad = layer.weight.detach() - new
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+
+def assign(layer, new):
+    layer.weight.data = new.clone()
+
+
+def replace(layer, new):
+    layer.weight = torch.nn.Parameter(new.clone())
+
+
+@torch.no_grad()
+def copy_in_place(layer, new):
+    layer.weight.copy_(new)
+
+
+@torch.no_grad()
+def to_double_and_back(layer, new):
+    layer.weight.copy_(new)
+    layer.to(torch.float64).to(torch.float32)
+
+
+@torch.no_grad()
+def set_storage(layer, new):
+    layer.weight.set_(new.clone())
+
+
+CHANGES = {
+    "optimiser step": optimiser_step,
+    "load_state_dict": lambda layer, new: layer.load_state_dict(
+        {"weight": new, "bias": layer.bias.detach()}
+    ),
+    "load_state_dict, assigned": lambda layer, new: layer.load_state_dict(
+        {"weight": new.clone(), "bias": layer.bias.detach()}, assign=True
+    ),
+    "to": to_double_and_back,
+    "copy_ under no_grad": copy_in_place,
+    "data.copy_, which autograd does not see": lambda layer, new: layer.weight.data.copy_(new),
+    "numpy": lambda layer, new: layer.weight.detach().numpy().__setitem__(..., new.numpy()),
+    "data =": assign,
+    "set_": set_storage,
+    "another parameter": replace,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_changed_weight_is_seen(change, mode):
+    """Nothing made from a weight outlives the call."""
+    torch.manual_seed(0)
+    for layer in (tfl.FusedLinearReLU(784, 150), tfl.FusedLinearGELU(784, 150)):
+        x, new = torch.randn(300, 784), torch.randn_like(layer.weight)
+        keys = list(layer.state_dict())
+        with mode():
+            for _ in range(3):
+                before = layer(x)
+        CHANGES[change](layer, new)
+        with mode():
+            after = layer(x)
+            fresh = copy.deepcopy(layer)
+            torch.testing.assert_close(fresh.weight, new)
+            assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
+        assert list(layer.state_dict()) == keys
+
+
+def test_a_weight_is_freed():
+    layer, x = tfl.FusedLinearGELU(784, 150), torch.randn(300, 784)
+    with torch.no_grad():
+        layer(x)
+    weight = weakref.ref(layer.weight)
+    del layer
+    gc.collect()
+    assert weight() is None
+
+
+def test_threads_share_a_layer():
+    layer = tfl.FusedLinearGELU(784, 600, approximate="none")
+    inputs = [torch.randn(300, 784) for _ in range(8)]
+    with torch.no_grad():
+        want = [layer(x) for x in inputs]
+
+    def work(x):
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            return [layer(x) for _ in range(5)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for results, y in zip(pool.map(work, inputs), want, strict=True):
+            assert all(torch.equal(result, y) for result in results)
+
+
+# --- gradient of the activation and of the bias in one pass -----------------------------------
+
+# Many rows, rows longer than a block, a width that divides nothing.
+GRADIENT_SHAPES = [(9001, 30), (3, 100_003), (1027, 257), ((3, 5, 70), 264)]
+
+
+def gradient_case(shape, dtype, seed=0):
+    lead, features = shape
+    lead = (lead,) if isinstance(lead, int) else lead
+    gen = torch.Generator().manual_seed(seed)
+    return [torch.randn(*lead, features, generator=gen).to(dtype) for _ in range(2)]
+
+
+def backward(grad, saved, activation, bias_grad=True):
+    return torch.ops.fused._activation_backward(grad, saved, activation, bias_grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@activation_param
+def test_one_pass_against_fp64(activation, dtype):
+    """dz is torch's own but for the last bit, where a vector ends in the middle of a block; its sum
+    has no more error than torch's."""
+    tally = Tally()
+    for shape in GRADIENT_SHAPES:
+        grad, saved = gradient_case(shape, dtype)
+        with tfl.explain() as report:
+            dz, grad_bias = backward(grad, saved, activation)
+        assert report.calls[0].path == ONE_PASS
+        with policy("eager"):
+            torch_dz, torch_bias = backward(grad, saved, activation)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(dz, torch_dz, rtol=eps, atol=eps)
+        assert dz.is_contiguous()
+        assert (grad_bias.dtype, grad_bias.shape) == (dtype, torch_bias.shape)
+        truth = dz.double().flatten(0, -2).sum(0)
+        size = float(truth.abs().max())
+        add_checked(tally, grad_bias, torch_bias, truth, size, f"{shape}")
+    tally.check(f"{activation} {dtype}")
+
+
+@activation_param
+def test_one_pass_without_the_sum(activation):
+    grad, saved = gradient_case((1027, 257), torch.float32)
+    dz, nothing = backward(grad, saved, activation, bias_grad=False)
+    assert torch.equal(dz, backward(grad, saved, activation)[0]) and nothing.shape == (0,)
+
+
+@activation_param
+def test_one_pass_of_any_strides(activation):
+    grad, saved = gradient_case((1027, 257), torch.float32)
+    want = backward(grad, saved, activation)
+    for change in LAYOUTS.values():
+        for args in ((change(grad), saved), (grad, change(saved))):
+            assert all(map(torch.equal, backward(*args, activation), want))
+    row = grad[:1].expand_as(grad)
+    want = backward(row.contiguous(), saved, activation)
+    assert all(map(torch.equal, backward(row, saved, activation), want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_pass_of_relu_at_the_edges(dtype):
+    """0 where the output is at or below 0; what was NaN lets the gradient pass, and NaN stays."""
+    values = torch.tensor([0.0, -0.0, 1.0, float("nan"), float("inf")], dtype=dtype)
+    saved = values.repeat(300, 200)
+    grad = torch.full_like(saved, 2.0)
+    dz, grad_bias = backward(grad, saved, "relu")
+    want = torch.tensor([0.0, 0.0, 2.0, 2.0, 2.0], dtype=dtype)
+    assert torch.equal(dz, want.repeat(300, 200))
+    assert torch.equal(grad_bias, (300 * want).repeat(200))
+    grad[7] = float("nan")
+    dz, grad_bias = backward(grad, saved, "relu")
+    lost = (want == 0).repeat(200)
+    assert torch.equal(dz[7].isnan(), ~lost) and torch.equal(grad_bias.isnan(), ~lost)
+
+
+def test_a_bit_mask_goes_the_plain_way():
+    grad, saved = gradient_case((2048, 256), torch.float32)
+    ours = backward(grad, encode_mask(saved > 0), "relu")
+    torch.testing.assert_close(ours, backward(grad, saved.relu(), "relu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@activation_param
+def test_one_pass_has_the_same_bits_on_any_number_of_threads(activation, dtype):
+    grad, saved = gradient_case((4099, 257), dtype)
+    want = backward(grad, saved, activation)
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        assert all(map(torch.equal, backward(grad, saved, activation), want)), threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op is not LINEAR], ids=repr)
+def test_between_layers(op):
+    """The gradient that is handed over is that of the layers one by one."""
+    first, second = (
+        random_case(2051, 389, 264, torch.float32),
+        random_case(1, 264, 150, torch.float32),
+    )
+    parameters = [*first.inputs[1:], *second.inputs[1:]]
+
+    def gradients():
+        leaves = [t.clone().requires_grad_() for t in (first.x, *parameters)]
+        hidden = op.call(*leaves[:3])
+        return torch.autograd.grad(LINEAR.call(hidden, *leaves[3:]).square().sum(), leaves)
+
+    with tfl.explain() as report:
+        handed = gradients()
+    assert report.handed_over == 1 and ONE_PASS in report.calls[2].path
+    with tfl.handover(False):
+        assert all(map(torch.equal, handed, gradients()))
+    with policy("eager"):
+        for ours, eager in zip(handed, gradients(), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, RELU], ids=repr)
+def test_error_of_many_tokens_is_not_above_eagers(op):
+    def cases():
+        for seed, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16]):
+            case = random_case(1031, 65, 264, dtype, seed=seed)
+            yield f"{dtype}", without_kinks(case) if op is RELU else case
+
+    for case in cases():
+        assert_contract(op, [case])
