@@ -345,7 +345,7 @@ def test_a_result_of_other_strides_is_left_alone(monkeypatch):
 def test_inductor_runs_our_operator_and_its_caches_hold(tmp_path, monkeypatch):
     """Compiled in an empty cache, found there by an equal pass, and not by another one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    quick = {"cpp_cache_precompile_headers": False}
     model, x = MODULES["two"][0], tensors(2)[0]
 
     def step(call):
