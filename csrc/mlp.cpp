@@ -157,7 +157,10 @@ struct Mlp : Function<Mlp> {
   static void differentiable(const Edges& edges, const Wanted& wanted, const Kept& kept,
                              const Tensor& grad, Activation activation, variable_list& result) {
     variable_list inputs = kept.inputs, weights = kept.weights, saved = kept.saved;
-    for (size_t i = wanted.lowest; i < edges.layers; ++i) {
+    // Also below the lowest layer whose gradients are wanted now: they depend on those layers.
+    size_t first = 0;  // with a gradient at all
+    while (first + 1 < edges.layers && !kept.saved[first].defined()) ++first;
+    for (size_t i = first; i < edges.layers; ++i) {
       const bool last = i + 1 == edges.layers;
       const auto& shaped = last ? grad : saved[i];  // [*, out] of this layer
       const auto like = shaped.scalar_type() == at::kByte ? hidden_of_mask(kept, i, grad) : shaped;

@@ -114,6 +114,28 @@ def test_gradcheck_and_gradgradcheck(layers, lead, activation, device):
 
 
 @activation_param
+def test_double_backward_of_every_subset(activation, device):
+    """The gradient of an upper weight alone depends on the layers below it."""
+    for frozen, layer in itertools.product([None, 0, 1], [0, 1, 2]):
+        if frozen == layer:
+            continue
+        results = []
+        for fused in (True, False):
+            chain = Chain(activation, 3, device=device)
+            if frozen is not None:  # nothing below, and in the middle
+                chain.x.requires_grad_(frozen == 1)
+                for leaf in (chain.weights[frozen], chain.biases[frozen]):
+                    leaf.requires_grad_(False)
+            y = chain.mlp() if fused else chain.eager()
+            (first,) = torch.autograd.grad(
+                y.square().sum(), chain.weights[layer], create_graph=True
+            )
+            leaves = [leaf for leaf in chain.leaves if leaf.requires_grad]
+            results.append(torch.autograd.grad(first.square().sum(), leaves, allow_unused=True))
+        assert_same(*results, f"layer {layer}, frozen {frozen}")
+
+
+@activation_param
 def test_every_subset_of_wanted_gradients(activation, device):
     """What is not wanted is None, and what is wanted does not depend on it. Also inputs=[...]."""
     full = Chain(activation, 2, device=device)
