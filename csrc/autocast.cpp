@@ -28,25 +28,27 @@ struct Autocast {
     return fused::linear(cast(input), cast(weight), cast(bias));
   }
 
-  static Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  static Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-    return fused::linear_relu(cast(input), cast(weight), cast(bias));
+    return fused::linear_relu(cast(input), cast(weight), cast(bias), memory);
   }
 
   static Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view approximate) {
+                            std::string_view approximate, std::string_view memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-    return fused::linear_gelu(cast(input), cast(weight), cast(bias), approximate);
+    return fused::linear_gelu(cast(input), cast(weight), cast(bias), approximate, memory);
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view activation) {
+                    const c10::List<OptionalTensor>& biases, std::string_view activation,
+                    std::string_view memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
     std::vector<Tensor> cast_weights;
     for (const auto& weight : weights) cast_weights.push_back(cast(weight));
     c10::List<OptionalTensor> cast_biases;
     for (const OptionalTensor& bias : biases) cast_biases.push_back(cast(bias));
-    return fused::mlp(cast(input), cast_weights, cast_biases, activation);
+    return fused::mlp(cast(input), cast_weights, cast_biases, activation, memory);
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

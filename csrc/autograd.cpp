@@ -7,6 +7,7 @@
 #include "fused_linear.h"
 #include "kernels.h"
 #include "linear_node.h"
+#include "memory.h"
 #include "mlp.h"
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -17,7 +18,8 @@ namespace fused {
 namespace {
 
 Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
-               const OptionalTensor& bias, Activation activation) {
+               const OptionalTensor& bias, Activation activation,
+               Memory memory = Memory::standard) {
   const bool formula = wants_formula(input, weight, bias);
   if (!formula && !wants_gradient(input, weight, bias)) {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -30,25 +32,31 @@ Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
     explain::step("reference");
     return Composite::forward(input, weight, bias, activation);
   }
-  return LinearActivation::apply(input, weight, bias, static_cast<int64_t>(activation));
+  return LinearActivation::apply(input, weight, bias, activation, memory);
 }
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return forward("linear", input, weight, bias, Activation::none);
 }
 
-Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return forward("linear_relu", input, weight, bias, Activation::relu);
+Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+  constexpr auto op = "linear_relu";
+  return forward(op, input, weight, bias, Activation::relu, parse_memory(op, memory));
 }
 
 Tensor linear_gelu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view approximate) {
-  return forward("linear_gelu", input, weight, bias, parse_approximate("linear_gelu", approximate));
+                            std::string_view approximate, std::string_view memory) {
+  constexpr auto op = "linear_gelu";
+  return forward(op, input, weight, bias, parse_approximate(op, approximate),
+                 parse_memory(op, memory));
 }
 
 Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view text) {
+                    const c10::List<OptionalTensor>& biases, std::string_view text,
+                    std::string_view memory_text) {
   const auto activation = parse_activation("mlp", text);
+  const auto memory = parse_memory("mlp", memory_text);
   std::vector<Tensor> all{input};
   all.insert(all.end(), weights.begin(), weights.end());
   for (const OptionalTensor& bias : biases) {
@@ -66,7 +74,7 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
     explain::step("reference");
     return Composite::mlp(input, weights, biases, activation);
   }
-  return mlp_with_gradient(input, weights, biases, activation);
+  return mlp_with_gradient(input, weights, biases, activation, memory);
 }
 
 // The single steps, called directly: differentiable through the formula.

@@ -41,7 +41,8 @@ std::vector<std::string> stop() {
 }
 
 Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) : active_(enabled()) {
-  active_ = active_ && !input.is_meta();  // tracing runs nothing
+  // tracing runs nothing
+  active_ = active_ && !input.is_meta() && !input.key_set().has(c10::DispatchKey::Python);
   if (!active_) return;
   std::ostringstream text;
   text << op << '\t' << input.sym_sizes();

@@ -3,6 +3,8 @@
 // The C++ API of torch_fused_linear: act(x Wᵀ + b) and relu(conv2d), trainable. Every function goes
 // through torch's dispatcher, so autograd, autocast, tracing and every device behave as for torch's
 // own operators. Link or dlopen the package's library before the first call.
+//
+// memory: "default", or "low" to keep less for the backward, which then computes more.
 
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
@@ -22,22 +24,23 @@ Tensor linear(const Tensor& input,                      // [*, in]
               const std::optional<Tensor>& bias = {});  // [out]
 
 // y = max(x Wᵀ + b, 0)
-Tensor linear_relu(const Tensor& input,                      // [*, in]
-                   const Tensor& weight,                     // [out, in]
-                   const std::optional<Tensor>& bias = {});  // [out]
+Tensor linear_relu(const Tensor& input,                     // [*, in]
+                   const Tensor& weight,                    // [out, in]
+                   const std::optional<Tensor>& bias = {},  // [out]
+                   std::string_view memory = "default");
 
 // y = gelu(x Wᵀ + b); approximate is "tanh" or "none" (erf)
 Tensor linear_gelu(const Tensor& input,                     // [*, in]
                    const Tensor& weight,                    // [out, in]
                    const std::optional<Tensor>& bias = {},  // [out]
-                   std::string_view approximate = "tanh");
+                   std::string_view approximate = "tanh", std::string_view memory = "default");
 
 // Layers in a chain, the activation ("relu", "gelu_tanh" or "gelu_erf") between them and none after
 // the last: one operator, one node.
 Tensor mlp(const Tensor& input,                             // [*, in]
            at::TensorList weights,                          // [hidden, in], ..., [out, hidden]
            const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
-           std::string_view activation);
+           std::string_view activation, std::string_view memory = "default");
 
 // y = max(conv2d(x, W) + b, 0); stride, padding and dilation are one number or (height, width)
 Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, height, width]

@@ -9,6 +9,7 @@
 #include "composite.h"
 #include "explain.h"
 #include "gemm/epilogue.h"
+#include "memory.h"
 #include "policy.h"
 
 #include <torch/library.h>
@@ -57,24 +58,29 @@ struct Kernels {
     return fn(Backend());
   }
 
-  template <Activation activation>
-  static constexpr const char* op_name() {
-    return activation == Activation::none ? "linear" : "linear_relu";
-  }
-
-  template <Activation activation>
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    check_linear(op_name<activation>(), input, weight, bias);
-    const explain::Row row(op_name<activation>(), input, weight);
+  static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias, Activation activation) {
+    check_linear(op, input, weight, bias);
+    const explain::Row row(op, input, weight);
     return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
-  static Tensor forward_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             std::string_view approximate) {
+  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    return forward("linear", input, weight, bias, Activation::none);
+  }
+
+  // What is kept for a backward is Autograd's affair: here the memory is only checked.
+  static Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+    parse_memory("linear_relu", memory);
+    return forward("linear_relu", input, weight, bias, Activation::relu);
+  }
+
+  static Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view approximate, std::string_view memory) {
+    parse_memory("linear_gelu", memory);
     const auto activation = parse_approximate("linear_gelu", approximate);
-    check_linear("linear_gelu", input, weight, bias);
-    const explain::Row row("linear_gelu", input, weight);
-    return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
+    return forward("linear_gelu", input, weight, bias, activation);
   }
 
   static std::tuple<Tensor, Tensor> relu_aux(const Tensor& input, const Tensor& weight,
@@ -143,7 +149,9 @@ struct Kernels {
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view text) {
+                    const c10::List<OptionalTensor>& biases, std::string_view text,
+                    std::string_view memory) {
+    parse_memory("mlp", memory);
     const auto activation = parse_activation("mlp", text);
     check_mlp(input, weights, biases, activation);
     auto hidden = input;
@@ -162,9 +170,9 @@ struct Kernels {
 template <class Backend>
 void register_kernels(torch::Library& m) {
   using K = Kernels<Backend>;
-  m.impl("linear", K::template forward<Activation::none>);
-  m.impl("linear_relu", K::template forward<Activation::relu>);
-  m.impl("linear_gelu", K::forward_gelu);
+  m.impl("linear", K::linear);
+  m.impl("linear_relu", K::linear_relu);
+  m.impl("linear_gelu", K::linear_gelu);
   m.impl("mlp", K::mlp);
   m.impl("_linear_relu_aux", K::relu_aux);
   m.impl("_linear_gelu_aux", K::gelu_aux);

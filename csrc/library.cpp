@@ -21,16 +21,23 @@ TORCH_LIBRARY(fused, m) {
   // Inductor hands the arguments over in the strides they were traced with.
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
 
-  // What users call. Nothing but the result is written where no gradient is wanted.
+  // What users call. Nothing but the result is written where no gradient is wanted. With the memory
+  // 'low' the backward computes anew what it can instead of keeping it.
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
-  m.def("linear_relu(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
   m.def(
-      "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, str approximate='tanh') -> "
+      "linear_relu(Tensor input, Tensor weight, Tensor? bias=None, *, str memory='default') -> "
       "Tensor",
+      tags);
+  m.def(
+      "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, str approximate='tanh', "
+      "str memory='default') -> Tensor",
       tags);
 
   // Layers in a chain, the activation ('relu', 'gelu_tanh', 'gelu_erf') between them.
-  m.def("mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor", tags);
+  m.def(
+      "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, "
+      "str memory='default') -> Tensor",
+      tags);
 
   // relu(conv2d(input, weight) + bias)
   m.def(
@@ -109,10 +116,12 @@ auto find(const char* name) {
 }
 
 using Forward = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+using ForwardRelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                            std::string_view);
+using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                           std::string_view, std::string_view);
 using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
-                   std::string_view);
+                   std::string_view, std::string_view);
 using Conv = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::SymIntArrayRef,
                     c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
 using Pair = std::tuple<Tensor, Tensor>;
@@ -137,21 +146,23 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   return op.call(input, weight, bias);
 }
 
-Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  static const auto op = find<Forward>("fused::linear_relu");
-  return op.call(input, weight, bias);
+Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   std::string_view memory) {
+  static const auto op = find<ForwardRelu>("fused::linear_relu");
+  return op.call(input, weight, bias, memory);
 }
 
 Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   std::string_view approximate) {
+                   std::string_view approximate, std::string_view memory) {
   static const auto op = find<ForwardGelu>("fused::linear_gelu");
-  return op.call(input, weight, bias, approximate);
+  return op.call(input, weight, bias, approximate, memory);
 }
 
 Tensor mlp(const Tensor& input, at::TensorList weights,
-           const c10::List<std::optional<Tensor>>& biases, std::string_view activation) {
+           const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
+           std::string_view memory) {
   static const auto op = find<Mlp>("fused::mlp");
-  return op.call(input, weights, biases, activation);
+  return op.call(input, weights, biases, activation, memory);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

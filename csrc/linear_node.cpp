@@ -3,10 +3,12 @@
 #include "composite.h"
 #include "explain.h"
 #include "fused_linear.h"
+#include "gemm/epilogue.h"
 #include "handover.h"
 #include "policy.h"
 #include "reconnect.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -30,6 +32,7 @@ struct Step {
   bool has_bias;
   std::array<bool, 3> wanted;
   variable_list variables;  // input, weight, saved; undefined where not kept
+  Activation input_is_of;   // none, or the GELU whose pre-activation is kept for the input
 };
 
 // What a node remembers beside tensors, in one integer: looking an entry up costs as much as a
@@ -37,17 +40,66 @@ struct Step {
 struct Traits {
   Activation activation;
   bool bias;
+  bool lends;              // the next layer may keep this one's pre-activation for its input
+  Activation input_is_of;  // none, or the GELU whose pre-activation is kept for the input
 
-  int64_t packed() const { return static_cast<int64_t>(activation) << 1 | bias; }
+  int64_t packed() const {
+    return static_cast<int64_t>(activation) << 4 | static_cast<int64_t>(input_is_of) << 2 |
+           lends << 1 | bias;
+  }
   static Traits of(const AutogradContext& ctx) {
     const auto packed = ctx.saved_data.find("layer")->second.toInt();
-    return {static_cast<Activation>(packed >> 1), (packed & 1) != 0};
+    return {static_cast<Activation>(packed >> 4), (packed & 1) != 0, (packed & 2) != 0,
+            static_cast<Activation>(packed >> 2 & 3)};
   }
 };
 
+// ---- low memory: GELU's output is kept by nobody -----------------------------------------------
+
+// What a node keeps to have its input in the backward.
+struct KeptInput {
+  Tensor tensor;
+  Activation is_of = Activation::none;  // see Traits
+};
+
+// The input, or where a layer of low memory has just computed it, the pre-activation that it was
+// computed from, which that layer keeps anyway.
+KeptInput input_to_keep(const Tensor& input) {
+  KeptInput itself{input};
+  if (input.is_leaf() || input.is_view() || input.output_nr() != 0) return itself;
+  const auto* producer = dynamic_cast<CppNode<LinearActivation>*>(input.grad_fn().get());
+  if (producer == nullptr) return itself;
+  const auto traits = Traits::of(producer->ctx_);
+  if (!traits.lends || input._version() != 0) return itself;
+  try {
+    return {producer->ctx_.get_saved_variables()[2], traits.activation};
+  } catch (const c10::Error&) {
+    return itself;  // a backward has freed them, or one of them was written to since
+  }
+}
+
+// Whether the next layer may do so. Hooks on saved tensors may keep them in another place and may
+// be asked for each of them only once.
+bool lends_preactivation(Activation activation, Memory memory) {
+  return memory == Memory::low && is_gelu(activation) && !at::SavedTensorDefaultHooks::get_hooks();
+}
+
+// ReLU's output as bits: set where it is positive or NaN, which is where torch's rule lets the
+// gradient pass. The output itself where its rows are so short that those of bits would be longer.
+Tensor relu_bits(const Tensor& output) {
+  const auto features = output.sym_size(-1);
+  if (gemm::mask_bits(features) / 8 >= features * output.element_size()) return output;
+  const explain::Row row("pack_mask", output, {});
+  explain::step("ATen");
+  return pack_mask(output.ne(0));
+}
+
 // create_graph: gradients that are themselves differentiable.
 Gradients differentiable(const Step& step, const Tensor& grad) {
-  const auto& kept = step.variables;
+  auto kept = step.variables;
+  if (step.input_is_of != Activation::none) {
+    kept[0] = at_edge(gelu(kept[0], step.input_is_of, "ATen gelu, recomputed"), Edge::input_edge);
+  }
   const auto [input, weight] = fill_in(kept[0], kept[1], grad);
   auto saved = kept[2];
   if (is_gelu(step.activation)) {
@@ -124,7 +176,12 @@ Gradients usual(const Step& step, const Tensor& grad, const std::optional<handov
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto arrived = read_note(step, grad, note);
-  const auto [input, weight] = fill_in(step.variables[0], step.variables[1], arrived.grad);
+  // Where the weight's gradient is not wanted only the shape is read, which is the same.
+  const bool recompute = step.input_is_of != Activation::none && step.wanted[Edge::weight_edge];
+  const auto [input, weight] =
+      fill_in(recompute ? gelu(step.variables[0], step.input_is_of, "ATen gelu, recomputed")
+                        : step.variables[0],
+              step.variables[1], arrived.grad);
   const bool bias_known = arrived.grad_bias.defined();
   auto mask = step.wanted;
   mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
@@ -154,7 +211,8 @@ bool must_be_differentiable(const Step& step, const Tensor& grad) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation) {
+                                                const OptionalTensor& bias, Activation activation,
+                                                Memory memory) {
   switch (activation) {
     case Activation::none:
       return {fused::linear(input, weight, bias), Tensor()};
@@ -165,10 +223,15 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
       // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
       // next layer keeps it anyway.
       const auto output = linear_relu(input, weight, bias);
-      return {output, output};
+      return {output, memory == Memory::low ? relu_bits(output) : output};
     }
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
+      // An epilogue applies GELU before the sum is rounded, which cannot be done again.
+      if (memory == Memory::low) {
+        const auto preactivation = fused::linear(input, weight, bias);
+        return {gelu(preactivation, activation, "ATen gelu"), preactivation};
+      }
       // Rows padded for the epilogue would keep more than torch does.
       if (weight.sym_size(0) % 8 != 0 && policy_for_graph(input) != Policy::cublaslt) {
         const auto preactivation = fused::linear(input, weight, bias);
@@ -186,31 +249,39 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
   return linear_gelu(input, weight, bias, approximate_of(activation));
 }
 
+Tensor gelu(const Tensor& preactivation, Activation activation, const char* step) {
+  const explain::Row row("gelu", preactivation, {});
+  explain::step(step);
+  return Composite::activate(preactivation, activation);
+}
+
 Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                                 const OptionalTensor& bias, int64_t activation) {
+                                 const OptionalTensor& bias, Activation activation, Memory memory) {
   Tensor output, saved;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(output, saved) =
-        forward_for_training(input, weight, bias, static_cast<Activation>(activation));
+    std::tie(output, saved) = forward_for_training(input, weight, bias, activation, memory);
   }
-  ctx->saved_data["layer"] = Traits{static_cast<Activation>(activation), has_value(bias)}.packed();
+  const auto kept = weight.requires_grad() ? input_to_keep(input) : KeptInput();
+  ctx->saved_data["layer"] =
+      Traits{activation, has_value(bias), lends_preactivation(activation, memory), kept.is_of}
+          .packed();
   ctx->set_materialize_grads(false);
   // No more is kept than torch keeps for the layer and its activation.
-  ctx->save_for_backward({weight.requires_grad() ? input : Tensor(),
-                          input.requires_grad() ? weight : Tensor(), saved});
+  ctx->save_for_backward({kept.tensor, input.requires_grad() ? weight : Tensor(), saved});
   return output;
 }
 
 variable_list LinearActivation::backward(AutogradContext* ctx, const variable_list& grads) {
   const auto& grad = grads[0];
-  if (!grad.defined()) return variable_list(4);
+  if (!grad.defined()) return variable_list(arguments);
   const auto traits = Traits::of(*ctx);
   Step step{traits.activation,
             traits.bias,
             {ctx->needs_input_grad(input_edge), ctx->needs_input_grad(weight_edge),
              traits.bias && ctx->needs_input_grad(bias_edge)},
-            {}};
+            {},
+            traits.input_is_of};
 
   std::optional<handover::Note> note;
   const auto node = torch::autograd::get_current_node();
@@ -224,8 +295,11 @@ variable_list LinearActivation::backward(AutogradContext* ctx, const variable_li
 
   const auto gradients = must_be_differentiable(step, grad) ? differentiable(step, grad)
                                                             : usual(step, grad, note, node.get());
-  return {step.wanted[0] ? gradients.input : Tensor(), step.wanted[1] ? gradients.weight : Tensor(),
-          step.wanted[2] ? gradients.bias : Tensor(), Tensor()};
+  variable_list result(arguments);
+  if (step.wanted[0]) result[input_edge] = gradients.input;
+  if (step.wanted[1]) result[weight_edge] = gradients.weight;
+  if (step.wanted[2]) result[bias_edge] = gradients.bias;
+  return result;
 }
 
 }  // namespace fused

@@ -40,7 +40,8 @@ Edges edges_of(AutogradContext& ctx) {
 }
 
 // What the node keeps: per layer its input and its weight, per hidden layer what act' is read from;
-// undefined where torch would not keep it either.
+// undefined where torch would not keep it either. With low memory also an input that is GELU of
+// what the layer below has kept.
 struct Kept {
   variable_list inputs, weights, saved;
 
@@ -62,24 +63,28 @@ struct Kept {
 struct Mlp : Function<Mlp> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weights,
                         at::TensorList biases, const std::vector<bool>& has_bias,
-                        int64_t activation_value) {
+                        Activation hidden_activation, Memory memory) {
     const size_t layers = weights.size();
     Kept kept(layers);
     auto hidden = input;
     auto next_bias = biases.begin();
     bool below = input.requires_grad();  // whether a gradient goes into the layer's input
     for (size_t i = 0; i < layers; ++i) {
-      const auto activation =
-          i + 1 == layers ? Activation::none : static_cast<Activation>(activation_value);
+      const bool last = i + 1 == layers;
+      const auto activation = last ? Activation::none : hidden_activation;
       const OptionalTensor bias = has_bias[i] ? OptionalTensor(*next_bias++) : std::nullopt;
-      if (weights[i].requires_grad()) kept.inputs[i] = hidden;
+      const bool recomputable = i > 0 && memory == Memory::low && is_gelu(hidden_activation) &&
+                                kept.saved[i - 1].defined();
+      if (weights[i].requires_grad() && !recomputable) kept.inputs[i] = hidden;
       if (below) kept.weights[i] = weights[i];
       below = below || weights[i].requires_grad() || (bias && bias->requires_grad());
 
+      // The output of ReLU that the next layer keeps serves this one as well.
+      const bool output_kept = activation == Activation::relu && weights[i + 1].requires_grad();
       const at::AutoDispatchBelowADInplaceOrView guard;
       if (below) {
-        std::tie(hidden, kept.saved[i]) =
-            forward_for_training(hidden, weights[i], bias, activation);
+        std::tie(hidden, kept.saved[i]) = forward_for_training(
+            hidden, weights[i], bias, activation, output_kept ? Memory::standard : memory);
       } else {
         hidden = forward_for_inference(hidden, weights[i], bias, activation);
       }
@@ -87,7 +92,7 @@ struct Mlp : Function<Mlp> {
     c10::List<bool> flags;
     for (bool flag : has_bias) flags.push_back(flag);
     ctx->saved_data["has_bias"] = flags;
-    ctx->saved_data["activation"] = activation_value;
+    ctx->saved_data["activation"] = static_cast<int64_t>(hidden_activation);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward(kept.flat());
     return hidden;
@@ -95,8 +100,8 @@ struct Mlp : Function<Mlp> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto edges = edges_of(*ctx);
-    // One gradient for each tensor, and two holes for the arguments that are none.
-    variable_list result(edges.count() + 2);
+    // One gradient for each tensor, and three holes for the arguments that are none.
+    variable_list result(edges.count() + 3);
     if (!grads[0].defined()) return result;
     const auto activation = static_cast<Activation>(ctx->saved_data["activation"].toInt());
     const auto flat = ctx->get_saved_variables();
@@ -136,7 +141,11 @@ struct Mlp : Function<Mlp> {
       // A hidden layer's bias gradient has come with the step of the layer above.
       const std::array<bool, 3> mask{wanted.goes_below(i), wanted.weight[i],
                                      wanted.bias[i] && i + 1 == edges.layers};
-      const auto [input, weight] = fill_in(kept.inputs[i], kept.weights[i], dz);
+      auto kept_input = kept.inputs[i];
+      if (mask[1] && !kept_input.defined()) {
+        kept_input = gelu(kept.saved[i - 1], activation, "ATen gelu, recomputed");
+      }
+      const auto [input, weight] = fill_in(kept_input, kept.weights[i], dz);
       Tensor grad_weight, grad_bias, grad_bias_below;
       if (i > wanted.lowest) {
         std::tie(dz, grad_weight, grad_bias, grad_bias_below) =
@@ -206,15 +215,15 @@ struct Mlp : Function<Mlp> {
 }  // namespace
 
 Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation) {
+                         const c10::List<OptionalTensor>& biases, Activation activation,
+                         Memory memory) {
   std::vector<Tensor> present;
   std::vector<bool> has_bias;
   for (const OptionalTensor& bias : biases) {
     has_bias.push_back(has_value(bias));
     if (has_bias.back()) present.push_back(*bias);
   }
-  return Mlp::apply(input, weights, at::TensorList(present), has_bias,
-                    static_cast<int64_t>(activation));
+  return Mlp::apply(input, weights, at::TensorList(present), has_bias, activation, memory);
 }
 
 }  // namespace fused

@@ -2,11 +2,13 @@
 
 #include "activation.h"
 #include "check.h"
+#include "memory.h"
 
 namespace fused {
 
 // fused::mlp with autograd: one node for the whole chain.
 Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation);
+                         const c10::List<OptionalTensor>& biases, Activation activation,
+                         Memory memory);
 
 }  // namespace fused

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torch_fused_linear
 
@@ -317,3 +320,43 @@ def saved_bytes(compute, parameters=()):
         kept.pop(p.untyped_storage().data_ptr(), None)
     del y
     return sum(kept.values())
+
+
+class Storages(TorchDispatchMode):
+    """Whatever operators allocate, and whether it is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        given = {ref.cdata for ref, _ in self.of((args, kwargs))}  # results may be views of it
+        for ref, nbytes in self.of(results):
+            if ref.cdata not in given:
+                self.found[ref.cdata] = ref, nbytes
+        return results
+
+    @staticmethod
+    def of(tree) -> Iterator[tuple[StorageWeakRef, int]]:
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                yield StorageWeakRef(storage), storage.nbytes()
+
+    def alive(self) -> int:
+        return sum(nbytes for ref, nbytes in self.found.values() if not ref.expired())
+
+
+def kept_bytes(compute: Callable[[], Tensor]) -> int:
+    """Bytes that a graph keeps alive, once its output has been let go, of what was allocated for
+    it. No hooks are involved, which layers of low memory treat in a way of their own."""
+    with Storages() as storages:
+        y = compute()
+    node = y.grad_fn
+    before = storages.alive()
+    del y
+    kept = storages.alive()
+    del node
+    assert storages.alive() == 0 and kept <= before, "kept by something else than the graph"
+    return kept

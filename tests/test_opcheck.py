@@ -152,11 +152,11 @@ def test_tags_and_registrations(name):
 def test_schemas():
     """The schemas are an interface: scripts and exported programs name them."""
     arguments = "Tensor input, Tensor weight, Tensor? bias=None"
-    gelu = ', *, str approximate="tanh"'
+    gelu, memory = ', *, str approximate="tanh"', 'str memory="default"'
     want = {
         "linear": f"({arguments}) -> Tensor",
-        "linear_relu": f"({arguments}) -> Tensor",
-        "linear_gelu": f"({arguments}{gelu}) -> Tensor",
+        "linear_relu": f"({arguments}, *, {memory}) -> Tensor",
+        "linear_gelu": f"({arguments}{gelu}, {memory}) -> Tensor",
         "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
         "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
         "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"

@@ -178,6 +178,13 @@ def own_activation(node: Node) -> str | None:
     return {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(arguments(node).get("approximate", "tanh"))
 
 
+def own_memory(node: Node) -> str:
+    """The memory that one of our own layers was given, 'default' of any other node."""
+    if kind(node) not in ("linear_relu", "linear_gelu"):
+        return "default"
+    return arguments(node).get("memory", "default")
+
+
 def _call(node: Node) -> Activation | None:
     user = only_user(node)
     if user is None or kind(user) not in ("relu", "gelu"):

@@ -74,8 +74,8 @@ _METHODS = {
 # What the arguments are called; some spellings say `self` for the first.
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
-    "linear_relu": ("input", "weight", "bias"),
-    "linear_gelu": ("input", "weight", "bias", "approximate"),
+    "linear_relu": ("input", "weight", "bias", "memory"),
+    "linear_gelu": ("input", "weight", "bias", "approximate", "memory"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
     "matmul": ("input", "other"),

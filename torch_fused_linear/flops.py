@@ -15,8 +15,8 @@ results of products and compute all else anew::
 It sees operators below autograd, eager and compiled, and so not ``fused::mlp`` but what the layers
 of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` (under the policy
 ``"cublaslt"`` in eager mode ``fused::_linear_relu_aux``) and ``fused::_linear_gelu_aux``, whose
-second result is the pre-activation (for a width that is no multiple of 8 ``fused::linear``, and
-ATen's gelu).
+second result is the pre-activation (for a width that is no multiple of 8, and with the memory
+``'low'``, ``fused::linear`` and ATen's gelu).
 """
 
 import importlib.abc

@@ -31,7 +31,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.fused.linear(input, weight, bias)
 
 
-def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_relu(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
 
     On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
@@ -39,10 +41,15 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     ``set_policy("cublaslt")`` the library's bit mask is used instead, whose gradient is 1 where
     the pre-activation is exactly 0.
 
+    The backward keeps the output. With ``memory='low'`` it keeps one bit for each element, set by
+    torch's rule: less where nobody else keeps the output (dropout, pooling or a sum follows), more
+    where the next layer does, as a linear one.
+
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
         weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
         bias: :math:`(\text{out\_features})` or ``None``.
+        memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
@@ -50,11 +57,15 @@ def linear_relu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    return torch.ops.fused.linear_relu(input, weight, bias)
+    return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
 def linear_gelu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "tanh"
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    approximate: str = "tanh",
+    memory: str = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
 
@@ -64,11 +75,18 @@ def linear_gelu(
     kernel); neither is ever put in the place of the other. See
     `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
 
+    The backward keeps the pre-activation :math:`z`, and the layer after keeps :math:`y`, its input:
+    two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu` or
+    :func:`linear_gelu` with :math:`y` itself for input keeps nothing more, and its backward
+    computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its dtype before the
+    activation is applied, as in torch, and not inside of the product.
+
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
         weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
         bias: :math:`(\text{out\_features})` or ``None``.
         approximate: ``'tanh'`` or ``'none'`` (erf).
+        memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
@@ -76,11 +94,15 @@ def linear_gelu(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate)
+    return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
 def mlp(
-    input: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str = "relu"
+    input: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    activation: str = "relu",
+    memory: str = "default",
 ) -> Tensor:
     r"""Applies linear layers in a chain, with the activation between them and none after the last.
 
@@ -94,11 +116,17 @@ def mlp(
     activation derivative, and sums its bias gradient, together with the next layer's product
     (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
 
+    With ``memory='low'`` one tensor is kept for each hidden layer of GELU instead of two: its
+    output is computed anew from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU
+    keeps one in any case, the output, or one bit for each element where the weight after it is
+    frozen.
+
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
         weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
         activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``.
+        memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{features}_n)`.
@@ -106,7 +134,7 @@ def mlp(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    return torch.ops.fused.mlp(input, weights, biases, activation)
+    return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
 def conv2d_relu(

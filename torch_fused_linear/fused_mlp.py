@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .modules import check_memory, memory_repr
+
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
 
 
@@ -53,13 +55,15 @@ class FusedMLP(nn.Sequential):
         bias: if ``False``, the layers have no bias. Default: ``True``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU instead
+            of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
         - Output: :math:`(*, \text{features}_{-1})`.
 
     Raises:
-        ValueError: there is no size of a layer, or ``activation`` is none of these.
+        ValueError: there is no size of a layer, or ``activation`` or ``memory`` is none of these.
         RuntimeError: it is called under ``torch.jit.trace``, which cannot record it; script it.
 
     Examples::
@@ -69,8 +73,9 @@ class FusedMLP(nn.Sequential):
         torch.Size([64, 10])
     """
 
-    __constants__ = ("activation",)
+    __constants__ = ("activation", "memory")
     activation: str
+    memory: str = "default"
 
     def __init__(
         self,
@@ -80,30 +85,35 @@ class FusedMLP(nn.Sequential):
         bias: bool = True,
         device=None,
         dtype=None,
+        memory: str = "default",
     ) -> None:
         if not features:
             raise ValueError("FusedMLP: expected the sizes of one or more layers, got none")
+        check_memory("FusedMLP", memory)
         modules: list[nn.Module] = []
         for size_in, size_out in zip((in_features, *features), features):
             modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
             modules += [_make_activation(activation)]
         super().__init__(*modules[:-1])
         self.activation = activation
+        self.memory = memory
 
     @classmethod
-    def from_sequential(cls, sequential: nn.Sequential) -> "FusedMLP":
+    def from_sequential(cls, sequential: nn.Sequential, memory: str = "default") -> "FusedMLP":
         """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
 
         Args:
             sequential: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
                 them.
+            memory: ``'default'`` or ``'low'``.
 
         Returns:
             The chain, in the mode (training or not) of ``sequential``.
 
         Raises:
-            ValueError: it is built differently.
+            ValueError: it is built differently, or ``memory`` is neither of these.
         """
+        check_memory("FusedMLP.from_sequential", memory)
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
         names = {_name_activation(module) for module in between}
@@ -120,6 +130,7 @@ class FusedMLP(nn.Sequential):
         mlp = cls.__new__(cls)
         nn.Sequential.__init__(mlp, *modules)
         mlp.activation = names.pop() if names else "relu"
+        mlp.memory = memory
         return mlp.train(sequential.training)
 
     def to_sequential(self) -> nn.Sequential:
@@ -143,6 +154,7 @@ class FusedMLP(nn.Sequential):
                 [layer.weight for layer in layers],
                 [layer.bias for layer in layers],
                 self.activation,
+                memory=self.memory,
             )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
@@ -150,7 +162,10 @@ class FusedMLP(nn.Sequential):
             if hasattr(module, "weight"):
                 weights.append(module.weight)
                 biases.append(module.bias)
-        return torch.ops.fused.mlp(input, weights, biases, self.activation)
+        return torch.ops.fused.mlp(input, weights, biases, self.activation, memory=self.memory)
+
+    def extra_repr(self) -> str:
+        return memory_repr(self.memory).removeprefix(", ")
 
     def __getitem__(self, index):
         if isinstance(index, slice):

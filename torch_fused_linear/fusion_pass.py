@@ -246,7 +246,9 @@ class _Rewrite:
             inputs, weights = zip(*map(self.operands, linears))
             biases = [self.bias_of(linear) for linear in linears]
             args = (inputs[0], list(weights), biases, chain[0].activation)
-            new = self.call(_fused.mlp.default, args, result)
+            memories = {_match.own_memory(linear.nodes[-1]) for linear in linears}
+            how = {"memory": "low"} if "low" in memories else {}
+            new = self.call(_fused.mlp.default, args, result, how)
             if last.activation and not last.nodes:  # it was inside of an operator that goes
                 if last.activation == "relu":
                     new = self.call(torch.relu, (new,), result)

@@ -3,6 +3,20 @@
 import torch
 from torch import Tensor, nn
 
+MEMORY = ("default", "low")
+
+
+def check_memory(layer: str, memory: str) -> str:
+    """The value, if it is one."""
+    if memory not in MEMORY:
+        raise ValueError(f"{layer}: memory must be 'default' or 'low', got {memory!r}")
+    return memory
+
+
+def memory_repr(memory: str) -> str:
+    """What the layer's repr says of it: nothing, of the default."""
+    return "" if memory == "default" else f", memory={memory!r}"
+
 
 class FusedLinear(nn.Linear):
     r"""Applies :math:`y = xW^T + b`, as :class:`torch.nn.Linear` does.
@@ -93,6 +107,9 @@ class FusedLinearReLU(FusedLinear):
         bias: if ``False``, the layer has no bias. Default: ``True``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: ``'default'``, or ``'low'`` to keep one bit for each element of the output instead
+            of the output itself. It pays where nobody else keeps the output: the linear layer after
+            it does, dropout, pooling or a sum does not. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
@@ -102,6 +119,9 @@ class FusedLinearReLU(FusedLinear):
         weight: as in :class:`torch.nn.Linear`.
         bias: as in :class:`torch.nn.Linear`.
 
+    Raises:
+        ValueError: ``memory`` is neither of these.
+
     Examples::
 
         >>> layer = FusedLinearReLU(20, 30)
@@ -109,12 +129,31 @@ class FusedLinearReLU(FusedLinear):
         torch.Size([128, 30])
     """
 
+    __constants__ = (*nn.Linear.__constants__, "memory")
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        memory: str = "default",
+    ) -> None:
+        check_memory("FusedLinearReLU", memory)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.memory = memory
+
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.fused.linear_relu(input, self.weight, self.bias)
+        return torch.ops.fused.linear_relu(input, self.weight, self.bias, memory=self.memory)
 
     def to_unfused(self) -> nn.Module:
         """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
         return nn.Sequential(self.to_linear(), nn.ReLU()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + memory_repr(self.memory)
 
 
 class FusedLinearGELU(FusedLinear):
@@ -130,6 +169,9 @@ class FusedLinearGELU(FusedLinear):
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
+        memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
+            that comes straight after computes it anew, bit for bit, from what this layer keeps. See
+            :func:`torch_fused_linear.linear_gelu`. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
@@ -140,7 +182,7 @@ class FusedLinearGELU(FusedLinear):
         bias: as in :class:`torch.nn.Linear`.
 
     Raises:
-        ValueError: ``approximate`` is neither of these.
+        ValueError: ``approximate`` or ``memory`` is none of these.
 
     Examples::
 
@@ -149,8 +191,9 @@ class FusedLinearGELU(FusedLinear):
         torch.Size([128, 30])
     """
 
-    __constants__ = (*nn.Linear.__constants__, "approximate")
+    __constants__ = (*nn.Linear.__constants__, "approximate", "memory")
     approximate: str
+    memory: str = "default"
 
     def __init__(
         self,
@@ -160,17 +203,20 @@ class FusedLinearGELU(FusedLinear):
         device=None,
         dtype=None,
         approximate: str = "tanh",
+        memory: str = "default",
     ) -> None:
         if approximate not in ("tanh", "none"):
             raise ValueError(
                 f"FusedLinearGELU: approximate must be 'tanh' or 'none', got {approximate!r}"
             )
+        check_memory("FusedLinearGELU", memory)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.approximate = approximate
+        self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.ops.fused.linear_gelu(
-            input, self.weight, self.bias, approximate=self.approximate
+            input, self.weight, self.bias, approximate=self.approximate, memory=self.memory
         )
 
     def to_unfused(self) -> nn.Module:
@@ -179,4 +225,5 @@ class FusedLinearGELU(FusedLinear):
         return nn.Sequential(self.to_linear(), activation).train(self.training)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, approximate={self.approximate!r}"
+        text = f"{super().extra_repr()}, approximate={self.approximate!r}"
+        return text + memory_repr(self.memory)

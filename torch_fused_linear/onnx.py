@@ -103,13 +103,14 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
     def linear(input, weight, bias=None):
         return product(input, weight, bias, is_matrix(input))
 
-    def linear_relu(input, weight, bias=None):
+    # What is kept for a backward is no matter here.
+    def linear_relu(input, weight, bias=None, memory="default"):
         return op.Relu(product(input, weight, bias, is_matrix(input)))
 
-    def linear_gelu(input, weight, bias=None, approximate="tanh"):
+    def linear_gelu(input, weight, bias=None, approximate="tanh", memory="default"):
         return gelu(product(input, weight, bias, is_matrix(input)), approximate)
 
-    def mlp(input, weights, biases, activation):
+    def mlp(input, weights, biases, activation, memory="default"):
         gemm = is_matrix(input)  # of what follows the shape is not known yet
         for weight, bias in zip(weights[:-1], biases[:-1]):
             input = activate(product(input, weight, bias, gemm), activation)
@@ -127,8 +128,9 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
 
     tensor = onnxscript.onnx_types.TensorType
     one = {"input": tensor, "weight": tensor, "bias": tensor | None}
-    linear.__annotations__ = linear_relu.__annotations__ = one
-    linear_gelu.__annotations__ = {**one, "approximate": str}
+    linear.__annotations__ = one
+    linear_relu.__annotations__ = {**one, "memory": str}
+    linear_gelu.__annotations__ = {**one, "approximate": str, "memory": str}
     numbers = dict.fromkeys(("stride", "padding", "dilation"), Sequence[int])
     conv2d_relu.__annotations__ = {**one, **numbers, "groups": int}
     mlp.__annotations__ = {
@@ -136,6 +138,7 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         "weights": Sequence[tensor],
         "biases": Sequence[tensor | None],
         "activation": str,
+        "memory": str,
     }
     fused = torch.ops.fused
     return {

@@ -32,7 +32,7 @@ struct Strategy {
 };
 
 // Of one stage: the fullest use of the library first, eager's own sequence last. The two facts that
-// a caller has to know follow from the stage: only what saves or reads a bit mask departs from
+// a caller has to know follow from the stage: only a bit mask that the library wrote departs from
 // torch's rule at exactly 0 (keeps_rule_at_zero), and what is saved is what the call asks for.
 inline constexpr Strategy strategies[] = {
     {Stage::forward, "epilogue", true, true, {Step::product}},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ..modules import check_memory
 from .chains import frozen_reason
 from .plan import Plan
 from .report import Report
@@ -14,7 +15,11 @@ from .swap import swap_back
 __all__ = ["fuse_", "unfuse_"]
 
 
-def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None) -> Report:
+def fuse_(
+    model: nn.Module,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+    memory: str = "default",
+) -> Report:
     r"""Fuses, in place, linear layers and convolutions with the activation that follows each.
 
     Wherever the output of an ``nn.Linear`` goes straight to an ``nn.ReLU`` or GELU and nowhere
@@ -43,6 +48,8 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
         model: changed in place. It may be on any device, ``meta`` too.
         filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to change,
             with its name in the model; one for which it returns ``False`` stays as it is.
+        memory: ``'default'``, or ``'low'`` for layers of low memory where less is then kept: GELU
+            with a fused layer straight after it, and ReLU without.
 
     Returns:
         A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It
@@ -51,7 +58,8 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced, exported
             or compiled already; ``filter_fn`` is not callable.
-        ValueError: there is something to fuse, but ``filter_fn`` accepts none of it.
+        ValueError: there is something to fuse, but ``filter_fn`` accepts none of it; ``memory`` is
+            neither of these.
 
     Examples::
 
@@ -72,6 +80,7 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
             f"fuse_: expected filter_fn(name, module) -> bool or None, got "
             f"{type(filter_fn).__name__}"
         )
+    check_memory("fuse_", memory)
     plan = Plan(model, filter_fn)
     if plan.refused and not plan.layers and not plan.accepted:
         raise ValueError(
@@ -79,7 +88,7 @@ def fuse_(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None =
             f"that could be fused: {', '.join(plan.refused[:3])}"
             + (" ..." if len(plan.refused) > 3 else "")
         )
-    return plan.apply()
+    return plan.apply(memory)
 
 
 def unfuse_(model: nn.Module) -> None:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from ..modules import memory_repr
+
 
 class FusedConv1D(Conv1D):
     r"""Applies :math:`y = \mathrm{act}(xW + b)`: transformers' ``Conv1D`` and an activation.
@@ -16,18 +18,23 @@ class FusedConv1D(Conv1D):
         weight: :math:`(\text{nx}, \text{nf})`, transposed with regard to :class:`torch.nn.Linear`.
         bias: :math:`(\text{nf})`.
         activation: ``'none'``, ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``.
+        memory: ``'default'`` or ``'low'``.
     """
 
     activation: str
+    memory: str = "default"
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t()  # a view: the operators take any strides
         if self.activation == "none":
             return torch.ops.fused.linear(x, weight, self.bias)
         if self.activation == "relu":
-            return torch.ops.fused.linear_relu(x, weight, self.bias)
+            return torch.ops.fused.linear_relu(x, weight, self.bias, memory=self.memory)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return torch.ops.fused.linear_gelu(x, weight, self.bias, approximate=approximate)
+        return torch.ops.fused.linear_gelu(
+            x, weight, self.bias, approximate=approximate, memory=self.memory
+        )
 
     def __repr__(self) -> str:
-        return f"FusedConv1D(nf={self.nf}, nx={self.nx}, activation={self.activation!r})"
+        text = f"FusedConv1D(nf={self.nf}, nx={self.nx}, activation={self.activation!r}"
+        return text + memory_repr(self.memory) + ")"

@@ -40,6 +40,14 @@ class Layer:
     drops_after: bool = False
     next: Layer | None = None
 
+    @property
+    def memory_pays(self) -> bool:
+        """Whether less is kept with low memory. GELU's output can be computed anew by the layer
+        after it; ReLU's is kept by that layer, and bits of it beside that would be more."""
+        dropped = self.drops_before or self.drops_after
+        meets_next = self.next is not None and not dropped
+        return meets_next if self.kind.startswith("gelu") else not meets_next
+
 
 class Plan:
     """Finds what can be fused.
@@ -191,12 +199,12 @@ class Plan:
 
     # --- carrying it out ------------------------------------------------------------------------
 
-    def apply(self) -> Report:
+    def apply(self, memory: str) -> Report:
         """Changes the model. Nothing here can fail half way."""
         blocks = list(self._blocks())
         linears = defaultdict(list)
         for layer in self.layers.values():
-            swap_linear(layer.linear.value, layer.kind)
+            swap_linear(layer.linear.value, layer.kind, memory if layer.memory_pays else "default")
             if layer.activation is not None:
                 linears[layer.activation.place].append(layer)
         for group in linears.values():

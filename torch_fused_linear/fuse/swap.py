@@ -91,9 +91,11 @@ def is_swapped(layer: object) -> bool:
     return MARK in getattr(layer, "__dict__", ())
 
 
-def swap_linear(linear: nn.Module, kind: str) -> None:
+def swap_linear(linear: nn.Module, kind: str, memory: str = "default") -> None:
     """Makes the layer apply the activation `kind`, or none, in one operator; a convolution ReLU."""
     setattr(linear, MARK, type(linear))
+    if memory != "default" and kind != "none" and not isinstance(linear, nn.Conv2d):
+        linear.memory = memory
     if full_name(type(linear)) == CONV1D:
         from .conv1d import FusedConv1D  # needs transformers, which is there if its layer is
 
@@ -135,6 +137,7 @@ def swap_back(model: nn.Module) -> None:
                 if isinstance(stand_in, FusedActivation):
                     _put_back(module, name, stand_in, held)
     for layer in layers:
+        vars(layer).pop("memory", None)
         if type(layer) is FusedLinearGELU:
             del layer.approximate
         elif type(layer) not in CLASSES:
