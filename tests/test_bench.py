@@ -183,6 +183,23 @@ def test_memory_of_a_relu_layer():
     assert kept["cublaslt"] == 4 * 64 * 128 + 64 * 256 // 8
 
 
+def test_bytes_for_each_element_of_a_hidden_activation():
+    names = ["ours", "mlp", "low", "mlp-low", "eager"]
+    expected = {
+        ((128, 256, 128), "gelu"): [4, 4, 2, 2, 4],
+        ((128, 256, 128), "gelu-erf"): [4, 4, 2, 2, 4],
+        ((128, 256, 128), "relu"): [2, 2, 2.125, 2, 2],  # the next layer keeps the output
+    }
+    for (sizes, activation), want in expected.items():
+        case = Case("memory", sizes, 64, "bf16", activation, "B/element")
+        record = measure_case(case, names, CPU, seconds=0)
+        assert record.unit == "B"
+        assert [record.numbers[name].median for name in names] == want
+    case = Case("memory", (128, 256), 64, "bf16", "relu", "B/element")
+    record = measure_case(case, ["ours", "low", "eager"], CPU, seconds=0)
+    assert [number.median for number in record.numbers.values()] == [2, 0.125, 2]
+
+
 def test_bytes_of_an_activation_gradient():
     elements = 16 * 200
     for mode, saved in (("from output", 2 * elements), ("from mask", 16 * 256 // 8)):
@@ -449,7 +466,7 @@ def test_every_suite_runs_on_a_gpu(tmp_path):
         if record.case.model and importlib.util.find_spec("transformers") is None:
             continue
         assert not record.failed
-        assert record.unit == "MiB" or all(record.kernels.values())
+        assert record.unit in ("MiB", "B") or all(record.kernels.values())
 
 
 @pytest.mark.parametrize(

@@ -171,3 +171,16 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
     image = imread(tmp_path / "p.png")[..., :3]
     for edge in (image[:, 0], image[:, -1], image[0], image[-1]):
         assert (edge == 1).all()
+
+
+def test_memory_of_a_step():
+    """Of two blocks with 64 hidden features for each of five tokens of two images."""
+    pytest.importorskip("timm")
+    (case,) = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
+    assert case.mode == "saved", "the peak can be told of a GPU only"
+    record = measure_case(case, ["fused", "fused-low", "eager"], CPU, seconds=0)
+    assert not record.failed and record.unit == "MiB"
+    assert record.replaced == {"fused": 2, "fused-low": 2}
+    kept = {name: number.median * 2**20 for name, number in record.numbers.items()}
+    assert kept["fused"] <= kept["eager"]
+    assert kept["fused"] - kept["fused-low"] == 2 * 2 * 5 * 64 * 4

@@ -22,6 +22,7 @@ ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
+MEMORY_MODES = ("saved", "B/element", "peak")
 
 # Name, its activation, and how much of it at once: the batch, and of each the tokens or the height
 # and width (models.py has the rest).
@@ -37,6 +38,7 @@ MODELS = (
     ("VGG-16", "relu", (32, 224, 224)),
     ("ResNet-50, folded", "relu", (32, 224, 224)),
 )
+MEMORY_MODELS = (("ViT-B/16", "gelu-erf", (32, 197)), ("ViT-B/16", "gelu", (32, 197)))
 TINY_MODELS = (
     ("ViT-tiny", "gelu-erf", (2, 5)),
     ("BERT-tiny", "gelu", (2, 4)),
@@ -63,6 +65,8 @@ class Case:
       included; sizes are those of the later layer, from its output to its input
     - graph: a step captured into a CUDA graph and replayed
     - saved, peak: the memory that a step keeps for its backward, and takes at most
+    - B/element: what is kept beside the input, in bytes for each element of the hidden activations,
+      of a single layer for each of its output
     - from output, from mask, from input: the gradient of the activation alone, by what it reads
     """
 
@@ -86,6 +90,10 @@ class Case:
     @property
     def amount(self) -> str:
         return f"{'N' if self.conv else 'T'}={self.tokens}"
+
+    @property
+    def with_gradients(self) -> bool:
+        return self.mode not in ("forward", "edge")
 
     def __str__(self) -> str:
         words = (self.suite, self.shape, self.amount, self.dtype, self.activation, self.mode)
@@ -196,14 +204,26 @@ SUITES = {
         about="memory that a step keeps for its backward, and takes at most",
         sizes=((768, 3072), (1024, 4096), (784, 30), block(768), block(1024)),
         tokens=(8192,),
-        modes=("saved", "peak"),
-        baselines=("cublaslt", "mlp-cublaslt", "eager"),
+        modes=MEMORY_MODES,
+        baselines=("low", "mlp-low", "cublaslt", "mlp-cublaslt", "eager"),
         seconds=0.0,
         dtypes=("bf16",),
         activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((16, 24), block(8)),
         convolutions=(Convolution(64, 64, 3, 56), Convolution(64, 256, 1, 56)),
         quick_convolutions=TINY_CONVOLUTIONS[1:2],
+    ),
+    "memory-models": Suite(
+        about="memory that a training step of ViT-B/16 keeps for its backward, and takes at most",
+        sizes=(),
+        tokens=(),
+        modes=("saved", "peak"),
+        ours=("fused", "fused-low"),
+        baselines=("eager",),
+        seconds=0.0,
+        dtypes=("bf16",),
+        models=MEMORY_MODELS,
+        quick_models=TINY_MODELS[:1],
     ),
     "activation": Suite(
         about="gradient of activation and bias in one pass, beside a copy of the same tensor",

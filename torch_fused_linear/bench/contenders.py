@@ -27,12 +27,14 @@ COMPILE_MODES = {
 }
 COMPILED = (*COMPILE_MODES, "compile+pass")
 BASELINES = (
-    *("cublaslt", "mlp-cublaslt", "eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
+    *("low", "mlp-low", "cublaslt", "mlp-cublaslt"),
+    *("eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
     "copy",  # of the suite `activation` only
     "conv",  # of convolutions only
 )
 POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
+    **dict.fromkeys(("low", "mlp-low", "fused-low"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
 
@@ -63,26 +65,24 @@ def eager(case: Case, data: Operands) -> Network:
     return lambda x: F.gelu(F.linear(x, weight, bias), approximate=form)
 
 
-def ours(case: Case, data: Operands) -> Network:
+def ours(case: Case, data: Operands, memory: str = "default") -> Network:
     if case.conv:
         return tfl.FusedConv2dReLU.from_conv(*data.layers)
     relu, form = case.activation == "relu", approximate(case)
     if len(data.layers) > 1:
-        fuse = (
-            tfl.FusedLinearReLU.from_linear
-            if relu
-            else partial(tfl.FusedLinearGELU.from_linear, approximate=form)
-        )
+        layer = tfl.FusedLinearReLU if relu else tfl.FusedLinearGELU
+        options = {"memory": memory} if relu else {"memory": memory, "approximate": form}
         *hidden, last = data.layers
-        return nn.Sequential(*map(fuse, hidden), tfl.FusedLinear.from_linear(last))
+        fused = (layer.from_linear(linear, **options) for linear in hidden)
+        return nn.Sequential(*fused, tfl.FusedLinear.from_linear(last))
     weight, bias = data.layers[0].weight, data.layers[0].bias
     if relu:
-        return lambda x: tfl.linear_relu(x, weight, bias)
-    return lambda x: tfl.linear_gelu(x, weight, bias, form)
+        return lambda x: tfl.linear_relu(x, weight, bias, memory)
+    return lambda x: tfl.linear_gelu(x, weight, bias, form, memory)
 
 
-def mlp(case: Case, data: Operands) -> Network:
-    return tfl.FusedMLP.from_sequential(eager_stack(case, data))
+def mlp(case: Case, data: Operands, memory: str = "default") -> Network:
+    return tfl.FusedMLP.from_sequential(eager_stack(case, data), memory)
 
 
 def addmm(case: Case, data: Operands) -> Network:
@@ -125,6 +125,8 @@ def nvmath(case: Case, data: Operands) -> Network:
 NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
     "ours": ours,
     "mlp": mlp,
+    "low": partial(ours, memory="low"),
+    "mlp-low": partial(mlp, memory="low"),
     "cublaslt": ours,
     "mlp-cublaslt": mlp,
     "eager": eager,
@@ -139,7 +141,7 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
 def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
     if case.model:
-        return name in ("fused", "compile+pass", "eager", "compile")
+        return name in ("fused", "fused-low", "compile+pass", "eager", "compile")
     if case.conv and name in ("ours", "eager", "conv"):
         return True
     if case.conv and name not in COMPILED:
@@ -147,7 +149,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     if case.mode == "edge" and name not in edge.NAMES:
         return False
     one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
-    if name in ("mlp", "mlp-cublaslt"):
+    if name in ("mlp", "mlp-low", "mlp-cublaslt"):
         return hasattr(tfl, "FusedMLP") and not one_layer
     if name == "addmm":  # its GELU is the tanh form on the GPU and the erf form on the CPU
         computes = {"relu", "gelu" if device.type == "cuda" else "gelu-erf"}
@@ -225,7 +227,7 @@ def conditions_of(name: str, case: Case) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if name in POLICIES:
             stack.enter_context(tfl.set_policy(POLICIES[name]))
-        stack.enter_context(torch.set_grad_enabled(case.mode not in ("forward", "edge")))
+        stack.enter_context(torch.set_grad_enabled(case.with_gradients))
         yield
 
 

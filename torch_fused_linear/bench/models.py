@@ -65,7 +65,7 @@ def vit(case: Case, config: dict[str, Any]) -> nn.Module:
 
 def images(case: Case, module: nn.Module) -> list[Any]:
     shape = (case.sizes[0], 3, *module.model.patch_embed.img_size)
-    return [torch.randn(shape), case.mode == "step"]
+    return [torch.randn(shape), case.with_gradients]
 
 
 def hugging_face(case: Case, config: dict[str, Any], head: str, settings: str) -> nn.Module:
@@ -87,7 +87,7 @@ def hugging_face(case: Case, config: dict[str, Any], head: str, settings: str) -
 def ids(case: Case, module: nn.Module) -> list[Any]:
     vocabulary = module.model.config.vocab_size
     one, other = (torch.randint(vocabulary, case.sizes) for _ in range(2))
-    return [one, other if case.mode == "step" else None]
+    return [one, other if case.with_gradients else None]
 
 
 def vgg(case: Case, config: dict[str, Any]) -> nn.Module:
@@ -132,7 +132,7 @@ def dlrm(case: Case, config: dict[str, Any]) -> nn.Module:
 def interactions(case: Case, module: nn.Module) -> list[Any]:
     """Its input has a gradient: it is made of embeddings, which learn as well."""
     x = torch.randn(case.sizes[0], module.model[0].in_features)
-    return [x.requires_grad_(case.mode == "step"), case.mode == "step"]
+    return [x.requires_grad_(case.with_gradients), case.with_gradients]
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,16 @@ class Models:
             return there.requires_grad_(value.requires_grad)
 
         inputs = [placed(value) for value in family.inputs(case, module)]
-        return module.train(case.mode == "step"), inputs
+        return module.train(case.with_gradients), inputs
 
-    def contender(self, name: str) -> Contender:
+    def call(self, name: str) -> tuple[Call, list[Tensor]]:
+        """A call of the contender's own copy, and what has a gradient by it."""
         module, inputs = self.original
         own = self.copies[name] = copy.deepcopy(module)
         network: Callable[..., Tensor] = own
-        if name == "fused":
-            blocks = len(tfl.fuse_(own).fused)
+        if name in ("fused", "fused-low"):
+            memory = "low" if name == "fused-low" else "default"
+            blocks = len(tfl.fuse_(own, memory=memory).fused)
             self.counts[name] = lambda: blocks
         elif name == "compile":
             network = torch.compile(own, dynamic=False)
@@ -227,10 +229,13 @@ class Models:
             network = torch.compile(own, dynamic=False, options=options)
             # Known when it has been compiled, at the first call.
             self.counts[name] = lambda: options[PASS].replaced.total()
-        call = partial(network, *inputs)
+        leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+        return partial(network, *inputs), [*leaves, *own.parameters()]
+
+    def contender(self, name: str) -> Contender:
+        call, leaves = self.call(name)
         if self.case.mode == "step":
-            leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-            call = step_of(call, [*leaves, *own.parameters()])
+            call = step_of(call, leaves)
         return Contender(name, call, partial(conditions_of, name, self.case))
 
     def replaced(self) -> dict[str, int]:

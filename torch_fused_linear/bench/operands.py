@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_linear.bench import convolutions
-from torch_fused_linear.bench.cases import DTYPES, Case
+from torch_fused_linear.bench.cases import DTYPES, MEMORY_MODES, Case
 
 # In a real network other layers run between two calls of this one, and a GPU's cache holds little
 # of it. So small cases take turns with several sets of operands, of this many caches' size.
@@ -65,6 +65,7 @@ def random_sets(case: Case, device: torch.device) -> list[Operands]:
     else:
         elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
     count = sets_needed(elements * DTYPES[case.dtype].itemsize, device)
-    if case.mode in ("graph", "saved", "peak"):  # a graph holds its addresses; memory has no cache
+    # a graph holds its addresses; memory has no cache
+    if case.mode == "graph" or case.mode in MEMORY_MODES:
         count = 1
     return [Operands.random(case, device) for _ in range(count)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_fused_linear.bench import contenders, traffic
-from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.cases import MEMORY_MODES, Case
 from torch_fused_linear.bench.models import Models
 from torch_fused_linear.bench.operands import random_sets
 from torch_fused_linear.bench.results import Record
@@ -24,13 +24,21 @@ from torch_fused_linear.bench.timing import (
 
 
 def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
-    record = Record(case, unit="MiB")
-    (data,) = random_sets(case, device)
+    per_element = case.mode == "B/element"
+    record = Record(case, unit="B" if per_element else "MiB")
+    models = Models(case, device) if case.model else None
+    (data,) = [None] if models else random_sets(case, device)
     for name in names:
         try:
-            record.numbers[name] = Number.once(traffic.memory_of(name, case, data) / 2**20)
+            if models:
+                kept = traffic.memory_of_model(name, models)
+                models.copies.clear()  # of each but the original
+            else:
+                kept = traffic.memory_of(name, case, data)
+            record.numbers[name] = Number.once(kept if per_element else kept / 2**20)
         except Exception as failure:
             record.failed[name] = in_one_line(failure)
+    record.replaced = models.replaced() if models else {}
     return record
 
 
@@ -96,7 +104,7 @@ def entrants(case: Case, names: Sequence[str], device: torch.device) -> list[str
     """Those of `names` that can do what `case` asks for."""
     if case.suite == "activation":
         return [name for name in names if name in ("ours", "eager", "copy")]
-    if case.suite == "memory":
+    if case.mode in MEMORY_MODES:
         names = [name for name in names if name in ("eager", *contenders.POLICIES)]
     return [name for name in names if contenders.applies(name, case, device)]
 
@@ -106,7 +114,7 @@ def measure_case(
 ) -> Record:
     """Everything about one case, measured for `names` as `entrants` gives them."""
     torch.manual_seed(0)
-    if case.suite == "memory":
+    if case.mode in MEMORY_MODES:
         record = memory_record(case, names, device)
     else:
         record = timed_record(case, names, device, seconds, kernels)

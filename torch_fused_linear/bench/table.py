@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_fused_linear.bench.cases import SUITES, Case
+from torch_fused_linear.bench.cases import MEMORY_MODES, SUITES, Case
 from torch_fused_linear.bench.results import LOSS, REFERENCES, YARDSTICKS, Record
 
 LOSS_MARK = "<"
@@ -25,7 +25,7 @@ class Table:
         self.names = names
         self.ours = [name for name in SUITES[cases[0].suite].ours if name in names]
         self.shape_width = max(len(case.shape) for case in cases)
-        self.unit = "MiB" if cases[0].suite == "memory" else "us"
+        self.unit = "MiB" if cases[0].mode in MEMORY_MODES else "us"
         self.with_bandwidth = "copy" in names
         self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
         self.yardstick = "of copy" if self.with_bandwidth else "of GEMM"

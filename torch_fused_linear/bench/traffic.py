@@ -1,4 +1,4 @@
-"""The two suites that count bytes: the one-pass gradient of an activation, and memory."""
+"""The suites that count bytes: the one-pass gradient of an activation, and memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch_fused_linear.bench.contenders import (
     in_turns,
     step_of,
 )
+from torch_fused_linear.bench.models import Models
+from torch_fused_linear.bench.models import step_of as model_step
 from torch_fused_linear.bench.operands import Operands, sets_needed
 from torch_fused_linear.bench.timing import Call, Contender
 
@@ -69,21 +71,25 @@ def activation_contender(name: str, case: Case, device: torch.device) -> tuple[C
 # ------------------------------------------------------------------------------------- memory
 
 
-def saved_bytes(compute: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    """Bytes of the distinct storages that the graph of `compute` keeps, beside the parameters."""
-    kept = {}
+def saved_bytes(compute: Callable[[], Tensor], device: torch.device) -> int:
+    """What is left of the memory that `compute` has taken when its output is let go and its graph
+    is not. Asking hooks for what they are given would change what layers of low memory keep."""
+    compute()  # workspaces are taken once and kept
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        graph = compute().grad_fn
+        left = torch.cuda.memory_allocated(device) - before
+        del graph
+        return left
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        graph = compute().grad_fn
+    del graph
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = compute()  # kept, or freed memory would be counted for whoever got it next
-    for parameter in parameters:
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del output
-    return sum(kept.values())
+def hidden_elements(case: Case) -> int:
+    return case.tokens * sum(case.sizes[1:-1] or case.sizes[1:])
 
 
 def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
@@ -99,9 +105,25 @@ def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def memory_of(name: str, case: Case, data: Operands) -> int:
+def memory_of(name: str, case: Case, data: Operands) -> float:
+    """In bytes."""
     with conditions_of(name, case):
         network, leaves = NETWORKS[name](case, data), data.leaves
         if case.mode == "peak":
             return peak_bytes(step_of(network, data), leaves)
-        return saved_bytes(lambda: network(data.input), leaves[1:])
+        if case.mode == "B/element":
+            kept = saved_bytes(lambda: network(data.input), data.input.device)
+            return kept / hidden_elements(case)
+        # The input is new each time, as the output of a layer before would be.
+        return saved_bytes(
+            lambda: network(data.input.detach().clone().requires_grad_()), data.input.device
+        )
+
+
+def memory_of_model(name: str, models: Models) -> float:
+    """In bytes."""
+    with conditions_of(name, models.case):
+        call, leaves = models.call(name)
+        if models.case.mode == "peak":
+            return peak_bytes(model_step(call, leaves), leaves)
+        return saved_bytes(call, models.device)
