@@ -8,6 +8,7 @@ from helpers import kept_bytes, one_thread, saved_bytes  # noqa: F401
 from low_memory import Net, form_param, network, small
 from stacks import assert_same
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fused_linear as tfl
 
@@ -154,6 +155,16 @@ def test_programs_are_as_they_were_before_there_was_a_choice():
     for default, low in zip(network("default"), network("low")):
         assert "memory" not in torch.jit.script(default).code
         assert 'memory="low"' in torch.jit.script(low).code
+
+
+def test_no_product_is_done_twice():
+    """By torch's count of operations."""
+    counts = []
+    for memory in ("default", "low"):
+        with FlopCounterMode(display=False) as counter:
+            network(memory)(data()).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_autocast(device):

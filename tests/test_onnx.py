@@ -21,13 +21,13 @@ def network(dtype=torch.float32):
     torch.manual_seed(0)
     layers = [
         tfl.FusedLinearReLU(6, 9),
-        tfl.FusedLinearReLU(9, 8, bias=False),
-        tfl.FusedLinearGELU(8, 8),
+        tfl.FusedLinearReLU(9, 8, bias=False, memory="low"),
+        tfl.FusedLinearGELU(8, 8, memory="low"),
         tfl.FusedLinearGELU(8, 7, approximate="none", bias=False),
         tfl.FusedLinear(7, 8),
         tfl.FusedMLP(8, 9, 8),
         tfl.FusedMLP(8, 9, 8, activation="gelu_erf", bias=False),
-        tfl.FusedMLP(8, 9, 5, activation="gelu_tanh"),
+        tfl.FusedMLP(8, 9, 5, activation="gelu_tanh", memory="low"),
         tfl.FusedLinear(5, 3, bias=False),
     ]
     return nn.Sequential(*layers).eval().to(dtype)
