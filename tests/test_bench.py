@@ -450,7 +450,9 @@ def test_every_suite_runs(capsys):
     arguments = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu"]
     assert main([*arguments, "--seconds-per-case", "0.001", "--kernels"]) == 0
     output = capsys.readouterr().out
-    assert all(f"\n{suite}: " in output for suite in SUITES)
+    for suite in SUITES:
+        some = any(case.activation == "relu" for case in cases_of(suite, CPU, quick=True))
+        assert (f"\n{suite}: " in output) == some
     assert "fused::linear_relu" in output, "kernels are named"
 
 

@@ -259,6 +259,8 @@ def makes_sense(case: Case, device: torch.device) -> bool:
     """Whether to measure this point of the grid."""
     if "folded" in case.model:  # there is nothing left to train
         return case.mode == "forward"
+    if case.conv and case.mode == "B/element":  # no activation of it is hidden
+        return False
     if case.mode in ("graph", "peak"):
         return device.type == "cuda"
     if case.suite == "cpu":
