@@ -146,6 +146,8 @@ class FusedLinearReLU(FusedLinear):
         self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.memory == "default":  # to pass it on would take time: half a microsecond
+            return torch.ops.fused.linear_relu(input, self.weight, self.bias)
         return torch.ops.fused.linear_relu(input, self.weight, self.bias, memory=self.memory)
 
     def to_unfused(self) -> nn.Module:
@@ -215,6 +217,10 @@ class FusedLinearGELU(FusedLinear):
         self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.memory == "default":  # to pass it on would take time: half a microsecond
+            return torch.ops.fused.linear_gelu(
+                input, self.weight, self.bias, approximate=self.approximate
+            )
         return torch.ops.fused.linear_gelu(
             input, self.weight, self.bias, approximate=self.approximate, memory=self.memory
         )
