@@ -176,7 +176,7 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
 def test_memory_of_a_step():
     """Of two blocks with 64 hidden features for each of five tokens of two images."""
     pytest.importorskip("timm")
-    (case,) = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
+    case, _ = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
     assert case.mode == "saved", "the peak can be told of a GPU only"
     record = measure_case(case, ["fused", "fused-low", "eager"], CPU, seconds=0)
     assert not record.failed and record.unit == "MiB"
