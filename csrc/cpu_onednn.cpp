@@ -108,33 +108,38 @@ bool takes_product(const Tensor& left, const Tensor& right) {
       context.float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST) {
     return false;
   }
-  // Every part is copied together, and every call costs: that has to be repaid.
-  constexpr int64_t least_rows = 128, least_work_per_thread = int64_t{1} << 24;
+  // The copies of the parts and the calls have to be repaid, on every thread.
+  const int64_t threads = at::get_num_threads();
+  const int64_t least_rows = std::max<int64_t>(128, 64 * threads);
+  constexpr int64_t least_work_per_thread = int64_t{1} << 24;
   return left.size(0) >= least_rows &&
-         left.numel() * right.size(0) >= least_work_per_thread * at::get_num_threads();
+         left.numel() * right.size(0) >= least_work_per_thread * threads;
 }
 
 void product(const Tensor& left, const Tensor& right, const OptionalTensor& bias, Finish finish) {
   const auto parts = parts_of(right);
-  const int64_t rows = left.size(0);
-  // A block's result, written once for each part, is to stay in the cache; with fewer rows the
-  // product itself would be slow.
-  constexpr int64_t elements_per_thread = 3 << 17, least_block = 256;
-  const int64_t elements = elements_per_thread * at::get_num_threads();
-  const int64_t most = std::max(least_block, elements / right.size(0));
-  const int64_t block = ceil_div(rows, ceil_div(rows, most));
-  for (int64_t first = 0; first < rows; first += block) {
-    const auto some = left.narrow(0, first, std::min(block, rows - first));
-    Tensor result;
-    int64_t k = 0;
-    for (const auto& part : parts) {
-      const auto columns = some.narrow(1, k, part.size(1));
-      result = k == 0 ? pointwise()->call(columns, part, bias, "none", NoScalars(), std::nullopt)
-                      : binary()->call(columns, result, part, std::nullopt, "add");
-      k += part.size(1);
+  // Blocks of rows are shared out among the threads once, and each is one thread's own: its result,
+  // written anew for each part, stays in the cache, and nobody waits for another before the end.
+  constexpr int64_t block_elements = 3 << 18, least_block = 256;
+  const int64_t most = std::max(least_block, block_elements / right.size(0));
+  const int64_t rows = left.size(0), threads = at::get_num_threads();
+  const int64_t blocks = ceil_div(ceil_div(rows, most), threads) * threads;
+  const int64_t block = ceil_div(rows, blocks);
+  at::parallel_for(0, ceil_div(rows, block), 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
+    for (int64_t first = begin * block; first < std::min(end * block, rows); first += block) {
+      const auto some = left.narrow(0, first, std::min(block, rows - first));
+      Tensor result;
+      int64_t k = 0;
+      for (const auto& part : parts) {
+        const auto columns = some.narrow(1, k, part.size(1));
+        result = k == 0 ? pointwise()->call(columns, part, bias, "none", NoScalars(), std::nullopt)
+                        : binary()->call(columns, result, part, std::nullopt, "add");
+        k += part.size(1);
+      }
+      finish(result, first);
     }
-    finish(result, first);
-  }
+  });
 }
 
 }  // namespace fused::onednn

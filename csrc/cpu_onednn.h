@@ -16,7 +16,8 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
                    Activation activation);
 
 // left · rightᵀ + bias in fp32, the sums taken in parts short enough to be as exact as PyTorch's
-// own. Rows come in blocks that fit a cache, to whoever has something to do to them there.
+// own. Rows come in blocks that fit a cache, on any thread, to whoever has something to do to them
+// there.
 using Finish = c10::function_ref<void(const Tensor& rows, int64_t first)>;
 bool takes_product(const Tensor& left, const Tensor& right);
 void product(const Tensor& left,   // [rows, inner]
