@@ -49,7 +49,7 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
 }
 
 Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
-  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : unwanted(like);
+  return parts.defined() ? parts.sum(0) : unwanted(like);
 }
 
 struct Cpu : Reference {

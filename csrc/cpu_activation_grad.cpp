@@ -23,8 +23,9 @@ void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activatio
 }  // namespace
 
 bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
-  return activation != Activation::none && saved.scalar_type() == grad.scalar_type() &&
-         grad.numel() >= 4 * block_elements;
+  const auto type = grad.scalar_type();
+  return activation != Activation::none && saved.scalar_type() == type &&
+         at::toOpMathType(type) == type && grad.numel() >= 4 * block_elements;
 }
 
 Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activation activation,
@@ -33,10 +34,7 @@ Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activ
   const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
   const int64_t blocks = (rows + block - 1) / block;
   Tensor sums;
-  if (sums_wanted) {
-    const auto type = at::toOpMathType(dz.scalar_type());
-    sums = at::empty({blocks, features}, dz.options().dtype(type));
-  }
+  if (sums_wanted) sums = at::empty({blocks, features}, dz.options());
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
     for (int64_t i = begin; i < end; ++i) {
@@ -45,7 +43,7 @@ Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activ
       gradient_into(some(dz), some(grad), some(saved), activation);
       if (!sums_wanted) continue;
       auto sum = sums.select(0, i);
-      at::sum_out(sum, some(dz), 0, /*keepdim=*/false, sums.scalar_type());
+      at::sum_out(sum, some(dz), 0);
     }
   });
   return sums;

@@ -35,6 +35,7 @@ from helpers import (
 
 import torch_fused_linear as tfl
 
+ONE_PASS_DTYPES = [torch.float64, torch.float32]
 PRODUCT, ONE_PASS = "oneDNN product in parts", "activation gradient and bias sum in one pass"
 # Sums of one part and a little more, of several, of a prime number; few and many columns.
 SHAPES = [(300, 784, 150), (256, 193, 600), ((5, 103), 1000, 130), (2051, 389, 30), (129, 3072, 97)]
@@ -288,7 +289,7 @@ def test_one_pass_against_fp64(activation, dtype):
         grad, saved = gradient_case(shape, dtype)
         with tfl.explain() as report:
             dz, grad_bias = backward(grad, saved, activation)
-        assert report.calls[0].path == ONE_PASS
+        assert report.calls[0].path == (ONE_PASS if dtype in ONE_PASS_DTYPES else "reference")
         with policy("eager"):
             torch_dz, torch_bias = backward(grad, saved, activation)
         eps = torch.finfo(dtype).eps
@@ -342,7 +343,7 @@ def test_a_bit_mask_goes_the_plain_way():
     torch.testing.assert_close(ours, backward(grad, saved.relu(), "relu"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ONE_PASS_DTYPES, ids=str)
 @activation_param
 def test_one_pass_has_the_same_bits_on_any_number_of_threads(activation, dtype):
     grad, saved = gradient_case((4099, 257), dtype)
