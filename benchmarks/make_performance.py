@@ -23,6 +23,8 @@ PAGE = ROOT / "docs" / "performance.md"
 FIGURE = ROOT / "docs" / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
+CPU_ACTIVATIONS = ("relu", "gelu", "gelu-erf")
+CPU_LOSS = 0.97  # what the CPU's operators are held to
 
 
 def times(numbers: Numbers) -> str:
@@ -116,6 +118,38 @@ def one_pass(results: Sequence[Result]) -> list[str]:
     return table(["T x O", "activation", "gradient", "ours", "eager", "a copy"], rows, words=3)
 
 
+def marked(ratio: str) -> str:
+    """Bold where it is a loss."""
+    return f"**{ratio}**" if ratio and float(ratio) < CPU_LOSS else ratio
+
+
+def on_a_cpu(results: Sequence[Result]) -> list[str]:
+    cases = find(results, suite="cpu")
+    columns = [(m, a) for m in MODES for a in CPU_ACTIVATIONS]
+    rows = [
+        [shape({"sizes": sizes}), dtype, str(tokens)]
+        + [marked(times_of(found, mode=m, activation=a)) for m, a in columns]
+        for dtype in values(cases, "dtype")[::-1]
+        for sizes in sorted(values(cases, "sizes"))
+        for tokens in sorted(values(cases, "tokens"))
+        for found in [find(cases, dtype=dtype, sizes=sizes, tokens=tokens)]
+        if found
+    ]
+    return table(["I→O", "dtype", "T", *(f"{a}, {m}" for m, a in columns)], rows, words=2)
+
+
+def cpu_compiled(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for result in find(results, suite="cpu"):
+        case, numbers = result["case"], result.get("numbers", {})
+        if "compile" in numbers:
+            label = [shape(case), case["dtype"], str(case["tokens"]), case["activation"]]
+            times = [duration(numbers[n]["median"]) for n in ("ours", "eager", "compile")]
+            rows.append([*label, case["mode"], *times])
+    head = ["I→O", "dtype", "T", "activation", "", "ours", "eager", "compile"]
+    return table(head, rows, words=5)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
@@ -123,6 +157,8 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "the largest": largest,
     "memory": memory,
     "one pass": one_pass,
+    "on a CPU": on_a_cpu,
+    "on a CPU, compiled": cpu_compiled,
 }
 
 
@@ -170,7 +206,8 @@ def draw(path: Path, paths: Sequence[Path]) -> None:
     """The speed-up over the inner size, a line for each number of tokens."""
     from matplotlib.figure import Figure
 
-    name, results = next(iter(by_machine(paths).items()))
+    machines = by_machine(paths).items()
+    name, results = next((n, r) for n, r in machines if find(r, suite="layer"))
     header = latest_header(results)
     layers = find(results, suite="layer", activation="relu", dtype="bf16")
     figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
