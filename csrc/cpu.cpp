@@ -30,14 +30,15 @@ Tensor empty_rows(const Tensor& like, int64_t features) {
   return at::empty(sizes, like.options());
 }
 
-// In rows, for what is computed row by row.
 bool takes_product(const Tensor& input, const Tensor& weight) {
-  return input.numel() > 0 && onednn::takes_product(as_rows(input), weight);
+  return input.numel() > 0 &&
+         onednn::takes_product(input.scalar_type(), input.numel() / weight.size(1), weight.size(1),
+                               weight.size(0));
 }
 
 // left · rightᵀ, into `result`
 void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
-  if (!onednn::takes_product(left, right)) {
+  if (!onednn::takes_product(left.scalar_type(), left.size(0), left.size(1), right.size(0))) {
     explain::step("ATen mm");
     at::mm_out(result, left, right.t());
     return;
@@ -49,7 +50,7 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
 }
 
 Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
-  return parts.defined() ? parts.sum(0) : unwanted(like);
+  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : unwanted(like);
 }
 
 struct Cpu : Reference {
@@ -151,10 +152,11 @@ struct Cpu : Reference {
                    const OptionalTensor& saved, Activation activation,
                    std::array<bool, 3> output_mask) {
     if (input.numel() == 0 || grad_output.numel() == 0) return false;
-    const auto dz = as_rows(grad_output);
+    const auto type = input.scalar_type();
+    const int64_t features = weight.size(0), inputs = weight.size(1), rows = input.numel() / inputs;
     return (activation != Activation::none && takes_one_pass(grad_output, *saved, activation)) ||
-           (output_mask[0] && onednn::takes_product(dz, weight.t())) ||
-           (output_mask[1] && onednn::takes_product(dz.t(), as_rows(input).t()));
+           (output_mask[0] && onednn::takes_product(type, rows, features, inputs)) ||
+           (output_mask[1] && onednn::takes_product(type, features, rows, inputs));
   }
 };
 

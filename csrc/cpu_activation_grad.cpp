@@ -11,6 +11,8 @@ namespace {
 
 // Three of them, in fp32, stay in the cache that a core has to itself.
 constexpr int64_t block_elements = 1 << 16;
+// Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
+constexpr int64_t least_elements = 1 << 22;
 
 void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activation activation) {
   if (activation == Activation::relu) {
@@ -25,7 +27,7 @@ void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activatio
 bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
   const auto type = grad.scalar_type();
   return activation != Activation::none && saved.scalar_type() == type &&
-         at::toOpMathType(type) == type && grad.numel() >= 4 * block_elements;
+         at::toOpMathType(type) == type && grad.numel() >= least_elements;
 }
 
 Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activation activation,
@@ -34,7 +36,7 @@ Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activ
   const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
   const int64_t blocks = (rows + block - 1) / block;
   Tensor sums;
-  if (sums_wanted) sums = at::empty({blocks, features}, dz.options());
+  if (sums_wanted) sums = at::empty({blocks, features}, dz.options().dtype(at::kDouble));
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
     for (int64_t i = begin; i < end; ++i) {
@@ -43,7 +45,7 @@ Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activ
       gradient_into(some(dz), some(grad), some(saved), activation);
       if (!sums_wanted) continue;
       auto sum = sums.select(0, i);
-      at::sum_out(sum, some(dz), 0);
+      at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);
     }
   });
   return sums;

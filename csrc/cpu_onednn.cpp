@@ -100,24 +100,25 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
   return pointwise()->call(input, weight, bias, "gelu", NoScalars(), approximate_of(activation));
 }
 
-bool takes_product(const Tensor& left, const Tensor& right) {
-  if (left.scalar_type() != at::kFloat || !outruns_mkl()) return false;
-  // In less than fp32 PyTorch calls oneDNN itself.
-  const auto& context = at::globalContext();
-  if (!pointwise() || !binary() || !context.userEnabledMkldnn() ||
-      context.float32MatmulPrecision() != at::Float32MatmulPrecision::HIGHEST) {
-    return false;
-  }
+bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns) {
+  if (type != at::kFloat || !outruns_mkl() || !pointwise() || !binary()) return false;
   // The copies of the parts and the calls have to be repaid, on every thread.
   const int64_t threads = at::get_num_threads();
   const int64_t least_rows = std::max<int64_t>(128, 64 * threads);
   constexpr int64_t least_work_per_thread = int64_t{1} << 24;
-  return left.size(0) >= least_rows &&
-         left.numel() * right.size(0) >= least_work_per_thread * threads;
+  if (rows < least_rows || rows * inner * columns < least_work_per_thread * threads) return false;
+  // Allowed less than fp32, PyTorch calls oneDNN itself.
+  auto& context = at::globalContext();
+  const auto precision =
+      context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
+  return context.userEnabledMkldnn() && precision != at::Float32Precision::TF32 &&
+         precision != at::Float32Precision::BF16;
 }
 
 void product(const Tensor& left, const Tensor& right, const OptionalTensor& bias, Finish finish) {
   const auto parts = parts_of(right);
+  // oneDNN takes no notice of its stride.
+  const auto added = has_value(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
   // Blocks of rows are shared out among the threads once, and each is one thread's own: its result,
   // written anew for each part, stays in the cache, and nobody waits for another before the end.
   constexpr int64_t block_elements = 3 << 18, least_block = 256;
@@ -133,7 +134,7 @@ void product(const Tensor& left, const Tensor& right, const OptionalTensor& bias
       int64_t k = 0;
       for (const auto& part : parts) {
         const auto columns = some.narrow(1, k, part.size(1));
-        result = k == 0 ? pointwise()->call(columns, part, bias, "none", NoScalars(), std::nullopt)
+        result = k == 0 ? pointwise()->call(columns, part, added, "none", NoScalars(), std::nullopt)
                         : binary()->call(columns, result, part, std::nullopt, "add");
         k += part.size(1);
       }

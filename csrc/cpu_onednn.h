@@ -19,7 +19,7 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
 // own. Rows come in blocks that fit a cache, on any thread, to whoever has something to do to them
 // there.
 using Finish = c10::function_ref<void(const Tensor& rows, int64_t first)>;
-bool takes_product(const Tensor& left, const Tensor& right);
+bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns);
 void product(const Tensor& left,   // [rows, inner]
              const Tensor& right,  // [columns, inner]
              const OptionalTensor& bias, Finish finish);

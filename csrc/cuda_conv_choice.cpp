@@ -203,19 +203,26 @@ class Verdicts {
  public:
   std::optional<Verdict> find(const Key& key) {
     const std::lock_guard lock(mutex_);
-    if (generation_ != gemm::plan_generation()) known_.clear();
-    generation_ = gemm::plan_generation();
+    keep_up();
     const auto found = known_.find(key);
     return found == known_.end() ? std::nullopt : std::optional(found->second);
   }
-  Verdict add(const Key& key, const Verdict& verdict) {
+  // Nothing is remembered where all was to be forgotten since `generation`.
+  void add(const Key& key, const Verdict& verdict, uint64_t generation) {
     const std::lock_guard lock(mutex_);
+    keep_up();
+    if (generation != generation_) return;
     constexpr size_t most = 4096;
     if (known_.size() >= most) known_.clear();
-    return known_.emplace(key, verdict).first->second;
+    known_.emplace(key, verdict);
   }
 
  private:
+  void keep_up() {
+    if (generation_ != gemm::plan_generation()) known_.clear();
+    generation_ = gemm::plan_generation();
+  }
+
   std::mutex mutex_;
   uint64_t generation_ = 0;
   std::map<Key, Verdict> known_;
@@ -228,13 +235,18 @@ Verdict verdict_of(const Problem& p) {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return {Way::own, "(not cuDNN's fused form: not tried before the capture)"};
   }
+  const auto generation = gemm::plan_generation();
+  Verdict verdict{Way::own, "(not cuDNN's fused form: it fails)"};
   try {
     const explain::Quiet quiet;
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-    return verdicts->add(key, found_out(p));
+    verdict = found_out(p);
   } catch (const c10::OutOfMemoryError&) {
     return {Way::own, "(not cuDNN's fused form: no memory to try it)"};  // this time
+  } catch (const c10::Error&) {
   }
+  verdicts->add(key, verdict, generation);
+  return verdict;
 }
 
 bool aligned(const Tensor& tensor) {

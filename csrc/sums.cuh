@@ -7,6 +7,9 @@
 
 #include <cooperative_groups.h>
 
+#include <array>
+#include <atomic>
+
 namespace fused {
 namespace {  // each file's kernels are its own
 
@@ -41,16 +44,40 @@ __device__ A sum_over_block(A sum, A* shared) {
   return shared[0];
 }
 
+// grad_bias = the sum of the chunks' partial sums.
+template <typename T>
+__global__ void __launch_bounds__(block_threads)
+    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
+  using A = Accumulator<T>;
+  __shared__ A shared[block_threads];
+  const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  A sum[1] = {};
+  if (col < cols) {
+    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+      sum[0] += partials[chunk * cols + col];
+    }
+  }
+  sum_over_y(sum, shared);
+  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
+}
+
 // A cluster's blocks read each other's shared memory, so that one kernel can add up a few chunks.
-// It takes code compiled for the first device that has them, or a later one.
 constexpr int cluster_arch = 90;
 constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
 
+// Whether the device has clusters and the code that it has loaded was compiled for them, which the
+// list of architectures does not tell: any of this file's kernels does.
 inline bool has_clusters(int device_arch) {
-  for (const int compiled : {__CUDA_ARCH_LIST__}) {
-    if (compiled >= cluster_arch * 10 && compiled <= device_arch * 10) return true;
+  if (device_arch < cluster_arch) return false;
+  enum Answer : int { unknown, no, yes };
+  static std::array<std::atomic<int>, 256> answers{};  // by architecture
+  auto& answer = answers[device_arch % answers.size()];
+  if (answer == unknown) {
+    cudaFuncAttributes attributes{};
+    C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>));
+    answer = attributes.ptxVersion >= cluster_arch ? yes : no;
   }
-  return false;
+  return answer == yes;
 }
 
 // Launches a kernel whose blockIdx.y is the chunk, all chunks of it as one cluster if `cluster`.
@@ -87,23 +114,6 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
   }
   cluster.sync();  // shared memory lives no longer than its block
 #endif
-}
-
-// grad_bias = the sum of the chunks' partial sums.
-template <typename T>
-__global__ void __launch_bounds__(block_threads)
-    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
-  using A = Accumulator<T>;
-  __shared__ A shared[block_threads];
-  const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  A sum[1] = {};
-  if (col < cols) {
-    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
-      sum[0] += partials[chunk * cols + col];
-    }
-  }
-  sum_over_y(sum, shared);
-  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
 }
 
 template <typename T>

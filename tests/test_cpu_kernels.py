@@ -70,7 +70,7 @@ def test_which_way_is_taken():
         f"{PRODUCT} + ATen activation",
         " + ".join(["reference", PRODUCT, PRODUCT]),  # too few elements for one pass
     ]
-    many = random_case(2051, 389, 136, torch.float32)
+    many = random_case(16_001, 40, 264, torch.float32)
     assert paths(lambda: run(GELU_ERF.call, many)) == [
         f"{PRODUCT} + ATen activation",
         " + ".join([ONE_PASS, PRODUCT, PRODUCT]),
@@ -95,6 +95,21 @@ def test_switches_of_torch_are_obeyed():
         assert path() == ["reference"]
     finally:
         torch.set_float32_matmul_precision(before)
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        for lower in ("tf32", "bf16"):  # which the older switch cannot tell, and says so
+            matmul.fp32_precision = lower
+            assert path() == ["reference"]
+    finally:
+        matmul.fp32_precision = before
+    cuda = torch.backends.cuda.matmul
+    before = cuda.fp32_precision
+    try:
+        cuda.fp32_precision = "tf32"  # no concern of a CPU
+        assert path() != ["reference"]
+    finally:
+        cuda.fp32_precision = before
     with policy("eager"):
         assert path() == ["reference"]
 
@@ -132,6 +147,22 @@ def test_strides(op, which, layout):
     case = exact_case(300, 784, 150, torch.float32)
     setattr(case, which, LAYOUTS[layout](getattr(case, which)))
     assert_exact(op, case, f"{which} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["every other", "one for all"])
+@op_param
+def test_strides_of_the_bias(op, layout):
+    case = random_case(300, 784, 150, torch.float32)
+    change = {
+        "every other": lambda b: b.repeat_interleave(2)[::2],
+        "one for all": lambda b: b[:1].expand_as(b),
+    }[layout]
+    strided = Case(case.x, case.w, change(case.b), case.g)
+    plain = Case(case.x, case.w, strided.b.contiguous(), case.g)
+    with torch.no_grad():
+        assert torch.equal(op.call(*strided.inputs), op.call(*plain.inputs))
+    for ours, same in zip(run(op.call, strided), run(op.call, plain), strict=True):
+        assert torch.equal(ours, same)
 
 
 @op_param
@@ -265,7 +296,7 @@ def test_threads_share_a_layer():
 # --- gradient of the activation and of the bias in one pass -----------------------------------
 
 # Many rows, rows longer than a block, a width that divides nothing.
-GRADIENT_SHAPES = [(9001, 30), (3, 100_003), (1027, 257), ((3, 5, 70), 264)]
+GRADIENT_SHAPES = [(140_001, 30), (43, 100_003), (16_411, 257), ((3, 75, 71), 264)]
 
 
 def gradient_case(shape, dtype, seed=0):
@@ -304,14 +335,14 @@ def test_one_pass_against_fp64(activation, dtype):
 
 @activation_param
 def test_one_pass_without_the_sum(activation):
-    grad, saved = gradient_case((1027, 257), torch.float32)
+    grad, saved = gradient_case((16_411, 257), torch.float32)
     dz, nothing = backward(grad, saved, activation, bias_grad=False)
     assert torch.equal(dz, backward(grad, saved, activation)[0]) and nothing.shape == (0,)
 
 
 @activation_param
 def test_one_pass_of_any_strides(activation):
-    grad, saved = gradient_case((1027, 257), torch.float32)
+    grad, saved = gradient_case((16_411, 257), torch.float32)
     want = backward(grad, saved, activation)
     for change in LAYOUTS.values():
         for args in ((change(grad), saved), (grad, change(saved))):
@@ -325,12 +356,12 @@ def test_one_pass_of_any_strides(activation):
 def test_one_pass_of_relu_at_the_edges(dtype):
     """0 where the output is at or below 0; what was NaN lets the gradient pass, and NaN stays."""
     values = torch.tensor([0.0, -0.0, 1.0, float("nan"), float("inf")], dtype=dtype)
-    saved = values.repeat(300, 200)
+    saved = values.repeat(4200, 200)
     grad = torch.full_like(saved, 2.0)
     dz, grad_bias = backward(grad, saved, "relu")
     want = torch.tensor([0.0, 0.0, 2.0, 2.0, 2.0], dtype=dtype)
-    assert torch.equal(dz, want.repeat(300, 200))
-    assert torch.equal(grad_bias, (300 * want).repeat(200))
+    assert torch.equal(dz, want.repeat(4200, 200))
+    assert torch.equal(grad_bias, (4200 * want).repeat(200))
     grad[7] = float("nan")
     dz, grad_bias = backward(grad, saved, "relu")
     lost = (want == 0).repeat(200)
@@ -346,7 +377,7 @@ def test_a_bit_mask_goes_the_plain_way():
 @pytest.mark.parametrize("dtype", ONE_PASS_DTYPES, ids=str)
 @activation_param
 def test_one_pass_has_the_same_bits_on_any_number_of_threads(activation, dtype):
-    grad, saved = gradient_case((4099, 257), dtype)
+    grad, saved = gradient_case((16_411, 257), dtype)
     want = backward(grad, saved, activation)
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
@@ -358,7 +389,7 @@ def test_one_pass_has_the_same_bits_on_any_number_of_threads(activation, dtype):
 def test_between_layers(op):
     """The gradient that is handed over is that of the layers one by one."""
     first, second = (
-        random_case(2051, 389, 264, torch.float32),
+        random_case(16_001, 40, 264, torch.float32),
         random_case(1, 264, 150, torch.float32),
     )
     parameters = [*first.inputs[1:], *second.inputs[1:]]

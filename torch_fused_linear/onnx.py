@@ -120,7 +120,7 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         input, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
     ):
         geometry = stride, padding, dilation, groups
-        if len(input.shape) == 4:
+        if input.shape is None or len(input.shape) == 4:
             return op.Relu(convolution(input, weight, bias, *geometry))
         first = op.Constant(value_ints=[0])  # an image is a batch of one
         image = op.Unsqueeze(input, first)
