@@ -84,6 +84,8 @@ def warm_up(op, case):
     with torch.cuda.stream(side):
         for _ in range(3):
             run(op.call, case)
+        # cuBLAS is for each thread, and not set up within a capture, where a new problem is ATen's.
+        run(LINEAR.eager, bf16_case())
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
 
@@ -292,7 +294,9 @@ def test_inference_is_one_kernel(op, count):
 def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(cols, rows, dtype):
     """A cluster adds up few chunks of the rows; many take a second kernel."""
     random = torch.Generator("cuda").manual_seed(0)
-    grad, output = torch.randn(2, rows, cols, generator=random, dtype=dtype, device="cuda").unbind()
+    # Integers, whose sums are exact.
+    options = {"generator": random, "device": "cuda"}
+    grad, output = torch.randint(-8, 9, (2, rows, cols), **options).to(dtype).unbind()
 
     def call():
         return torch.ops.fused._activation_backward(grad, output, "relu", True)
@@ -300,12 +304,7 @@ def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(col
     dz, grad_bias = call()
     want = grad.masked_fill(output <= 0, 0)
     assert torch.equal(dz, want)
-    exact = want.double().sum(0)
-    tolerance = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        grad_bias.double(), exact, rtol=tolerance, atol=tolerance * rows**0.5
-    )
-    assert torch.equal(grad_bias, call()[1]), "the order of the sum is fixed"
+    assert torch.equal(grad_bias, want.double().sum(0).to(dtype))
     if torch.cuda.get_device_capability() >= (9, 0):
         assert len(kernels(call)) == (2 if rows == 8192 else 1)
 
