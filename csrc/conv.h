@@ -154,10 +154,7 @@ template <class Backend>
 struct Kernels {
   template <typename Fn>
   static auto way(const Fn& fn) {
-    if constexpr (Backend::obeys_policy) {
-      if (policy() == Policy::eager) return fn(Reference());
-    }
-    return fn(Backend());
+    return under_policy<Backend, Reference>(fn);
   }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -88,8 +88,11 @@ bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const Optional
   if (!fp32 && !(input.scalar_type() == at::kBFloat16 && multiplies_bf16())) return false;
   if (fp32 && weight.size(1) > longest_sum) return false;
   // A call costs some 10 us whatever its size, as long as PyTorch's own BLAS takes for this many
-  // multiplications; in 16 bits PyTorch itself calls oneDNN.
-  const int64_t least_work = int64_t{1} << (fp32 ? 20 : 15);
+  // multiplications on each thread, and its own erf is quick; in 16 bits PyTorch itself calls
+  // oneDNN.
+  const int64_t least_work =
+      fp32 ? (int64_t{activation == Activation::gelu_erf ? 2 : 1} << 20) * at::get_num_threads()
+           : int64_t{1} << 15;
   if (input.numel() * weight.size(0) < least_work) return false;
   return input.is_non_overlapping_and_dense() && weight.is_non_overlapping_and_dense() &&
          (!has_value(bias) || bias->is_contiguous());

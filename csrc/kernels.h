@@ -49,13 +49,9 @@ inline void check_linear_backward(const char* op, const Tensor& grad_output, con
 
 template <class Backend>
 struct Kernels {
-  // The policy "eager" is obeyed where the work is done, so that it holds in compiled graphs too.
   template <typename Fn>
   static auto way(const Fn& fn) {
-    if constexpr (Backend::obeys_policy) {
-      if (policy() == Policy::eager) return fn(Reference());
-    }
-    return fn(Backend());
+    return under_policy<Backend, Reference>(fn);
   }
 
   static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,

@@ -25,4 +25,14 @@ void set_policy(Policy policy);
 const char* name(Policy policy);
 Policy parse_policy(std::string_view text, const char* what = "policy");
 
+// fn of the backend, or of the reference under the policy "eager", if the backend obeys one. It is
+// asked where the work is done, so that it holds in compiled graphs too.
+template <class Backend, class Reference, typename Fn>
+auto under_policy(const Fn& fn) {
+  if constexpr (Backend::obeys_policy) {
+    if (policy() == Policy::eager) return fn(Reference());
+  }
+  return fn(Backend());
+}
+
 }  // namespace fused

@@ -57,6 +57,8 @@ def linear_relu(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
+    if memory == "default":  # reading an argument by name takes longer than comparing it
+        return torch.ops.fused.linear_relu(input, weight, bias)
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -94,6 +96,8 @@ def linear_gelu(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
+    if memory == "default":
+        return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate)
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
@@ -134,6 +138,8 @@ def mlp(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
+    if memory == "default":
+        return torch.ops.fused.mlp(input, weights, biases, activation)
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
