@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from make_table import Numbers, Result, by_machine, duration, shape, table
+from make_table import Numbers, Result, by_machine, duration, rewrite, shape, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -241,19 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
     paths = sorted(given.results.glob("*.json"))
-    try:
-        text = given.page.read_text()
-        wanted = replaced(text, paths)
-    except (OSError, ValueError) as error:
-        print(f"make_performance: {given.page}: {error}", file=sys.stderr)
-        return 2
-    if given.check:
-        if text != wanted:
-            print(f"{given.page} is out of date; run python benchmarks/make_performance.py")
-        return int(text != wanted)
-    given.page.write_text(wanted)
-    draw(given.figure, paths)
-    return 0
+    status = rewrite(
+        given.page, lambda text: replaced(text, paths), given.check, "make_performance"
+    )
+    if status == 0 and not given.check:
+        draw(given.figure, paths)
+    return status
 
 
 if __name__ == "__main__":

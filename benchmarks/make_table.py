@@ -221,24 +221,32 @@ def replaced(text: str, content: str) -> str:
     return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
 
 
+def rewrite(page: Path, change: Callable[[str], str], check: bool, name: str) -> int:
+    """Writes what `change` makes of the page, or only compares; -> the exit status of `name`."""
+    try:
+        text = page.read_text()
+        wanted = change(text)
+    except (OSError, ValueError) as error:
+        print(f"{name}: {page}: {error}", file=sys.stderr)
+        return 2
+    if check:
+        if text != wanted:
+            print(f"{page} is out of date; run python benchmarks/{name}.py")
+        return int(text != wanted)
+    page.write_text(wanted)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
-    try:
-        text = given.readme.read_text()
-        wanted = replaced(text, render(sorted(given.results.glob("*.json"))))
-    except (OSError, ValueError) as error:
-        print(f"make_table: {given.readme}: {error}", file=sys.stderr)
-        return 2
-    if given.check:
-        if text != wanted:
-            print(f"{given.readme} is out of date; run python benchmarks/make_table.py")
-        return int(text != wanted)
-    given.readme.write_text(wanted)
-    return 0
+    paths = sorted(given.results.glob("*.json"))
+    return rewrite(
+        given.readme, lambda text: replaced(text, render(paths)), given.check, "make_table"
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 #include "kernels.h"
 #include "policy.h"
 
-#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAGuard.h>
 
 namespace fused {
@@ -16,19 +15,11 @@ namespace {
 using gemm::Matrix;
 using gemm::Stage;
 
-// The dispatcher's way to the same takes three times as long.
-Tensor empty(at::IntArrayRef sizes, const Tensor& like, at::ScalarType type) {
-  return Tensor(at::detail::empty_cuda(sizes, type, like.device(), std::nullopt));
-}
-Tensor empty(at::IntArrayRef sizes, const Tensor& like) {
-  return empty(sizes, like, like.scalar_type());
-}
-
 // The leading dimensions of `like` with another last one.
 Tensor empty_rows(const Tensor& like, int64_t features, std::optional<at::ScalarType> type = {}) {
   c10::DimVector sizes(like.sizes());
   sizes.back() = features;
-  return empty(sizes, like, type.value_or(like.scalar_type()));
+  return empty(sizes, like, type);
 }
 
 // Contiguous [*, cols] as [rows, cols].

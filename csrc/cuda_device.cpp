@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <array>
@@ -103,6 +104,12 @@ gemm::Settings gemm_settings(int device, gemm::Type type) {
     result.split_k = gemm::SplitK::forbidden;
   }
   return result;
+}
+
+at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, std::optional<c10::ScalarType> type,
+                 std::optional<at::MemoryFormat> format) {
+  return at::Tensor(
+      at::detail::empty_cuda(sizes, type.value_or(like.scalar_type()), like.device(), format));
 }
 
 const plans::Machine& machine_of(int device) { return device_of(device).machine; }

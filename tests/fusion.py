@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import torch_fused_linear as tfl
 
@@ -27,6 +29,20 @@ def results(function, args):
     if not y.requires_grad:
         return [y]
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
+
+
+def recording_backend(graphs):
+    """A backend that runs the graphs as they are, and leaves in `graphs` what the one called
+    "forward" and the one called "backward" call."""
+
+    def record(name):
+        def compiler(module, _):
+            graphs[name] = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    return aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
 
 
 def check(function, args, backend="eager", **replaced):

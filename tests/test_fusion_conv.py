@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from convolutions import ODD
-from functorch.compile import make_boxed_func
-from fusion import fresh_dynamo, results  # noqa: F401
+from fusion import fresh_dynamo, recording_backend, results  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
@@ -289,16 +287,9 @@ def test_any_size_of_batch_and_image():
 
 def test_forward_and_backward_are_ours():
     graphs = {}
-
-    def record(name):
-        def compiler(module, _):
-            graphs[name] = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    both = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
-    compiled = torch.compile(SPELLINGS["F"], backend=tfl.compile_backend(both, conv=True))
+    compiled = torch.compile(
+        SPELLINGS["F"], backend=tfl.compile_backend(recording_backend(graphs), conv=True)
+    )
     compiled(*tensors(2)).sum().backward()
     calls = {
         name: [t for t in targets if t.startswith(("fused.", "aten.conv", "aten.relu", "aten.th"))]

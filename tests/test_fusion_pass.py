@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from fusion import chain, check, fresh_dynamo, results, tanh_formula, tensors  # noqa: F401
+from fusion import (  # noqa: F401
+    chain,
+    check,
+    fresh_dynamo,
+    recording_backend,
+    results,
+    tanh_formula,
+    tensors,
+)
 from helpers import one_thread  # noqa: F401
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library, _match, fusion_pass
@@ -76,19 +82,10 @@ def test_vmap():
 def test_compiled_backward_is_fused_across_layers(act):
     """What mlp is put in for: the hidden activation's gradient comes with the next layer's step."""
     graphs = {}
-
-    def record(name):
-        def compiler(module, _):
-            graphs[name] = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
-            return make_boxed_func(module.forward)
-
-        return compiler
-
-    record_both = aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
     args = tensors(2, 5)
     compiled = torch.compile(
         lambda x, w, b, v, c: F.linear(act(F.linear(x, w, b)), v, c),
-        backend=tfl.compile_backend(record_both),
+        backend=tfl.compile_backend(recording_backend(graphs)),
     )
     compiled(*args).sum().backward()
     ours = [name for name in graphs["backward"] if name.startswith("fused.")]

@@ -36,7 +36,7 @@ def compile_options(
       them (dropout in training, a second use, other activations) ends the chain;
     - with ``conv=True``, ``nn.Conv2d`` or ``F.conv2d`` with ReLU after it by
       ``fused::conv2d_relu``. It is not the default: after a convolution the compiler has one
-      kernel of its own for bias and ReLU, and no measurement has shown yet that ours is quicker.
+      kernel of its own for bias and ReLU, and ours is quicker in some models and slower in others.
 
     Layers of this package count as well: in a compiled graph separate ones do not hand gradients
     over to each other, and this joins them. Whatever the operators would refuse is left alone:

@@ -6,11 +6,9 @@ from torch import Tensor, nn
 MEMORY = ("default", "low")
 
 
-def check_memory(layer: str, memory: str) -> str:
-    """The value, if it is one."""
+def check_memory(layer: str, memory: str) -> None:
     if memory not in MEMORY:
         raise ValueError(f"{layer}: memory must be 'default' or 'low', got {memory!r}")
-    return memory
 
 
 def memory_repr(memory: str) -> str:
