@@ -96,17 +96,28 @@ def largest(results: Sequence[Result]) -> list[str]:
 
 def memory(results: Sequence[Result]) -> list[str]:
     cases = find(results, suite="memory", mode="saved")
-    wanted = ("ours", "low", "cublaslt", "eager")
-    names = [n for n in wanted if all(n in case["numbers"] for case in cases)]
+    wanted = ("ours", "low", "mlp", "mlp-low", "eager")
+    names = [n for n in wanted if any(n in case["numbers"] for case in cases)]
     rows = []
     for saved in cases:
         case = saved["case"]
         both = [saved, *find(results, **{**case, "mode": "peak"})]
-        kept = (r["numbers"].get(n) for r in both for n in names)  # "cublaslt" has no convolutions
+        kept = (r["numbers"].get(n) for r in both for n in names)  # "mlp" is of several layers
         numbers = [f"{number['median']:.0f}" if number else "" for number in kept]
         rows.append([shape(case), case["activation"], *numbers])
     head = ["layers", "activation", *(f"{m}, {n}" for m in ("kept", "peak") for n in names)]
     return table(head, rows, words=2)
+
+
+def memory_of_models(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for result in find(results, suite="memory-models"):
+        case, numbers = result["case"], result["numbers"]
+        label = [f"{case['model']}, {case['dtype']}", case["activation"], case["mode"]]
+        names = ("fused", "fused-low", "eager")
+        rows.append(label + [f"{numbers[n]['median']:.0f}" for n in names])
+    head = ["model", "activation", "", "`fuse_`", '`fuse_(memory="low")`', "eager"]
+    return table(head, rows, words=3)
 
 
 def one_pass(results: Sequence[Result]) -> list[str]:
@@ -156,6 +167,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by dtype": by_dtype,
     "the largest": largest,
     "memory": memory,
+    "memory of models": memory_of_models,
     "one pass": one_pass,
     "on a CPU": on_a_cpu,
     "on a CPU, compiled": cpu_compiled,
