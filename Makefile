@@ -48,7 +48,7 @@ format: .venv/lint-ready
 	.venv/bin/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist *.egg-info torch_fused_linear/_C* torch_fused_linear/include
+	rm -rf build dist *.egg-info torch_fused_linear/_C* torch_fused_linear/_direct* torch_fused_linear/include
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""Builds the library of operators, torch_fused_linear/_C.abi3.so.
+"""Builds the library of operators, torch_fused_linear/_C.abi3.so, and Python's short way to them.
 
     python setup.py build_ext --inplace       in the tree; returns at once when nothing has changed
     pip install --no-build-isolation .        (or -e .) against the torch that is installed
@@ -16,12 +16,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
-CSRC, PACKAGE, NAME = ROOT / "csrc", ROOT / "torch_fused_linear", "torch_fused_linear._C"
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
+LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
 
 
 def torch_versions():
@@ -108,11 +110,17 @@ def cxx_runtime():
     return [path] if os.path.isabs(path) else []
 
 
-def extension(home, debug):
+def flags(debug):
+    """For every compiler, and for that of C++ alone."""
+    every = ["-std=c++20", *(["-O0", "-UNDEBUG"] if debug else ["-O3", "-DNDEBUG"])]
+    return every, ["-Wall", "-Wextra", "-g" if debug else "-g0"]
+
+
+def library(home, debug):
+    """The operators, which know nothing of Python."""
     from torch.utils import cpp_extension
 
-    flags = ["-std=c++20", *(["-O0", "-UNDEBUG"] if debug else ["-O3", "-DNDEBUG"])]
-    cxx, nvcc = ["-Wall", "-Wextra", "-g" if debug else "-g0"], ["-Xcompiler", "-Wall"]
+    every, cxx = flags(debug)
     sources = [*CSRC.glob("*.cpp"), *CSRC.glob("gemm/*.cpp"), *CSRC.glob("*.cu")]
     if not home:
         needs_cuda = re.compile(r"cuda\w*\.cpp|cublaslt\.cpp|plan\.cpp|\w+\.cu")
@@ -120,7 +128,7 @@ def extension(home, debug):
     sources = sorted(str(p.relative_to(ROOT)) for p in sources)
     cpp_extension.CUDA_HOME = home and str(home)
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension
-    ext = make(NAME, sources, py_limited_api=True, depends=list(source_hashes()))
+    ext = make(LIBRARY, sources, py_limited_api=True, depends=list(source_hashes()))
     system = ext.include_dirs
     ext.extra_link_args += cxx_runtime()
     if home:
@@ -137,45 +145,77 @@ def extension(home, debug):
                 for p in f.glob(f"{lib}/lib{name}.so*")
             )
             ext.extra_link_args.append(str(next(found, f"-l{name}")))
-    # As system headers, so that the warnings we read are about our own code.
-    system = [flag for folder in system for flag in ("-isystem", folder)]
-    ext.include_dirs = [str(CSRC)]
-    ext.extra_compile_args = {"cxx": flags + cxx + system, "nvcc": flags + nvcc + system}
+    ext.include_dirs, system = [str(CSRC)], as_system(system)
+    ext.extra_compile_args = {
+        "cxx": every + cxx + system,
+        "nvcc": every + ["-Xcompiler", "-Wall"] + system,
+    }
     return ext
 
 
-def build_command(about):
+def direct(debug):
+    """Python's own way to the operators, of one version of Python. torch.ops does without it."""
+    from torch.utils import cpp_extension
+
+    every, cxx = flags(debug)
+    ext = cpp_extension.CppExtension(DIRECT, ["csrc/python/direct.cpp"])
+    ext.depends = list(source_hashes())
+    ext.extra_link_args += cxx_runtime()
+    ext.extra_compile_args = {"cxx": every + cxx + as_system(ext.include_dirs)}
+    ext.include_dirs = []
+    return ext
+
+
+def as_system(folders):
+    """As system headers, so that the warnings we read are about our own code."""
+    return [flag for folder in folders for flag in ("-isystem", folder)]
+
+
+def record(name, package=PACKAGE):
+    """What a part is built of and for; written last, so that it stands for a finished build."""
+    return package / f"{name.rpartition('.')[2]}.json"
+
+
+def is_current(name, about):
+    built = any(PACKAGE.glob(f"{name.rpartition('.')[2]}*.so"))
+    return built and read_json(record(name)).get("fingerprint") == about["fingerprint"]
+
+
+def build_command(parts):
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildLibrary(BuildExtension):
         def finalize_options(self):
             super().finalize_options()
+            about = parts[LIBRARY]
             kind = f"{about['torch']}-{about['cuda'] or 'cpu'}{'-debug' * about['debug']}"
             self.build_temp = str(ROOT / "build" / kind)
 
         def run(self):
             # Ninja compares times, but a copied tree may bring a changed file with an old one.
-            record, now = Path(self.build_temp, "sources.json"), source_hashes()
-            before = read_json(record)
+            hashes, now = Path(self.build_temp, "sources.json"), source_hashes()
+            before = read_json(hashes)
             for path in (path for path in now if now[path] != before.get(path)):
                 os.utime(ROOT / path)
-            write_json(record, now)
+            write_json(hashes, now)
             super().run()
             if not self.inplace:
                 self.describe(Path(self.build_lib, PACKAGE.name))
 
         def copy_extensions_to_source(self):
             """At no moment is there a library in the tree that looks finished and is not."""
-            built = Path(self.build_lib, self.get_ext_filename(NAME))
-            copy = shutil.copy2(built, PACKAGE / f"{built.name}.tmp")
-            (PACKAGE / "_C.json").unlink(missing_ok=True)
-            os.replace(copy, PACKAGE / built.name)
+            for ext in self.extensions:
+                built = Path(self.build_lib, self.get_ext_filename(ext.name))
+                copy = shutil.copy2(built, PACKAGE / f"{built.name}.tmp")
+                record(ext.name).unlink(missing_ok=True)
+                os.replace(copy, PACKAGE / built.name)
             self.describe(PACKAGE)
 
         def describe(self, package):
             (package / "include").mkdir(exist_ok=True)
             shutil.copy2(CSRC / "fused_linear.h", package / "include")
-            write_json(package / "_C.json", about)
+            for ext in self.extensions:
+                write_json(record(ext.name, package), parts[ext.name])
 
     return BuildLibrary
 
@@ -187,17 +227,20 @@ def main():
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     debug = os.environ.get("DEBUG", "0") != "0"
     config = {"torch": torch_versions()[0], "cuda": cuda, "arch_list": arch_list, "debug": debug}
-    about = {**config, "why": why, "fingerprint": fingerprint(config)}
+    sources = fingerprint(config)
+    parts = {LIBRARY: {**config, "why": why, "fingerprint": sources}}
+    if Path(sysconfig.get_path("include"), "Python.h").exists():
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        parts[DIRECT] = {"torch": config["torch"], "fingerprint": f"{sources}{suffix}"}
     what = f"CUDA {cuda} for {arch_list}" if home else "CPU ONLY, nothing of it runs on a GPU"
     what = f"torch_fused_linear for torch {config['torch']}: {what} ({why})"
-    current = read_json(PACKAGE / "_C.json").get("fingerprint") == about["fingerprint"]
-    if "--inplace" in sys.argv and current and any(PACKAGE.glob("_C*.so")):
+    missing = [n for n in parts if "--inplace" not in sys.argv or not is_current(n, parts[n])]
+    if not missing:
         return print(f"{what}: up to date")
     print(what, flush=True)
     setup(
-        ext_modules=[extension(home, debug)],
-        cmdclass={"build_ext": build_command(about)},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        ext_modules=[library(home, debug) if n == LIBRARY else direct(debug) for n in missing],
+        cmdclass={"build_ext": build_command(parts)},
     )
 
 

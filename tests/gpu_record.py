@@ -20,7 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 FOLDERS = ("csrc", "torch_fused_linear", "tests")
 # What building and running leave behind; git ignores the same.
-LEFT_BEHIND = {"__pycache__", ".pytest_cache", ".hypothesis", "include", "_C.json", RECORD.name}
+LEFT_BEHIND = {
+    "__pycache__",
+    ".pytest_cache",
+    ".hypothesis",
+    "include",
+    "_C.json",
+    "_direct.json",
+    RECORD.name,
+}
 
 
 def tree_files():

@@ -294,6 +294,11 @@ def assert_near(op: Op, case: Case, label="", ulps=32) -> None:
         )
 
 
+def assert_bits(got, want, label=""):
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(a, b), f"{label} result {k} differs"
+
+
 def decode_mask(mask: Tensor, width: int) -> Tensor:
     """Every bit of ReLU's saved mask [*, width / 8] as a bool [*, width]."""
     bits = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device)) & 1

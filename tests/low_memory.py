@@ -70,11 +70,6 @@ def identity(t):
     return t
 
 
-def assert_bits(got, want, label=""):
-    for k, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), f"{label} result {k} differs"
-
-
 def network(memory="low", dtype=torch.float64, device="cpu", sizes=(16, 24, 32, 8)):
     torch.manual_seed(0)
     a, b, c, d = sizes

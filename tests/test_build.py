@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch_fused_linear import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torch_fused_linear"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def module_at(path):
@@ -131,15 +133,19 @@ def test_the_public_header_is_installed_beside_the_library():
 def copy(tmp_path):
     """A tree with what a build looks at, and a library that claims to be up to date."""
     shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "python").mkdir(parents=True)
+    (tmp_path / "csrc" / "python" / "direct.cpp").write_text("")
     (tmp_path / "csrc" / "fused_linear.h").write_text("#pragma once\n")
     (tmp_path / "csrc" / "library.cpp").write_text('#include "fused_linear.h"\n')
     package = tmp_path / "torch_fused_linear"
     package.mkdir()
     (package / "_C.abi3.so").write_text("finished")
+    (package / f"_direct{SUFFIX}").write_text("finished")
     config = {"torch": torch.__version__, "cuda": None, "arch_list": None, "debug": False}
-    content = {**config, "fingerprint": module_at(tmp_path / "setup.py").fingerprint(config)}
-    (package / "_C.json").write_text(json.dumps(content))
+    fingerprint = module_at(tmp_path / "setup.py").fingerprint(config)
+    (package / "_C.json").write_text(json.dumps({**config, "fingerprint": fingerprint}))
+    direct = {"torch": torch.__version__, "fingerprint": fingerprint + SUFFIX}
+    (package / "_direct.json").write_text(json.dumps(direct))
     return tmp_path
 
 
@@ -193,9 +199,23 @@ def test_any_change_of_content_is_noticed(copy, changed):
     assert (copy / changed).stat().st_mtime > 0, "ninja, which compares times, would not notice"
 
 
-def test_a_missing_library_is_noticed(copy):
-    (copy / "torch_fused_linear" / "_C.abi3.so").unlink()
+@pytest.mark.parametrize("name", ["_C.abi3.so", f"_direct{SUFFIX}"])
+def test_a_missing_library_is_noticed(copy, name):
+    (copy / "torch_fused_linear" / name).unlink()
     assert build_in(copy).returncode != 0
+
+
+def test_for_another_python_the_operators_are_not_built_again(copy):
+    package = copy / "torch_fused_linear"
+    (package / f"_direct{SUFFIX}").rename(package / "_direct.cpython-37m.so")
+    direct = json.loads((package / "_direct.json").read_text())
+    direct["fingerprint"] = direct["fingerprint"].removesuffix(SUFFIX) + ".cpython-37m.so"
+    (package / "_direct.json").write_text(json.dumps(direct))
+    result = build_in(copy, WORKING)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (package / f"_direct{SUFFIX}").read_text() == "built\n"
+    assert (package / "_C.abi3.so").read_text() == "finished"
+    assert "up to date" in build_in(copy).stdout
 
 
 def test_a_failed_build_leaves_the_old_library_and_is_tried_again(copy):
@@ -212,6 +232,7 @@ def test_a_finished_build_is_complete_and_not_repeated(copy):
     assert first.returncode == 0, first.stdout + first.stderr
     assert "CPU ONLY" in first.stdout and "TORCH_FUSED_LINEAR_CUDA=0" in first.stdout
     assert (package / "_C.abi3.so").read_text() == "built\n"
+    assert (package / f"_direct{SUFFIX}").read_text() == "built\n"
     assert (package / "include" / "fused_linear.h").exists()
     about = json.loads((package / "_C.json").read_text())
     assert about["torch"] == torch.__version__ and about["cuda"] is None
@@ -279,6 +300,37 @@ def test_a_library_that_does_not_link_names_the_symbol_and_both_versions(package
     message = import_error(package)
     assert "undefined symbol: from_another_torch" in message
     assert message.count(torch.__version__) >= 2
+
+
+IMPORTED = """
+import torch, torch_fused_linear as tfl
+x = torch.ones(2, 3)
+assert tfl.linear_relu(x, x).shape == (2, 2)
+print(type(tfl._library.direct).__name__)
+"""
+
+
+def spoil(package, how):
+    if how == "missing":
+        (package / f"_direct{SUFFIX}").unlink()
+    elif how == "of another torch":
+        (package / "_direct.json").write_text('{"torch": "1.2.3"}')
+    elif how == "of no use":
+        (package / f"_direct{SUFFIX}").write_text("no library")
+
+
+@pytest.mark.parametrize("how", ["", "missing", "of another torch", "of no use"])
+def test_torch_ops_stands_in_for_the_direct_calls(package, how):
+    spoil(package, how)
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        cwd=package.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ("_NotDirect" if how else "module")
 
 
 # --- the record of the last run on a GPU ------------------------------------------------------

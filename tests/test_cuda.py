@@ -15,6 +15,7 @@ from helpers import (
     OPS,
     RELU,
     Case,
+    assert_bits,
     encode_mask,
     op_param,
     policy,
@@ -30,11 +31,6 @@ HALF_SECOND = 1_000_000_000  # cycles, at the 1 to 2 GHz of a GPU
 
 def bf16_case(t=129, i=64, o=257, seed=0, bias=True) -> Case:
     return random_case(t, i, o, torch.bfloat16, "cuda", bias, seed)
-
-
-def assert_bits(got, want, label=""):
-    for k, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(a, b), f"{label} result {k} differs"
 
 
 # --- streams and graphs -------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def test_names_what_is_there_and_finds_it_working():
     assert lines["torch"] == torch.__version__
     assert lines["library"].startswith(("CUDA", "CPU only"))
     assert lines["cpu"].endswith("OK")
+    assert lines["calls"].startswith(("direct", "through torch.ops"))
     assert {"python", "driver", "cublaslt", "device", "oneDNN", "cuBLASLt"} <= set(lines)
 
 

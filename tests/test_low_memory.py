@@ -10,6 +10,7 @@ from helpers import (  # noqa: F401
     ERRORS,
     GELU_ERF,
     GELU_TANH,
+    assert_bits,
     decode_mask,
     kept_bytes,
     one_thread,
@@ -17,7 +18,7 @@ from helpers import (  # noqa: F401
     random_case,
     saved_bytes,
 )
-from low_memory import FORMS, ROWS, Net, assert_bits, dtype_param, form_param, identity
+from low_memory import FORMS, ROWS, Net, dtype_param, form_param, identity
 from stacks import HANDED, assert_same
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import one_thread  # noqa: F401
-from low_memory import Net, assert_bits, small
+from helpers import assert_bits, one_thread  # noqa: F401
+from low_memory import Net, small
 from stacks import assert_same
 from torch.utils.checkpoint import checkpoint
 

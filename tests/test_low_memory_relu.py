@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import decode_mask, kept_bytes, one_thread, random_case  # noqa: F401
-from low_memory import ROWS, Net, assert_bits, dtype_param, identity
+from helpers import assert_bits, decode_mask, kept_bytes, one_thread, random_case  # noqa: F401
+from low_memory import ROWS, Net, dtype_param, identity
 from stacks import assert_same
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -1,10 +1,13 @@
-"""Finds, checks and loads the compiled library, `_C*.so` beside this file."""
+"""Finds, checks and loads what is compiled: the library `_C*.so`, and `_direct*.so` beside it."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,26 @@ _PACKAGE = Path(__file__).resolve().parent
 
 #: Why the library is not loaded; only the doctor, which explains it, gets to see this.
 error: ImportError | None = None
+
+
+class _NotDirect:
+    """In place of `_direct` where it cannot be had; None is its answer to what it cannot do."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+def _direct() -> Any:
+    # It is of one version of torch, as the library is, and of one version of Python besides.
+    path = _PACKAGE / "_direct.json"
+    if path.exists() and json.loads(path.read_text())["torch"] == torch.__version__:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("._direct", __package__)
+    return _NotDirect()
+
+
+#: The operators without `torch.ops` (csrc/python/direct.cpp).
+direct = _direct()
 
 
 def build_info() -> dict[str, Any]:

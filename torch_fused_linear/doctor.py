@@ -82,6 +82,13 @@ def largest_error(device: str) -> float:
     return max((got.cpu().double() - want).abs().max().item() for got, want in pairs)
 
 
+def calls_path() -> str:
+    """How the functions and layers reach the operators."""
+    if isinstance(_library.direct, _library._NotDirect):
+        return "through torch.ops, which is slower: not built for this Python, or without Python.h"
+    return "direct"
+
+
 def onednn_path() -> str:
     if not torch.backends.mkldnn.is_available():
         return "not in this torch"
@@ -115,6 +122,7 @@ def main() -> int:
         return 1
     kind = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
+    say("calls", calls_path())
     say("oneDNN", onednn_path())
     say("cuBLASLt", cublaslt_path(built["cuda"]))
 

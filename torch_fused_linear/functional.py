@@ -1,12 +1,17 @@
 """Functional forms, under the names of the operators.
 
 Each is the operator ``torch.ops.fused.<name>``; use whichever reads better. All of them work in
-eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``.
+eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``. In
+eager mode they take a microsecond less than ``torch.ops`` does.
 """
 
 import torch
 from torch import Tensor
 from torch._jit_internal import BroadcastingList2
+from torch.compiler import is_dynamo_compiling
+from torch.jit import is_scripting
+
+from ._library import direct
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,6 +33,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError: a dtype is not supported or does not fit.
         RuntimeError: the arguments are on different devices.
     """
+    if not is_scripting() and not is_dynamo_compiling():
+        result = direct.linear(input, weight, bias)
+        if result is not None:
+            return result
     return torch.ops.fused.linear(input, weight, bias)
 
 
@@ -57,8 +66,10 @@ def linear_relu(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    if memory == "default":  # reading an argument by name takes longer than comparing it
-        return torch.ops.fused.linear_relu(input, weight, bias)
+    if not is_scripting() and not is_dynamo_compiling():
+        result = direct.linear_relu(input, weight, bias, memory)
+        if result is not None:
+            return result
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -96,8 +107,10 @@ def linear_gelu(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    if memory == "default":
-        return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate)
+    if not is_scripting() and not is_dynamo_compiling():
+        result = direct.linear_gelu(input, weight, bias, approximate, memory)
+        if result is not None:
+            return result
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
@@ -138,8 +151,10 @@ def mlp(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`.
     """
-    if memory == "default":
-        return torch.ops.fused.mlp(input, weights, biases, activation)
+    if not is_scripting() and not is_dynamo_compiling():
+        result = direct.mlp(input, weights, biases, activation, memory)
+        if result is not None:
+            return result
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
@@ -181,13 +196,16 @@ def conv2d_relu(
         ValueError, TypeError, RuntimeError: as :func:`linear`; ``stride``, ``padding``,
             ``dilation`` or ``groups`` out of range is a ValueError.
     """
-    return torch.ops.fused.conv2d_relu(
-        input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
-    )
+    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
+    if not is_scripting() and not is_dynamo_compiling():
+        result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+        if result is not None:
+            return result
+    return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
 
 
 def _pair(value: BroadcastingList2[int]) -> list[int]:
     # TorchScript has made a list of one number already
-    if torch.jit.is_scripting():
+    if is_scripting():
         return value
     return [value, value] if isinstance(value, (int, torch.SymInt)) else list(value)

@@ -1,8 +1,9 @@
 """The layer that stands where ``nn.Conv2d`` and its ReLU stood."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .functional import conv2d_relu
 
 
 class FusedConv2dReLU(nn.Conv2d):
@@ -57,7 +58,7 @@ class FusedConv2dReLU(nn.Conv2d):
                     input = F.pad(input, [0, width % 2, 0, height % 2])
         else:
             padding = [self.padding[0], self.padding[1]]
-        return torch.ops.fused.conv2d_relu(
+        return conv2d_relu(
             input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
         )
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .functional import mlp
 from .modules import check_memory, memory_repr
 
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
@@ -149,12 +150,12 @@ class FusedMLP(nn.Sequential):
                 )
             # What TorchScript runs below, without asking every activation for a weight.
             layers = list(self._modules.values())[::2]
-            return torch.ops.fused.mlp(
+            return mlp(
                 input,
                 [layer.weight for layer in layers],
                 [layer.bias for layer in layers],
                 self.activation,
-                memory=self.memory,
+                self.memory,
             )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
@@ -162,7 +163,7 @@ class FusedMLP(nn.Sequential):
             if hasattr(module, "weight"):
                 weights.append(module.weight)
                 biases.append(module.bias)
-        return torch.ops.fused.mlp(input, weights, biases, self.activation, memory=self.memory)
+        return mlp(input, weights, biases, self.activation, self.memory)
 
     def extra_repr(self) -> str:
         return memory_repr(self.memory).removeprefix(", ")

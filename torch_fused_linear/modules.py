@@ -1,7 +1,8 @@
 """Layers that stand where ``nn.Linear`` and its activation stood."""
 
-import torch
 from torch import Tensor, nn
+
+from .functional import linear, linear_gelu, linear_relu
 
 MEMORY = ("default", "low")
 
@@ -46,7 +47,7 @@ class FusedLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.fused.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **kwargs) -> "FusedLinear":
@@ -144,9 +145,7 @@ class FusedLinearReLU(FusedLinear):
         self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.memory == "default":  # to pass it on would take time: half a microsecond
-            return torch.ops.fused.linear_relu(input, self.weight, self.bias)
-        return torch.ops.fused.linear_relu(input, self.weight, self.bias, memory=self.memory)
+        return linear_relu(input, self.weight, self.bias, self.memory)
 
     def to_unfused(self) -> nn.Module:
         """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
@@ -215,13 +214,7 @@ class FusedLinearGELU(FusedLinear):
         self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.memory == "default":  # to pass it on would take time: half a microsecond
-            return torch.ops.fused.linear_gelu(
-                input, self.weight, self.bias, approximate=self.approximate
-            )
-        return torch.ops.fused.linear_gelu(
-            input, self.weight, self.bias, approximate=self.approximate, memory=self.memory
-        )
+        return linear_gelu(input, self.weight, self.bias, self.approximate, self.memory)
 
     def to_unfused(self) -> nn.Module:
         """``nn.Sequential(nn.Linear, nn.GELU)`` that shares this layer's parameters."""

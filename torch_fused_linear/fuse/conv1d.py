@@ -1,9 +1,9 @@
 """GPT-2's linear layer. Importing this file imports transformers."""
 
-import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from ..functional import linear, linear_gelu, linear_relu
 from ..modules import memory_repr
 
 
@@ -27,13 +27,11 @@ class FusedConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t()  # a view: the operators take any strides
         if self.activation == "none":
-            return torch.ops.fused.linear(x, weight, self.bias)
+            return linear(x, weight, self.bias)
         if self.activation == "relu":
-            return torch.ops.fused.linear_relu(x, weight, self.bias, memory=self.memory)
+            return linear_relu(x, weight, self.bias, self.memory)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return torch.ops.fused.linear_gelu(
-            x, weight, self.bias, approximate=approximate, memory=self.memory
-        )
+        return linear_gelu(x, weight, self.bias, approximate, self.memory)
 
     def __repr__(self) -> str:
         text = f"FusedConv1D(nf={self.nf}, nx={self.nx}, activation={self.activation!r}"

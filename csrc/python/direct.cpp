@@ -1,0 +1,155 @@
+// The operators for Python in eager mode, at the cost of one of torch's own functions. torch.ops
+// looks for overloads and puts every argument into a box; a small layer does not take as long.
+//
+// Only for calls that need nothing else: tensors and parameters themselves, no subclass of them,
+// and no mode that wants to see the call. The answer to any other is None, and the caller goes
+// through torch.ops, which knows them all. A library of its own, as the operators' knows no Python.
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace fused {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// How a Python object becomes an argument, and which objects do.
+template <typename T>
+struct Argument;
+
+template <>
+struct Argument<Tensor> {
+  static bool fits(PyObject* object) { return THPVariable_CheckExact(object); }
+  static const Tensor& take(PyObject* object) { return THPVariable_Unpack(object); }
+};
+
+template <>
+struct Argument<OptionalTensor> {
+  static bool fits(PyObject* object) { return object == Py_None || Argument<Tensor>::fits(object); }
+  static OptionalTensor take(PyObject* object) {
+    return object == Py_None ? std::nullopt : OptionalTensor(Argument<Tensor>::take(object));
+  }
+};
+
+template <>
+struct Argument<std::string_view> {
+  static bool fits(PyObject* object) {
+    return PyUnicode_CheckExact(object) && PyUnicode_IS_COMPACT_ASCII(object);
+  }
+  static std::string_view take(PyObject* object) {
+    return {reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(object)),
+            static_cast<size_t>(PyUnicode_GET_LENGTH(object))};
+  }
+};
+
+template <>
+struct Argument<c10::SymInt> {
+  static bool fits(PyObject* object) {
+    int overflow = 0;
+    if (!PyLong_CheckExact(object)) return false;
+    PyLong_AsLongLongAndOverflow(object, &overflow);
+    return overflow == 0;
+  }
+  static c10::SymInt take(PyObject* object) { return PyLong_AsLongLong(object); }
+};
+
+template <typename T, typename List>
+struct ListArgument {
+  static bool fits(PyObject* object) {
+    if (!PyList_CheckExact(object)) return false;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(object); ++k) {
+      if (!Argument<T>::fits(PyList_GET_ITEM(object, k))) return false;
+    }
+    return true;
+  }
+  static List take(PyObject* object) {
+    List list;
+    list.reserve(PyList_GET_SIZE(object));
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(object); ++k) {
+      list.push_back(Argument<T>::take(PyList_GET_ITEM(object, k)));
+    }
+    return list;
+  }
+};
+
+template <>
+struct Argument<at::TensorList> : ListArgument<Tensor, std::vector<Tensor>> {};
+template <>
+struct Argument<c10::List<OptionalTensor>>
+    : ListArgument<OptionalTensor, c10::List<OptionalTensor>> {};
+template <>
+struct Argument<c10::SymIntArrayRef> : ListArgument<c10::SymInt, std::vector<c10::SymInt>> {};
+
+// The function for Python of the operator `name`; all arguments are given, by position.
+template <const auto& name, typename Signature>
+struct Function;
+
+template <const auto& name, typename... Args>
+struct Function<name, Tensor(Args...)> {
+  static PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    return run(given, count, std::index_sequence_for<Args...>());
+    END_HANDLE_TH_ERRORS
+  }
+
+ private:
+  template <size_t... k>
+  static PyObject* run(PyObject* const* given, Py_ssize_t count, std::index_sequence<k...>) {
+    const bool plain = count == sizeof...(Args) && !at::impl::torch_function_mode_enabled() &&
+                       (Argument<std::decay_t<Args>>::fits(given[k]) && ...);
+    if (!plain) Py_RETURN_NONE;
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Tensor(Args...)>();
+    // A reference where there is one to take: the caller holds the objects until we return.
+    std::tuple<decltype(Argument<std::decay_t<Args>>::take(given[k]))...> arguments{
+        Argument<std::decay_t<Args>>::take(given[k])...};
+    Tensor result;
+    {
+      const pybind11::gil_scoped_release released;
+      result = op.call(std::get<k>(arguments)...);
+    }
+    return THPVariable_Wrap(std::move(result));
+  }
+};
+
+constexpr char linear[] = "fused::linear", linear_relu[] = "fused::linear_relu",
+               linear_gelu[] = "fused::linear_gelu", mlp[] = "fused::mlp",
+               conv2d_relu[] = "fused::conv2d_relu";
+
+using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
+using LinearRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
+using LinearGelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                          std::string_view);
+using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
+                   std::string_view, std::string_view);
+using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
+                          c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
+
+template <const auto& name, typename Signature>
+PyMethodDef method() {
+  constexpr auto prefix = std::string_view("fused::").size();
+  const auto function = &Function<name, Signature>::call;
+  return {name + prefix, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
+PyMethodDef methods[] = {method<linear, Linear>(),          method<linear_relu, LinearRelu>(),
+                         method<linear_gelu, LinearGelu>(), method<mlp, Mlp>(),
+                         method<conv2d_relu, Conv2dRelu>(), {}};
+
+PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}, {}, {}};
+
+}  // namespace
+}  // namespace fused
+
+PyMODINIT_FUNC PyInit__direct() { return PyModule_Create(&fused::module); }
