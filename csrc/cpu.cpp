@@ -4,6 +4,7 @@
 #include "composite.h"
 #include "cpu_activation_grad.h"
 #include "cpu_onednn.h"
+#include "cpu_packed.h"
 #include "kernels.h"
 
 namespace fused {
@@ -36,6 +37,17 @@ bool takes_product(const Tensor& input, const Tensor& weight) {
                                weight.size(0));
 }
 
+int64_t rows_of(const Tensor& input) { return input.numel() / input.size(-1); }
+
+// The product of the rows with the weight, in parts, the weight's packed where they are kept.
+void multiply_with_weight(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          onednn::Finish finish) {
+  const auto packed =
+      packed::find(weight, [&] { return onednn::pack(onednn::parts_of(weight), rows_of(input)); });
+  explain::step(packed ? "oneDNN product in parts, packed" : "oneDNN product in parts");
+  onednn::product(as_rows(dense(input)), packed ? *packed : onednn::parts_of(weight), bias, finish);
+}
+
 // left · rightᵀ, into `result`
 void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
   if (!onednn::takes_product(left.scalar_type(), left.size(0), left.size(1), right.size(0))) {
@@ -44,7 +56,7 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
     return;
   }
   explain::step("oneDNN product in parts");
-  onednn::product(left, right, {}, [&](const Tensor& some, int64_t first) {
+  onednn::product(left, onednn::parts_of(right), {}, [&](const Tensor& some, int64_t first) {
     result.narrow(0, first, some.size(0)).copy_(some);
   });
 }
@@ -56,18 +68,24 @@ Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
 struct Cpu : Reference {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
+    if (onednn::takes_packed_linear(input, weight)) {
+      const auto pack = [&] { return onednn::pack({weight}, rows_of(input)); };
+      if (const auto packed = packed::find(weight, pack)) {
+        explain::step("oneDNN linear, packed");
+        return onednn::packed_linear(input, packed->front(), bias, activation);
+      }
+    }
     if (onednn::takes_linear_gelu(input, weight, bias, activation)) {
       explain::step("oneDNN linear with post-op");
       return onednn::linear_gelu(input, weight, bias, activation);
     }
     if (!takes_product(input, weight)) return Reference::forward(input, weight, bias, activation);
-    explain::step("oneDNN product in parts");
-    if (activation != Activation::none) explain::step("ATen activation");
     const auto output = empty_rows(input, weight.size(0));
     const auto rows = as_rows(output);
-    onednn::product(as_rows(dense(input)), weight, bias, [&](const Tensor& some, int64_t first) {
+    multiply_with_weight(input, weight, bias, [&](const Tensor& some, int64_t first) {
       activate_into(rows.narrow(0, first, some.size(0)), some, activation);
     });
+    if (activation != Activation::none) explain::step("ATen activation");
     return output;
   }
 
@@ -76,15 +94,14 @@ struct Cpu : Reference {
     if (activation == Activation::relu || !takes_product(input, weight)) {
       return Reference::forward_aux(input, weight, bias, activation);
     }
-    explain::step("oneDNN product in parts");
-    explain::step("ATen activation");
     const auto output = empty_rows(input, weight.size(0));
     const auto preactivation = pad_rows(at::empty_like(output));
     const auto output_rows = as_rows(output), preactivation_rows = as_rows(preactivation);
-    onednn::product(as_rows(dense(input)), weight, bias, [&](const Tensor& some, int64_t first) {
+    multiply_with_weight(input, weight, bias, [&](const Tensor& some, int64_t first) {
       preactivation_rows.narrow(0, first, some.size(0)).copy_(some);
       activate_into(output_rows.narrow(0, first, some.size(0)), some, activation);
     });
+    explain::step("ATen activation");
     return {output, preactivation};
   }
 

@@ -19,6 +19,7 @@ namespace {
 using NoScalars = c10::List<std::optional<at::Scalar>>;
 using Pointwise = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                          NoScalars, std::optional<std::string_view>);
+using Reorder = Tensor(const Tensor&, std::optional<int64_t>);
 using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                       std::string_view);
 
@@ -44,6 +45,11 @@ const auto& binary() {
   return op;
 }
 
+const auto& reorder() {
+  static const auto op = find<Reorder>("mkldnn::_reorder_linear_weight", "");
+  return op;
+}
+
 bool multiplies_bf16() {
   static const bool supported = [] {
     const auto op = find<bool()>("mkldnn::_is_mkldnn_bf16_supported", "");
@@ -65,16 +71,9 @@ bool outruns_mkl() {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Parts of nearly one size, in whole vectors. Between gaps oneDNN is slow beyond use, so that a
-// part is copied unless it is one piece of memory.
-std::vector<Tensor> parts_of(const Tensor& right) {
-  const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
-  const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
-  std::vector<Tensor> parts;
-  for (int64_t k = 0; k < inner; k += length) {
-    parts.push_back(dense(right.narrow(1, k, std::min(length, inner - k))));
-  }
-  return parts;
+// oneDNN takes no notice of its stride.
+OptionalTensor contiguous(const OptionalTensor& bias) {
+  return has_value(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
 }
 
 }  // namespace
@@ -103,6 +102,26 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
   return pointwise()->call(input, weight, bias, "gelu", NoScalars(), approximate_of(activation));
 }
 
+bool takes_packed_linear(const Tensor& input, const Tensor& weight) {
+  // Smaller weights are multiplied with sooner than oneDNN is called.
+  constexpr int64_t least_weight = int64_t{1} << 14;
+  return input.scalar_type() == at::kBFloat16 && input.numel() > 0 &&
+         weight.numel() >= least_weight && weight.is_non_overlapping_and_dense() && pointwise() &&
+         reorder() && multiplies_bf16() && at::globalContext().userEnabledMkldnn();
+}
+
+Tensor packed_linear(const Tensor& input, const Tensor& packed_weight, const OptionalTensor& bias,
+                     Activation activation) {
+  if (is_gelu(activation)) {
+    return pointwise()->call(dense(input), packed_weight, contiguous(bias), "gelu", NoScalars(),
+                             approximate_of(activation));
+  }
+  // Its ReLU makes 0 of NaN.
+  const auto result = pointwise()->call(dense(input), packed_weight, contiguous(bias), "none",
+                                        NoScalars(), std::nullopt);
+  return activation == Activation::relu ? result.relu_() : result;
+}
+
 bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns) {
   if (type != at::kFloat || !outruns_mkl() || !pointwise() || !binary()) return false;
   // The copies of the parts and the calls have to be repaid, on every thread.
@@ -118,14 +137,32 @@ bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t col
          precision != at::Float32Precision::BF16;
 }
 
-void product(const Tensor& left, const Tensor& right, const OptionalTensor& bias, Finish finish) {
-  const auto parts = parts_of(right);
-  // oneDNN takes no notice of its stride.
-  const auto added = has_value(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
+// Parts of nearly one size, in whole vectors. Between gaps oneDNN is slow beyond use, so that a
+// part is copied unless it is one piece of memory.
+std::vector<Tensor> parts_of(const Tensor& right) {
+  const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
+  const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
+  std::vector<Tensor> parts;
+  for (int64_t k = 0; k < inner; k += length) {
+    parts.push_back(dense(right.narrow(1, k, std::min(length, inner - k))));
+  }
+  return parts;
+}
+
+std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
+  if (reorder()) {
+    for (auto& part : parts) part = reorder()->call(part, rows);
+  }
+  return parts;
+}
+
+void product(const Tensor& left, const std::vector<Tensor>& parts, const OptionalTensor& bias,
+             Finish finish) {
+  const auto added = contiguous(bias);
   // Blocks of rows are shared out among the threads once, and each is one thread's own: its result,
   // written anew for each part, stays in the cache, and nobody waits for another before the end.
   constexpr int64_t block_elements = 3 << 18, least_block = 256;
-  const int64_t most = std::max(least_block, block_elements / right.size(0));
+  const int64_t most = std::max(least_block, block_elements / parts[0].size(0));
   const int64_t rows = left.size(0), threads = at::get_num_threads();
   const int64_t blocks = ceil_div(ceil_div(rows, most), threads) * threads;
   const int64_t block = ceil_div(rows, blocks);

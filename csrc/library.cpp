@@ -1,6 +1,7 @@
 // Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
 // are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp, conv*.cpp.
 
+#include "cpu_packed.h"
 #include "explain.h"
 #include "fused_linear.h"
 #include "handover.h"
@@ -90,6 +91,10 @@ TORCH_LIBRARY(fused, m) {
   // Whether separate layers hand gradients over to each other.
   m.def("_handover() -> bool", fused::handover::enabled);
   m.def("_set_handover(bool enabled) -> ()", fused::handover::set_enabled);
+
+  // Whether weights that stay as they are are kept packed, on a CPU.
+  m.def("_pack_weights() -> bool", fused::packed::enabled);
+  m.def("_set_pack_weights(bool enabled) -> ()", fused::packed::set_enabled);
 
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);

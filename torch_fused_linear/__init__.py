@@ -12,7 +12,7 @@ if _library.load():
     from .fused_mlp import FusedMLP
     from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
     from .onnx import onnx_translation_table
-    from .policy import get_policy, handover, set_policy
+    from .policy import get_policy, handover, pack_weights, set_policy
     from .report import explain
 
     flops.register_when_imported()
@@ -36,6 +36,7 @@ if _library.load():
         "linear_relu",
         "mlp",
         "onnx_translation_table",
+        "pack_weights",
         "plans",
         "set_policy",
         "unfuse_",

@@ -27,14 +27,14 @@ COMPILE_MODES = {
 }
 COMPILED = (*COMPILE_MODES, "compile+pass")
 BASELINES = (
-    *("low", "mlp-low", "cublaslt", "mlp-cublaslt"),
+    *("low", "mlp-low", "packed", "cublaslt", "mlp-cublaslt"),
     *("eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
     "copy",  # of the suite `activation` only
     "conv",  # of convolutions only
 )
 POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
-    **dict.fromkeys(("low", "mlp-low", "fused-low"), "auto"),
+    **dict.fromkeys(("low", "mlp-low", "fused-low", "packed"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
 
@@ -127,6 +127,7 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
     "mlp": mlp,
     "low": partial(ours, memory="low"),
     "mlp-low": partial(mlp, memory="low"),
+    "packed": ours,
     "cublaslt": ours,
     "mlp-cublaslt": mlp,
     "eager": eager,
@@ -151,6 +152,8 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     one_layer, inference = len(case.sizes) == 2, case.mode == "forward"
     if name in ("mlp", "mlp-low", "mlp-cublaslt"):
         return hasattr(tfl, "FusedMLP") and not one_layer
+    if name == "packed":
+        return one_layer and inference and device.type == "cpu"
     if name == "addmm":  # its GELU is the tanh form on the GPU and the erf form on the CPU
         computes = {"relu", "gelu" if device.type == "cuda" else "gelu-erf"}
         return one_layer and inference and case.activation in computes
@@ -231,6 +234,17 @@ def conditions_of(name: str, case: Case) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def weights_packed(
+    conditions: Callable[[], contextlib.AbstractContextManager], calls: Sequence[Call]
+) -> Iterator[None]:
+    """The conditions, with all weights packed: that takes two calls, which are not timed."""
+    with conditions(), tfl.pack_weights(True):
+        for call in (*calls, *calls):
+            call()
+        yield
+
+
 def in_turns(calls: Sequence[Call]) -> Call:
     if len(calls) == 1:
         return calls[0]
@@ -253,4 +267,6 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
                 calls = [graph_of(call) for call in calls]
         else:
             calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
+    if name == "packed":
+        conditions = partial(weights_packed, conditions, calls)
     return Contender(name, in_turns(calls), conditions)

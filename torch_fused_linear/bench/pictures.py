@@ -18,6 +18,7 @@ COLOURS = {
     "mlp": "#00897b",
     "fused": "#1565c0",
     "compile+pass": "#00897b",
+    "packed": "#6d4c41",
     "cublaslt": "#ef6c00",
     "mlp-cublaslt": "#c62828",
     "addmm": "#8d6e63",
