@@ -15,6 +15,11 @@ namespace fused {
 void activation_forward(Activation activation, gemm::Type type, int64_t rows, int64_t cols,
                         const void* z, int64_t ld_z, void* y, int64_t ld_y, cudaStream_t stream);
 
+// ReLU's bit mask of its output, in one pass over memory: 0 where output <= 0, by torch's rule. The
+// mask is contiguous, [rows, gemm::mask_bits(cols) / 8] bytes (composite.h has the layout).
+void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* output, int64_t ld,
+                     void* mask, cudaStream_t stream);
+
 // dz = act'(saved) · grad and grad_bias = the column sums of dz, in one pass over memory: grad and
 // saved are read once, dz is written once. Sums run in fp32 (fp64 for fp64) in an order fixed by
 // the sizes, so that the same input gives the same bits.

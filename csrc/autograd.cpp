@@ -99,6 +99,13 @@ std::tuple<Tensor, Tensor> gelu_aux_autograd(const Tensor& input, const Tensor& 
   return steps::linear_gelu_aux(input, weight, bias, approximate);
 }
 
+// Bits have no gradient.
+Tensor relu_mask_autograd(const Tensor& output) {
+  if (wants_formula(output)) return Formula::relu_mask(output);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return steps::relu_mask(output);
+}
+
 std::tuple<Tensor, Tensor> activation_backward_autograd(const Tensor& grad_output,
                                                         const Tensor& saved,
                                                         std::string_view activation,
@@ -145,6 +152,7 @@ TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("mlp", mlp_autograd);
   m.impl("_linear_relu_aux", relu_aux_autograd);
   m.impl("_linear_gelu_aux", gelu_aux_autograd);
+  m.impl("_relu_mask", relu_mask_autograd);
   m.impl("_activation_backward", activation_backward_autograd);
   m.impl("_linear_backward", linear_backward_autograd);
   m.impl("_linear_backward_across", linear_backward_across_autograd);

@@ -35,13 +35,13 @@ inline void check_dtype_and_device(const char* op, const char* what, const Tenso
               " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }
 
-inline void check_floating(const char* op, const Tensor& input) {
+inline void check_floating(const char* op, const Tensor& input, const char* what = "input") {
   const auto dtype = input.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
-      op, ": input must have dtype Double, Float, Half or BFloat16, got ", dtype);
-  TORCH_CHECK(input.layout() == at::kStrided, op, ": input must be a strided tensor, got layout ",
-              input.layout());
+      op, ": ", what, " must have dtype Double, Float, Half or BFloat16, got ", dtype);
+  TORCH_CHECK(input.layout() == at::kStrided, op, ": ", what,
+              " must be a strided tensor, got layout ", input.layout());
 }
 
 inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight) {

@@ -32,6 +32,8 @@ std::tuple<Tensor, Tensor> Composite::forward_aux(const Tensor& input, const Ten
   return {output, preactivation};
 }
 
+Tensor Composite::relu_mask(const Tensor& output) { return pack_mask(output.le(0).logical_not()); }
+
 Tensor Composite::activation_gradient(const Tensor& grad_output, const Tensor& saved,
                                       Activation activation) {
   switch (activation) {
@@ -145,6 +147,11 @@ std::tuple<Tensor, Tensor> Reference::forward_aux(const Tensor& input, const Ten
   explain::step("reference");
   auto [output, aux] = Composite::forward_aux(input, weight, bias, activation);
   return {output.contiguous(), activation == Activation::relu ? aux : pad_rows(aux)};
+}
+
+Tensor Reference::relu_mask(const Tensor& output) {
+  explain::step("reference");
+  return Composite::relu_mask(output).contiguous();
 }
 
 std::tuple<Tensor, Tensor> Reference::activation_backward(const Tensor& grad_output,

@@ -23,6 +23,10 @@ struct Composite {
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation);
 
+  // The bit mask by which ReLU's backward follows torch's rule: 0 where output <= 0, so that at 0
+  // no gradient passes, and at NaN it does.
+  static Tensor relu_mask(const Tensor& output);
+
   // act'(saved) · grad_output. saved is ReLU's output or bit mask (uint8), GELU's pre-activation.
   static Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved,
                                     Activation activation);
@@ -59,6 +63,8 @@ struct Reference {
 
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation);
+
+  static Tensor relu_mask(const Tensor& output);
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,

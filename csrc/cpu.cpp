@@ -5,6 +5,7 @@
 #include "cpu_activation_grad.h"
 #include "cpu_onednn.h"
 #include "cpu_packed.h"
+#include "cpu_relu_mask.h"
 #include "kernels.h"
 
 namespace fused {
@@ -103,6 +104,15 @@ struct Cpu : Reference {
     });
     explain::step("ATen activation");
     return {output, preactivation};
+  }
+
+  static Tensor relu_mask(const Tensor& output) {
+    explain::step("own mask kernel");
+    auto sizes = output.sizes().vec();
+    sizes.back() = gemm::mask_bits(sizes.back()) / 8;
+    const auto mask = at::empty(sizes, output.options().dtype(at::kByte));
+    write_relu_mask(mask, output.contiguous());
+    return mask;
   }
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,

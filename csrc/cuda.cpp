@@ -1,12 +1,14 @@
 // CUDA kernels of the operators: allocate, describe the stages, run them. How a stage is done is
 // decided in cuda_stage.cpp; where it cannot be done there, ATen's formula does the work.
 
+#include "activation_kernels.h"
 #include "composite.h"
 #include "cuda_device.h"
 #include "cuda_stage.h"
 #include "kernels.h"
 #include "policy.h"
 
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
 namespace fused {
@@ -86,6 +88,11 @@ struct Cuda {
     return Reference::forward_aux(input, weight, bias, activation);
   }
 
+  static Tensor relu_mask(const Tensor& output) {
+    explain::step("own mask kernel");
+    return mask_of(output);
+  }
+
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad) {
@@ -138,6 +145,17 @@ struct Cuda {
     const auto features = output.size(-1), bits = gemm::mask_bits(features);
     auto mask = empty_rows(output, bits / 8, at::kByte);
     return features == bits ? mask : mask.zero_();
+  }
+
+  static Tensor mask_of(const Tensor& output) {
+    const c10::cuda::CUDAGuard guard(output.device());
+    auto mask = empty_rows(output, gemm::mask_bits(output.size(-1)) / 8, at::kByte);
+    if (mask.numel() == 0) return mask;
+    const auto rows = plain_rows(output);
+    write_relu_mask(*gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
+                    rows.matrix.data, rows.matrix.ld, mask.data_ptr(),
+                    at::cuda::getCurrentCUDAStream());
+    return mask;
   }
 
   static Tensor empty_preactivation(const Tensor& output) {
@@ -249,7 +267,7 @@ struct Cuda {
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.
   static Tensor as_aux(const Tensor& saved, Activation activation) {
     if (activation == Activation::relu) {
-      return is_mask(saved) ? saved.contiguous() : pack_mask(saved.le(0).logical_not());
+      return is_mask(saved) ? saved.contiguous() : mask_of(saved);
     }
     const auto rows = plain_rows(saved).matrix;
     return rows.ld % 8 == 0 && rows.rows > 1 ? saved : pad_rows(saved);

@@ -67,6 +67,11 @@ std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& we
                                            const std::optional<Tensor>& bias = {},
                                            std::string_view approximate = "tanh");
 
+// ReLU's bit mask of its output, by torch's rule: 0 where output <= 0, so that at exactly 0 no
+// gradient passes (linear_relu_aux's mask lets it pass) and at NaN it does.
+// -> uint8 [*, roundup(out, 128) / 8]
+Tensor relu_mask(const Tensor& output);  // [*, out]
+
 // dz = act'(saved) · grad_output and, wanted or [0], its sum over all rows: the bias gradient.
 // saved: ReLU's output or bit mask, GELU's pre-activation.
 std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,  // [*, out]

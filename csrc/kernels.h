@@ -1,8 +1,9 @@
 #pragma once
 
 // What every backend's kernels share: the dispatcher's signatures, the checks, the parsing of
-// strings. A backend supplies five functions over Activation as a value: forward, forward_aux,
-// activation_backward, linear_backward, linear_backward_across (see Composite for their meaning).
+// strings. A backend supplies six functions, those over an activation taking it as a value:
+// forward, forward_aux, relu_mask, activation_backward, linear_backward, linear_backward_across
+// (see Composite for their meaning).
 
 #include "activation.h"
 #include "check.h"
@@ -96,6 +97,15 @@ struct Kernels {
     return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
   }
 
+  static Tensor relu_mask(const Tensor& output) {
+    constexpr auto op = "_relu_mask";
+    TORCH_CHECK_VALUE(output.dim() >= 1, op,
+                      ": output must have shape [..., features], got a 0-dimensional tensor");
+    check_floating(op, output, "output");
+    const explain::Row row(op, output, {});
+    return way([&](auto w) { return decltype(w)::relu_mask(output); });
+  }
+
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, std::string_view text,
                                                         bool bias_grad) {
@@ -172,6 +182,7 @@ void register_kernels(torch::Library& m) {
   m.impl("mlp", K::mlp);
   m.impl("_linear_relu_aux", K::relu_aux);
   m.impl("_linear_gelu_aux", K::gelu_aux);
+  m.impl("_relu_mask", K::relu_mask);
   m.impl("_activation_backward", K::activation_backward);
   m.impl("_linear_backward", K::linear_backward);
   m.impl("_linear_backward_across", K::linear_backward_across);

@@ -56,6 +56,9 @@ TORCH_LIBRARY(fused, m) {
       "str approximate='tanh') -> (Tensor output, Tensor preactivation)",
       tags);
 
+  // What low memory keeps of ReLU's output: a bit for each element, 0 where output <= 0.
+  m.def("_relu_mask(Tensor output) -> Tensor", tags);
+
   // act'(saved) · grad_output and its column sums, in one pass over memory.
   m.def(
       "_activation_backward(Tensor grad_output, Tensor saved, str activation, bool bias_grad) -> "
@@ -133,6 +136,7 @@ using Pair = std::tuple<Tensor, Tensor>;
 using ForwardAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&);
 using ForwardGeluAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                             std::string_view);
+using ReluMask = Tensor(const Tensor&);
 using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
 using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
 using LinearBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
@@ -197,6 +201,11 @@ Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optio
                      std::string_view approximate) {
   static const auto op = find<ForwardGeluAux>("fused::_linear_gelu_aux");
   return op.call(input, weight, bias, approximate);
+}
+
+Tensor relu_mask(const Tensor& output) {
+  static const auto op = find<ReluMask>("fused::_relu_mask");
+  return op.call(output);
 }
 
 Pair activation_backward(const Tensor& grad_output, const Tensor& saved,

@@ -84,14 +84,12 @@ bool lends_preactivation(Activation activation, Memory memory) {
   return memory == Memory::low && is_gelu(activation) && !at::SavedTensorDefaultHooks::get_hooks();
 }
 
-// ReLU's output as bits: set where it is positive or NaN, which is where torch's rule lets the
-// gradient pass. The output itself where its rows are so short that those of bits would be longer.
+// ReLU's output as bits. The output itself where its rows are so short that those of bits would be
+// longer.
 Tensor relu_bits(const Tensor& output) {
   const auto features = output.sym_size(-1);
   if (gemm::mask_bits(features) / 8 >= features * output.element_size()) return output;
-  const explain::Row row("pack_mask", output, {});
-  explain::step("ATen");
-  return pack_mask(output.ne(0));
+  return steps::relu_mask(output);
 }
 
 // create_graph: gradients that are themselves differentiable.

@@ -20,6 +20,12 @@ Tensor empty_preactivation(const Tensor& output) {
   return padded.narrow_symint(-1, 0, output.sym_size(-1));
 }
 
+Tensor empty_mask(const Tensor& output) {
+  auto sizes = output.sym_sizes().vec();
+  sizes.back() = gemm::mask_bits(sizes.back()) / 8;
+  return at::empty_symint(sizes, output.options().dtype(at::kByte));
+}
+
 Tensor empty(const SymInt& size, const Tensor& like) {
   return at::empty_symint({size}, like.options());
 }
@@ -39,11 +45,11 @@ struct Meta {
       auto preactivation = empty_preactivation(output);
       return {std::move(output), std::move(preactivation)};
     }
-    auto sizes = output.sym_sizes().vec();
-    sizes.back() = gemm::mask_bits(sizes.back()) / 8;
-    auto mask = at::empty_symint(sizes, output.options().dtype(at::kByte));
+    auto mask = empty_mask(output);
     return {std::move(output), std::move(mask)};
   }
+
+  static Tensor relu_mask(const Tensor& output) { return empty_mask(output); }
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output, const Tensor&,
                                                         Activation, bool bias_grad) {

@@ -284,6 +284,13 @@ def test_inference_is_one_kernel(op, count):
     assert len(names) == count, names
 
 
+@pytest.mark.parametrize("cols", [1000, 1001])
+def test_bits_of_relu_are_one_kernel(cols):
+    output = torch.randn(512, cols, dtype=torch.bfloat16, device="cuda")
+    names = kernels(lambda: torch.ops.fused._relu_mask(output))
+    assert len(names) == 1 and "relu_mask" in names[0], names
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", [256, 300, 8192])
 @pytest.mark.parametrize("cols", [10, 256, 1000])

@@ -15,10 +15,11 @@ ALL_OPS = [
     "linear_gelu",
     "_linear_relu_aux",
     "_linear_gelu_aux",
+    "_relu_mask",
     "_activation_backward",
     "_linear_backward",
 ]
-FORWARD, BACKWARD = ALL_OPS[:5], ALL_OPS[5:]
+FORWARD, BACKWARD = ALL_OPS[:5], ALL_OPS[6:]
 
 
 def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=False):
@@ -34,6 +35,9 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
             gelus = ["tanh", "none"] if "gelu" in name else [None]
             for bias, approximate in itertools.product([b, None], gelus):
                 yield (x, w, bias), {} if approximate is None else {"approximate": approximate}
+            continue
+        if name == "_relu_mask":
+            yield (g,), {}
             continue
         z = torch.nn.functional.linear(case.x, case.w, case.b)
         saved = [("relu", z.relu()), ("relu", encode_mask(z >= 0))]
@@ -113,6 +117,8 @@ def test_meta_over_odd_widths_and_empty_sizes(device):
             real = op_of(name)(*case.inputs)
             meta = op_of(name)(*(as_meta(a) for a in case.inputs))
             assert_same_layout(real, meta, f"{name} {t}x{i}->{o}")
+        real, meta = fused._relu_mask(case.g), fused._relu_mask(as_meta(case.g))
+        assert_same_layout(real, meta, f"_relu_mask {t}x{o}")
         z = torch.nn.functional.linear(*case.inputs)
         for wanted in itertools.product([False, True], repeat=3):
             args = (case.g, case.x, case.w, z.relu(), "relu", list(wanted))
@@ -159,6 +165,7 @@ def test_schemas():
         "linear_gelu": f"({arguments}{gelu}, {memory}) -> Tensor",
         "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
         "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
+        "_relu_mask": "(Tensor output) -> Tensor",
         "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"
         " -> (Tensor grad_preactivation, Tensor grad_bias)",
         "_linear_backward": "(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "

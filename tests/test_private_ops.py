@@ -212,6 +212,8 @@ def test_wrong_arguments_name_operator_and_values(device):
         (fused._linear_backward, (g, x, w[:, :5], y, "relu", [True] * 3), "_linear_backward", "5"),
         (fused._linear_backward, (g[:3], x, w, y, "relu", [True] * 3), "_linear_backward", "3"),
         (fused._linear_relu_aux, (x, w.t(), None), "_linear_relu_aux", "6, 9"),
+        (fused._relu_mask, (y.byte(),), "_relu_mask: output", "Byte"),
+        (fused._relu_mask, (y[0, 0],), "_relu_mask: output", "0-dim"),
         (fused._linear_gelu_aux, (x, w.t(), None), "_linear_gelu_aux", "6, 9"),
     ]
     for op, args, name, offender in bad:
