@@ -118,14 +118,21 @@ struct Cpu : Reference {
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad) {
-    if (!takes_one_pass(grad_output, saved, activation)) {
+    if (!has_own_gradient(grad_output, saved, activation)) {
       return Reference::activation_backward(grad_output, saved, activation, bias_grad);
     }
-    explain::step("activation gradient and bias sum in one pass");
     const auto dz = empty_rows(grad_output, grad_output.size(-1));
-    const auto parts = one_pass(as_rows(dz), as_rows(grad_output.contiguous()),
-                                as_rows(saved.contiguous()), activation, bias_grad);
-    return {dz, sum_of_parts(parts, dz)};
+    const auto rows = as_rows(dz), grad = as_rows(grad_output.contiguous()),
+               kept = as_rows(saved.contiguous());
+    if (takes_one_pass(grad_output, saved, activation)) {
+      explain::step("activation gradient and bias sum in one pass");
+      return {dz, sum_of_parts(one_pass(rows, grad, kept, activation, bias_grad), dz)};
+    }
+    explain::step("activation gradient from bits");
+    apply_relu_mask(rows, grad, kept);
+    if (!bias_grad) return {dz, unwanted(dz)};
+    explain::step("ATen sum");
+    return {dz, rows.sum(0)};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(
@@ -161,7 +168,7 @@ struct Cpu : Reference {
       const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
     output_mask[0] = true;
     if (!pays(grad_output, input, weight, saved, activation, output_mask) &&
-        !takes_one_pass(input, previous_saved, previous)) {
+        !has_own_gradient(input, previous_saved, previous)) {
       return Reference::linear_backward_across(grad_output, input, weight, saved, activation,
                                                output_mask, previous_saved, previous,
                                                previous_bias_grad);
@@ -174,6 +181,12 @@ struct Cpu : Reference {
   }
 
  private:
+  // Whether the activation's gradient is computed in another way than by the reference.
+  static bool has_own_gradient(const Tensor& grad, const Tensor& saved, Activation activation) {
+    const bool bits = activation == Activation::relu && saved.scalar_type() == at::kByte;
+    return bits || takes_one_pass(grad, saved, activation);
+  }
+
   // Whether any step of it is done in another way than the reference does it.
   static bool pays(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                    const OptionalTensor& saved, Activation activation,
@@ -181,7 +194,7 @@ struct Cpu : Reference {
     if (input.numel() == 0 || grad_output.numel() == 0) return false;
     const auto type = input.scalar_type();
     const int64_t features = weight.size(0), inputs = weight.size(1), rows = input.numel() / inputs;
-    return (activation != Activation::none && takes_one_pass(grad_output, *saved, activation)) ||
+    return (activation != Activation::none && has_own_gradient(grad_output, *saved, activation)) ||
            (output_mask[0] && onednn::takes_product(type, rows, features, inputs)) ||
            (output_mask[1] && onednn::takes_product(type, features, rows, inputs));
   }

@@ -1,5 +1,7 @@
 #include "cpu_activation_grad.h"
 
+#include "cpu_relu_mask.h"
+
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -15,7 +17,9 @@ constexpr int64_t block_elements = 1 << 16;
 constexpr int64_t least_elements = 1 << 22;
 
 void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activation activation) {
-  if (activation == Activation::relu) {
+  if (saved.scalar_type() == at::kByte) {
+    apply_relu_mask(dz, grad, saved);
+  } else if (activation == Activation::relu) {
     at::threshold_backward_out(dz, grad, saved, 0);
   } else {
     at::gelu_backward_out(dz, grad, saved, approximate_of(activation));
@@ -26,7 +30,8 @@ void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activatio
 
 bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
   const auto type = grad.scalar_type();
-  return activation != Activation::none && saved.scalar_type() == type &&
+  return activation != Activation::none &&
+         (saved.scalar_type() == type || saved.scalar_type() == at::kByte) &&
          at::toOpMathType(type) == type && grad.numel() >= least_elements;
 }
 

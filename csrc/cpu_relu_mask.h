@@ -1,6 +1,7 @@
 #pragma once
 
-// ReLU's bit mask of its output, in one pass over memory: ATen's formula takes six.
+// ReLU's bit mask: made of its output, and applied to a gradient, in one pass over memory each.
+// ATen's formulas take six.
 
 #include "check.h"
 
@@ -9,5 +10,8 @@ namespace fused {
 // By torch's rule: 0 where output <= 0. Both contiguous; output [*, features], mask, of bytes,
 // [*, gemm::mask_bits(features) / 8] (composite.h has the layout).
 void write_relu_mask(const Tensor& mask, const Tensor& output);
+
+// dz = grad where the bit is 1, else 0. All contiguous.
+void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& mask);
 
 }  // namespace fused

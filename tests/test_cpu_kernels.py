@@ -37,6 +37,7 @@ import torch_fused_linear as tfl
 
 ONE_PASS_DTYPES = [torch.float64, torch.float32]
 PRODUCT, ONE_PASS = "oneDNN product in parts", "activation gradient and bias sum in one pass"
+FROM_BITS = "activation gradient from bits"
 # Sums of one part and a little more, of several, of a prime number; few and many columns.
 SHAPES = [(300, 784, 150), (256, 193, 600), ((5, 103), 1000, 130), (2051, 389, 30), (129, 3072, 97)]
 ACTIVATIONS = ["relu", "gelu_tanh", "gelu_erf"]
@@ -368,10 +369,79 @@ def test_one_pass_of_relu_at_the_edges(dtype):
     assert torch.equal(dz[7].isnan(), ~lost) and torch.equal(grad_bias.isnan(), ~lost)
 
 
-def test_a_bit_mask_goes_the_plain_way():
-    grad, saved = gradient_case((2048, 256), torch.float32)
-    ours = backward(grad, encode_mask(saved > 0), "relu")
-    torch.testing.assert_close(ours, backward(grad, saved.relu(), "relu"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_from_bits(dtype):
+    """Whatever the gradient is, NaN and -0.0 too, it is passed on as it is, or 0."""
+    edges = torch.tensor([0.0, -0.0, float("nan"), float("inf"), 1e-30, -1.0]).to(dtype)
+    for width in [*range(1, 131), 255, 256, 257, 1000]:
+        for lead in [(), (1,), (7,), (2, 3)]:
+            grad = edges[torch.randint(len(edges), (*lead, width))]
+            passed = torch.randint(2, grad.shape).bool()
+            with tfl.explain() as report:
+                dz, _ = backward(grad, encode_mask(passed), "relu")
+                backward(grad, encode_mask(passed), "relu", bias_grad=False)
+            want = torch.where(passed, grad, 0)
+            integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+            assert torch.equal(dz.view(integers), want.view(integers)), (lead, width)
+            paths = [call.path for call in report.calls]
+            assert paths == [f"{FROM_BITS} + ATen sum", FROM_BITS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", GRADIENT_SHAPES, ids=str)
+def test_gradient_from_bits_and_its_sum(shape, dtype):
+    grad, saved = gradient_case(shape, dtype)
+    mask, tally = encode_mask(saved > 0), Tally()
+    torch.set_num_threads(3)
+    with tfl.explain() as report:
+        dz, grad_bias = backward(grad, mask, "relu")
+    torch.set_num_threads(1)
+    plain = dtype not in ONE_PASS_DTYPES
+    assert report.calls[0].path == (f"{FROM_BITS} + ATen sum" if plain else ONE_PASS)
+    assert torch.equal(dz, torch.where(saved > 0, grad, 0)) and dz.is_contiguous()
+    with policy("eager"):
+        torch_dz, torch_bias = backward(grad, mask, "relu")
+    assert torch.equal(dz, torch_dz) and grad_bias.dtype == dtype
+    truth = dz.double().flatten(0, -2).sum(0)
+    add_checked(tally, grad_bias, torch_bias, truth, float(truth.abs().max()), str(shape))
+    tally.check(str(dtype))
+
+
+def test_gradient_from_bits_of_any_strides():
+    grad, saved = gradient_case((33, 257), torch.float32)
+    mask = encode_mask(saved > 0)
+    want = backward(grad, mask, "relu")
+    for change in LAYOUTS.values():
+        for args in ((change(grad), mask), (grad, change(mask))):
+            assert all(map(torch.equal, backward(*args, "relu"), want))
+    for empty in (grad[:0], mask[:0]), (grad[:, :0], mask[:, :0]):
+        dz, grad_bias = backward(*empty, "relu")
+        assert dz.shape == empty[0].shape and torch.equal(grad_bias, torch.zeros_like(grad_bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layers_backward_from_bits(dtype):
+    """The products are given the same gradient as where the output was kept."""
+    case = random_case((2, 20), 40, 264, dtype)
+    output = RELU.call(*case.inputs)
+    everything = [True, True, True]
+
+    def gradients(saved):
+        args = (case.g, case.x, case.w, saved, "relu", everything)
+        with tfl.explain() as report:
+            results = torch.ops.fused._linear_backward(*args)
+        return results, report.calls[0].path
+
+    got, path = gradients(encode_mask(output > 0))
+    want, plain = gradients(output)
+    assert all(map(torch.equal, got, want))
+    assert FROM_BITS in path and FROM_BITS not in plain
+    args = (case.g, output, case.w[:, :1].expand(264, 264).contiguous(), None, "none", everything)
+    results = [
+        torch.ops.fused._linear_backward_across(*args, saved, "relu", True)
+        for saved in (encode_mask(output > 0), output)
+    ]
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype", ONE_PASS_DTYPES, ids=str)
