@@ -96,3 +96,32 @@ def test_fuse_takes_low_memory_where_it_pays():
     assert saved == 64 * (256 * 4 + 256 * 4 - 256 // 8)
     with pytest.raises(ValueError, match=r"fuse_: memory must be .*got 'less'"):
         tfl.fuse_(Block(), memory="less")
+
+
+class Subclass(nn.Linear):
+    """Left alone by fuse_, as layers of LoRA are."""
+
+
+@pytest.mark.parametrize(
+    "after, pays",
+    [
+        (nn.Identity(), True),
+        (nn.Dropout(0.5), True),
+        (nn.Sigmoid(), True),
+        (nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(256)), True),
+        (nn.LayerNorm(256), False),
+        (nn.BatchNorm1d(256), False),
+        (Subclass(256, 128), False),
+        (nn.Sequential(nn.Dropout(0.0), Subclass(256, 128)), False),
+    ],
+    ids=str,
+)
+def test_fuse_never_keeps_more_than_eager(after, pays):
+    """ReLU's output is kept by a normalisation or a linear layer after it, bits or no bits."""
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), after)
+    x = torch.randn(64, 128)
+    kept_by_eager = kept_bytes(lambda: model(x))
+    tfl.fuse_(model, memory="low")
+    assert model[0].memory == ("low" if pays else "default")
+    kept = kept_bytes(lambda: model(x))
+    assert kept < kept_by_eager if pays else kept == kept_by_eager

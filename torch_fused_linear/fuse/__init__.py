@@ -49,7 +49,8 @@ def fuse_(
         filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to change,
             with its name in the model; one for which it returns ``False`` stays as it is.
         memory: ``'default'``, or ``'low'`` for layers of low memory where less is then kept: GELU
-            with a fused layer straight after it, and ReLU without.
+            with a fused layer straight after it, and ReLU with no module with parameters there,
+            which would keep ReLU's output anyway.
 
     Returns:
         A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It

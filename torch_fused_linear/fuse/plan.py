@@ -39,14 +39,18 @@ class Layer:
     drops_before: bool = False  # a dropout between linear layer and activation
     drops_after: bool = False
     next: Layer | None = None
+    meets_parameters: bool = False  # straight after the activation comes another module with some
 
     @property
     def memory_pays(self) -> bool:
         """Whether less is kept with low memory. GELU's output can be computed anew by the layer
-        after it; ReLU's is kept by that layer, and bits of it beside that would be more."""
+        after it; ReLU's is kept by that layer, or by a normalisation or whatever else with
+        parameters comes there, and bits of it beside that would be more."""
         dropped = self.drops_before or self.drops_after
         meets_next = self.next is not None and not dropped
-        return meets_next if self.kind.startswith("gelu") else not meets_next
+        if self.kind.startswith("gelu"):
+            return meets_next
+        return not meets_next and (dropped or not self.meets_parameters)
 
 
 class Plan:
@@ -151,6 +155,7 @@ class Plan:
             layer.drops_after = drops(chain[after:end])
             if end < len(chain):
                 layer.next = self._follower(chain[end])
+                layer.meets_parameters = has_parameters(chain[end].value)
             elif following := self._following_in_family(element):
                 layer.next = self._follower(following)
 
@@ -280,6 +285,10 @@ def pass_over(chain: Chain, start: int) -> int:
 def drops(elements: Chain) -> bool:
     """Whether there is a dropout that can act, in training."""
     return any(getattr(element.value, "p", 0) != 0 for element in elements)
+
+
+def has_parameters(value: object) -> bool:
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
 def convolution_objection(layer: Layer) -> str | None:
