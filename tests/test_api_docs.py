@@ -235,6 +235,15 @@ class Page(HTMLParser):
                 self.links.append(value)
 
 
+def test_readme_names_every_operator():
+    schemas = (ROOT / "csrc" / "library.cpp").read_text()
+    operators = re.findall(r'm\.def\(\s*"([a-z]\w*)\(', schemas)
+    assert len(operators) >= 5
+    text = (ROOT / "README.md").read_text()
+    named = re.search(r"The operators are `torch\.ops\.fused(.*?`)\.\n", text, re.DOTALL)
+    assert set(re.findall(r"\.(\w+)`", named[1])) == set(operators)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The pages, built with warnings as errors; own names that lead nowhere are warnings."""
