@@ -35,6 +35,15 @@ inline Activation parse_activation(const char* op, std::string_view text) {
                     "'");
 }
 
+// Of a layer that is followed by another: there has to be one.
+inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
+  for (auto activation : {Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
+    if (text == name(activation)) return activation;
+  }
+  TORCH_CHECK_VALUE(false, op, ": ", what, " must be 'relu', 'gelu_tanh' or 'gelu_erf', got '",
+                    text, "'");
+}
+
 // torch.nn.functional.gelu's argument: 'tanh' is the approximation that cuBLASLt computes, 'none'
 // the exact form with erf. One is never put in the place of the other.
 inline Activation parse_approximate(const char* op, std::string_view approximate) {

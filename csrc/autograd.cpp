@@ -55,7 +55,7 @@ Tensor linear_gelu_autograd(const Tensor& input, const Tensor& weight, const Opt
 Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, std::string_view text,
                     std::string_view memory_text) {
-  const auto activation = parse_activation("mlp", text);
+  const auto activation = parse_hidden_activation("mlp", "activation", text);
   const auto memory = parse_memory("mlp", memory_text);
   std::vector<Tensor> all{input};
   all.insert(all.end(), weights.begin(), weights.end());
@@ -68,7 +68,7 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
     at::AutoDispatchBelowADInplaceOrView guard;
     return fused::mlp(input, weights, biases, text);
   }
-  check_mlp(input, weights, biases, activation);
+  check_mlp(input, weights, biases);
   if (formula) {
     const explain::Row row("mlp", input, weights[0]);
     explain::step("reference");

@@ -3,8 +3,6 @@
 // Argument checks, in one wording: op, what was expected, what was got. Everything is compared
 // symbolically, so that the same checks serve real, meta and traced tensors.
 
-#include "activation.h"
-
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
 
@@ -69,9 +67,7 @@ inline void check_linear(const char* op, const Tensor& input, const Tensor& weig
 
 // input [*, in], weights [hidden, in], [.., hidden] ..., one bias or None for each
 inline void check_mlp(const Tensor& input, at::TensorList weights,
-                      const c10::List<OptionalTensor>& biases, Activation activation) {
-  TORCH_CHECK_VALUE(activation != Activation::none,
-                    "mlp: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got 'none'");
+                      const c10::List<OptionalTensor>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",
                     "each of the ", weights.size(), " weights, got ", biases.size());

@@ -139,12 +139,9 @@ struct Kernels {
       const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask,
       const Tensor& previous_saved, std::string_view previous_text, bool previous_bias_grad) {
     constexpr auto op = "_linear_backward_across";
-    const auto activation = parse_activation(op, text),
-               previous = parse_activation(op, previous_text);
+    const auto activation = parse_activation(op, text);
+    const auto previous = parse_hidden_activation(op, "previous_activation", previous_text);
     check_linear_backward(op, grad_output, input, weight, saved, activation);
-    TORCH_CHECK_VALUE(previous != Activation::none, op,
-                      ": previous_activation must be 'relu', "
-                      "'gelu_tanh' or 'gelu_erf', got 'none'");
     check_saved(op, input, previous_saved, previous);
     const explain::Row row(op, input, weight);
     return way([&](auto w) {
@@ -158,8 +155,8 @@ struct Kernels {
                     const c10::List<OptionalTensor>& biases, std::string_view text,
                     std::string_view memory) {
     parse_memory("mlp", memory);
-    const auto activation = parse_activation("mlp", text);
-    check_mlp(input, weights, biases, activation);
+    const auto activation = parse_hidden_activation("mlp", "activation", text);
+    check_mlp(input, weights, biases);
     auto hidden = input;
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);

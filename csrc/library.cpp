@@ -14,7 +14,9 @@
 namespace {
 
 std::string get_policy() { return fused::name(fused::policy()); }
-void set_policy(std::string_view text) { fused::set_policy(fused::parse_policy(text)); }
+void set_policy(std::string_view text) {
+  fused::set_policy(fused::parse_policy(text, "set_policy: policy"));
+}
 
 }  // namespace
 

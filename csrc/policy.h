@@ -23,7 +23,7 @@ Policy policy_for_graph(const at::TensorBase& input);
 void set_policy(Policy policy);
 
 const char* name(Policy policy);
-Policy parse_policy(std::string_view text, const char* what = "policy");
+Policy parse_policy(std::string_view text, const char* what);
 
 // fn of the backend, or of the reference under the policy "eager", if the backend obeys one. It is
 // asked where the work is done, so that it holds in compiled graphs too.

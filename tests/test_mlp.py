@@ -293,17 +293,21 @@ def test_wrong_arguments(device):
                 torch.ops.fused.mlp(*args)
 
 
-def test_no_activation_is_refused_or_right(device):
-    """'none' is no activation of a chain: a forward whose backward fails is no answer."""
+@pytest.mark.parametrize("text", ["none", "gelu", "ReLU", ""])
+def test_what_is_no_activation_of_a_hidden_layer(text, device):
+    """The message offers what is taken, and 'none' is not."""
     chain = Chain("relu", 3, device=device)
-    try:
-        y = torch.ops.fused.mlp(chain.x, chain.weights, chain.biases, "none")
-    except ERRORS as error:
-        assert "mlp: activation must be" in str(error) and "got 'none'" in str(error)
-        return
-    got = torch.autograd.grad(y, chain.leaves, chain.g)
-    linear = Stack(["none"] * 3, device=device)
-    assert_same(got, torch.autograd.grad(linear(fused=False), linear.leaves, linear.g))
+    offered = "must be 'relu', 'gelu_tanh' or 'gelu_erf', got"
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError) as error:
+            torch.ops.fused.mlp(chain.x, chain.weights, chain.biases, text)
+        assert f"mlp: activation {offered} '{text}'" in str(error.value)
+    x, w = torch.randn(4, 3, device=device), torch.randn(3, 3, device=device)
+    with pytest.raises(ValueError) as error:
+        torch.ops.fused._linear_backward_across(
+            x, x, w, None, "none", [True, True, False], x, text, False
+        )
+    assert f"_linear_backward_across: previous_activation {offered} '{text}'" in str(error.value)
 
 
 def test_the_last_layer_has_no_activation(device):
