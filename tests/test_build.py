@@ -250,11 +250,11 @@ def package(tmp_path):
     return Path(shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=ignored))
 
 
-def import_error(package):
+def import_error(package, *folders):
     result = subprocess.run(
         [sys.executable, "-c", "import torch_fused_linear"],
         cwd=package.parent,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package.parent, *folders)))},
         capture_output=True,
         text=True,
     )
@@ -283,6 +283,14 @@ def test_a_missing_library_is_told(package):
     (library_copy,) = package.glob("_C*.so")
     library_copy.unlink()
     assert "has not been built" in import_error(package)
+
+
+def test_an_installed_copy_that_the_sources_hide_is_named(package, tmp_path):
+    installed = tmp_path / "site" / PACKAGE.name
+    shutil.copytree(package, installed)
+    (package / "_C.json").unlink()
+    assert "hides" not in import_error(package)
+    assert f"{installed}: work in another folder" in import_error(package, tmp_path / "site")
 
 
 def test_an_interrupted_build_is_told(package):

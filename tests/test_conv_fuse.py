@@ -108,3 +108,23 @@ def test_a_preactivation_that_is_used_elsewhere_stays():
     model = Seen()
     assert not tfl.fuse_(model).fused
     assert not any(isinstance(m, tfl.FusedConv2dReLU) for m in model.modules())
+
+
+class Branching(nn.Module):
+    """What the activation reads is read by another as well."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(1, 4, 3), nn.ReLU()
+        self.norm = nn.BatchNorm2d(4) if norm else nn.Identity()
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return y + self.relu(y)
+
+
+def test_a_block_that_is_none_has_its_reason():
+    (skipped,) = tfl.fuse_(nn.ModuleDict({"block": Branching()})).skipped
+    assert skipped.path == "block" and "straight to 'relu' and nowhere else" in skipped.reason
+    report = tfl.fuse_(Branching(norm=True))
+    assert not report.fused and not report.skipped, "a normalised convolution is seldom meant to"

@@ -104,6 +104,14 @@ def test_from_conv_and_to_unfused_share_parameters(name):
         tfl.FusedConv2dReLU.from_conv(nn.Linear(3, 3))
 
 
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+@pytest.mark.parametrize("value", [1.5, "same", None])
+def test_what_is_neither_a_number_nor_a_pair_is_refused(name, value):
+    message = rf"conv2d_relu: {name} must be an int or two of them, got {value!r}"
+    with pytest.raises(TypeError, match=message):
+        tfl.conv2d_relu(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2), **{name: value})
+
+
 @options_param
 def test_copies_conversions_and_hooks(name):
     layer, x, seen = make(name), torch.randn(2, 4, 9, 8), []

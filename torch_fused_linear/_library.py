@@ -95,8 +95,17 @@ def _load() -> None:
         raise ImportError(_message(f"the library does not load: {reason}", built)) from failure
 
 
+def _installed_elsewhere() -> Path | None:
+    """A finished copy of the package that this one hides, as in the folder of its sources."""
+    for folder in sys.path:
+        other = Path(folder, _PACKAGE.name)
+        if other.resolve() != _PACKAGE and any(other.glob("_C*.so")):
+            return other
+    return None
+
+
 def _message(what: str, built: str | None) -> str:
-    root = _PACKAGE.parent
+    root, installed = _PACKAGE.parent, _installed_elsewhere()
     if (root / "setup.py").exists():
         python, root = shlex.quote(sys.executable), shlex.quote(str(root))
         command = f"cd {root} && {python} setup.py build_ext --inplace"
@@ -110,4 +119,9 @@ def _message(what: str, built: str | None) -> str:
         f"  built for torch: {built or 'nothing'}\n"
         f"  running torch:   {torch.__version__}\n"
         f"  to rebuild:      {command}"
+        + (
+            f"\n  or, since {root} hides\n  {installed}: work in another folder"
+            if installed
+            else ""
+        )
     )

@@ -194,9 +194,11 @@ def conv2d_relu(
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`linear`; ``stride``, ``padding``,
-            ``dilation`` or ``groups`` out of range is a ValueError.
+            ``dilation`` or ``groups`` out of range is a ValueError, and no number a TypeError:
+            ``padding='same'`` is for the layer, :class:`FusedConv2dReLU`.
     """
-    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
+    stride, padding = _pair("stride", stride), _pair("padding", padding)
+    dilation = _pair("dilation", dilation)
     if not is_scripting() and not is_dynamo_compiling():
         result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
         if result is not None:
@@ -204,8 +206,12 @@ def conv2d_relu(
     return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _pair(value: BroadcastingList2[int]) -> list[int]:
+def _pair(name: str, value: BroadcastingList2[int]) -> list[int]:
     # TorchScript has made a list of one number already
     if is_scripting():
         return value
-    return [value, value] if isinstance(value, (int, torch.SymInt)) else list(value)
+    if isinstance(value, (int, torch.SymInt)):
+        return [value, value]
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"conv2d_relu: {name} must be an int or two of them, got {value!r}")
+    return list(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -189,7 +189,7 @@ class Plan:
                 for name, child in module._modules.items()
                 if safety.activation_kind(child) and (id(module), name) not in self._seen
             ]
-            if not names or not any(map(safety.is_linear, module._modules.values())):
+            if not names or not has_layer_for(module, names):
                 continue
             cls = type(module).__name__
             if is_sequential(module) or isinstance(module, FusedMLP):
@@ -198,7 +198,7 @@ class Plan:
                 self.skipped[path] = f"the code of {cls}.forward cannot be read"
             else:
                 self.skipped[path] = (
-                    f"the code of {cls} does not show a linear layer's output going straight to "
+                    f"the code of {cls} does not show a layer's output going straight to "
                     f"{names[0]!r} and nowhere else"
                 )
 
@@ -251,6 +251,19 @@ def pairs(chain: Chain) -> Iterator[Layer]:
             if k < len(chain) and is_sole and is_activation(chain[k]):
                 kind = safety.activation_kind(chain[k].value) or "none"
                 yield Layer(element, kind, chain[k], drops_before=drops(chain[i + 1 : k]))
+
+
+def has_layer_for(module: nn.Module, activations: Sequence[str]) -> bool:
+    """Whether a child of `module` may be meant to apply one of its activations.
+
+    Beside a batch normalisation a convolution seldom is, and those that are have their reason.
+    """
+    children = module._modules
+    if any(map(safety.is_linear, children.values())):
+        return True
+    kinds = [safety.activation_kind(children[name]) for name in activations]
+    norms = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in children.values())
+    return "relu" in kinds and not any(norms) and any(map(safety.is_convolution, children.values()))
 
 
 def normalised(chain: Chain) -> Iterator[str]:
