@@ -118,6 +118,7 @@ def flags(debug):
 
 def library(home, debug):
     """The operators, which know nothing of Python."""
+    import torch
     from torch.utils import cpp_extension
 
     every, cxx = flags(debug)
@@ -131,6 +132,9 @@ def library(home, debug):
     ext = make(LIBRARY, sources, py_limited_api=True, depends=list(source_hashes()))
     system = ext.include_dirs
     ext.extra_link_args += cxx_runtime()
+    # Without it at::parallel_for, which is a template, is a plain loop.
+    openmp = ["-fopenmp"] if torch.backends.openmp.is_available() else []
+    ext.extra_link_args += openmp
     if home:
         ext.define_macros = [("TORCH_FUSED_LINEAR_WITH_CUDA", None)]
         folders = [home, *pip_cuda(torch_versions()[1])]
@@ -147,7 +151,7 @@ def library(home, debug):
             ext.extra_link_args.append(str(next(found, f"-l{name}")))
     ext.include_dirs, system = [str(CSRC)], as_system(system)
     ext.extra_compile_args = {
-        "cxx": every + cxx + system,
+        "cxx": every + cxx + openmp + system,
         "nvcc": every + ["-Xcompiler", "-Wall"] + system,
     }
     return ext

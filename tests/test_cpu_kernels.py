@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,6 +294,30 @@ def test_threads_share_a_layer():
     with ThreadPoolExecutor(8) as pool:
         for results, y in zip(pool.map(work, inputs), want, strict=True):
             assert all(torch.equal(result, y) for result in results)
+
+
+COUNT_THREADS = """
+import os
+import torch
+import torch_fused_linear
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+output = torch.empty(1 << 20)
+before = threads()
+torch.ops.fused._relu_mask(output)
+print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
+def test_our_loops_run_on_torchs_threads():
+    """at::parallel_for is a plain loop in a library that is built without OpenMP."""
+    run = subprocess.run([sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True)
+    assert run.stdout.strip() == "2", run.stderr
 
 
 # --- gradient of the activation and of the bias in one pass -----------------------------------
