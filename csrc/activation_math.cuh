@@ -39,8 +39,9 @@ __device__ inline T narrow(Accumulator<T> x) {
 }
 
 // Between what is stored and what is computed with; 16-bit types in pairs, one instruction each.
+// By value: read through a reference, a vector in memory is loaded piece by piece.
 template <typename T, int n>
-__device__ inline void widen(const Vector<T, n>& from, Accumulator<T> (&to)[n]) {
+__device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     const auto* pairs = reinterpret_cast<const Pair*>(&from);
