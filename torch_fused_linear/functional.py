@@ -210,6 +210,10 @@ def _pair(name: str, value: BroadcastingList2[int]) -> list[int]:
     # TorchScript has made a list of one number already
     if is_scripting():
         return value
+    return _two(name, value)
+
+
+def _two(name: str, value: int | list[int]) -> list[int]:
     if isinstance(value, (int, torch.SymInt)):
         return [value, value]
     if not isinstance(value, (list, tuple)):
