@@ -136,22 +136,23 @@ def marked(ratio: str) -> str:
 
 def on_a_cpu(results: Sequence[Result]) -> list[str]:
     cases = find(results, suite="cpu")
-    ways = {
-        "forward": ("forward", "ours"),
-        "packed": ("forward", "packed"),
-        "step": ("step", "ours"),
-    }
-    columns = [(way, a) for way in ways for a in CPU_ACTIVATIONS]
+    ways = (
+        ("forward", "forward", "ours"),
+        ("packed", "forward", "packed"),
+        ("step", "step", "ours"),
+    )
+    columns = [(*way, a) for way in ways for a in CPU_ACTIVATIONS]
     rows = [
         [shape({"sizes": sizes}), dtype, str(tokens)]
-        + [marked(times_of(found, ways[w][1], mode=ways[w][0], activation=a)) for w, a in columns]
+        + [marked(times_of(found, name, mode=m, activation=a)) for _, m, name, a in columns]
         for dtype in values(cases, "dtype")[::-1]
         for sizes in sorted(values(cases, "sizes"))
         for tokens in sorted(values(cases, "tokens"))
         for found in [find(cases, dtype=dtype, sizes=sizes, tokens=tokens)]
         if found
     ]
-    return table(["I→O", "dtype", "T", *(f"{a}, {m}" for m, a in columns)], rows, words=2)
+    head = ["I→O", "dtype", "T", *(f"{a}, {way}" for way, _, _, a in columns)]
+    return table(head, rows, words=2)
 
 
 def cpu_compiled(results: Sequence[Result]) -> list[str]:

@@ -173,7 +173,9 @@ def losses(results: Iterable[Result], what: Sequence[str]) -> list[str]:
     if not rows:
         return [f"None of {compared} measurements is {limit}."]
     head = ["suite", *what, "dtype", "activation", "mode", "with", "ours", "eager", "times"]
-    return [f"{len(rows)} of {compared} measurements are {limit}:", "", *table(head, rows, words=7)]
+    verb = "is" if len(rows) == 1 else "are"
+    summary = f"{len(rows)} of {compared} measurements {verb} {limit}:"
+    return [summary, "", *table(head, rows, words=7)]
 
 
 def measured(results: Iterable[Result]) -> str:
