@@ -28,7 +28,7 @@ test: build $(MODELS) $(DOCS)
 
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
 gpu-test: build
-	$(PYTHON) tests/gpu_record.py $(ARGS)
+	$(PYTHON) tests/support/gpu_record.py $(ARGS)
 
 # Warnings are errors; the front page is build/docs/docs/index.html.
 docs: build $(DOCS)

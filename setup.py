@@ -24,6 +24,9 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
 LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
+# Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
+ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd")
+CUDA_ROOMS = ("cuda", "cuda/kernels", "cuda/runtime", "cuda/tune")
 
 
 def torch_versions():
@@ -122,10 +125,8 @@ def library(home, debug):
     from torch.utils import cpp_extension
 
     every, cxx = flags(debug)
-    sources = [*CSRC.glob("*.cpp"), *CSRC.glob("gemm/*.cpp"), *CSRC.glob("*.cu")]
-    if not home:
-        needs_cuda = re.compile(r"cuda\w*\.cpp|cublaslt\.cpp|plan\.cpp|\w+\.cu")
-        sources = [p for p in sources if not needs_cuda.fullmatch(p.name)]
+    rooms = [*ROOMS, *CUDA_ROOMS] if home else ROOMS
+    sources = [p for room in rooms for kind in ("*.cpp", "*.cu") for p in (CSRC / room).glob(kind)]
     sources = sorted(str(p.relative_to(ROOT)) for p in sources)
     cpp_extension.CUDA_HOME = home and str(home)
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension

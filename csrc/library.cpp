@@ -1,12 +1,12 @@
 // Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
 // are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp, conv*.cpp.
 
-#include "cpu_packed.h"
-#include "explain.h"
+#include "cpu/packed_weights.h"
+#include "core/explain.h"
 #include "fused_linear.h"
-#include "handover.h"
-#include "plans.h"
-#include "policy.h"
+#include "autograd/handover.h"
+#include "plans/registry.h"
+#include "core/policy.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>

@@ -40,10 +40,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_linear import explain, set_policy
-from torch_fused_linear.demo import TUTORIAL_LAST_PRINTED_BATCH as LAST_PRINTED
-from torch_fused_linear.demo import TUTORIAL_PUBLISHED
-from torch_fused_linear.demo_data import Dataset, load_digits, load_mnist
-from torch_fused_linear.demo_training import CLASSES, build_networks, sigmoid_loss
+from torch_fused_linear.demo.data import Dataset, load_digits, load_mnist
+from torch_fused_linear.demo.training import (
+    CLASSES,
+    TUTORIAL_PUBLISHED,
+    build_networks,
+    sigmoid_loss,
+)
+from torch_fused_linear.demo.training import TUTORIAL_LAST_PRINTED_BATCH as LAST_PRINTED
 
 HIDDEN, BATCH, LR, SEED = 30, 256, 0.1, 1234
 STEPS = 60000 // BATCH  # of one epoch of MNIST, whose last, incomplete batch the tutorial drops
@@ -142,19 +146,19 @@ def time_steps(fused: nn.Module, plain: nn.Module, unfused: list[Tensor], data: 
 
 
 def draw(out: Path, losses: dict, accuracies: dict, read: Tensor, data: Dataset) -> list[Path]:
-    from torch_fused_linear import demo_pictures
+    from torch_fused_linear.demo import pictures
 
     paths = [out / "mnist_loss.png", out / "mnist_predictions.png"]
     epochs = [step / (len(data.train_labels) // BATCH) for step in range(1, STEPS + 1)]
     tested = epochs[TEST_EVERY - 1 :: TEST_EVERY]
     curves = [
-        demo_pictures.Curve(name, epochs, losses[name], tested, accuracies[name]) for name in losses
+        pictures.Curve(name, epochs, losses[name], tested, accuracies[name]) for name in losses
     ]
     title = f"{data.title}: fused layers and the unfused code"
-    demo_pictures.draw_learning(paths[0], title, "binary cross-entropy", curves)
+    pictures.draw_learning(paths[0], title, "binary cross-entropy", curves)
     images = data.test_images.reshape(-1, *data.image_shape)
     shown = [tensor.cpu().numpy() for tensor in (images, read, data.test_labels)]
-    demo_pictures.draw_predictions(paths[1], data.title, *shown)
+    pictures.draw_predictions(paths[1], data.title, *shown)
     return paths
 
 

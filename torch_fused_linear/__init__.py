@@ -5,12 +5,12 @@ from . import _library
 if _library.load():
     from . import flops, plans
     from ._library import library_path
-    from .compiler import compile_backend, compile_options
     from .functional import conv2d_relu, linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
-    from .fused_conv2d import FusedConv2dReLU
-    from .fused_mlp import FusedMLP
-    from .modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
+    from .graph.options import compile_backend, compile_options
+    from .nn.conv import FusedConv2dReLU
+    from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU
+    from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
     from .policy import get_policy, handover, pack_weights, set_policy
     from .report import explain

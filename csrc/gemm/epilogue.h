@@ -2,7 +2,7 @@
 
 // Which cuBLASLt epilogue does a stage of a layer: one table, for every stage.
 
-#include "activation.h"
+#include "core/activation.h"
 
 #include <cstdint>
 #include <optional>

@@ -1,7 +1,7 @@
 // The protocol of csrc/handover.h, kept and broken on purpose, through LibTorch.
 // `handover_test NAME` runs one test and exits with 1 where it fails.
 
-#include "handover.h"
+#include "autograd/handover.h"
 #include "expect.h"
 #include "fused_linear.h"
 

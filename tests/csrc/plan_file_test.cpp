@@ -4,7 +4,7 @@
 #include "expect.h"
 #include "problems.h"
 
-#include "gemm/plan_file.h"
+#include "plans/plan_file.h"
 
 #include <filesystem>
 #include <fstream>

@@ -4,7 +4,7 @@
 #include "expect.h"
 #include "problems.h"
 
-#include "gemm/race.h"
+#include "plans/select.h"
 
 #include <limits>
 #include <random>

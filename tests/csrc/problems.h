@@ -2,7 +2,7 @@
 
 // Stage problems for the tests of plans, and which strategies apply to them.
 
-#include "gemm/decisions.h"
+#include "plans/decisions.h"
 
 #include <vector>
 

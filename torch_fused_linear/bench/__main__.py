@@ -13,6 +13,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from torch_fused_linear._command_line import (
+    EXIT_INTERRUPTED,
+    OneLineParser,
+    chosen_device,
+    output_directory,
+    positive,
+)
 from torch_fused_linear.bench import machine, results
 from torch_fused_linear.bench.cases import (
     DTYPES,
@@ -25,11 +32,8 @@ from torch_fused_linear.bench.contenders import BASELINES, COMPILED
 from torch_fused_linear.bench.results import Record
 from torch_fused_linear.bench.run import entrants, measure_case
 from torch_fused_linear.bench.table import Table
-from torch_fused_linear.demo import OneLineParser, chosen_device, output_directory, positive
 
 EXIT_FAILED = 1
-EXIT_BAD_USAGE = 2
-EXIT_INTERRUPTED = 130
 QUICK_SECONDS = 0.02
 JSON_NAME = "bench.json"
 

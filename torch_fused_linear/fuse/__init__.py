@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..modules import check_memory
+from ..nn.linear import check_memory
 from .chains import frozen_reason
 from .plan import Plan
 from .report import Report

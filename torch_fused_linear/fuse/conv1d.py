@@ -4,7 +4,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from ..functional import linear, linear_gelu, linear_relu
-from ..modules import memory_repr
+from ..nn.linear import memory_repr
 
 
 class FusedConv1D(Conv1D):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..fused_mlp import FusedMLP
+from ..nn.mlp import FusedMLP
 from . import families, safety
 from .chains import Chain, Dropout, Element, Function, Model, is_sequential
 from .report import Block, Report, Skipped

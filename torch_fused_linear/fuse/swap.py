@@ -12,8 +12,8 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from ..fused_conv2d import FusedConv2dReLU
-from ..modules import FusedLinear, FusedLinearGELU, FusedLinearReLU
+from ..nn.conv import FusedConv2dReLU
+from ..nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU
 from .families import CONV1D, FORGETS_ACTIVATION_MODULES, full_name
 
 LAYERS = {

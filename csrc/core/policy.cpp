@@ -1,0 +1,50 @@
+#include "core/policy.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdlib>
+
+namespace fused {
+namespace {
+
+std::atomic<Policy>& current() {
+  static std::atomic<Policy> value = [] {
+    const char* wish = std::getenv("TORCH_FUSED_LINEAR_POLICY");
+    return wish ? parse_policy(wish, "TORCH_FUSED_LINEAR_POLICY") : Policy::automatic;
+  }();
+  return value;
+}
+
+}  // namespace
+
+Policy policy_for_graph(const at::TensorBase& input) {
+  const bool traced = input.key_set().has(c10::DispatchKey::Python) || input.is_meta() ||
+                      c10::impl::TorchDispatchModeTLS::any_modes_set();
+  return traced ? Policy::automatic : policy();
+}
+
+Policy policy() { return current().load(std::memory_order_relaxed); }
+void set_policy(Policy policy) { current().store(policy, std::memory_order_relaxed); }
+
+const char* name(Policy policy) {
+  switch (policy) {
+    case Policy::automatic:
+      return "auto";
+    case Policy::cublaslt:
+      return "cublaslt";
+    case Policy::eager:
+      return "eager";
+  }
+  return "?";
+}
+
+Policy parse_policy(std::string_view text, const char* what) {
+  for (auto policy : {Policy::automatic, Policy::cublaslt, Policy::eager}) {
+    if (text == name(policy)) return policy;
+  }
+  TORCH_CHECK_VALUE(false, what, " must be 'auto', 'cublaslt' or 'eager', got '", text, "'");
+}
+
+}  // namespace fused

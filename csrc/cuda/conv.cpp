@@ -1,0 +1,108 @@
+// CUDA kernels of fused::conv2d_relu. The convolution itself, forward and backward, is cuDNN's,
+// through ATen; what stands around it is done in one pass.
+
+#include "cuda/conv.h"
+
+#include "cuda/kernels/conv.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/gemm_call.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace fused::conv {
+namespace {
+
+using at::MemoryFormat;
+
+Image image_of(const Tensor& tensor) {
+  return {*gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
+          tensor.size(2) * tensor.size(3)};
+}
+
+struct Cuda {
+  static constexpr bool obeys_policy = true;
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const Geometry& geometry) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    const auto image = batched(input);
+    if (image.numel() == 0) {
+      const auto options = image.options().memory_format(format_of(image, weight));
+      return like(input, at::empty_symint(output_sizes(image, weight, geometry), options));
+    }
+    return like(input, forward_in_best_way(image, weight, bias, geometry));
+  }
+
+  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
+                                                  bool bias_grad) {
+    const c10::cuda::CUDAGuard guard(grad_output.device());
+    const auto format = format_of(output);
+    const auto grad = grad_output.contiguous(format), saved = output.contiguous(format);
+    const auto image = image_of(saved);
+    auto dz = empty(saved.sizes(), grad, {}, format);
+    auto grad_bias = empty({bias_grad ? image.channels : 0}, grad);
+    if (dz.numel() == 0) return {dz, grad_bias.zero_()};
+    auto* sums = bias_grad ? grad_bias.data_ptr() : nullptr;
+    if (format == MemoryFormat::ChannelsLast) {
+      one_pass(rows(grad, image), rows(saved, image), /*mask=*/false, Activation::relu, image.type,
+               dz.data_ptr(), sums);
+      return {dz, grad_bias};
+    }
+    PlanesBackward args;
+    args.image = image;
+    const auto* device = at::cuda::getCurrentDeviceProperties();
+    args.processors = device->multiProcessorCount;
+    args.arch = device->major * 10 + device->minor;
+    args.grad = grad.const_data_ptr(), args.output = saved.const_data_ptr();
+    args.dz = dz.data_ptr(), args.grad_bias = sums;
+    explain::step("own one-pass kernel");
+    const Workspace scratch(scratch_bytes(args));
+    fused::relu_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    return {dz, grad_bias};
+  }
+
+ private:
+  // Channels-last, a linear layer's rows: one for each pixel.
+  static gemm::Matrix rows(const Tensor& tensor, const Image& image) {
+    return {image.batch * image.plane, image.channels, image.channels, false,
+            const_cast<void*>(tensor.const_data_ptr())};
+  }
+};
+
+}  // namespace
+
+namespace {
+
+Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                   const Geometry& g) {
+  explain::step("ATen convolution");
+  return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
+                                /*transposed=*/false, std::array<SymInt, 2>{0, 0}, g.groups)
+      .contiguous(format_of(image, weight));
+}
+
+}  // namespace
+
+Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                    const Geometry& geometry) {
+  const auto output = convolution(image, weight, bias, geometry);
+  explain::step("ATen ReLU in place");
+  return output.relu_();
+}
+
+Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                   const Geometry& geometry) {
+  if (!has_value(bias)) return aten_forward(image, weight, bias, geometry);
+  const auto output = convolution(image, weight, {}, geometry);
+  explain::step("own bias and ReLU kernel");
+  const bool last = format_of(image, weight) == MemoryFormat::ChannelsLast;
+  const auto added = bias->contiguous();
+  bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
+            at::cuda::getCurrentCUDAStream());
+  return output;
+}
+
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { register_kernels<Cuda>(m); }
+
+}  // namespace fused::conv

@@ -1,0 +1,62 @@
+// y = act(z): for GELU with erf, which no epilogue computes, and wherever an epilogue would round
+// or run worse than a product with bias followed by this.
+
+#include "cuda/kernels/activation.h"
+#include "cuda/kernels/activation_math.cuh"
+
+#include <algorithm>
+
+namespace fused {
+namespace {
+
+template <typename T, Activation activation, int width>
+__global__ void __launch_bounds__(block_threads)
+    forward_kernel(int64_t rows, int64_t cols, const T* z, int64_t ld_z, T* y, int64_t ld_y) {
+  constexpr bool quick = sizeof(T) == 2;
+  const int64_t col = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * width;
+  if (col >= cols) return;
+  const int64_t step = int64_t{gridDim.y} * blockDim.y;
+  for (int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows; row += step) {
+    Accumulator<T> values[width];
+    widen(*reinterpret_cast<const Vector<T, width>*>(z + row * ld_z + col), values);
+#pragma unroll
+    for (auto& value : values) value = activate<activation, quick>(value);
+    *reinterpret_cast<Vector<T, width>*>(y + row * ld_y + col) = narrow<T, width>(values);
+  }
+}
+
+}  // namespace
+
+void activation_forward(Activation activation, gemm::Type type, int64_t rows, int64_t cols,
+                        const void* z, int64_t ld_z, void* y, int64_t ld_y, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
+    using T = decltype(element);
+    constexpr int full = full_vector<T>;
+    const bool vectors =
+        cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 && aligned16(z) && aligned16(y);
+    const int64_t per_row = vectors ? cols / full : cols;
+    const dim3 block = block_shape(per_row);
+    const dim3 grid((per_row + block.x - 1) / block.x,
+                    std::min<int64_t>((rows + block.y - 1) / block.y, 65535));
+    const auto launch = [&](auto* kernel) {
+      kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(z), ld_z,
+                                         static_cast<T*>(y), ld_y);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    switch (activation) {
+      case Activation::relu:
+        return launch(vectors ? forward_kernel<T, Activation::relu, full>
+                              : forward_kernel<T, Activation::relu, 1>);
+      case Activation::gelu_tanh:
+        return launch(vectors ? forward_kernel<T, Activation::gelu_tanh, full>
+                              : forward_kernel<T, Activation::gelu_tanh, 1>);
+      case Activation::gelu_erf:
+        return launch(vectors ? forward_kernel<T, Activation::gelu_erf, full>
+                              : forward_kernel<T, Activation::gelu_erf, 1>);
+      case Activation::none:
+        return;
+    }
+  });
+}
+
+}  // namespace fused

@@ -1,0 +1,189 @@
+#pragma once
+
+// The activations and their derivatives on one element, and vectors of elements.
+
+#include "core/activation.h"
+#include "gemm/problem.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fused {
+
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T, int n>
+struct alignas(sizeof(T) * n) Vector {
+  T values[n];
+};
+
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+
+template <typename T>
+__device__ inline T narrow(Accumulator<T> x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// Between what is stored and what is computed with; 16-bit types in pairs, one instruction each.
+// By value: read through a reference, a vector in memory is loaded piece by piece.
+template <typename T, int n>
+__device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
+  if constexpr (sizeof(T) == 2 && n % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto* pairs = reinterpret_cast<const Pair*>(&from);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      float2 wide;
+      if constexpr (std::is_same_v<T, __half>) {
+        wide = __half22float2(pairs[i]);
+      } else {
+        wide = __bfloat1622float2(pairs[i]);
+      }
+      to[2 * i] = wide.x;
+      to[2 * i + 1] = wide.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) to[i] = widen(from.values[i]);
+  }
+}
+
+template <typename T, int n>
+__device__ inline Vector<T, n> narrow(const Accumulator<T> (&from)[n]) {
+  Vector<T, n> to;
+  if constexpr (sizeof(T) == 2 && n % 2 == 0) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    auto* pairs = reinterpret_cast<Pair*>(&to);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const auto wide = make_float2(from[2 * i], from[2 * i + 1]);
+      if constexpr (std::is_same_v<T, __half>) {
+        pairs[i] = __float22half2_rn(wide);
+      } else {
+        pairs[i] = __float22bfloat162_rn(wide);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) to.values[i] = narrow<T>(from[i]);
+  }
+  return to;
+}
+
+// 16 bytes a thread is what memory likes best.
+template <typename T>
+inline constexpr int full_vector = 16 / static_cast<int>(sizeof(T));
+
+// `quick` marks results that are rounded to 16 bits afterwards. There the hardware's exponential
+// and division (relative error about 1e-6) do as well as the exact functions, in a fraction of the
+// time, which would otherwise exceed that of the memory.
+template <bool quick, typename A>
+__device__ inline A tanh_of(A x) {
+  if constexpr (quick) {
+    // exp -> inf gives 1, exp -> 0 gives -1, NaN stays.
+    return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
+  } else {
+    return tanh(x);
+  }
+}
+
+// The normal distribution at z: its density and the probability below z.
+template <typename A>
+struct Normal {
+  A density, below;
+};
+
+template <bool quick, typename A>
+__device__ inline Normal<A> normal_at(A z) {
+  constexpr A density_at_0 = 0.3989422804014327;
+  if constexpr (quick) {
+    // Abramowitz and Stegun, 7.1.26: erfc as a polynomial times the exponential that the density
+    // needs anyway; absolute error 1.5e-7.
+    const float e = __expf(-0.5f * z * z);
+    const float t = __fdividef(1.0f, 1.0f + 0.23164189f * fabsf(z));
+    const float polynomial =
+        t * (0.254829592f +
+             t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    const float tail = 0.5f * polynomial * e;
+    return {density_at_0 * e, z > 0.0f ? 1.0f - tail : tail};
+  } else {
+    return {density_at_0 * exp(A(-0.5) * z * z), A(0.5) * (A(1) + erf(z * A(0.7071067811865476)))};
+  }
+}
+
+template <Activation activation, bool quick, typename A>
+__device__ inline A activate(A z) {
+  if constexpr (activation == Activation::relu) {
+    return z < A(0) ? A(0) : z;  // NaN stays
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
+    return A(0.5) * z * (A(1) + tanh_of<quick>(inner));
+  } else if constexpr (activation == Activation::gelu_erf) {
+    return z * normal_at<quick>(z).below;
+  } else {
+    return z;
+  }
+}
+
+// dL/dz from dL/dy; saved is the output for ReLU, the pre-activation for GELU.
+template <Activation activation, bool quick, typename A>
+__device__ inline A activation_gradient(A grad, A saved) {
+  if constexpr (activation == Activation::relu) {
+    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    constexpr A beta = 0.7978845608028654, kappa = 0.044715;
+    const A square = saved * saved;
+    const A t = tanh_of<quick>(beta * (saved + kappa * square * saved));
+    const A slope = beta * (A(1) + A(3) * kappa * square);
+    return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
+  } else if constexpr (activation == Activation::gelu_erf) {
+    const auto normal = normal_at<quick>(saved);
+    return grad * (normal.below + saved * normal.density);
+  } else {
+    return grad;
+  }
+}
+
+// Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.
+constexpr int block_threads = 256;
+
+inline dim3 block_shape(int64_t vectors_per_row) {
+  int width = 1;
+  while (width < 32 && width < vectors_per_row) width *= 2;
+  return dim3(width, block_threads / width);
+}
+
+inline bool aligned16(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// fn(T{}) with the element type.
+template <typename Fn>
+void with_type(gemm::Type type, const Fn& fn) {
+  switch (type) {
+    case gemm::Type::f64:
+      return fn(double{});
+    case gemm::Type::f32:
+      return fn(float{});
+    case gemm::Type::f16:
+      return fn(__half{});
+    case gemm::Type::bf16:
+      return fn(__nv_bfloat16{});
+  }
+}
+
+}  // namespace fused

@@ -1,0 +1,195 @@
+// Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass over
+// memory each. Eager needs two passes for either.
+
+#include "cuda/kernels/conv.h"
+#include "cuda/kernels/reduce.cuh"
+
+#include <algorithm>
+
+namespace fused {
+namespace {
+
+// The image as a matrix: a column of it has one bias where it is channels-last, else a row.
+template <typename T, bool channels_last, int width>
+__global__ void __launch_bounds__(block_threads)
+    bias_relu_kernel(int64_t rows, int64_t cols, int64_t channels, const T* bias, T* y) {
+  using A = Accumulator<T>;
+  using V = Vector<T, width>;
+  const int64_t col = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * width;
+  if (col >= cols) return;
+  const int64_t first = int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
+  const int64_t step = int64_t{gridDim.y} * blockDim.y;
+  A added[width];
+  if constexpr (channels_last) widen(*reinterpret_cast<const V*>(bias + col), added);
+  // One division for all rows: the channel is carried along.
+  int64_t channel = channels_last ? 0 : first % channels;
+  const int64_t channel_step = channels_last ? 0 : step % channels;
+  for (int64_t row = first; row < rows; row += step) {
+    auto* at = reinterpret_cast<V*>(y + row * cols + col);
+    A values[width];
+    widen(*at, values);
+    const A plane_bias = channels_last ? A(0) : A(widen(bias[channel]));
+#pragma unroll
+    for (int j = 0; j < width; ++j) {
+      const A z = values[j] + (channels_last ? added[j] : plane_bias);
+      values[j] = activate<Activation::relu, false>(z);
+    }
+    *at = narrow<T, width>(values);
+    if constexpr (!channels_last) {
+      channel += channel_step;
+      if (channel >= channels) channel -= channels;
+    }
+  }
+}
+
+// In one instruction where it is 16 bytes: left alone, the compiler stores the pieces in a loop
+// that it unrolls.
+template <typename V>
+__device__ void store(const V& from, void* to) {
+  if constexpr (sizeof(V) == sizeof(uint4)) {
+    __stwb(static_cast<uint4*>(to), reinterpret_cast<const uint4&>(from));
+  } else {
+    *static_cast<V*>(to) = from;
+  }
+}
+
+// A part of a plane that a row of threads walks through without a division.
+constexpr int vectors_per_thread = 16;
+
+// blockIdx.x is the channel, blockIdx.y a chunk of its segments in all images; a row of threads
+// takes a segment. The chunks' sums are added up within a cluster, or left in `partials`.
+template <typename T, int width>
+__global__ void __launch_bounds__(block_threads)
+    planes_backward_kernel(PlanesBackward args, int64_t segments_per_plane,
+                           int64_t segments_per_chunk, Accumulator<T>* partials) {
+  using A = Accumulator<T>;
+  using V = Vector<T, width>;
+  const int64_t channel = blockIdx.x, channels = args.image.channels, plane = args.image.plane;
+  const int64_t vectors = plane / width;
+  const int64_t segment_length = int64_t{blockDim.x} * vectors_per_thread;
+  const int64_t first = blockIdx.y * segments_per_chunk;
+  const int64_t last = min(first + segments_per_chunk, args.image.batch * segments_per_plane);
+  const auto* grad = static_cast<const T*>(args.grad);
+  const auto* output = static_cast<const T*>(args.output);
+  auto* dz = static_cast<T*>(args.dz);
+  A sum = 0;
+  for (int64_t s = first + threadIdx.y; s < last; s += blockDim.y) {
+    const int64_t image = s / segments_per_plane;
+    const int64_t begin = (s - image * segments_per_plane) * segment_length;
+    const int64_t end = min(begin + segment_length, vectors);
+    const int64_t origin = (image * channels + channel) * plane;
+    A of_segment = 0;  // by itself, which is more exact
+#pragma unroll 4
+    for (int64_t v = begin + threadIdx.x; v < end; v += blockDim.x) {
+      const int64_t at = origin + v * width;
+      A gradient[width], saved[width];
+      widen(*reinterpret_cast<const V*>(grad + at), gradient);
+      widen(*reinterpret_cast<const V*>(output + at), saved);
+#pragma unroll
+      for (int j = 0; j < width; ++j) {
+        gradient[j] = activation_gradient<Activation::relu, false>(gradient[j], saved[j]);
+        of_segment += gradient[j];
+      }
+      store(narrow<T, width>(gradient), dz + at);
+    }
+    sum += of_segment;
+  }
+  if (args.grad_bias == nullptr) return;
+  __shared__ A shared[block_threads];
+  A sums[1] = {sum_over_block(sum, shared)};
+  const bool chunks_join = partials == nullptr && gridDim.y > 1;
+  if (chunks_join) sum_over_cluster(sums, shared, threadIdx.x == 0);
+  if (threadIdx.x != 0 || threadIdx.y != 0 || (chunks_join && blockIdx.y > 0)) return;
+  if (partials != nullptr) {
+    partials[blockIdx.y * channels + channel] = sums[0];
+  } else {
+    static_cast<T*>(args.grad_bias)[channel] = narrow<T>(sums[0]);
+  }
+}
+
+struct Launch {
+  bool vectors;
+  dim3 block, grid;
+  int64_t segments_per_plane, segments_per_chunk;
+  bool cluster;  // of a channel's chunks, which need no second kernel then
+};
+
+Launch shape_of(const PlanesBackward& args) {
+  const auto& image = args.image;
+  const int64_t full = 16 / gemm::size_of(image.type);
+  Launch launch;
+  launch.vectors = image.plane % full == 0 && aligned16(args.grad) && aligned16(args.output) &&
+                   aligned16(args.dz);
+  const int64_t per_plane = launch.vectors ? image.plane / full : image.plane;
+  int across = 1;
+  while (across < block_threads && across < per_plane) across *= 2;
+  launch.block = dim3(across, block_threads / across);
+  const int64_t length = int64_t{across} * vectors_per_thread;
+  launch.segments_per_plane = (per_plane + length - 1) / length;
+  const int64_t segments = image.batch * launch.segments_per_plane;
+  // As many blocks as the device can hold at once, but a segment at least for each row of threads.
+  constexpr int64_t blocks_per_processor = 8;
+  const int64_t room =
+      (args.processors * blocks_per_processor + image.channels - 1) / image.channels;
+  const int64_t useful = (segments + launch.block.y - 1) / launch.block.y;
+  int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
+  // Half as many blocks cost less than a second kernel.
+  launch.cluster =
+      args.grad_bias != nullptr && has_clusters(args.arch) && chunks <= 2 * most_blocks_in_cluster;
+  if (launch.cluster) chunks = std::min<int64_t>(chunks, most_blocks_in_cluster);
+  launch.segments_per_chunk = (segments + chunks - 1) / chunks;
+  launch.grid =
+      dim3(image.channels, (segments + launch.segments_per_chunk - 1) / launch.segments_per_chunk);
+  launch.cluster = launch.cluster && launch.grid.y > 1;
+  return launch;
+}
+
+}  // namespace
+
+void bias_relu(const Image& image, bool channels_last, const void* bias, void* y,
+               cudaStream_t stream) {
+  const int64_t rows = image.batch * (channels_last ? image.plane : image.channels);
+  const int64_t cols = channels_last ? image.channels : image.plane;
+  with_type(image.type, [&](auto element) {
+    using T = decltype(element);
+    constexpr int full = full_vector<T>;
+    const bool vectors = cols % full == 0 && aligned16(y) && (!channels_last || aligned16(bias));
+    const int64_t per_row = vectors ? cols / full : cols;
+    const dim3 block = block_shape(per_row);
+    const dim3 grid((per_row + block.x - 1) / block.x,
+                    std::min<int64_t>((rows + block.y - 1) / block.y, 65535));
+    const auto launch = [&](auto* kernel) {
+      kernel<<<grid, block, 0, stream>>>(rows, cols, image.channels, static_cast<const T*>(bias),
+                                         static_cast<T*>(y));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    if (channels_last) {
+      launch(vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>);
+    } else {
+      launch(vectors ? bias_relu_kernel<T, false, full> : bias_relu_kernel<T, false, 1>);
+    }
+  });
+}
+
+int64_t scratch_bytes(const PlanesBackward& args) {
+  const auto shape = shape_of(args);
+  if (args.grad_bias == nullptr || shape.cluster || shape.grid.y == 1) return 0;
+  return shape.grid.y * args.image.channels * (args.image.type == gemm::Type::f64 ? 8 : 4);
+}
+
+void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream) {
+  const auto shape = shape_of(args);
+  with_type(args.image.type, [&](auto element) {
+    using T = decltype(element);
+    auto* partials = static_cast<Accumulator<T>*>(scratch);
+    auto* kernel =
+        shape.vectors ? planes_backward_kernel<T, full_vector<T>> : planes_backward_kernel<T, 1>;
+    launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
+                  shape.segments_per_plane, shape.segments_per_chunk, partials);
+    if (partials == nullptr) return;
+    sum_partials(partials, shape.grid.y, args.image.channels, static_cast<T*>(args.grad_bias),
+                 stream);
+  });
+}
+
+}  // namespace fused

@@ -1,0 +1,128 @@
+#pragma once
+
+// Sums over a block and over blocks, in an order fixed by the sizes: the same input gives the same
+// bits.
+
+#include "cuda/kernels/activation_math.cuh"
+
+#include <cooperative_groups.h>
+
+#include <array>
+#include <atomic>
+
+namespace fused {
+namespace {  // each file's kernels are its own
+
+// Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
+// more exact than one after the other. The sum is left with threadIdx.y == 0.
+template <typename A, int width>
+__device__ void sum_over_y(A (&sums)[width], A* shared) {
+  const int threads = blockDim.x * blockDim.y;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  for (int half = blockDim.y / 2; half > 0; half /= 2) {
+    if (threadIdx.y >= half && threadIdx.y < 2 * half) {
+#pragma unroll
+      for (int j = 0; j < width; ++j) shared[j * threads + thread] = sums[j];
+    }
+    __syncthreads();
+    if (threadIdx.y < half) {
+#pragma unroll
+      for (int j = 0; j < width; ++j) sums[j] += shared[j * threads + thread + half * blockDim.x];
+    }
+  }
+}
+
+// The same over all threads of the block, a power of two of them. The sum is left with thread 0.
+template <typename A>
+__device__ A sum_over_block(A sum, A* shared) {
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  shared[thread] = sum;
+  for (int half = blockDim.x * blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) shared[thread] += shared[thread + half];
+  }
+  return shared[0];
+}
+
+// grad_bias = the sum of the chunks' partial sums.
+template <typename T>
+__global__ void __launch_bounds__(block_threads)
+    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
+  using A = Accumulator<T>;
+  __shared__ A shared[block_threads];
+  const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  A sum[1] = {};
+  if (col < cols) {
+    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+      sum[0] += partials[chunk * cols + col];
+    }
+  }
+  sum_over_y(sum, shared);
+  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
+}
+
+// A cluster's blocks read each other's shared memory, so that one kernel can add up a few chunks.
+constexpr int cluster_arch = 90;
+constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
+
+// Whether the device has clusters and the code that it has loaded was compiled for them, which the
+// list of architectures does not tell: any of this file's kernels does.
+inline bool has_clusters(int device_arch) {
+  if (device_arch < cluster_arch) return false;
+  enum Answer : int { unknown, no, yes };
+  static std::array<std::atomic<int>, 256> answers{};  // by architecture
+  auto& answer = answers[device_arch % answers.size()];
+  if (answer == unknown) {
+    cudaFuncAttributes attributes{};
+    C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>));
+    answer = attributes.ptxVersion >= cluster_arch ? yes : no;
+  }
+  return answer == yes;
+}
+
+// Launches a kernel whose blockIdx.y is the chunk, all chunks of it as one cluster if `cluster`.
+template <typename... Parameters, typename... Arguments>
+void launch_chunks(void (*kernel)(Parameters...), dim3 grid, dim3 block, bool cluster,
+                   cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute shape;
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {1, grid.y, 1};
+  const cudaLaunchConfig_t config{grid, block, 0, stream, &shape, cluster};
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+// Adds the values of the cluster's blocks, those of their threads with threadIdx.y == 0 that hold a
+// column. The sum is left with the first block. All threads take part.
+template <typename A, int width>
+__device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column) {
+#if __CUDA_ARCH__ >= 900
+  namespace groups = cooperative_groups;
+  const auto cluster = groups::this_cluster();
+  const int threads = blockDim.x * blockDim.y;
+  const bool adds = holds_column && threadIdx.y == 0;
+  if (adds && cluster.block_rank() > 0) {
+#pragma unroll
+    for (int j = 0; j < width; ++j) shared[j * threads + threadIdx.x] = sums[j];
+  }
+  cluster.sync();
+  if (adds && cluster.block_rank() == 0) {
+    for (unsigned rank = 1; rank < cluster.num_blocks(); ++rank) {
+      const A* theirs = cluster.map_shared_rank(shared, rank);
+#pragma unroll
+      for (int j = 0; j < width; ++j) sums[j] += theirs[j * threads + threadIdx.x];
+    }
+  }
+  cluster.sync();  // shared memory lives no longer than its block
+#endif
+}
+
+template <typename T>
+void sum_partials(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias,
+                  cudaStream_t stream) {
+  const dim3 grid((cols + 31) / 32);
+  sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, chunks, cols, grad_bias);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace fused

@@ -1,0 +1,107 @@
+// ReLU's bit mask of its output, in one pass over memory: for what low memory keeps, and where
+// cuBLASLt's backward is to read a mask and the output was kept.
+
+#include "cuda/kernels/activation.h"
+#include "cuda/kernels/activation_math.cuh"
+
+#include <algorithm>
+
+namespace fused {
+namespace {
+
+// Independent loads per thread before the first is used.
+constexpr int rows_in_flight = 4;
+
+// The columns that a byte of the mask is about, in as many loads as they take.
+template <typename T, int width>
+struct Columns {
+  Vector<T, width> vectors[8 / width];
+};
+
+template <typename T, int width>
+__device__ Columns<T, width> load(const T* from) {
+  Columns<T, width> columns;
+#pragma unroll
+  for (int i = 0; i < 8 / width; ++i) {
+    columns.vectors[i] = reinterpret_cast<const Vector<T, width>*>(from)[i];
+  }
+  return columns;
+}
+
+template <typename T>
+__device__ uint32_t passes(Accumulator<T> output) {
+  return output <= Accumulator<T>(0) ? 0 : 1;  // torch's rule: not at 0, but at NaN
+}
+
+template <typename T, int width>
+__device__ uint8_t bits_of(const Columns<T, width>& columns) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 8 / width; ++i) {
+    Accumulator<T> values[width];
+    widen(columns.vectors[i], values);
+#pragma unroll
+    for (int j = 0; j < width; ++j) bits |= passes<T>(values[j]) << (i * width + j);
+  }
+  return static_cast<uint8_t>(bits);
+}
+
+// A thread owns a byte, 8 columns, and walks down the rows. The last bytes of a row may be about
+// fewer columns, or about none.
+template <typename T, int width>
+__global__ void __launch_bounds__(block_threads)
+    relu_mask_kernel(int64_t rows, int64_t cols, const T* __restrict__ output, int64_t ld,
+                     uint8_t* __restrict__ mask, int64_t bytes_per_row) {
+  const int64_t byte = int64_t{blockIdx.x} * blockDim.x + threadIdx.x, col = byte * 8;
+  if (byte >= bytes_per_row) return;
+  const int64_t step = int64_t{gridDim.y} * blockDim.y;
+  int64_t row = int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
+  if (col + 8 > cols) {
+    for (; row < rows; row += step) {
+      uint32_t bits = 0;
+      for (int64_t c = col; c < cols; ++c) {
+        bits |= passes<T>(widen(output[row * ld + c])) << (c - col);
+      }
+      mask[row * bytes_per_row + byte] = static_cast<uint8_t>(bits);
+    }
+    return;
+  }
+  const auto some = [&](int64_t first, auto rows_at_once) {
+    constexpr int count = decltype(rows_at_once)::value;
+    Columns<T, width> columns[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      columns[i] = load<T, width>(output + (first + i * step) * ld + col);
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      mask[(first + i * step) * bytes_per_row + byte] = bits_of(columns[i]);
+    }
+  };
+  for (; row + (rows_in_flight - 1) * step < rows; row += rows_in_flight * step) {
+    some(row, std::integral_constant<int, rows_in_flight>());
+  }
+  for (; row < rows; row += step) some(row, std::integral_constant<int, 1>());
+}
+
+}  // namespace
+
+void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* output, int64_t ld,
+                     void* mask, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
+    using T = decltype(element);
+    constexpr int full = full_vector<T>;
+    const int64_t bytes_per_row = gemm::mask_bits(cols) / 8;
+    const dim3 block = block_shape(bytes_per_row);
+    const int64_t rows_at_once = int64_t{block.y} * rows_in_flight;
+    const dim3 grid((bytes_per_row + block.x - 1) / block.x,
+                    std::min<int64_t>((rows + rows_at_once - 1) / rows_at_once, 65535));
+    const bool vectors = ld % full == 0 && aligned16(output);
+    auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
+    kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(output), ld,
+                                       static_cast<uint8_t*>(mask), bytes_per_row);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+}  // namespace fused

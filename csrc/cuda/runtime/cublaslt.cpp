@@ -1,0 +1,327 @@
+#include "cuda/runtime/cublaslt.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+namespace fused::gemm {
+namespace {
+
+static_assert(static_cast<int>(Epilogue::relu_aux_bias) == CUBLASLT_EPILOGUE_RELU_AUX_BIAS);
+static_assert(static_cast<int>(Epilogue::relu_aux) == CUBLASLT_EPILOGUE_RELU_AUX);
+static_assert(static_cast<int>(Epilogue::relu_bias) == CUBLASLT_EPILOGUE_RELU_BIAS);
+static_assert(static_cast<int>(Epilogue::relu) == CUBLASLT_EPILOGUE_RELU);
+static_assert(static_cast<int>(Epilogue::gelu_aux_bias) == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
+static_assert(static_cast<int>(Epilogue::gelu_aux) == CUBLASLT_EPILOGUE_GELU_AUX);
+static_assert(static_cast<int>(Epilogue::gelu_bias) == CUBLASLT_EPILOGUE_GELU_BIAS);
+static_assert(static_cast<int>(Epilogue::gelu) == CUBLASLT_EPILOGUE_GELU);
+static_assert(static_cast<int>(Epilogue::drelu) == CUBLASLT_EPILOGUE_DRELU);
+static_assert(static_cast<int>(Epilogue::drelu_bgrad) == CUBLASLT_EPILOGUE_DRELU_BGRAD);
+static_assert(static_cast<int>(Epilogue::dgelu) == CUBLASLT_EPILOGUE_DGELU);
+static_assert(static_cast<int>(Epilogue::dgelu_bgrad) == CUBLASLT_EPILOGUE_DGELU_BGRAD);
+static_assert(static_cast<int>(Epilogue::bias) == CUBLASLT_EPILOGUE_BIAS);
+static_assert(static_cast<int>(Epilogue::bgradb) == CUBLASLT_EPILOGUE_BGRADB);
+static_assert(static_cast<int>(Epilogue::identity) == CUBLASLT_EPILOGUE_DEFAULT);
+
+void check(cublasStatus_t status, const char* call) {
+  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: ", call, " failed with ",
+              cublasLtGetStatusName(status));
+}
+
+cudaDataType_t data_type(Type type) {
+  constexpr cudaDataType_t types[] = {CUDA_R_64F, CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};
+  return types[static_cast<int>(type)];
+}
+
+cudaDataType_t scale_type(Type type) { return type == Type::f64 ? CUDA_R_64F : CUDA_R_32F; }
+
+cublasComputeType_t compute_type(const Problem& problem) {
+  if (problem.type == Type::f64) return CUBLAS_COMPUTE_64F;
+  if (problem.math == Math::tf32) return CUBLAS_COMPUTE_32F_FAST_TF32;
+  return CUBLAS_COMPUTE_32F;
+}
+
+cublasLtMatrixLayout_t layout(Type type, int64_t rows, int64_t cols, int64_t ld) {
+  cublasLtMatrixLayout_t result = nullptr;
+  check(cublasLtMatrixLayoutCreate(&result, data_type(type), rows, cols, ld),
+        "cublasLtMatrixLayoutCreate");
+  return result;
+}
+
+template <typename T>
+void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
+  check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof(value)),
+        "cublasLtMatmulDescSetAttribute");
+}
+
+struct Preference {
+  Preference() { check(cublasLtMatmulPreferenceCreate(&value), "cublasLtMatmulPreferenceCreate"); }
+  ~Preference() { cublasLtMatmulPreferenceDestroy(value); }
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+
+  template <typename T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, T setting) {
+    check(cublasLtMatmulPreferenceSetAttribute(value, attribute, &setting, sizeof(setting)),
+          "cublasLtMatmulPreferenceSetAttribute");
+  }
+
+  cublasLtMatmulPreference_t value = nullptr;
+};
+
+template <typename T>
+T config(const cublasLtMatmulAlgo_t& algo, cublasLtMatmulAlgoConfigAttributes_t attribute) {
+  T value{};
+  size_t written = 0;
+  check(cublasLtMatmulAlgoConfigGetAttribute(&algo, attribute, &value, sizeof(value), &written),
+        "cublasLtMatmulAlgoConfigGetAttribute");
+  return value;
+}
+
+cublasLtMatmulAlgo_t as_algo(const Algorithm& algorithm) {
+  return std::bit_cast<cublasLtMatmulAlgo_t>(algorithm.bytes);
+}
+
+Algorithm algorithm_of(const cublasLtMatmulHeuristicResult_t& result) {
+  return {std::bit_cast<decltype(Algorithm::bytes)>(result.algo),
+          static_cast<int64_t>(result.workspaceSize)};
+}
+
+// NVIDIA bug 6580689, from 12.6 Update 2 until fixed in 13.4 Update 1: algorithm 66 gives wrong
+// results on Hopper and later where its split does not divide K.
+bool is_known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
+  if (config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID) != 66) return false;
+  const auto splits = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+  return splits > 1 && problem.k % splits != 0;
+}
+
+// These two, offered for odd extents in 16 bits, apply the epilogue to an already rounded product.
+// Eager's linear runs on them as well, so the result is no worse than eager's; but a mask or a
+// pre-activation that is kept can then disagree with it near zero. There they are a last resort.
+bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
+  const auto id = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID);
+  return id == 23 || id == 24;
+}
+
+}  // namespace
+
+Descriptors::Descriptors(const Problem& p)
+    : bias_(uses_bias(p.epilogue)), aux_(uses_aux(p.epilogue)) {
+  cublasLtMatmulDesc_t operation = nullptr;
+  check(cublasLtMatmulDescCreate(&operation, compute_type(p), scale_type(p.type)),
+        "cublasLtMatmulDescCreate");
+  operation_.reset(operation);
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(p.epilogue));
+  if (aux_) set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
+  a_.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
+  b_.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
+  d_.reset(layout(p.type, p.m, p.n, p.ldd));
+}
+
+void Descriptors::set_pointers(const Operands& operands) {
+  // A bias or aux pointer without an epilogue that uses it is an error to the library.
+  if (bias_) set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
+  if (aux_) set(operation_.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
+}
+
+std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
+                                  Descriptors& descriptors, const Operands& operands, int most) {
+  // The heuristic reads the alignment of bias and aux off the pointers themselves.
+  descriptors.set_pointers(operands);
+
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                 static_cast<size_t>(problem.workspace_limit));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{1} << problem.align_a);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{1} << problem.align_b);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{1} << problem.align_d);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{1} << problem.align_d);
+  // Partial sums stay in the accumulator's type: sums in 16 bits would save a little traffic and
+  // lose digits, and the user may have forbidden them.
+  const uint32_t reductions = problem.split_k == SplitK::forbidden ? CUBLASLT_REDUCTION_SCHEME_NONE
+                              : size_of(problem.type) >= 4         ? CUBLASLT_REDUCTION_SCHEME_MASK
+                                                           : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
+
+  std::vector<cublasLtMatmulHeuristicResult_t> results(most);
+  int returned = 0;
+  const auto status = cublasLtMatmulAlgoGetHeuristic(
+      handle, descriptors.operation(), descriptors.a(), descriptors.b(), descriptors.d(),
+      descriptors.d(), preference.value, most, results.data(), &returned);
+  if (status != CUBLAS_STATUS_SUCCESS) return {};
+
+  std::vector<Algorithm> found;
+  for (int i = 0; i < returned; ++i) {
+    const auto& result = results[i];
+    if (result.state != CUBLAS_STATUS_SUCCESS || is_known_wrong(result.algo, problem)) continue;
+    found.push_back(algorithm_of(result));
+  }
+  if (uses_aux(problem.epilogue)) {
+    std::ranges::stable_partition(found,
+                                  [](const Algorithm& a) { return !rounds_twice(as_algo(a)); });
+  }
+  return found;
+}
+
+std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
+                                 const Descriptors& descriptors, const Algorithm& algorithm) {
+  const auto algo = as_algo(algorithm);
+  cublasLtMatmulHeuristicResult_t result{};
+  const auto status =
+      cublasLtMatmulAlgoCheck(handle, descriptors.operation(), descriptors.a(), descriptors.b(),
+                              descriptors.d(), descriptors.d(), &algo, &result);
+  if (status != CUBLAS_STATUS_SUCCESS || is_known_wrong(algo, problem) ||
+      static_cast<int64_t>(result.workspaceSize) > problem.workspace_limit) {
+    return std::nullopt;
+  }
+  return Algorithm{algorithm.bytes, static_cast<int64_t>(result.workspaceSize)};
+}
+
+std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
+                                  const Descriptors& descriptors, const Algorithm& algorithm,
+                                  size_t most) {
+  const auto origin = as_algo(algorithm);
+  size_t bytes = 0;
+  std::vector<uint32_t> tiles;
+  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, nullptr, 0, &bytes) !=
+      CUBLAS_STATUS_SUCCESS) {
+    return {};
+  }
+  tiles.resize(bytes / sizeof(uint32_t));
+  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, tiles.data(), bytes,
+                                        &bytes) != CUBLAS_STATUS_SUCCESS) {
+    return {};
+  }
+  // The tiles most like the origin's first; the library lists them by their sizes.
+  const auto own = std::ranges::find(tiles, config<uint32_t>(origin, CUBLASLT_ALGO_CONFIG_TILE_ID));
+  const auto middle = own - tiles.begin();
+  std::vector<uint32_t> ordered;
+  for (int64_t away = 0; away < static_cast<int64_t>(tiles.size()); ++away) {
+    if (middle - away >= 0 && middle - away < static_cast<int64_t>(tiles.size())) {
+      ordered.push_back(tiles[middle - away]);
+    }
+    if (away > 0 && middle + away < static_cast<int64_t>(tiles.size())) {
+      ordered.push_back(tiles[middle + away]);
+    }
+  }
+  // Hopper's; elsewhere only the first is valid.
+  constexpr uint16_t clusters[] = {CUBLASLT_CLUSTER_SHAPE_AUTO,  CUBLASLT_CLUSTER_SHAPE_1x1x1,
+                                   CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1,
+                                   CUBLASLT_CLUSTER_SHAPE_2x2x1, CUBLASLT_CLUSTER_SHAPE_4x1x1,
+                                   CUBLASLT_CLUSTER_SHAPE_1x4x1};
+  std::vector<Algorithm> found;
+  for (const uint32_t tile : ordered) {
+    for (const uint16_t cluster : clusters) {
+      auto algo = origin;
+      if (cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile,
+                                               sizeof(tile)) != CUBLAS_STATUS_SUCCESS ||
+          cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID,
+                                               &cluster,
+                                               sizeof(cluster)) != CUBLAS_STATUS_SUCCESS) {
+        continue;
+      }
+      if (found.size() == most) return found;
+      const Algorithm variant{std::bit_cast<decltype(Algorithm::bytes)>(algo), 0};
+      const auto valid = checked(handle, problem, descriptors, variant);
+      if (valid && valid->bytes != algorithm.bytes) found.push_back(*valid);
+    }
+  }
+  return found;
+}
+
+namespace {
+
+cublasStatus_t run_scaled(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                          cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t d,
+                          const Algorithm& algorithm, const Operands& operands, double alpha,
+                          void* workspace, cudaStream_t stream) {
+  descriptors.set_pointers(operands);
+  const auto algo = as_algo(algorithm);
+  const double alpha64 = alpha, beta64 = 0;
+  const float alpha32 = static_cast<float>(alpha), beta32 = 0;
+  const bool f64 = problem.type == Type::f64;
+  // C is passed as D (never read, beta being 0): a null C crashed before CUDA 13.0 Update 2.
+  return cublasLtMatmul(handle, descriptors.operation(),
+                        f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
+                        operands.a, descriptors.a(),                          //
+                        operands.b, b,                                        //
+                        f64 ? static_cast<const void*>(&beta64) : &beta32,    // beta
+                        operands.d, d,                                        // C
+                        operands.d, d,                                        // D
+                        &algo, workspace, static_cast<size_t>(algorithm.workspace), stream);
+}
+
+// What the trial writes: D, then the aux rows, then the workspace, each at 256 bytes.
+struct TrialLayout {
+  int64_t columns, aux, workspace, bytes;
+
+  explicit TrialLayout(const Problem& p) : columns(std::min<int64_t>(p.n, 64)) {
+    const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+    aux = round_up(p.ldd * columns * size_of(p.type));
+    workspace = aux + round_up(p.ld_aux * columns / 8);
+    bytes = workspace + p.workspace_limit;
+  }
+};
+
+template <typename T>
+bool all_nan(const std::vector<char>& host, const Problem& p, int64_t columns, T infinity) {
+  // As unsigned integers without the sign, NaNs are what is larger than infinity.
+  const auto* values = reinterpret_cast<const T*>(host.data());
+  constexpr T sign = T{1} << (8 * sizeof(T) - 1);
+  for (int64_t j = 0; j < columns; ++j) {
+    for (int64_t i = 0; i < p.m; ++i) {
+      if ((values[j * p.ldd + i] & ~sign) <= infinity) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+size_t nan_trial_bytes(const Problem& problem) { return TrialLayout(problem).bytes; }
+
+bool passes_nan(cublasLtHandle_t handle, const Problem& p, Descriptors& descriptors,
+                const Algorithm& algorithm, const Operands& operands, void* scratch,
+                cudaStream_t stream) {
+  const TrialLayout trial(p);
+  auto* bytes = static_cast<char*>(scratch);
+  Operands own = operands;
+  own.d = bytes;
+  own.aux = bytes + trial.aux;
+  Problem narrow = p;
+  narrow.n = trial.columns;
+  Descriptors few(narrow);
+  std::vector<char> host(p.ldd * trial.columns * size_of(p.type));
+  if (run_scaled(handle, p, descriptors, few.b(), few.d(), algorithm, own,
+                 std::numeric_limits<double>::quiet_NaN(), bytes + trial.workspace,
+                 stream) != CUBLAS_STATUS_SUCCESS ||
+      cudaMemcpyAsync(host.data(), own.d, host.size(), cudaMemcpyDeviceToHost, stream) !=
+          cudaSuccess ||
+      cudaStreamSynchronize(stream) != cudaSuccess) {
+    return false;
+  }
+  switch (p.type) {
+    case Type::f64:
+      return all_nan<uint64_t>(host, p, trial.columns, 0x7ff0000000000000);
+    case Type::f32:
+      return all_nan<uint32_t>(host, p, trial.columns, 0x7f800000);
+    case Type::f16:
+      return all_nan<uint16_t>(host, p, trial.columns, 0x7c00);
+    case Type::bf16:
+      return all_nan<uint16_t>(host, p, trial.columns, 0x7f80);
+  }
+  return false;
+}
+
+cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                   const Algorithm& algorithm, const Operands& operands, void* workspace,
+                   cudaStream_t stream) {
+  return run_scaled(handle, problem, descriptors, descriptors.b(), descriptors.d(), algorithm,
+                    operands, 1, workspace, stream);
+}
+
+}  // namespace fused::gemm

@@ -1,0 +1,70 @@
+#pragma once
+
+// cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
+
+#include "plans/decisions.h"
+#include "gemm/problem.h"
+
+#include <cublasLt.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace fused::gemm {
+
+// The library's view of a problem. Pointers are set again before every run, so one object must
+// not be used by two threads at once.
+class Descriptors {
+ public:
+  explicit Descriptors(const Problem& problem);
+
+  cublasLtMatmulDesc_t operation() const { return operation_.get(); }
+  cublasLtMatrixLayout_t a() const { return a_.get(); }
+  cublasLtMatrixLayout_t b() const { return b_.get(); }
+  cublasLtMatrixLayout_t d() const { return d_.get(); }
+
+  void set_pointers(const Operands& operands);
+
+ private:
+  struct Destroy {
+    void operator()(cublasLtMatmulDescOpaque_t* p) const { cublasLtMatmulDescDestroy(p); }
+    void operator()(cublasLtMatrixLayoutOpaque_t* p) const { cublasLtMatrixLayoutDestroy(p); }
+  };
+  using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy>;
+
+  bool bias_;
+  bool aux_;
+  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation_;
+  Layout a_, b_, d_;
+};
+
+// What the library's heuristic offers for the problem, best guess first, without the algorithms
+// known to be wrong; empty where it supports nothing. Not to be called while a stream captures.
+std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
+                                  Descriptors& descriptors, const Operands& operands, int most);
+
+// The algorithm with the workspace that it needs for this very problem; nothing where it cannot be
+// used for it. Launches nothing and may be called while a stream captures.
+std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
+                                 const Descriptors& descriptors, const Algorithm& algorithm);
+
+// Other configurations of the same algorithm, tiles and cluster shapes that are valid for the
+// problem; at most so many, the most similar first.
+std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
+                                  const Descriptors& descriptors, const Algorithm& algorithm,
+                                  size_t most);
+
+// Whether the algorithm gives NaN where it should, tried on the first few columns with alpha = NaN;
+// waits for the stream. scratch holds nan_trial_bytes(problem) on the device.
+size_t nan_trial_bytes(const Problem& problem);
+bool passes_nan(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                const Algorithm& algorithm, const Operands& operands, void* scratch,
+                cudaStream_t stream);
+
+// d = epilogue(a · b); the workspace holds algorithm.workspace bytes.
+cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                   const Algorithm& algorithm, const Operands& operands, void* workspace,
+                   cudaStream_t stream);
+
+}  // namespace fused::gemm

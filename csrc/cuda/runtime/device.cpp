@@ -1,0 +1,124 @@
+#include "cuda/runtime/device.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <array>
+#include <mutex>
+#include <sstream>
+
+namespace fused {
+namespace {
+
+constexpr int most_devices = 64;
+
+struct Device {
+  std::once_flag once;
+  cublasLtHandle_t handle = nullptr;
+  int arch = 0;
+  int64_t workspace_limit = 0;
+  plans::Machine machine;
+  std::mutex measuring;
+};
+
+std::string model_of(int device) {
+  const auto* properties = at::cuda::getDeviceProperties(device);
+  std::ostringstream text;
+  text << properties->name << " sm_" << properties->major << properties->minor << " with "
+       << properties->multiProcessorCount << " multiprocessors";
+  return text.str();
+}
+
+// Never destroyed, as the driver may be gone before the process is.
+Device& device_of(int index) {
+  static auto* devices = new std::array<Device, most_devices>;
+  TORCH_CHECK(index < most_devices, "fused: at most ", most_devices, " devices, got ", index);
+  auto& device = (*devices)[index];
+  std::call_once(device.once, [&] {
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    const auto status = cublasLtCreate(&device.handle);
+    TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: cublasLtCreate failed with ",
+                cublasLtGetStatusName(status));
+    const auto* properties = at::cuda::getDeviceProperties(index);
+    device.arch = properties->major * 10 + properties->minor;
+    // NVIDIA's own recommendation.
+    device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
+    device.machine = {model_of(index), lt_version(), 0};
+    while (model_of(device.machine.first_equal_device) != device.machine.gpu) {
+      ++device.machine.first_equal_device;
+    }
+  });
+  return device;
+}
+
+}  // namespace
+
+std::optional<gemm::Type> gemm_type(c10::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return gemm::Type::f64;
+    case at::kFloat:
+      return gemm::Type::f32;
+    case at::kHalf:
+      return gemm::Type::f16;
+    case at::kBFloat16:
+      return gemm::Type::bf16;
+    default:
+      return std::nullopt;
+  }
+}
+
+c10::ScalarType scalar_type(gemm::Type type) {
+  constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
+  return types[static_cast<int>(type)];
+}
+
+cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
+
+size_t lt_version() {
+  static const size_t version = cublasLtGetVersion();
+  return version;
+}
+
+gemm::Settings gemm_settings(int device, gemm::Type type) {
+  auto& context = at::globalContext();
+  const auto& known = device_of(device);
+  gemm::Settings result;
+  result.device = device;
+  result.arch = known.arch;
+  result.workspace_limit = known.workspace_limit;
+  if (type == gemm::Type::f32 &&
+      context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+          at::Float32Precision::TF32) {
+    result.math = gemm::Math::tf32;
+  }
+  // Sums in 16 bits are never asked for, so of the reduced-precision switches only the one that
+  // forbids splitting altogether is left to obey.
+  const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
+                         : type == gemm::Type::bf16
+                             ? context.allowBF16ReductionCuBLAS()
+                             : at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+  if (reduction == at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK) {
+    result.split_k = gemm::SplitK::forbidden;
+  }
+  return result;
+}
+
+at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, std::optional<c10::ScalarType> type,
+                 std::optional<at::MemoryFormat> format) {
+  return at::Tensor(
+      at::detail::empty_cuda(sizes, type.value_or(like.scalar_type()), like.device(), format));
+}
+
+const plans::Machine& machine_of(int device) { return device_of(device).machine; }
+
+std::mutex& measuring(int device) { return device_of(device).measuring; }
+
+std::optional<plans::Machine> plans::machine(int device) {
+  if (c10::cuda::device_count() == 0) return std::nullopt;
+  return machine_of(device < 0 ? c10::cuda::current_device() : device);
+}
+
+}  // namespace fused

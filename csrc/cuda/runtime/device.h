@@ -1,0 +1,79 @@
+#pragma once
+
+// What the stages need of the process and the device: handles, settings, scratch memory.
+
+#include "gemm/problem.h"
+#include "plans/registry.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <cublasLt.h>
+
+#include <mutex>
+#include <optional>
+
+namespace fused {
+
+std::optional<gemm::Type> gemm_type(c10::ScalarType type);
+c10::ScalarType scalar_type(gemm::Type type);
+
+// One handle per device, for all threads: cuBLASLt's calls are thread-safe.
+cublasLtHandle_t lt_handle(int device);
+size_t lt_version();
+
+// PyTorch's own switches (TF32, split-K), as they are now.
+gemm::Settings gemm_settings(int device, gemm::Type type);
+
+// What plans of this device are valid for.
+const plans::Machine& machine_of(int device);
+
+// Held while something is measured on the device. One each: who measures waits for the device, and
+// what that is busy with may itself wait for another device.
+std::mutex& measuring(int device);
+
+// An empty tensor on the device of `like`, of its dtype if no other is given. The dispatcher's way
+// to the same takes three times as long.
+at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
+                 std::optional<c10::ScalarType> type = {},
+                 std::optional<at::MemoryFormat> format = {});
+
+// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs, and given back to
+// the stream's pool at once.
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes)
+      : data_(bytes > 0 ? c10::cuda::CUDACachingAllocator::get()->allocate(bytes) : at::DataPtr()) {
+  }
+  void* data() const { return data_.get(); }
+
+ private:
+  at::DataPtr data_;
+};
+
+// Memory that PyTorch's allocator knows nothing of: its statistics, which users read, stay as they
+// were, and so do its pools.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    if (cudaMalloc(&data_, bytes) != cudaSuccess) {
+      data_ = nullptr;
+      static_cast<void>(cudaGetLastError());
+    }
+  }
+  ~Scratch() {
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    static_cast<void>(cudaFree(data_));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+};
+
+}  // namespace fused

@@ -1,0 +1,76 @@
+// Under autocast the operators run in the user's autocast dtype, as torch's own linear does.
+// Casts of the weights are cached for the length of the autocast region.
+
+#include "core/check.h"
+#include "fused_linear.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace fused {
+namespace {
+
+template <c10::DeviceType device>
+struct Autocast {
+  static constexpr auto key =
+      device == c10::kCUDA ? c10::DispatchKey::AutocastCUDA : c10::DispatchKey::AutocastCPU;
+
+  static Tensor cast(const Tensor& tensor) {
+    return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+  }
+
+  static OptionalTensor cast(const OptionalTensor& tensor) {
+    return has_value(tensor) ? OptionalTensor(cast(*tensor)) : std::nullopt;
+  }
+
+  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::linear(cast(input), cast(weight), cast(bias));
+  }
+
+  static Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::linear_relu(cast(input), cast(weight), cast(bias), memory);
+  }
+
+  static Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view approximate, std::string_view memory) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::linear_gelu(cast(input), cast(weight), cast(bias), approximate, memory);
+  }
+
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view activation,
+                    std::string_view memory) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    std::vector<Tensor> cast_weights;
+    for (const auto& weight : weights) cast_weights.push_back(cast(weight));
+    c10::List<OptionalTensor> cast_biases;
+    for (const OptionalTensor& bias : biases) cast_biases.push_back(cast(bias));
+    return fused::mlp(cast(input), cast_weights, cast_biases, activation, memory);
+  }
+
+  static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::conv2d_relu_symint(cast(input), cast(weight), cast(bias), stride, padding,
+                                     dilation, groups);
+  }
+
+  static void register_kernels(torch::Library& m) {
+    m.impl("linear", linear);
+    m.impl("linear_relu", linear_relu);
+    m.impl("linear_gelu", linear_gelu);
+    m.impl("mlp", mlp);
+    m.impl("conv2d_relu", conv2d_relu);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused, AutocastCUDA, m) { Autocast<c10::kCUDA>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused, AutocastCPU, m) { Autocast<c10::kCPU>::register_kernels(m); }
+
+}  // namespace fused

@@ -1,0 +1,158 @@
+#include "plans/decisions.h"
+
+#include <charconv>
+#include <iomanip>
+#include <sstream>
+
+namespace fused::gemm {
+namespace {
+
+// The fields of a line, in order: one list for writing and reading, so that they cannot differ.
+template <typename Problem_, typename Decision_, typename Visit>
+void each_field(Problem_& p, Decision_& d, const Visit& visit) {
+  visit(p.stage), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
+  visit(p.literal);
+  auto& g = p.product;
+  visit(g.arch), visit(g.type), visit(g.math), visit(g.split_k);
+  visit(g.transpose_a), visit(g.transpose_b);
+  visit(g.m), visit(g.n), visit(g.k), visit(g.lda), visit(g.ldb), visit(g.ldd), visit(g.ld_aux);
+  visit(g.align_a), visit(g.align_b), visit(g.align_d), visit(g.align_bias), visit(g.align_aux);
+  visit(g.workspace_limit);
+  for (auto& word : d.algorithm.bytes) visit(word);
+  visit(d.algorithm.workspace), visit(d.microseconds), visit(d.eager_microseconds);
+}
+
+template <typename T>
+void write(std::ostream& out, const T& value) {
+  if constexpr (std::is_enum_v<T> || sizeof(T) == 1) {
+    out << ' ' << static_cast<int>(value);
+  } else {
+    out << ' ' << value;
+  }
+}
+
+// The largest value that an enumeration, or a flag, may have.
+template <typename T>
+constexpr int64_t largest() {
+  if constexpr (std::is_same_v<T, Stage>) return static_cast<int64_t>(Stage::weight_gradient);
+  if constexpr (std::is_same_v<T, Activation>) return static_cast<int64_t>(Activation::gelu_erf);
+  if constexpr (std::is_same_v<T, Type>) return static_cast<int64_t>(Type::bf16);
+  if constexpr (std::is_same_v<T, Math>) return static_cast<int64_t>(Math::tf32);
+  if constexpr (std::is_same_v<T, SplitK>) return static_cast<int64_t>(SplitK::forbidden);
+  if constexpr (std::is_same_v<T, bool>) return 1;
+  return 8;  // an alignment class
+}
+
+template <typename T>
+bool parse(const std::string& word, T& value) {
+  const auto* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, value);
+  return error == std::errc() && stop == end && value >= T{0};
+}
+
+// One word, and nothing but the number.
+template <typename T>
+bool read(std::istream& in, T& value) {
+  std::string word;
+  if (!(in >> word)) return false;
+  if constexpr (std::is_enum_v<T> || sizeof(T) == 1) {
+    int64_t number = 0;
+    if (!parse(word, number) || number > largest<T>()) return false;
+    value = static_cast<T>(number);
+    return true;
+  } else {
+    return parse(word, value);
+  }
+}
+
+}  // namespace
+
+std::optional<Decision> Decisions::find(const StageProblem& problem) const {
+  const std::lock_guard lock(mutex_);
+  const auto it = known_.find(problem);
+  return it == known_.end() ? std::nullopt : std::optional(it->second);
+}
+
+Decision Decisions::add(const StageProblem& problem, const Decision& decision) {
+  const std::lock_guard lock(mutex_);
+  const auto it = known_.find(problem);
+  if (it != known_.end()) return it->second;
+  if (known_.size() < capacity_) known_.emplace(problem, decision);
+  return decision;
+}
+
+void Decisions::replace(const StageProblem& problem, const Decision& decision) {
+  const std::lock_guard lock(mutex_);
+  if (known_.size() < capacity_ || known_.contains(problem)) known_[problem] = decision;
+}
+
+void Decisions::clear() {
+  const std::lock_guard lock(mutex_);
+  known_.clear();
+}
+
+bool Decisions::is_full() const {
+  const std::lock_guard lock(mutex_);
+  return known_.size() >= capacity_;
+}
+
+std::vector<std::pair<StageProblem, Decision>> Decisions::all() const {
+  const std::lock_guard lock(mutex_);
+  return {known_.begin(), known_.end()};
+}
+
+const Strategy* find_strategy(Stage stage, std::string_view name) {
+  for (const auto& strategy : strategies) {
+    if (strategy.stage == stage && name == strategy.name) return &strategy;
+  }
+  return nullptr;
+}
+
+std::string to_text(const StageProblem& problem, const Decision& decision) {
+  std::ostringstream line;
+  line.imbue(std::locale::classic());
+  line << decision.strategy->name;
+  each_field(problem, decision, [&](const auto& value) { write(line, value); });
+  return line.str();
+}
+
+std::optional<std::pair<StageProblem, Decision>> from_text(const std::string& text) {
+  std::istringstream line(text);
+  std::string strategy;
+  StageProblem problem;
+  Decision decision;
+  decision.origin = Decision::Origin::file;
+  bool good = static_cast<bool>(line >> strategy);
+  each_field(problem, decision, [&](auto& value) { good = good && read(line, value); });
+  std::string more;
+  if (!good || line >> more) return std::nullopt;
+  decision.strategy = find_strategy(problem.stage, strategy);
+  if (decision.strategy == nullptr) return std::nullopt;
+  const bool product = has_step(*decision.strategy, Step::product);
+  if (product && !epilogue_of(problem, *decision.strategy)) return std::nullopt;
+  return std::pair(problem, decision);
+}
+
+std::string describe(const StageProblem& p, const Decision& d) {
+  constexpr const char* origins[] = {"by rule", "measured", "from a file"};
+  const auto& g = p.product;
+  std::ostringstream text;
+  text << name(p.stage);
+  if (p.activation != Activation::none) text << ' ' << fused::name(p.activation);
+  if (p.bias) text << " bias";
+  if (p.aux && p.stage == Stage::forward) text << (p.mask ? " mask" : " pre-activation");
+  if (p.literal) text << " cublaslt";
+  // Rows, inner extent and columns, as torch writes the product.
+  text << ' ' << name(g.type) << (g.math == Math::tf32 ? "/tf32" : "") << ' ' << g.n << 'x' << g.k
+       << 'x' << g.m << ": " << d.strategy->name;
+  if (has_step(*d.strategy, Step::product))
+    text << ' ' << name(product_of(p, *d.strategy).epilogue);
+  if (d.microseconds > 0) {
+    text << std::fixed << std::setprecision(1) << ", " << d.microseconds << " us";
+    if (d.eager_microseconds > 0) text << " (eager " << d.eager_microseconds << " us)";
+  }
+  text << ", " << origins[static_cast<int>(d.origin)];
+  return text.str();
+}
+
+}  // namespace fused::gemm

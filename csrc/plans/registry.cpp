@@ -1,0 +1,231 @@
+#include "plans/registry.h"
+
+#include "plans/plan_file.h"
+
+#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
+#include "cuda/runtime/prepared_plan.h"
+#endif
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <unordered_set>
+
+namespace fused::plans {
+namespace {
+
+// Enough for any model; whoever meets more has sizes that change without end, for which measuring
+// does not pay.
+constexpr size_t most_measured = 4096;
+constexpr size_t most_ruled = 8192;
+
+constexpr double default_budget = 200;
+
+double number_from(const char* variable, double otherwise) {
+  const char* text = std::getenv(variable);
+  if (text == nullptr || *text == '\0') return otherwise;
+  double value = -1;
+  const char* end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, value);  // whatever the locale
+  TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0, variable,
+                    " must be a number of at least 0, got '", text, "'");
+  return value;
+}
+
+std::atomic<double>& budget_setting() {
+  static std::atomic<double> value = number_from("TORCH_FUSED_LINEAR_BUDGET_MS", default_budget);
+  return value;
+}
+
+std::atomic<int64_t>& verbosity_setting() {
+  static std::atomic<int64_t> value =
+      static_cast<int64_t>(number_from("TORCH_FUSED_LINEAR_VERBOSE", 0));
+  return value;
+}
+
+struct GivenUp {
+  std::mutex mutex;
+  std::unordered_set<gemm::StageProblem, gemm::StageProblemHash> buckets;
+};
+
+GivenUp& given_up_set() {
+  static auto* value = new GivenUp;
+  return *value;
+}
+
+// What was decided for want of something may be decided otherwise now.
+void forget_prepared_plans() {
+  {
+    const std::lock_guard lock(given_up_set().mutex);
+    given_up_set().buckets.clear();
+  }
+#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
+  gemm::forget_all_plans();
+#endif
+}
+
+// The file of the environment, between import and the first use of a device, and until the end.
+struct Environment {
+  std::mutex mutex;
+  std::string path;                       // to be written at the end; empty: none
+  std::optional<gemm::PlanFile> waiting;  // read, not yet known to fit
+  std::optional<Machine> machine;         // whose plans it holds, and are written at the end
+  bool told = false;                      // that it does not fit
+};
+
+Environment& environment() {
+  static auto* value = new Environment;  // outlives every thread
+  return *value;
+}
+
+gemm::PlanFile of_process(const Machine& machine) {
+  gemm::PlanFile file{machine.gpu, machine.library_version, {}};
+  for (auto& entry : measured().all()) {
+    if (entry.first.product.device == machine.first_equal_device) file.decisions.push_back(entry);
+  }
+  return file;
+}
+
+void take_over(const gemm::PlanFile& file, const Machine& machine) {
+  for (auto [problem, decision] : file.decisions) {
+    problem.product.device = machine.first_equal_device;
+    measured().replace(problem, decision);
+  }
+  forget_prepared_plans();
+}
+
+void save_at_exit() {
+  auto& env = environment();
+  const std::lock_guard lock(env.mutex);
+  if (env.path.empty() || !env.machine) return;
+  try {
+    const auto file = of_process(*env.machine);
+    if (!file.decisions.empty()) gemm::write_plan_file(env.path, file, /*merge=*/true);
+  } catch (const std::exception& failure) {
+    std::cerr << "fused: the plans of this process are not saved: " << failure.what() << '\n';
+  }
+}
+
+Machine machine_or_error(const char* what) {
+  const auto here = machine();
+  TORCH_CHECK(here, "plans.", what, ": plans are of a GPU, and there is none");
+  return *here;
+}
+
+}  // namespace
+
+gemm::Decisions& measured() {
+  static auto* value = new gemm::Decisions(most_measured);
+  return *value;
+}
+
+gemm::Decisions& ruled() {
+  static auto* value = new gemm::Decisions(most_ruled);
+  return *value;
+}
+
+bool given_up(const gemm::StageProblem& bucket) {
+  const std::lock_guard lock(given_up_set().mutex);
+  return given_up_set().buckets.contains(bucket);
+}
+
+void give_up(const gemm::StageProblem& bucket) {
+  const std::lock_guard lock(given_up_set().mutex);
+  given_up_set().buckets.insert(bucket);
+}
+
+double budget() { return budget_setting().load(std::memory_order_relaxed); }
+
+void set_budget(double milliseconds) {
+  TORCH_CHECK_VALUE(milliseconds >= 0, "plans: the budget must be at least 0 milliseconds, got ",
+                    milliseconds);
+  if (budget_setting().exchange(milliseconds) != milliseconds) forget_prepared_plans();
+}
+
+int64_t verbosity() { return verbosity_setting().load(std::memory_order_relaxed); }
+void set_verbosity(int64_t level) { verbosity_setting() = level; }
+void log(const std::string& line) {
+  if (verbosity() > 0) std::cerr << "fused: " + line + '\n';
+}
+
+#ifndef TORCH_FUSED_LINEAR_WITH_CUDA
+std::optional<Machine> machine(int) { return std::nullopt; }
+#endif
+
+void save(const std::string& path) {
+  gemm::write_plan_file(path, of_process(machine_or_error("save")), /*merge=*/false);
+}
+
+int64_t load(const std::string& path) {
+  const auto file = gemm::read_plan_file(path);
+  const auto here = machine_or_error("load");
+  const auto why = gemm::mismatch(file, here.gpu, here.library_version);
+  TORCH_CHECK_VALUE(why.empty(), "plans: ", path, " was ", why, "; nothing of it is used");
+  take_over(file, here);
+  return static_cast<int64_t>(file.decisions.size());
+}
+
+void clear() {
+  measured().clear();
+  ruled().clear();
+  forget_prepared_plans();
+}
+
+std::vector<std::string> show() {
+  std::vector<std::string> lines;
+  for (auto* decisions : {&measured(), &ruled()}) {
+    for (const auto& [problem, decision] : decisions->all()) {
+      lines.push_back(gemm::describe(problem, decision));
+    }
+  }
+  return lines;
+}
+
+void from_environment() {
+  static const bool done = [] {
+    const char* path = std::getenv("TORCH_FUSED_LINEAR_PLANS");
+    if (path == nullptr || *path == '\0') return true;
+    auto& env = environment();
+    const std::lock_guard lock(env.mutex);
+    try {
+      if (std::filesystem::exists(path)) env.waiting = gemm::read_plan_file(path);
+      env.path = std::filesystem::absolute(path).string();
+      std::atexit(save_at_exit);
+    } catch (const std::exception& failure) {
+      TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", failure.what(),
+                 ". It is left as it is; remove it to have it made anew.");
+    }
+    return true;
+  }();
+  static_cast<void>(done);
+}
+
+void adopt(const Machine& machine) {
+  from_environment();
+  auto& env = environment();
+  const std::lock_guard lock(env.mutex);
+  if (env.path.empty() || env.machine) return;
+  if (!env.waiting) {
+    env.machine = machine;  // a new file: of the first device used
+    return;
+  }
+  const auto why = gemm::mismatch(*env.waiting, machine.gpu, machine.library_version);
+  if (why.empty()) {
+    take_over(*env.waiting, machine);
+    env.machine = machine;
+    env.waiting.reset();
+  } else if (!env.told) {
+    // It may fit another device of this process, and is left as it is if it does not.
+    env.told = true;
+    TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why, "; nothing of it is used. ",
+               "It is left as it is; remove it to have it made anew.");
+  }
+}
+
+}  // namespace fused::plans

@@ -1,0 +1,55 @@
+#pragma once
+
+// The plans of the process as users see them: what has been decided, how long measuring may take,
+// files. What a plan is, and how it runs, is in gemm/ and cuda_stage.*.
+
+#include "plans/decisions.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fused::plans {
+
+// Measured, or read from a file; by bucket (gemm::bucket_of).
+gemm::Decisions& measured();
+// By rule, for the very problem; so that all threads, and captures, do the same.
+gemm::Decisions& ruled();
+
+// Problems that could not be measured are not tried again until something changes.
+bool given_up(const gemm::StageProblem& bucket);
+void give_up(const gemm::StageProblem& bucket);
+
+// Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
+double budget();
+void set_budget(double milliseconds);
+
+// On standard error: 1, a line for every decision; 2, every candidate's times as well.
+// TORCH_FUSED_LINEAR_VERBOSE.
+int64_t verbosity();
+void set_verbosity(int64_t level);
+void log(const std::string& line);
+
+// What plans are valid for: a model of GPU and a version of cuBLASLt.
+struct Machine {
+  std::string gpu;
+  size_t library_version = 0;
+  int first_equal_device = 0;  // devices of one model share their plans
+};
+// Of a device, -1: the current one. Nothing without a GPU.
+std::optional<Machine> machine(int device = -1);
+
+void save(const std::string& path);
+// How many were read. Throws (ValueError) and uses nothing where the file is damaged, or made for
+// another GPU or cuBLASLt.
+int64_t load(const std::string& path);
+void clear();
+std::vector<std::string> show();
+
+// Reads the file that TORCH_FUSED_LINEAR_PLANS names, once, and has it written when the process
+// ends. What is wrong with it is a warning, and leaves it alone. Needs no GPU: whether the file
+// fits is seen when a device is first used (adopt).
+void from_environment();
+void adopt(const Machine& machine);
+
+}  // namespace fused::plans

@@ -1,0 +1,252 @@
+"""fused::conv2d_relu on a GPU: which way is taken, TF32, determinism, graphs, our own kernels."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from convolutions import LAST, Conv, assert_near, full_precision, in_double, without_kinks  # noqa: F401
+from helpers import LOW_DTYPES, Case, policy, run
+from tf32 import FLOAT32_LEVEL, TF32_LEVEL, needs_tf32
+
+import torch_fused_linear as tfl
+
+pytestmark = pytest.mark.cuda
+private = torch.ops.fused._channels_relu_backward
+FUSED = "cuDNN convolution with bias and ReLU"
+OWN = "ATen convolution + own bias and ReLU kernel"
+ATEN = "ATen convolution + ATen ReLU in place"
+BLOCK = Conv(batch=8, channels=64, out=64, size=(14, 14), padding=(1, 1))
+
+
+def path_of(fn):
+    with tfl.explain() as report:
+        fn()
+    return report.calls[0].path
+
+
+@pytest.fixture
+def cudnn():
+    """torch.backends.cudnn, put back as it was."""
+    names = ("allow_tf32", "benchmark", "deterministic", "enabled")
+    before = {name: getattr(torch.backends.cudnn, name) for name in names}
+    yield torch.backends.cudnn
+    for name, value in before.items():
+        setattr(torch.backends.cudnn, name, value)
+
+
+@pytest.fixture
+def own_way(cudnn):
+    """The convolution of ATen and our kernel, for every problem."""
+    cudnn.deterministic = True
+
+
+# --- which way ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_one_of_the_two_ways_is_taken_and_named(last, dtype):
+    """If not cuDNN's, then for a reason; found out once, and the trial leaves no memory behind."""
+    conv = Conv(batch=3, channels=24, out=40, size=(13, 11), padding=(1, 1))
+    case = conv.case(dtype, "cuda", last=last)
+    before = torch.cuda.memory_allocated()
+    first = path_of(lambda: conv.call(*case.inputs))
+    assert torch.cuda.memory_allocated() == before
+    print(dtype, last, first)
+    assert first == FUSED or (first.startswith("(not cuDNN's fused form: ") and OWN in first)
+    assert "wrong result" not in first and "fails" not in first, first
+    assert path_of(lambda: conv.call(*case.inputs)) == first
+
+
+def test_reasons_that_can_be_told_beforehand(cudnn):
+    case = BLOCK.case(torch.float64, "cuda")
+    assert "fp64" in path_of(lambda: BLOCK.call(*case.inputs))
+    case = BLOCK.case(torch.float32, "cuda")
+    cudnn.deterministic = True
+    assert "not deterministic" in path_of(lambda: BLOCK.call(*case.inputs))
+    cudnn.deterministic, cudnn.enabled = False, False
+    assert "switched off" in path_of(lambda: BLOCK.call(*case.inputs))
+    want = BLOCK.eager(*in_double(case).inputs).float()
+    torch.testing.assert_close(BLOCK.call(*case.inputs), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("last", ["", "xw"])
+@pytest.mark.parametrize("groups", [1, 32])
+def test_with_a_budget_the_quickest_way_is_taken(groups, last):
+    conv = Conv(batch=4, channels=32, out=64, size=(20, 20), padding=(1, 1), groups=groups)
+    case = conv.case(torch.bfloat16, "cuda", last=last)
+    with tfl.plans.budget(20):
+        path = path_of(lambda: conv.call(*case.inputs))
+        assert path_of(lambda: conv.call(*case.inputs)) == path
+        assert_near([conv.call(*case.inputs)], [conv.eager(*case.inputs)], 2e-2)
+    print(path)
+    assert path == FUSED or path.endswith((OWN, ATEN))
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_threads_and_streams(searches, cudnn):
+    cudnn.benchmark = searches
+    cases = [without_kinks(BLOCK, BLOCK.case(torch.bfloat16, "cuda", seed=k)) for k in range(4)]
+    want = [run(BLOCK.call, case) for case in cases]
+    torch.cuda.synchronize()
+
+    def job(k):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got = run(BLOCK.call, cases[k])
+            torch.cuda.current_stream().synchronize()
+        return got
+
+    with ThreadPoolExecutor(4) as pool:
+        for k, got in enumerate(pool.map(job, range(4))):
+            assert_near(got, want[k], 3e-2)
+
+
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_misaligned_tensors(last):
+    """Slices of larger buffers, which start at any element."""
+    case = without_kinks(BLOCK, BLOCK.case(torch.bfloat16, "cuda", last=last))
+    want = run(BLOCK.call, case)
+
+    def shifted(t):
+        moved = torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:]
+        return moved.as_strided(t.shape, t.stride(), 1).copy_(t)
+
+    for which in itertools.product([False, True], repeat=3):
+        args = [shifted(t) if move else t for t, move in zip(case.inputs, which)]
+        assert_near(run(BLOCK.call, Case(*args, shifted(case.g))), want, 2e-2)
+
+
+# --- numerics -----------------------------------------------------------------------------------
+
+
+def errors(results, truth):
+    pairs = zip(results, truth, strict=True)
+    return [float((r.double() - t).abs().mean() / t.abs().mean()) for r, t in pairs]
+
+
+@needs_tf32
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_tf32_switch_is_obeyed_in_both_directions(last, cudnn):
+    conv = Conv(batch=16, channels=128, out=128, size=(28, 28), padding=(1, 1))
+    case = conv.case(torch.float32, "cuda", last=last)
+    z = conv.z(*in_double(case).inputs)
+    case.g = case.g.masked_fill(z.abs() < 1e-2, 0)  # ReLU's sign is not the topic
+    truth = run(conv.eager, in_double(case))
+    for on in (False, True, False):
+        cudnn.allow_tf32 = on
+        ours, eager = errors(run(conv.call, case), truth), errors(run(conv.eager, case), truth)
+        print(on, ours, eager)
+        for k in range(3):
+            if on:
+                # cuDNN may know nothing quicker in TF32; eager shows it
+                assert ours[k] > TF32_LEVEL or eager[k] < TF32_LEVEL, (ours, eager)
+            else:
+                assert ours[k] < 4 * FLOAT32_LEVEL, (ours, eager)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_deterministic_mode_and_our_kernels_round_as_eager(last, dtype, own_way):
+    """Bit for bit eager's result, which adds and rectifies in two steps; and the same each time."""
+    for conv in (BLOCK, Conv(channels=3, out=5, size=(9, 7)), Conv(channels=8, out=8)):
+        case = conv.case(dtype, "cuda", last=last)
+        want = F.relu(conv.z(case.x, case.w) + case.b.view(-1, 1, 1))
+        assert OWN in path_of(lambda c=conv, a=case: c.call(*a.inputs))
+        assert torch.equal(conv.call(*case.inputs), want)
+        first = run(conv.call, case)
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(run(conv.call, case), first))
+
+
+PLANES = [(1, 1, 1, 1), (2, 3, 1, 5), (3, 64, 7, 7), (5, 17, 31, 33), (1, 2, 600, 640)]
+PLANES += [(64, 8, 56, 56), (700, 33, 3, 3), (2, 1000, 2, 4), (300, 1, 16, 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_relu_and_bias_gradient_in_one_pass(offset, last, dtype):
+    """Small planes and large, few channels and many, odd sizes, misaligned; every element, the sums
+    and their bits."""
+    for n, c, h, w in PLANES:
+        shape, count = (n, c, h, w), n * c * h * w
+
+        def image(shape=shape, count=count):
+            flat = torch.randn(count + offset, device="cuda").to(dtype)[offset:]
+            n, c, h, w = shape
+            return flat.view(n, h, w, c).permute(0, 3, 1, 2) if last else flat.view(shape)
+
+        memory_format = LAST if last else torch.contiguous_format
+        grad, output = image(), image().relu_()
+        output.as_strided((count,), (1,))[:: max(count // 7, 1)] = float("nan")
+        dz, sums = private(grad, output, True)
+        want = torch.where(output <= 0, 0, grad)
+        assert torch.equal(dz, want), f"{shape}: dz"
+        assert dz.is_contiguous(memory_format=memory_format)
+        exact = want.double().sum((0, 2, 3))
+        scale = want.double().square().sum((0, 2, 3)).sqrt()
+        eps = torch.finfo(dtype).eps
+        assert ((sums.double() - exact).abs() <= 4 * eps * (scale + exact.abs())).all(), shape
+        for _ in range(3):
+            assert torch.equal(private(grad, output, True)[1], sums), f"{shape}: not the same bits"
+        alone, nothing = private(grad, output, False)
+        assert torch.equal(alone, want) and nothing.shape == (0,)
+
+
+def test_more_elements_than_32_bits_count():
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    shape = (33, 64, 1024, 1024)  # above 2^31
+    for memory_format in (torch.contiguous_format, LAST):
+        output = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+        output = output.contiguous(memory_format=memory_format)
+        output[-1, -1, -1, -8:] = 0
+        dz, sums = private(output, output, True)
+        assert torch.equal(dz, output)
+        assert (sums.double() / (33 * 2**20) - 1).abs().max() < 1e-2
+        del dz, output
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tried_before", [True, False])
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_cuda_graph(last, tried_before):
+    """No trial within a capture: the way that needs none is taken there."""
+    conv = Conv(batch=4, channels=16, out=24 + 8 * tried_before, size=(10, 12), padding=(1, 1))
+    other = Conv(batch=2, channels=16, out=16, size=(10, 12), padding=(1, 1))  # loads the libraries
+    case = without_kinks(conv, conv.case(torch.float32, "cuda", last=last))
+    leaves = [t.detach().requires_grad_() for t in case.inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run(other.call, other.case(torch.float32, "cuda", last=last))
+            if tried_before:
+                run(conv.call, case)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with tfl.explain() as report, torch.cuda.graph(graph):
+        y = conv.call(*leaves)
+        grads = torch.autograd.grad(y, leaves, case.g)
+    assert tried_before or "not tried before the capture" in report.calls[0].path
+    fresh = without_kinks(conv, conv.case(torch.float32, "cuda", last=last, seed=1))
+    with torch.no_grad():
+        for leaf, new in zip(leaves, fresh.inputs, strict=True):
+            leaf.copy_(new)
+        case.g.copy_(fresh.g)
+    graph.replay()
+    assert_near([y, *grads], run(conv.call, fresh), 1e-3)
+
+
+def test_policies_agree():
+    case = without_kinks(BLOCK, BLOCK.case(torch.float32, "cuda", last="xw"))
+    results = []
+    for name in ("auto", "cublaslt", "eager"):
+        with policy(name):
+            results.append(run(BLOCK.call, Case(case.x, case.w, case.b, case.g)))
+    for other in results[1:]:
+        assert_near(results[0], other, 1e-3)

@@ -1,0 +1,219 @@
+"""On a GPU: PyTorch's precision switches, determinism, and sizes past 32 bits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import (
+    GELU_TANH,
+    LINEAR,
+    OPS,
+    RELU,
+    Case,
+    assert_contract,
+    assert_exact,
+    exact_case,
+    op_param,
+    policy,
+    preactivation,
+    random_case,
+    reference,
+    run,
+)
+from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32
+
+pytestmark = pytest.mark.cuda
+policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
+
+
+@pytest.fixture
+def tf32():
+    """Sets the switch, and puts it back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def switch(on):
+        torch.backends.cuda.matmul.allow_tf32 = on
+
+    yield switch
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@needs_tf32
+@op_param
+@policy_param
+def test_tf32_switch_is_obeyed_in_both_directions(policy_name, op, tf32):
+    """Forward and backward, on and off and on again (an algorithm kept under a key without the
+    switch would stay)."""
+    case = random_case(512, 1024, 768, torch.float32, "cuda")
+    case.g = case.g.masked_fill(preactivation(case).abs() < 1e-2, 0)  # ReLU's sign is not the topic
+    with policy(policy_name):
+        for on in (False, True, False, True):
+            tf32(on)
+            for name, error in errors(op, case).items():
+                if on:
+                    assert TF32_LEVEL < error < 5e-3, f"{name}: {error}, TF32 is not used"
+                else:
+                    assert error < FLOAT32_LEVEL, f"{name}: {error}, this is not fp32"
+
+
+@needs_tf32
+@op_param
+def test_backward_follows_the_switch_as_it_is_then(op, tf32):
+    case = random_case(512, 1024, 768, torch.float32, "cuda")
+    case.g = case.g.masked_fill(preactivation(case).abs() < 1e-2, 0)
+    leaves = [t.clone().requires_grad_() for t in case.inputs]
+    tf32(True)
+    y = op.call(*leaves)
+    tf32(False)
+    grads = torch.autograd.grad(y, leaves, case.g)
+    if op.activation in ("none", "relu"):  # GELU's slope was rounded in the forward
+        for got, want in zip(grads, reference(op, case)[1:], strict=True):
+            assert float((got.double() - want).abs().mean() / want.abs().mean()) < FLOAT32_LEVEL
+
+
+# The newer switch must not be mixed with the older one in a process.
+NEW_SWITCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from helpers import LINEAR, random_case
+from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors
+case = random_case(512, 1024, 768, torch.float32, "cuda")
+for mode in ("ieee", "tf32", "ieee"):
+    torch.backends.cuda.matmul.fp32_precision = mode
+    for name, error in errors(LINEAR, case).items():
+        assert (error > TF32_LEVEL) if mode == "tf32" else (error < FLOAT32_LEVEL), (mode, name)
+print("obeyed")
+"""
+
+
+def python(program, **env):
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", program, here],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **env},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_tf32
+def test_fp32_precision_is_the_same_switch():
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has only allow_tf32")
+    assert python(NEW_SWITCH) == "obeyed\n"
+
+
+@policy_param
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduced_precision_reduction_switch(policy_name, dtype):
+    """Switched off, partial sums of a split product may not pass through 16 bits: the first half
+    of each sum overflows fp16, and in bf16 it would lose its ones."""
+    name = f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}_reduced_precision_reduction"
+    matmul, k = torch.backends.cuda.matmul, 32768
+    before = getattr(matmul, name)
+    x = torch.ones(16, k, dtype=dtype, device="cuda")
+    w = torch.full((24, k), 8.0, dtype=dtype, device="cuda")
+    w[:, k // 2 :] = -8.0
+    w[:, 0] = 11.0  # the sum is 3
+    tall = Case(w.t().contiguous(), torch.ones(16, 24).to(w), None, torch.ones(k, 16).to(w))
+    try:
+        with policy(policy_name):
+            setattr(matmul, name, False)
+            for op in (LINEAR, RELU):
+                assert torch.equal(op.call(x, w), torch.full_like(op.call(x, w), 3.0))
+            # the weight gradient sums over the tokens
+            assert torch.equal(run(LINEAR.call, tall)[2], torch.full_like(tall.w, 3.0))
+            setattr(matmul, name, True)
+            assert op.call(x, w).shape == (16, 24)
+    finally:
+        setattr(matmul, name, before)
+
+
+@op_param
+@policy_param
+def test_fifty_repeats_give_the_same_bits(policy_name, op):
+    """With other shapes in between, and in memory that held other things (atomics in a bias
+    gradient, or an uninitialised workspace, would show here)."""
+    with policy(policy_name):
+        case = random_case(1000, 256, 385, torch.bfloat16, "cuda")
+        other = random_case(77, 64, 129, torch.bfloat16, "cuda")
+        want = run(op.call, case)
+        for k in range(50):
+            junk = torch.full((1 << 18,), float(k), device="cuda")
+            run(op.call, other)
+            del junk
+            for a, b in zip(run(op.call, case), want, strict=True):
+                assert torch.equal(a, b), f"repeat {k}"
+
+
+DETERMINISTIC = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from helpers import OPS, policy, random_case, run
+torch.use_deterministic_algorithms(True)
+for name in ("auto", "cublaslt", "eager"):
+    for op in OPS:
+        for dtype in (torch.float32, torch.bfloat16):
+            case = random_case(1000, 64, 129, dtype, "cuda")
+            with policy(name):
+                first = run(op.call, case)
+                for _ in range(5):
+                    assert all(torch.equal(a, b) for a, b in zip(run(op.call, case), first))
+    print(name, *(f"{float(t.double().sum()):.17g}" for t in first))
+"""
+
+
+def test_deterministic_algorithms_and_two_processes_agree():
+    """The mode raises nowhere, and another process gets the same bits."""
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    first, second = python(DETERMINISTIC, **env), python(DETERMINISTIC, **env)
+    assert len(first.splitlines()) == 3
+    assert first == second
+
+
+@policy_param
+def test_many_tokens_and_few_features(policy_name):
+    """655360 x 10 x 10: sizes at which cuBLASLt's bias epilogues have failed to launch."""
+    with policy(policy_name):
+        case = exact_case(655360, 10, 10, torch.float32, "cuda")
+        for op in (LINEAR, RELU):
+            assert_exact(op, case, "655360x10->10")
+        for dtype in (torch.bfloat16, torch.float16):
+            case = random_case(655360, 10, 10, dtype, "cuda")
+            case.g = case.g.masked_fill(preactivation(case).abs() < 1e-1, 0)
+            for op in OPS:
+                assert_contract(op, [("655360x10->10", case)])
+
+
+@pytest.mark.parametrize("op", [RELU, GELU_TANH], ids=repr)
+def test_more_elements_than_32_bits_count(op):
+    """T * O just above 2^31: an int32 index would wrap, and the last rows stay unwritten."""
+    t, i, o = (1 << 22) + 7, 8, 513
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    small = random_case(1024, i, o, torch.bfloat16, "cuda")
+    repeats = -(-t // 1024)
+    x = small.x.repeat(repeats, 1)[:t].requires_grad_()
+    w, b = small.w.clone().requires_grad_(), small.b.clone().requires_grad_()
+    y = op.call(x, w, b)
+    ones = torch.ones(1, device="cuda", dtype=torch.bfloat16).expand(t, o)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), ones)
+    leaves = [v.double().requires_grad_() for v in small.inputs]
+    want = op.eager(*leaves)
+    wx, ww, wb = torch.autograd.grad(want.sum(), leaves)
+    for start in (0, t // 1024 // 2 * 1024, t // 1024 * 1024 - 1024):
+        rows = slice(start, start + 1024)
+        torch.testing.assert_close(y[rows].double(), want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(dx[rows].double(), wx, rtol=5e-2, atol=5e-1)
+    for got, truth in ((dw, ww), (db, wb)):
+        scale = t / 1024
+        error = (got.double() / scale - truth).abs().max() / truth.abs().max()
+        assert error < 2e-2, "tokens are missing from the sum"
+    assert torch.equal(y[-7:], y[:7]), "the last rows"

@@ -1,0 +1,407 @@
+"""Measuring on a GPU: right results, no trace left, one decision for all, files."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import cpp_programs
+import pytest
+import torch
+from helpers import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, assert_contract, policy, random_case
+from plan_files import file_text
+from stacks import assert_same
+
+import torch_fused_linear as tfl
+from torch_fused_linear import plans
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def measuring(cuda):
+    """A small budget, and nothing known at first."""
+    plans.clear()
+    with plans.budget(20):
+        yield
+    plans.clear()
+
+
+def lines(word):
+    return [line for line in plans.show().splitlines() if word in line]
+
+
+def network(*widths, dtype=torch.bfloat16, layer=tfl.FusedLinearGELU):
+    *hidden, last = itertools.pairwise(widths)
+    modules = [*(layer(i, o) for i, o in hidden), tfl.FusedLinear(*last)]
+    return torch.nn.Sequential(*modules).to("cuda", dtype)
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_results_keep_the_contract(op, dtype):
+    sizes = [(64, 64, 64), (300, 128, 256), (33, 65, 129), (1, 64, 8), (2048, 96, 200), (5, 7, 1)]
+    for _ in range(2):  # measured, then known
+        cases = (((t, i, o), random_case(t, i, o, dtype, "cuda")) for t, i, o in sizes)
+        assert_contract(op, cases)
+    assert lines("measured")
+
+
+@pytest.mark.parametrize("layer", [tfl.FusedLinearReLU, tfl.FusedLinearGELU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["auto", "cublaslt"])
+def test_steps_across_layers(layer, dtype, name):
+    torch.manual_seed(1)
+    model = network(64, 256, 128, 32, dtype=dtype, layer=layer)
+    x = torch.randn(500, 64, device="cuda", dtype=dtype)
+
+    def gradients():
+        return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
+
+    with policy("eager"):
+        want = gradients()
+    with policy(name):
+        measured, known = gradients(), gradients()
+    assert_same(measured, want)
+    assert all(torch.equal(a, b) for a, b in zip(measured, known)), "same plans, same bits"
+    assert lines("measured") and bool(lines(" cublaslt ")) == (name == "cublaslt")
+
+
+def test_policy_cublaslt_keeps_to_the_library():
+    with policy("cublaslt"):
+        network(64, 256, 64)(
+            torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
+        ).sum().backward()
+    assert len(lines("d_bgrad DGELU_BGRAD")) == 1
+    assert len(lines("GELU_AUX_BIAS")) == 1 and lines("bgradb BGRADB")
+
+
+# ----------------------------------------------------------------------------------- when, once
+
+
+def test_a_problem_is_measured_once(capfd):
+    plans.verbose(1)
+    try:
+        for _ in range(3):
+            tfl.linear_relu(*random_case(128, 64, 96, torch.bfloat16, "cuda").inputs)
+        said = capfd.readouterr().err
+    finally:
+        plans.verbose(0)
+    assert said.count("fused: forward relu bias bf16 128x64x96: ") == 1
+    assert "candidates sound" in said and "measured" in said
+    tfl.linear_relu(*random_case(256, 64, 96, torch.bfloat16, "cuda").inputs)
+    assert capfd.readouterr().err == ""
+    assert len(lines("measured")) == 2
+
+
+def test_token_counts_share_plans():
+    for tokens in (1024, 513, 700, 1023, 999, 1000):
+        assert_contract(RELU, [(tokens, random_case(tokens, 64, 64, torch.float16, "cuda"))])
+    # with gradients and without, and two products backward
+    assert len(lines("measured")) == 3
+    assert all("1024x" in line or "x1024x" in line for line in lines("measured"))
+
+
+def test_nothing_is_measured_without_a_budget_or_when_deterministic():
+    call = random_case(128, 64, 64, torch.bfloat16, "cuda").inputs
+    with plans.budget(0):
+        first = tfl.linear_gelu(*call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        second = tfl.linear_gelu(*call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not lines("measured") and len(lines("by rule")) == 2
+    assert torch.equal(first, second)
+    tfl.linear_gelu(*call)
+    assert len(lines("measured")) == 1
+
+
+def test_deterministic_mode_does_not_take_what_was_timed():
+    call = random_case(512, 256, 256, torch.bfloat16, "cuda").inputs
+    tfl.linear_relu(*call)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tfl.linear_relu(*call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(lines("measured")) == 1 and len(lines("by rule")) == 1
+
+
+def test_nothing_is_measured_while_capturing():
+    case = random_case(128, 64, 72, torch.bfloat16, "cuda")
+    torch.mm(case.x, case.w.t())  # cuBLAS's own workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with tfl.explain() as report, torch.cuda.graph(graph):
+        out = tfl.linear_relu(*case.inputs)
+    assert plans.show() == ""
+    assert "unknown while capturing" in report.calls[0].path
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same([out], [RELU.eager(*case.inputs)])
+
+
+def test_warmup_before_a_capture():
+    model = network(64, 256, 64)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    plans.warmup(model, x)
+    with torch.no_grad():
+        plans.warmup(model, x)
+    known = plans.show()
+    assert len(lines("measured")) >= 5
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with tfl.explain() as report, torch.cuda.graph(graph, stream=side):
+        loss = model(x).float().square().mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert not any("capturing" in call.path for call in report.calls), report
+    assert plans.show() == known
+    graph.replay()
+    torch.cuda.synchronize()
+    with policy("eager"):
+        want = torch.autograd.grad(model(x).float().square().mean(), list(model.parameters()))
+    assert_same(grads, want)
+
+
+def test_threads_agree():
+    case = random_case(640, 128, 192, torch.float16, "cuda")
+    outputs, barrier = [None] * 6, threading.Barrier(6)
+
+    def work(k):
+        barrier.wait()
+        outputs[k] = tfl.linear_gelu(*case.inputs)
+        torch.cuda.synchronize()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lines("measured")) == 1
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+
+
+# ----------------------------------------------------------------------------------- no trace
+
+
+def test_measuring_leaves_no_trace():
+    case = random_case(4096, 512, 1024, torch.bfloat16, "cuda")
+
+    def step():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        leaves = [t.detach().requires_grad_() for t in case.inputs]
+        tfl.linear_gelu(*leaves).backward(case.g)
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        keys = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+        return [stats[key] for key in keys], torch.cuda.get_rng_state()
+
+    # cuBLAS, which eager's own way calls, keeps a workspace from its first call on.
+    torch.mm(case.x, case.w.t())
+    with plans.budget(0):
+        step()
+        plain, random = step()
+    measured, random_after = step()
+    assert lines("measured")
+    # By another algorithm, which may want more workspace or less.
+    assert abs(measured[1] - plain[1]) <= 40 << 20, (measured, plain)
+    assert measured[0] == plain[0]
+    assert torch.equal(random, random_after)
+
+
+def test_the_order_of_the_stream_is_kept():
+    """What is measured reads the operands after whoever writes them, and nobody's result early."""
+    x = torch.zeros(2048, 512, device="cuda")
+    w, b = torch.ones(256, 512, device="cuda"), torch.zeros(256, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x += 1
+        out = tfl.linear_relu(x, w, b)
+        x.zero_()
+    side.synchronize()
+    assert torch.equal(out, torch.full_like(out, 512))
+
+
+def test_reports_show_the_call_and_not_the_trials():
+    case = random_case(256, 64, 64, torch.bfloat16, "cuda")
+    with tfl.explain() as first:
+        tfl.linear_gelu(*case.inputs)
+    with tfl.explain() as second:
+        tfl.linear_gelu(*case.inputs)
+    assert [c.path for c in first.calls] == [c.path for c in second.calls]
+    assert len(first.calls) == 1
+
+
+def test_infinities_and_zeros_do_not_disturb():
+    x = torch.full((256, 64), float("inf"), device="cuda", dtype=torch.float16)
+    w, b = torch.zeros(64, 64, device="cuda", dtype=torch.float16), torch.zeros_like(x[0])
+    assert tfl.linear_relu(x, w, b).isnan().all()
+    assert (tfl.linear_gelu(torch.zeros_like(x), w, b) == 0).all()
+    # Nor is anything concluded from them: every way is exact, and zeros are quick.
+    assert not lines("measured") and len(lines("by rule")) == 2
+
+
+# -------------------------------------------------------------------------------------- files
+
+STEP = """
+import sys, torch, torch_fused_linear as tfl
+torch.manual_seed(0)
+model = torch.nn.Sequential(tfl.FusedLinearGELU(96, 320), tfl.FusedLinear(320, 96)).cuda().half()
+x = torch.randn(1024, 96, device="cuda", dtype=torch.float16)
+grads = torch.autograd.grad(model(x).float().square().mean(), model.parameters())
+torch.save([g.cpu() for g in grads], sys.argv[1])
+print(tfl.plans.show())
+"""
+
+
+def run_step(target, **variables):
+    environment = {**os.environ, "TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", STEP, str(target)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, torch.load(target)
+
+
+def test_two_processes_with_one_file_have_the_same_bits(tmp_path):
+    file = tmp_path / "plans"
+    first, _, a = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
+    assert "measured" in first and "from a file" not in first
+    assert file.exists()
+    second, _, b = run_step(tmp_path / "b", TORCH_FUSED_LINEAR_PLANS=str(file))
+    assert "measured" not in second and "from a file" in second
+    third, _, c = run_step(
+        tmp_path / "c", TORCH_FUSED_LINEAR_PLANS=str(file), TORCH_FUSED_LINEAR_BUDGET_MS="0"
+    )
+    assert third == second
+    assert all(map(torch.equal, a, b)) and all(map(torch.equal, a, c))
+
+
+def test_a_foreign_file_is_told_of_and_left_alone(tmp_path):
+    file = tmp_path / "plans"
+    text = file_text("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 1\n")
+    file.write_text(text)
+    out, err, _ = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
+    assert "was made for GPU A, this is NVIDIA" in err and "measured" in out
+    assert file.read_text() == text
+    with pytest.raises(ValueError, match="was made for GPU A, this is NVIDIA"):
+        plans.load(file)
+
+
+def test_save_clear_and_load(tmp_path):
+    call = random_case(128, 64, 64, torch.bfloat16, "cuda").inputs
+    tfl.linear_relu(*call)
+    before = plans.show()
+    plans.save(tmp_path / "plans")
+    plans.clear()
+    assert plans.show() == ""
+    assert plans.load(tmp_path / "plans") == 1
+    assert plans.show() == before.replace("measured", "from a file")
+    tfl.linear_relu(*call)
+    assert not lines("measured")
+    # With a file deterministic mode takes the file's choice.
+    torch.use_deterministic_algorithms(True)
+    try:
+        tfl.linear_relu(*call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not lines("by rule")
+
+
+def test_an_algorithm_that_does_not_exist_is_not_run(tmp_path):
+    case = random_case(128, 64, 64, torch.bfloat16, "cuda")
+    tfl.linear_relu(*case.inputs)
+    path = tmp_path / "plans"
+    plans.save(path)
+    *head, plan, _ = path.read_text().splitlines()
+    words = plan.split(" ")
+    assert words[0] in ("epilogue", "bias+activation"), words
+    words[26:34] = ["123456789"] * 8  # cuBLASLt's description of the algorithm
+    path.write_text(file_text("\n".join([*head, " ".join(words), ""])))
+    assert plans.load(path) == 1
+    assert_same([tfl.linear_relu(*case.inputs)], [RELU.eager(*case.inputs)])
+
+
+# ----------------------------------------------------------------------------------- mishaps
+
+FAILING_MALLOC = """
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <cstdio>
+// Torch asks for whole mebibytes; what is measured asks for what it needs.
+extern "C" cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  static auto* real = (cudaError_t(*)(void**, size_t))dlsym(RTLD_NEXT, "cudaMalloc");
+  if (bytes % (1 << 20) == 0) return real(pointer, bytes);
+  std::fprintf(stderr, "refused\\n");
+  return cudaErrorMemoryAllocation;
+}
+"""
+
+
+def test_too_little_memory_to_measure_is_survived(tmp_path):
+    source, library = tmp_path / "malloc.cpp", tmp_path / "malloc.so"
+    source.write_text(FAILING_MALLOC)
+    include = f"{cpp_programs.setup.find_cuda()[0]}/include"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", f"-I{include}", source, "-o", library, "-ldl"], check=True
+    )
+    with_memory, _, want = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_BUDGET_MS="0")
+    out, err, got = run_step(
+        tmp_path / "b", LD_PRELOAD=str(library), TORCH_FUSED_LINEAR_VERBOSE="1"
+    )
+    assert "refused" in err and "not measured, by rule: forward gelu_tanh" in err
+    assert "measured" not in out and out == with_memory
+    assert all(map(torch.equal, got, want))
+
+
+def test_an_unaligned_view_has_plans_of_its_own():
+    for offset in (0, 1, 2):
+        buffer = torch.randn(128 * 64 + offset, device="cuda", dtype=torch.bfloat16)
+        x = buffer[offset:].view(128, 64)
+        _, w, b = random_case(1, 64, 64, torch.bfloat16, "cuda").inputs
+        assert_same([GELU_TANH.call(x, w, b)], [GELU_TANH.eager(x, w, b)])
+        assert_same([GELU_ERF.call(x, w, b)], [GELU_ERF.eager(x, w, b)])
+        assert_same([LINEAR.call(x, w, b)], [LINEAR.eager(x, w, b)])
+    assert len(lines("measured")) == 9
+
+
+def test_another_threads_capture_survives():
+    """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
+    room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
+    case = random_case(384, 64, 96, torch.bfloat16, "cuda")
+    captured = random_case(8, 8, 8, torch.float32, "cuda")
+    torch.mm(captured.x, captured.w.t())
+    graph, begun, done, failures = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
+    del room
+    torch.cuda.synchronize()
+
+    def capture():
+        try:
+            with torch.cuda.graph(graph):
+                first = captured.x + 1
+                begun.set()
+                assert done.wait(60)
+                first += 1
+        except Exception as failure:
+            failures.append(failure)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(60)
+    out = tfl.linear_relu(*case.inputs)
+    done.set()
+    thread.join()
+    assert not failures, failures
+    assert len(lines("measured")) == 1
+    assert_same([out], [RELU.eager(*case.inputs)])

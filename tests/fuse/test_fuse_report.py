@@ -1,0 +1,133 @@
+"""What fuse_ says about its work: lists, a table, a picture."""
+
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear.fuse.picture import spans
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def block(activation=nn.ReLU, bias=True):
+    return nn.Sequential(nn.Linear(4, 8, bias=bias), activation(), nn.Linear(8, 4))
+
+
+def model():
+    return nn.ModuleDict(
+        {
+            "tower": nn.ModuleList(block() for _ in range(3)),
+            "erf": block(nn.GELU),
+            "dropped": nn.Sequential(
+                nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 4)
+            ),
+            "silu": block(nn.SiLU),
+        }
+    )
+
+
+def test_the_lists():
+    report = tfl.fuse_(model())
+    assert [b.path for b in report.fused] == ["tower.0", "tower.1", "tower.2", "erf", "dropped"]
+    assert report.fused[1].layers == ("tower.1.0", "tower.1.2")
+    assert report.fused[3].kind == "Sequential"
+    assert report.fused[3].before == ("MatMul", "BiasAdd", "GELU (erf)", "MatMul", "BiasAdd")
+    assert report.fused[3].after == ("linear_gelu (erf)", "linear")
+    assert report.fused[4].before == ("MatMul", "ReLU", "Dropout", "MatMul", "BiasAdd")
+    assert report.fused[4].after == ("linear_relu", "Dropout", "linear")
+    assert [s.path for s in report.skipped] == ["silu.0"]
+
+
+def test_the_table_counts_what_is_alike():
+    text = str(tfl.fuse_(model()))
+    lines = text.splitlines()
+    assert lines[0] == "5 blocks fused, 1 place left alone"
+    (tower,) = [line for line in lines if "tower" in line]
+    assert tower.split()[:4] == ["3", "×", "tower.*.0", "Sequential"]
+    assert tower.endswith("MatMul → BiasAdd → ReLU → MatMul → BiasAdd  ⇒  linear_relu → linear")
+    assert lines[-1].startswith("1 ×  silu.0  ") and "only ReLU and GELU" in lines[-1]
+    assert str(tfl.fuse_(nn.Linear(2, 2))) == "0 blocks fused, 0 places left alone"
+    assert str(tfl.fuse_(block())).startswith("1 block fused, 0 places")
+
+
+def test_the_docstrings_lines_run():
+    out = subprocess.run(
+        [sys.executable, "-c", "import doctest, torch_fused_linear.fuse as f\n"
+         "from torch import nn\n"
+         "flags = doctest.ELLIPSIS\n"
+         "print(doctest.testmod(f, extraglobs={'nn': nn}, optionflags=flags))"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert out.strip() == "TestResults(failed=0, attempted=2)", out
+
+
+def test_the_picture_has_every_kind_of_block_once(tmp_path):
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    report = tfl.fuse_(model())
+    assert len(report.patterns()) == 3
+    report.save_picture(tmp_path / "ops.svg")
+    text = (tmp_path / "ops.svg").read_text()
+    assert "3 × Sequential" in text and text.count("1 × Sequential") == 2
+    for word, times in {
+        ">MatMul<": 6,
+        ">BiasAdd<": 5,
+        ">ReLU<": 2,
+        ">GELU (erf)<": 1,
+        ">Dropout<": 2,
+        ">linear_relu<": 2,
+        ">linear_gelu (erf)<": 1,
+        ">linear<": 3,
+        # a dropout lets no gradient be handed over while it acts
+        "gradient with ReLU": 1,
+        "gradient with GELU": 1,
+    }.items():
+        assert text.count(word) == times, word
+    report.save_picture(str(tmp_path / "ops.png"))
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing(tmp_path):
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    tfl.fuse_(nn.Linear(2, 2)).save_picture(tmp_path / "ops.svg")
+    assert "nothing was fused" in (tmp_path / "ops.svg").read_text()
+
+
+def test_a_fused_box_stands_under_what_it_took_in():
+    ops = ("MatMul", "BiasAdd", "ReLU", "MatMul", "BiasAdd")
+    assert spans(ops, ("linear_relu", "linear")) == [(0, 3), (3, 2)]
+    ops = ("MatMul", "BiasAdd", "Dropout", "ReLU", "Dropout", "MatMul")
+    after = ("linear_relu", "Dropout", "Dropout", "linear")
+    assert spans(ops, after) == [(0, 3), (3, 1), (4, 1), (5, 1)]
+
+
+def test_without_matplotlib_the_picture_says_what_is_missing(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def importing(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    report = tfl.fuse_(block())
+    monkeypatch.setattr(builtins, "__import__", importing)
+    with pytest.raises(ImportError, match="expected matplotlib"):
+        report.save_picture(tmp_path / "ops.png")
+    assert str(report)
+
+
+def test_neither_libraries_nor_matplotlib_are_imported():
+    code = (
+        "import sys, torch_fused_linear as tfl\n"
+        "from torch import nn\n"
+        "tfl.fuse_(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))\n"
+        "print({'matplotlib', 'timm', 'torchvision', 'transformers', 'torch._dynamo'}"
+        " & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"

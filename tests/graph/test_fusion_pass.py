@@ -1,0 +1,165 @@
+"""The pass over compiled graphs under autocast, checkpoints, vmap; what it counts and refuses."""
+
+import contextlib
+import logging
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusion import (  # noqa: F401
+    chain,
+    check,
+    fresh_dynamo,
+    recording_backend,
+    results,
+    tanh_formula,
+    tensors,
+)
+from helpers import one_thread  # noqa: F401
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear import _library
+from torch_fused_linear.graph import fusion_pass, matching
+from torch_fused_linear.graph.fusion_pass import FusionPass
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside):
+    """Inside the graph or around it: the dtype of the result, and numbers near autocast's own."""
+
+    def low(here):
+        return torch.autocast("cpu", dtype=torch.bfloat16) if here else contextlib.nullcontext()
+
+    def function(x, w, b, v, c):
+        with low(inside):
+            return chain(x, w, b, v, c) * F.gelu(torch.addmm(b, x, w.t())).sum()
+
+    with low(not inside):
+        args = tensors(5)
+        backend = tfl.compile_backend("aot_eager")
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        got, want = results(compiled, args), results(function, args)
+    assert got[0].dtype == want[0].dtype
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
+    assert backend.replaced == {"mlp": 1, "linear_gelu": 1}
+
+
+def test_sum_that_autocast_widens_is_left_alone():
+    """The product is bf16 there, the sum with an fp32 bias fp32: no layer gives that."""
+
+    def function(x, w, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.relu(x @ w.t() + b)
+
+    check(function, tensors(5)[:3])
+
+
+def test_checkpointed_blocks():
+    """Their graphs are inside of the graph."""
+
+    def function(*args):
+        return torch.utils.checkpoint.checkpoint(chain, *args, use_reentrant=False).sin()
+
+    check(function, tensors(5), backend="aot_eager", mlp=1)
+
+
+def test_vmap():
+    def function(x, w, b):
+        return torch.vmap(lambda row: F.relu(F.linear(row, w, b)))(x)
+
+    backend = tfl.compile_backend("aot_eager")
+    args = tensors(5)[:3]
+    got = results(torch.compile(function, backend=backend), args)
+    for a, b in zip(got, results(function, args), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("act", [F.relu, F.gelu, tanh_formula])
+def test_compiled_backward_is_fused_across_layers(act):
+    """What mlp is put in for: the hidden activation's gradient comes with the next layer's step."""
+    graphs = {}
+    args = tensors(2, 5)
+    compiled = torch.compile(
+        lambda x, w, b, v, c: F.linear(act(F.linear(x, w, b)), v, c),
+        backend=tfl.compile_backend(recording_backend(graphs)),
+    )
+    compiled(*args).sum().backward()
+    ours = [name for name in graphs["backward"] if name.startswith("fused.")]
+    assert ours == ["fused._linear_backward_across.default", "fused._linear_backward.default"]
+    first = "fused.linear_relu.default" if act is F.relu else "fused._linear_gelu_aux.default"
+    assert [n for n in graphs["forward"] if n.startswith("fused.")] == [
+        first,
+        "fused.linear.default",
+    ]
+    assert not any(n.startswith(("aten.mm", "aten.addmm")) for g in graphs.values() for n in g)
+
+
+def test_exported_graphs_are_taken_too():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).eval()
+    x = torch.randn(5, 6)
+    module = torch.export.export(model, (x,)).module()
+    fusion = FusionPass()
+    fusion(module.graph)
+    module.recompile()
+    assert fusion.replaced == {"mlp": 1}
+    torch.testing.assert_close(module(x), model(x))
+
+
+def test_identity():
+    """The caches pickle the pass: what it has counted must not matter, what it does must."""
+    one, other = FusionPass(), FusionPass()
+    other.replaced["mlp"] += 3
+    assert one.uuid() == other.uuid()
+    assert pickle.dumps(one) == pickle.dumps(other)
+    assert isinstance(pickle.loads(pickle.dumps(one)), FusionPass)
+
+
+def test_identity_follows_the_source_and_the_library(monkeypatch, tmp_path):
+    before = FusionPass().uuid()
+    fusion_pass._uuid.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(_library, "build_info", lambda: {"fingerprint": "another"})
+            assert FusionPass().uuid() != before
+        fusion_pass._uuid.cache_clear()
+        changed = tmp_path / "matching.py"
+        changed.write_text(Path(matching.__file__).read_text() + "\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(matching, "__file__", str(changed))
+            assert FusionPass().uuid() != before
+    finally:
+        fusion_pass._uuid.cache_clear()
+    assert FusionPass().uuid() == before
+
+
+# --- what the user sees --------------------------------------------------------------------------
+
+
+def test_replacements_are_counted_and_logged(caplog):
+    backend = tfl.compile_backend("eager")
+    with caplog.at_level(logging.INFO, logger="torch_fused_linear"):
+        torch.compile(chain, backend=backend)(*tensors(5))
+        torch.compile(lambda x, w: F.relu(x @ w.t()), backend=backend)(*tensors(5)[:2])
+    lines = [r.getMessage() for r in caplog.records if r.name == "torch_fused_linear"]
+    assert lines == ["put into a graph: 1 mlp", "put into a graph: 1 linear_relu"]
+    assert backend.replaced == {"mlp": 1, "linear_relu": 1}
+
+
+def test_wrong_use_says_so(monkeypatch):
+    with pytest.raises(ValueError, match="has a pre_grad_custom_pass already"):
+        tfl.compile_options(options={"pre_grad_custom_pass": print})
+    with pytest.raises(Exception, match="no_such_backend"):
+        tfl.compile_backend("no_such_backend")
+    with pytest.raises(RuntimeError, match="no-such-mode"):
+        tfl.compile_options("no-such-mode")
+    monkeypatch.setitem(sys.modules, "torch_fused_linear.graph.fusion_pass", None)
+    for make in (tfl.compile_options, tfl.compile_backend):
+        with pytest.raises(
+            RuntimeError, match=r"passes over compiled graphs need .* 2\.11 or newer"
+        ):
+            make()

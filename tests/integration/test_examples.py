@@ -1,0 +1,293 @@
+"""The worked examples: run as their readers run them, their numbers held against independent ones.
+
+The programs of examples/cpp have a file of their own, test_examples_cpp.py.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import device_param, one_thread  # noqa: F401
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+script_param = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+
+
+def load(name):
+    """The example as a module; the compiler looks one up by its name."""
+    name, path = f"example_{name}", EXAMPLES / f"{name}.py"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def run(name, device, out, *arguments):
+    """What `main` of the example returns."""
+    return load(name).main(["--device", str(device), "--out", str(out), *map(str, arguments)])
+
+
+def assert_pictures(folder, *names):
+    """They are there, decode, and show more than a blank sheet; nothing else was left behind."""
+    from matplotlib.image import imread
+
+    assert {path.name for path in folder.iterdir() if path.suffix == ".png"} == set(names)
+    for name in names:
+        pixels = imread(folder / name)
+        assert min(pixels.shape[:2]) > 200, name
+        assert len(set(map(tuple, pixels.reshape(-1, pixels.shape[2])[::7].tolist()))) > 20, name
+
+
+# --- all of them ------------------------------------------------------------------------------
+
+
+def test_there_are_examples():
+    """An empty list of parameters would pass."""
+    names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
+    assert names == {script.stem for script in SCRIPTS}
+
+
+@script_param
+def test_it_reads_as_a_tutorial(script):
+    """Short enough for one sitting, explained at its head, with the command that runs it."""
+    lines = script.read_text().splitlines()
+    assert len(lines) < 200
+    docstring = load(script.stem).__doc__
+    assert docstring.count("\n") >= 15, "too short an explanation"
+    assert f"    python examples/{script.name}" in docstring
+    listed = re.findall(rf"^- \[{script.name}\]\({script.name}\): ", _readme(), re.MULTILINE)
+    assert len(listed) == 1, "not in examples/README.md, once"
+
+
+def _readme():
+    return (EXAMPLES / "README.md").read_text()
+
+
+def test_nothing_is_drawn_before_it_is_asked_for():
+    """matplotlib takes a second to import, and whoever only reads the code need not have it."""
+    program = (
+        "import runpy, sys\n"
+        "for path in sys.argv[1:]: runpy.run_path(path)\n"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, *map(str, SCRIPTS)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+
+
+def test_from_the_command_line(tmp_path):
+    """In any folder; the pictures are then in one below it, and the output says where."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLES / "backward_by_hand.py"), "--device", "cpu"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.rstrip().endswith(str(Path("example_pictures", "backward_by_hand.png")))
+    assert_pictures(tmp_path / "example_pictures", "backward_by_hand.png")
+
+
+# --- mnist ------------------------------------------------------------------------------------
+
+STEP = ["linear_relu", "linear", "_linear_backward_across", "_linear_backward"]
+
+
+@device_param
+def test_mnist_on_digits(device, tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    from torch_fused_linear.demo.data import load_digits
+    from torch_fused_linear.demo.training import build_networks
+
+    found = run("mnist", device, tmp_path)
+    losses = found["losses"]["fused"]
+    assert len(losses) == 60000 // 256
+    # The first loss, as the formula for binary cross-entropy has it, in fp64.
+    data = load_digits()
+    network = build_networks([64, 30, 10], "relu", 1234)[1].double()
+    output = network(data.train_images[:256].double()).sigmoid()
+    target = F.one_hot(data.train_labels[:256], 10)
+    likelihood = target * output.log() + (1 - target) * (1 - output).log()
+    assert losses[0] == pytest.approx(-likelihood.mean().item(), rel=1e-5)
+    assert losses[-1] < 0.06 < 0.3 < losses[0]
+    assert 0.93 < found["accuracy"] < 1
+    for name, accuracies in found["accuracies"].items():
+        assert accuracies[-1] == pytest.approx(found["accuracy"], abs=0.006), name
+        assert accuracies[0] < accuracies[-1], name
+    assert found["apart"] < 1e-4, "the unfused code learns something else"
+    assert found["operators"] == STEP, "the hand-over is the point of it"
+    assert "published" not in capsys.readouterr().out, "those numbers are MNIST's"
+    assert_pictures(tmp_path, "mnist_loss.png", "mnist_predictions.png")
+
+
+def test_mnist_reads_the_true_files(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    from mnist_files import write_mnist
+
+    write_mnist(tmp_path / "files")
+    found = run("mnist", "cpu", tmp_path / "out", "--data", tmp_path / "files")
+    output = capsys.readouterr().out
+    assert "784-30-10" in output
+    published = re.search(r"^ *published +0.6833 +0.0566 +0.9146$", output, re.MULTILINE)
+    assert published, "they stand beside ours"
+    assert found["apart"] < 1e-4
+    assert found["losses"]["fused"][-1] < 0.1 and found["accuracy"] > 0.9
+
+
+def test_mnist_says_what_the_tutorial_published():
+    from torch_fused_linear.demo.training import TUTORIAL_PUBLISHED
+
+    text = " ".join(load("mnist").__doc__.split())
+    first, last, accuracy = TUTORIAL_PUBLISHED
+    assert f"a loss of {first} at the first batch and {last} at batch 220" in text
+    assert f"an accuracy of {accuracy} after one epoch" in text
+
+
+# --- inference --------------------------------------------------------------------------------
+
+
+@device_param
+def test_inference(device, tmp_path):
+    found = run("inference", device, tmp_path, "--tokens", 512, "--seconds", 0.02)
+    assert found["apart"] < 1e-5
+    assert found["operators"] == {
+        "unfused": ["aten::addmm", "aten::relu"],
+        "fused": ["fused::linear_relu"],
+    }
+    one = 512 * 256 * 4  # an output in fp32
+    assert found["bytes"] == {"unfused": 2 * one, "fused": one}
+    assert found["kept"]["inference"] == {"unfused": 0, "fused": 0}
+    assert found["kept"]["training"] == {"unfused": one, "fused": one}
+    assert len(found["times"]) == 4
+    assert all(time > 0 for times in found["times"].values() for time in times.values())
+    assert_pictures(tmp_path, "inference.png")
+
+
+# --- backward by hand -------------------------------------------------------------------------
+
+
+@device_param
+def test_backward_by_hand(device, tmp_path, capsys):
+    found = run("backward_by_hand", device, tmp_path)
+    for way, errors in found["errors"].items():
+        assert set(errors) == {"w1", "b1", "w2", "b2"}
+        assert all(error < 1e-5 for error in errors.values()), (way, errors)
+        assert any(error > 0 for error in errors.values()), "compared with itself"
+    assert len(found["errors"]) == 2
+    assert found["mask_is_right"]
+    # 200 features are 2 x 128 bits; an fp32 output is 32 bits for each of them.
+    assert found["bytes"] == {"mask": 512 * 2 * 128 // 8, "output": 512 * 200 * 4}
+    assert found["at_zero"] == {"output": [0, 0, 1], "mask": [0, 1, 1]}
+    output = capsys.readouterr().out
+    if device == "cuda":
+        assert "RELU_AUX_BIAS" in output and "DRELU_BGRAD" in output
+    assert_pictures(tmp_path, "backward_by_hand.png")
+
+
+# --- gelu -------------------------------------------------------------------------------------
+
+
+def gelu(z, kind):
+    if kind == "erf":
+        return z * (1 + math.erf(z / math.sqrt(2))) / 2
+    return z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2
+
+
+@device_param
+def test_gelu(device, tmp_path):
+    found = run("gelu", device, tmp_path, "--seconds", 0.02)
+    grid = [k / 1000 for k in range(-6000, 6001)]
+    apart = {abs(z): abs(gelu(z, "tanh") - gelu(z, "erf")) for z in grid}
+    most = max(apart, key=apart.get)
+    differences = found["differences"]
+    assert differences["value"] == pytest.approx((apart[most], most), rel=1e-9)
+    text = load("gelu").__doc__
+    assert f"up to {apart[most]:.1e} apart".replace("e-04", "e-4") in " ".join(text.split())
+    assert f"GELU(-2.7) = {gelu(-2.7, 'erf'):.4f}" in text
+    assert abs(apart[2.7] / gelu(-2.7, "erf")) == pytest.approx(1 / 20, rel=0.05)  # "a twentieth"
+    # Between 2^1 and 2^2, and between 2^-7 and 2^-6, a unit in the last place of fp16 is:
+    ulps = {z: differences[f"ulps at {z}"]["float16"] for z in (2.7, -2.7)}
+    assert ulps[2.7] == pytest.approx(apart[most] / 2**-9, rel=1e-6)
+    assert ulps[-2.7] == pytest.approx(apart[most] / 2**-17, rel=1e-6)
+    # Of both kinds in three dtypes, each with and without gradients.
+    assert len(found["paths"]) == 12 and all(found["paths"].values())
+    if device == "cuda":
+        assert "GELU_BIAS" in found["paths"]["tanh bfloat16", "inference"]
+        assert "GELU_AUX_BIAS" in found["paths"]["tanh bfloat16", "training"]
+        for kind in ("tanh float32", "erf float32", "erf bfloat16"):
+            assert "own activation kernel" in found["paths"][kind, "inference"]
+    contenders = {f"{kind} {way}" for kind in ("tanh", "erf") for way in ("plain", "fused")}
+    assert all(set(times) == contenders for times in found["times"].values())
+    assert set(found["times"]) == {"float32", "bfloat16"}
+    assert_pictures(tmp_path, "gelu.png")
+
+
+# --- planning ---------------------------------------------------------------------------------
+
+
+def test_planning_on_a_cpu(tmp_path, capsys):
+    from torch_fused_linear import plans
+
+    before = plans.get_budget()
+    found = run("planning", "cpu", tmp_path)
+    assert found["budgets"] == {"before": before, "inside": 50, "after": before}
+    assert plans.get_budget() == before
+    if not torch.cuda.is_available():
+        assert found["shown"] == ""
+        assert "plans are of a GPU" in found["refusal"]
+    assert {len(course) for course in found["courses"].values()} == {30}
+    assert_pictures(tmp_path, "planning.png")
+
+
+@pytest.mark.cuda
+def test_planning_on_a_gpu(tmp_path):
+    from torch_fused_linear import plans
+
+    try:
+        found = run("planning", "cuda", tmp_path)
+    finally:
+        plans.clear()  # the other tests go by rule
+    assert "768" in found["shown"] and found["loaded"] > 0
+    assert (tmp_path / "plans.txt").stat().st_size > 100
+    courses = found["courses"]
+    assert courses["measured"][0] > 3 * sorted(courses["measured"])[15], "nothing was measured"
+    assert courses["from a file"][0] < courses["measured"][0], "measured although it was loaded"
+    assert_pictures(tmp_path, "planning.png")
+
+
+# --- the graph pass ---------------------------------------------------------------------------
+
+
+@device_param
+def test_graph_pass(device, tmp_path):
+    found = run("graph_pass", device, tmp_path)
+    # Three blocks of 4 linear layers, and 2 in the head; chains of two become one operator each.
+    before, after = found["before"], found["after"]
+    assert (before["linear"], before["gelu"], before["relu"]) == (14, 3, 1)
+    assert (after["linear"], after["gelu"], after["relu"]) == (14 - 2 * 4, 0, 0)
+    assert found["replaced"] == {"mlp": 4}
+    assert found["fused"] == {
+        (f"{k}.fc1", f"{k}.fc2"): ("linear_gelu (erf)", "linear") for k in range(3)
+    }
+    assert set(found["skipped"]) == {"3.hidden"}
+    assert "called as a function" in found["skipped"]["3.hidden"]
+    assert found["apart"] < 1e-4
+    assert found["fused layers"] == {"fuse_": 6, "unfuse_": 0}
+    assert found["apart after unfuse_"] < 1e-5
+    assert_pictures(tmp_path, "graph_pass_fuse.png", "graph_pass_graph.png")

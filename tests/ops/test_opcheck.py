@@ -1,0 +1,167 @@
+"""torch.library.opcheck on every operator; shape inference against real results; tags."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import DTYPES, device_param, encode_mask, random_case
+from layouts import ND_LAYOUTS
+from meta_tensors import as_meta, results
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+fused = torch.ops.fused
+ALL_OPS = [
+    "linear",
+    "linear_relu",
+    "linear_gelu",
+    "_linear_relu_aux",
+    "_linear_gelu_aux",
+    "_relu_mask",
+    "_activation_backward",
+    "_linear_backward",
+]
+FORWARD, BACKWARD = ALL_OPS[:5], ALL_OPS[6:]
+
+
+def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=False):
+    """(args, kwargs) of an operator: no bias, N-D, odd and even widths, each form of saved."""
+    shapes = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]
+    for (lead, i, o), layout in itertools.product(shapes, layouts):
+        case = random_case(lead, i, o, dtype, device)
+        x, g = (ND_LAYOUTS[layout](t) if lead else t for t in (case.x, case.g))
+        w, b = case.w, case.b
+        if grad:
+            x, w, b, g = (t.detach().requires_grad_() for t in (x, w, b, g))
+        if name in FORWARD:
+            gelus = ["tanh", "none"] if "gelu" in name else [None]
+            for bias, approximate in itertools.product([b, None], gelus):
+                yield (x, w, bias), {} if approximate is None else {"approximate": approximate}
+            continue
+        if name == "_relu_mask":
+            yield (g,), {}
+            continue
+        z = torch.nn.functional.linear(case.x, case.w, case.b)
+        saved = [("relu", z.relu()), ("relu", encode_mask(z >= 0))]
+        saved += [("gelu_tanh", z), ("gelu_erf", torch.nn.functional.pad(z, (0, 7))[..., :o])]
+        for activation, s in saved:
+            if name == "_activation_backward":
+                yield (g, s, activation, o != 16), {}
+            else:
+                yield (g, x, w, s, activation, [True, True, o != 16]), {}
+        if name == "_linear_backward":
+            yield (g, x, w, None, "none", [True, True, True]), {}
+            yield (g, x, w, z.relu(), "relu", [False, True, False]), {}
+
+
+def op_of(name):
+    return getattr(fused, name).default
+
+
+@device_param
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
+@pytest.mark.parametrize("name", ALL_OPS)
+def test_opcheck(name, grad, device):
+    """Schema (no aliasing, no mutation), autograd registration, fake tensors, and tracing with
+    dynamic shapes through AOTAutograd, forward and backward."""
+    for k, (args, kwargs) in enumerate(samples(name, device, grad=grad)):
+        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        # tracing takes a second: a third of the samples, which still has every form once
+        if k % 3 == 0 or name in BACKWARD:
+            tests.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
+
+
+@device_param
+@pytest.mark.parametrize("name", ALL_OPS)
+def test_opcheck_of_strided_inputs(name, device):
+    layouts = ("transposed", "row_strided")
+    for k, (args, kwargs) in enumerate(samples(name, device, layouts=layouts, grad=True)):
+        tests = ["test_schema", "test_faketensor"]
+        if k % 8 == 3:
+            tests.append("test_aot_dispatch_dynamic")
+        torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
+
+
+def assert_same_layout(real, other, label):
+    for k, (a, b) in enumerate(zip(results(real), results(other), strict=True)):
+        told = (tuple(b.shape), b.dtype, b.stride())
+        assert told == (tuple(a.shape), a.dtype, a.stride()), f"{label}, result {k}: {told}"
+
+
+@device_param
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
+@pytest.mark.parametrize("name", ALL_OPS)
+def test_meta_tells_shape_dtype_and_strides(name, dtype, device):
+    """What the compiler plans with must be what comes: padded rows, unwanted gradients, all."""
+    layouts = [n for n in ND_LAYOUTS if n != "outer_swapped"]
+    for args, kwargs in samples(name, device, dtype, layouts):
+        real = op_of(name)(*args, **kwargs)
+        meta = op_of(name)(*[as_meta(a) for a in args], **kwargs)
+        assert_same_layout(real, meta, f"{name} {[getattr(a, 'shape', a) for a in args]}")
+
+
+@device_param
+def test_meta_over_odd_widths_and_empty_sizes(device):
+    for t, i, o in itertools.product([0, 1, 3, 129], [0, 1, 7], [0, 1, 3, 8, 127, 128, 257]):
+        case = random_case(t, i, o, torch.float32, device)
+        for name in FORWARD:
+            real = op_of(name)(*case.inputs)
+            meta = op_of(name)(*(as_meta(a) for a in case.inputs))
+            assert_same_layout(real, meta, f"{name} {t}x{i}->{o}")
+        real, meta = fused._relu_mask(case.g), fused._relu_mask(as_meta(case.g))
+        assert_same_layout(real, meta, f"_relu_mask {t}x{o}")
+        z = torch.nn.functional.linear(*case.inputs)
+        for wanted in itertools.product([False, True], repeat=3):
+            args = (case.g, case.x, case.w, z.relu(), "relu", list(wanted))
+            real = fused._linear_backward(*args)
+            meta = fused._linear_backward(*(as_meta(a) for a in args))
+            assert_same_layout(real, meta, f"_linear_backward {t}x{i}->{o} {wanted}")
+
+
+@device_param
+@pytest.mark.parametrize("name", ALL_OPS)
+def test_fake_tensors_know_the_device(name, device):
+    for args, kwargs in samples(name, device, torch.bfloat16):
+        real = op_of(name)(*args, **kwargs)
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+            fake = op_of(name)(*fakes, **kwargs)
+        assert_same_layout(real, fake, name)
+        assert all(f.device.type == device for f in results(fake))
+
+
+@pytest.mark.parametrize("name", ALL_OPS)
+def test_tags_and_registrations(name):
+    op = op_of(name)
+    assert torch.Tag.pt2_compliant_tag in op.tags
+    layout = {torch.Tag.needs_exact_strides, torch.Tag.needs_fixed_stride_order}
+    assert layout & set(op.tags), "Inductor must not hand over other strides than were traced"
+    for key in ("CPU", "Meta", "Autograd"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key), key
+    # a composite kernel would be bypassed by tensor subclasses and hide the operator
+    composite = "CompositeImplicitAutograd"
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        public = not name.startswith("_")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) == public
+
+
+def test_schemas():
+    """The schemas are an interface: scripts and exported programs name them."""
+    arguments = "Tensor input, Tensor weight, Tensor? bias=None"
+    gelu, memory = ', *, str approximate="tanh"', 'str memory="default"'
+    want = {
+        "linear": f"({arguments}) -> Tensor",
+        "linear_relu": f"({arguments}, *, {memory}) -> Tensor",
+        "linear_gelu": f"({arguments}{gelu}, {memory}) -> Tensor",
+        "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
+        "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
+        "_relu_mask": "(Tensor output) -> Tensor",
+        "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"
+        " -> (Tensor grad_preactivation, Tensor grad_bias)",
+        "_linear_backward": "(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
+        "str activation, bool[3] output_mask)"
+        " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    }
+    for name, schema in want.items():
+        assert str(op_of(name)._schema) == f"fused::{name}{schema}"

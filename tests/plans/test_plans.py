@@ -1,0 +1,155 @@
+"""plans: settings, files that do not fit, warming up. What needs a GPU is in test_plans_cuda.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from plan_files import file_text
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear import plans
+
+
+def run_python(code, **variables):
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+
+
+def test_budget_is_set_and_put_back():
+    before = plans.get_budget()
+    with plans.budget(12.5):
+        assert plans.get_budget() == 12.5
+        plans.budget(3)
+        assert plans.get_budget() == 3
+    assert plans.get_budget() == before
+
+
+def test_budget_must_not_be_negative():
+    with pytest.raises(ValueError, match=r"budget must be at least 0 milliseconds, got -1"):
+        plans.budget(-1)
+
+
+def test_budget_from_the_environment():
+    code = "import torch_fused_linear as t; print(t.plans.get_budget())"
+    assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="7.5").stdout == "7.5\n"
+    assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="").stdout == "200.0\n"
+    failed = run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="much")
+    assert "TORCH_FUSED_LINEAR_BUDGET_MS must be a number of at least 0, got 'much'" in (
+        failed.stderr
+    )
+
+
+def test_nothing_is_planned_on_the_cpu():
+    plans.clear()
+    with plans.budget(50):
+        tfl.linear_relu(torch.randn(3, 4), torch.randn(5, 4), torch.randn(5))
+    assert plans.show() == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_files_need_a_gpu(call, tmp_path):
+    path = tmp_path / "plans"
+    if call == "load":
+        path.write_text(file_text())
+    with pytest.raises(RuntimeError, match=f"plans.{call}: plans are of a GPU, and there is none"):
+        getattr(plans, call)(path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "cannot read"),
+        ("", "is no file of plans"),
+        ("something else\n", "is no file of plans"),
+        (file_text()[:-3], "is damaged"),
+        (file_text().replace("GPU A", "GPU B"), "is damaged"),
+        (file_text("torch_fused_linear plans 1\ngpu A\ncublaslt 1\nepilogue\n"), "no plan: 'epil"),
+    ],
+)
+def test_a_bad_file_is_refused(text, message, tmp_path):
+    path = tmp_path / "plans"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        plans.load(path)
+
+
+def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
+    path = tmp_path / "plans"
+    path.write_text("damaged")
+    done = run_python("import torch_fused_linear", TORCH_FUSED_LINEAR_PLANS=str(path))
+    assert done.returncode == 0
+    assert "TORCH_FUSED_LINEAR_PLANS" in done.stderr and "is no file of plans" in done.stderr
+    assert "left as it is" in done.stderr
+    assert path.read_text() == "damaged"
+
+
+def test_a_missing_file_of_the_environment_is_no_fault(tmp_path):
+    path = tmp_path / "plans"
+    done = run_python("import torch_fused_linear", TORCH_FUSED_LINEAR_PLANS=str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not path.exists()  # nothing was planned
+
+
+# ---------------------------------------------------------------------------------- warming up
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.layer = tfl.FusedLinearReLU(4, 8)
+        self.drop = nn.Dropout(0.5)
+        self.last = tfl.FusedLinear(8, 2)
+
+    def forward(self, x, scale=1.0):
+        return {"out": self.last(self.drop(self.layer(self.norm(x)))) * scale, "count": len(x)}
+
+
+def test_warmup_runs_forward_and_backward():
+    model, x = Model(), torch.randn(6, 4)
+    with tfl.explain() as report:
+        plans.warmup(model, x, scale=2.0)
+    names = [call.operator for call in report.calls]
+    assert names[:2] == ["linear_relu", "linear"] and len(names) == 4
+    assert all("backward" in name for name in names[2:])
+
+
+def test_warmup_leaves_no_trace():
+    model, x = Model(), torch.randn(6, 4, requires_grad=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    plans.warmup(model, x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert model.training
+
+
+def test_warmup_for_inference_runs_forward_only():
+    with tfl.explain() as report, torch.no_grad():
+        plans.warmup(Model().eval(), torch.randn(6, 4))
+    assert [call.operator for call in report.calls] == ["linear_relu", "linear"]
+
+
+def test_warmup_of_a_function():
+    w = torch.randn(5, 4, requires_grad=True)
+    with tfl.explain() as report:
+        plans.warmup(tfl.linear_relu, torch.randn(3, 4), w)
+    assert len(report.calls) == 2 and w.grad is None
+
+
+def test_warmup_puts_buffers_back_when_the_module_fails():
+    model = Model()
+    before = model.norm.running_mean.clone()
+    with pytest.raises(ValueError, match="linear_relu"):
+        model.layer = tfl.FusedLinearReLU(3, 8)
+        plans.warmup(model, torch.randn(6, 4))
+    assert torch.equal(model.norm.running_mean, before)

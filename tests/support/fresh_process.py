@@ -1,0 +1,38 @@
+"""Programs that load an exported model in a fresh process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import one_thread  # noqa: F401
+
+import torch_fused_linear as tfl
+
+ROOT = Path(tfl.__file__).parents[1]
+
+LIBRARY = next(iter(sorted(Path(tfl.__file__).parent.glob("_C*.so"))))
+
+
+def python(code, *args, cwd):
+    """Runs it in a fresh process, which finds the package only if the code says where it is."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    # Inductor need not find out what the compiler can do, only to load something.
+    env = {**os.environ, "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+
+
+LOAD_EXPORTED = "model = torch.export.load(sys.argv[1]).module()"
+
+LOAD_PACKAGE = "model = torch._inductor.aoti_load_package(sys.argv[1])"
+
+RUN = """
+for x, y in torch.load(sys.argv[2]):
+    torch.testing.assert_close(model(x), y)
+assert "torch_fused_linear" not in sys.modules
+print("equal")
+"""
+
+LOAD_LIBRARY = f"torch.ops.load_library({str(LIBRARY)!r})"
+
+IMPORTS = "import sys, torch"

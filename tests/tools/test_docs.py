@@ -1,0 +1,181 @@
+"""The documentation is true: its Python runs, its C++ is quoted from the examples, links lead on.
+
+A comment in the line before a fence says more about a snippet: `<!-- needs: transformers -->` what
+it cannot run without (`cuda` is a GPU, `compiler` one for C++), `<!-- from: examples/cpp/direct.cpp
+-->` where it is quoted from, line by line; a line `// ...` stands for lines left out. C++ is always
+quoted.
+"""
+
+import contextlib
+import importlib.util
+import re
+import shutil
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+
+import torch_fused_linear as tfl
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES += sorted(ROOT.glob("benchmarks/*.md"))
+FENCE = re.compile(
+    r"(?P<notes>(?:^ *<!--[^\n]*-->\n)*)^(?P<indent> *)```(?P<language>\w*)\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: Path
+    line: int  # of its first line in the page
+    language: str
+    text: str
+    needs: tuple[str, ...]
+    source: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def note(notes: str, name: str) -> str:
+    return "".join(re.findall(rf"<!-- {name}: (.*?) -->", notes))
+
+
+def snippets(page: Path) -> list[Snippet]:
+    content = page.read_text()
+    return [
+        Snippet(
+            page,
+            content.count("\n", 0, match.start("text")) + 1,
+            match["language"],
+            textwrap.dedent(match["text"]),
+            tuple(re.findall(r"[\w.]+", note(match["notes"], "needs"))),
+            note(match["notes"], "from") or None,
+        )
+        for match in FENCE.finditer(content)
+    ]
+
+
+ALL = [snippet for page in PAGES for snippet in snippets(page)]
+PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
+
+
+def missing(needs: tuple[str, ...]) -> list[str]:
+    def found(name: str) -> bool:
+        if name == "cuda":
+            return torch.cuda.is_available()
+        if name == "compiler":
+            return any(map(shutil.which, ("g++", "c++")))
+        return importlib.util.find_spec(name) is not None
+
+    return [name for name in needs if not found(name)]
+
+
+def quick_to_compile(needs: tuple[str, ...]) -> contextlib.AbstractContextManager:
+    """In an empty cache headers and probes would take longer than what is compiled."""
+    if "compiler" not in needs:
+        return contextlib.nullcontext()
+    from torch._inductor import config
+
+    names = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers", "cpp.vec_isa_ok")
+    return config.patch(dict.fromkeys(names, False))
+
+
+class Reader:
+    """Somebody who types a page's snippets in, one after the other, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.names, self.done = folder, {"__name__": "__main__"}, []
+
+    def run(self, snippet: Snippet) -> None:
+        # With the page's lines, so that a traceback points into the page.
+        code = compile("\n" * (snippet.line - 1) + snippet.text, str(snippet.page), "exec")
+        exec(code, self.names)
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    pages = {snippet.page for snippet in PYTHON}
+    return {page: Reader(tmp_path_factory.mktemp(page.stem)) for page in pages}
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=str)
+def test_python_runs(snippet, readers, monkeypatch):
+    if missing(snippet.needs):
+        pytest.skip(f"needs {', '.join(missing(snippet.needs))}")
+    reader = readers[snippet.page]
+    monkeypatch.chdir(reader.folder)
+    before = [other for other in PYTHON if other.page == snippet.page and other.line < snippet.line]
+    with tfl.set_policy(tfl.get_policy()), tfl.handover(True), quick_to_compile(snippet.needs):
+        for step in [*before, snippet]:  # before: for a snippet that is run alone
+            if step not in reader.done and not missing(step.needs):
+                reader.run(step)
+                reader.done.append(step)
+
+
+@pytest.mark.parametrize("snippet", [s for s in ALL if s.source], ids=str)
+def test_quotations_are_verbatim(snippet):
+    """Each piece between `...` lines stands in the file as it is, in this order."""
+    lines = (ROOT / snippet.source).read_text().splitlines()
+    for piece in re.split(r"^\s*(?://|#) \.\.\.\n", snippet.text, flags=re.MULTILINE):
+        want = textwrap.dedent(piece).splitlines()
+        found = (
+            at
+            for at in range(len(lines) - len(want) + 1)
+            if textwrap.dedent("\n".join(lines[at : at + len(want)])).splitlines() == want
+        )
+        at = next(found, None)
+        assert at is not None, f"not in {snippet.source}, or not in this order:\n{piece}"
+        lines = lines[at + len(want) :]
+
+
+def test_cpp_is_quoted():
+    for snippet in ALL:
+        if snippet.language == "cpp":
+            assert snippet.source, (
+                f"{snippet}: quote a file that the tests build, <!-- from: ... -->"
+            )
+
+
+def test_snippets_are_short():
+    """Under ten lines: what takes more is an example, and belongs under examples/."""
+    for snippet in ALL:
+        lines = [line for line in snippet.text.splitlines() if line.strip()]
+        assert len(lines) < 10, f"{snippet} has {len(lines)} lines"
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link}: there is no {target}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: {target} has no such heading"
+
+
+def test_the_pages_are_found():
+    """An empty list of parameters would pass."""
+    assert {"README.md", "CONTRIBUTING.md", "deploy.md"} <= {page.name for page in PAGES}
+    assert len(PYTHON) >= 3 and any(snippet.source for snippet in ALL)

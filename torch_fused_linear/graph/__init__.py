@@ -1,0 +1,1 @@
+"""The fused operators in graphs that `torch.compile` has captured."""

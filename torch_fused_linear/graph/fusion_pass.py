@@ -1,0 +1,299 @@
+"""The pass that puts our operators into graphs that `torch.compile` has captured.
+
+It works before autograd, so that the backward is ours as well. A lone layer with its activation
+becomes one operator; layers in a chain become `fused::mlp`, which the compiler traces through, so
+that the compiled backward has every hidden layer's activation gradient within the next one's step.
+A convolution with its ReLU becomes one operator as well, where that is asked for.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+
+from .. import _library
+from . import effects, matching, matching_conv, spellings
+
+logger = logging.getLogger("torch_fused_linear")
+_fused = torch.ops.fused
+
+_APPROXIMATE = {"gelu_tanh": "tanh", "gelu_erf": "none"}
+
+
+class FusionPass(CustomGraphPass):
+    """Replaces linear layers and their activations in a graph, in place.
+
+    What it looks for, and what it leaves alone, is described in
+    :func:`torch_fused_linear.compile_options`, which is how to use it. It can also be called on a
+    graph captured by Dynamo or ``torch.export``, by a pass or a backend of your own.
+
+    Args:
+        conv: whether convolutions with ReLU are replaced, too.
+
+    Attributes:
+        replaced: how many times each operator was put in, over all graphs so far; a
+            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``, ``"mlp"`` and
+            ``"conv2d_relu"``.
+    """
+
+    def __init__(self, conv: bool = False) -> None:
+        self.conv = conv
+        self.replaced: Counter[str] = Counter()
+
+    def __call__(self, graph: Graph) -> None:
+        rewrite = _Rewrite(graph)
+        counts = rewrite.run()
+        if self.conv:
+            counts += rewrite.run_convolutions()
+        self.replaced.update(counts)
+        if counts:
+            found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            logger.info("put into a graph: %s", found)
+
+    def uuid(self) -> str:
+        """What the compiler's caches know this pass by: its source and the library's, and what it
+        has been asked for."""
+        return f"{_uuid()}{'+conv' * self.conv}"
+
+    def __reduce__(self):
+        # The caches pickle the configuration, the pass in it: equal passes must give equal bytes,
+        # whatever they have counted.
+        return (_restore, (self.uuid(), self.conv))
+
+    def __deepcopy__(self, memo) -> "FusionPass":
+        # AOTInductor copies its options; what is counted is to be seen by who gave them.
+        return self
+
+
+def apply(module: GraphModule, fusion: FusionPass) -> None:
+    """Runs the pass over a captured module and every graph inside of it, such as the bodies of
+    checkpoints."""
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            fusion(part.graph)
+            part.recompile()
+
+
+@cache
+def _uuid() -> str:
+    # Not torch's get_hash_for_files, which remembers one result only.
+    from hashlib import sha256
+
+    hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
+    for module in (effects, matching, matching_conv, spellings):
+        hasher.update(Path(module.__file__).read_bytes())
+    hasher.update(Path(__file__).read_bytes())
+    return hasher.hexdigest()
+
+
+def _restore(uuid: str, conv: bool) -> FusionPass:
+    return FusionPass(conv)
+
+
+@dataclass
+class _Layer:
+    """A linear layer, its activation, and what stands between the two."""
+
+    linear: matching.Linear
+    activation: str | None = None
+    between: list[Node] | tuple = ()
+    nodes: list[Node] | tuple = ()  # of the activation; none where the operator has it inside
+
+    @property
+    def output(self) -> Node:
+        return self.nodes[-1] if self.nodes else self.linear.nodes[-1]
+
+
+class _Rewrite:
+    """One run over one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.switches = [i for node, i in self.order.items() if effects.switches_mode(node)]
+        self.writers = [node for node in graph.nodes if effects.may_write(node)]
+        self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
+
+    def run(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for chain in self.chains():
+            name = self.replace_layer(chain[0]) if len(chain) == 1 else self.replace_chain(chain)
+            if name:
+                counts[name] += 1
+        return counts
+
+    def run_convolutions(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for node in list(self.graph.nodes):
+            found = matching_conv.find_conv_relu(node)
+            if found and self.in_one_mode([found.convolution, found.relu]):
+                self.replace_convolution(found)
+                counts["conv2d_relu"] += 1
+        return counts
+
+    # ---- what there is ----
+
+    def layers(self) -> list[_Layer]:
+        found: dict[Node, _Layer] = {}
+        for node in self.graph.nodes:
+            linear = matching.find_linear(node)
+            if linear is None or not self.may_join(linear.nodes):
+                continue
+            for inner in linear.nodes[:-1]:  # the product of a sum that is a layer itself
+                found.pop(inner, None)
+            found[node] = self.with_activation(linear)
+        return list(found.values())
+
+    def with_activation(self, linear: matching.Linear) -> _Layer:
+        result = linear.nodes[-1]
+        own = matching.own_activation(result)
+        if own:
+            return _Layer(linear, own)
+        for node, path in matching.walk(result):
+            activation = matching.find_activation(node)
+            if activation and self.in_one_mode([result, *activation.nodes]):
+                return _Layer(linear, activation.name, path, activation.nodes)
+        return _Layer(linear)
+
+    def chains(self) -> list[list[_Layer]]:
+        """Layers, each fed by the one before, of one activation; most are of one layer."""
+        chains: dict[Node, list[_Layer]] = {}  # by the output of the last
+        for layer in self.layers():
+            chain = chains.get(self.source(layer, chains), [])
+            # Between two activations a layer belongs with the later one.
+            head = chain[:-1] if chain and chain[0].activation != chain[-1].activation else []
+            chain = chain[len(head) :]
+            if chain and self.may_follow(chain, layer):
+                del chains[chain[-1].output]
+                if head:
+                    chains[head[-1].output] = head
+                chains[layer.output] = [*chain, layer]
+            else:
+                chains[layer.output] = [layer]
+        return list(chains.values())
+
+    def source(self, layer: _Layer, outputs: dict[Node, list[_Layer]]) -> Node | None:
+        """The layer's output that feeds this one, through what `walk` goes over."""
+        node = layer.linear.input
+        while node not in outputs:
+            if spellings.kind(node) not in ("view", "dropout") or not node.args:
+                return None
+            node = node.args[0]
+        return node
+
+    def may_follow(self, chain: list[_Layer], layer: _Layer) -> bool:
+        last, source = chain[-1], layer.linear.input
+        ways = dict(matching.walk(last.output))
+        if last.activation is None or source not in ways or len(source.users) != 1:
+            return False
+        if source in (layer.linear.weight, layer.linear.bias):
+            return False  # one user, and yet used twice
+        # Rows stay rows: what arrives is shaped as if nothing had been reshaped on the way.
+        rows = matching.value(chain[0].linear.input).shape[:-1]
+        width = matching.value(last.linear.nodes[-1]).shape[-1]
+        if not matching.same([*rows, width], list(matching.value(source).shape)):
+            return False
+        return self.may_join([*self.members(chain), *ways[source], *layer.linear.nodes])
+
+    @staticmethod
+    def members(chain: list[_Layer]) -> list[Node]:
+        """Every node that goes when the chain is replaced, bar the ways between the layers."""
+        return [n for x in chain for n in (*x.linear.nodes, *x.between, *x.nodes)]
+
+    # ---- what may be moved ----
+
+    def in_one_mode(self, nodes: list[Node]) -> bool:
+        places = [self.order[node] for node in nodes]
+        return not any(min(places) < i < max(places) for i in self.switches)
+
+    def may_join(self, nodes: list[Node]) -> bool:
+        """Whether the first of the nodes may be run where the last is: nothing that it reads is
+        written in between, and the mode is the same."""
+        places, members = [self.order[node] for node in nodes], set(nodes)
+        written = any(
+            min(places) < self.order[node] < max(places) and node not in members
+            for node in self.writers
+        )
+        return not written and self.in_one_mode(nodes)
+
+    # ---- replacing ----
+
+    def replace_layer(self, layer: _Layer) -> str | None:
+        if not layer.nodes:
+            return None  # no activation, or ours already
+        linear, result = layer.linear, layer.linear.nodes[-1]
+        with self.graph.inserting_before(result):
+            args = (*self.operands(linear), self.bias_of(linear))
+            if layer.activation == "relu":
+                new = self.call(_fused.linear_relu.default, args, result)
+            else:
+                how = {"approximate": _APPROXIMATE[layer.activation]}
+                new = self.call(_fused.linear_gelu.default, args, result, how)
+        self.replace(result, new)
+        self.replace(layer.output, layer.between[-1] if layer.between else new)
+        self.erase([*linear.nodes, *layer.nodes])
+        return new.target.overloadpacket.__name__
+
+    def replace_chain(self, chain: list[_Layer]) -> str:
+        linears, last = [layer.linear for layer in chain], chain[-1]
+        result = last.linear.nodes[-1]
+        ways = [dict(matching.walk(a.output))[b.input] for a, b in zip(chain, linears[1:])]
+        with self.graph.inserting_before(result):
+            inputs, weights = zip(*map(self.operands, linears))
+            biases = [self.bias_of(linear) for linear in linears]
+            args = (inputs[0], list(weights), biases, chain[0].activation)
+            memories = {matching.own_memory(linear.nodes[-1]) for linear in linears}
+            how = {"memory": "low"} if "low" in memories else {}
+            new = self.call(_fused.mlp.default, args, result, how)
+            if last.activation and not last.nodes:  # it was inside of an operator that goes
+                if last.activation == "relu":
+                    new = self.call(torch.relu, (new,), result)
+                else:
+                    how = {"approximate": _APPROXIMATE[last.activation]}
+                    new = self.call(torch.nn.functional.gelu, (new,), result, how)
+        self.replace(result, new)
+        self.erase(
+            [*self.members(chain[:-1]), *(n for way in ways for n in way), *last.linear.nodes]
+        )
+        return "mlp"
+
+    def replace_convolution(self, found: matching_conv.ConvReLU) -> None:
+        with self.graph.inserting_before(found.convolution):
+            new = self.call(_fused.conv2d_relu.default, found.operands, found.convolution)
+        self.replace(found.relu, new)
+        self.erase([found.convolution, found.relu])
+
+    def replace(self, old: Node, new: Node) -> None:
+        old.replace_all_uses_with(new)
+        self.now[old] = new
+
+    def current(self, node: Node) -> Node:
+        """The node as it stands: a match of another layer may have named one that is gone."""
+        while node in self.now:
+            node = self.now[node]
+        return node
+
+    def operands(self, linear: matching.Linear) -> tuple[Node, Node]:
+        input, weight = self.current(linear.input), self.current(linear.weight)
+        if not linear.transposed:
+            return input, weight
+        turned = self.graph.call_method("t", (weight,))
+        turned.meta = {"example_value": matching.value(weight).t()}
+        return input, turned
+
+    def bias_of(self, linear: matching.Linear) -> Node | None:
+        return None if linear.bias is None else self.current(linear.bias)
+
+    def call(self, target, args: tuple, like: Node, kwargs: dict | None = None) -> Node:
+        new = self.graph.call_function(target, args, kwargs or {})
+        new.meta = dict(like.meta)
+        return new
+
+    def erase(self, nodes: list[Node]) -> None:
+        for node in sorted(nodes, key=self.order.__getitem__, reverse=True):
+            self.graph.erase_node(node)

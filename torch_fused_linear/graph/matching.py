@@ -1,0 +1,260 @@
+"""Recognises linear layers and activations in a graph of torch calls, before autograd.
+
+Such a graph is not functional: what a node reads may be written in place between two nodes, modes
+(autocast, grad mode) change on the way, and one thing is spelled in many ways. Matches say which
+nodes they consist of; whether they may be moved is for the pass to decide.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .spellings import arguments, kind
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Linear:
+    """A product with a weight and perhaps a bias; the last of the nodes is the result."""
+
+    nodes: list[Node]
+    input: Node
+    weight: Node
+    bias: Node | None
+    transposed: bool = False  # the weight is [in, out]
+
+
+@dataclass
+class Activation:
+    """'relu', 'gelu_tanh' or 'gelu_erf' of one node; the last of the nodes is the result."""
+
+    nodes: list[Node]
+    name: str
+
+
+def value(node: Node) -> FakeTensor | None:
+    """The fake tensor that the node stands for: no other kind of tensor will do."""
+    found = node.meta.get("example_value", node.meta.get("val"))
+    return found if isinstance(found, FakeTensor) else None
+
+
+def same(a, b) -> bool:
+    """Whether two sizes, or lists of them, are equal without a guard that says so."""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return statically_known_true(a == b)
+
+
+# --- linear layers -------------------------------------------------------------------------------
+
+
+def find_linear(node: Node) -> Linear | None:
+    """The layer whose result the node is, if our operators can stand in its place."""
+    linear = _product(node) or _biased_product(node)
+    return linear if linear and _is_supported(linear) else None
+
+
+def _product(node: Node) -> Linear | None:
+    what = kind(node)
+    if what not in ("linear", "linear_relu", "linear_gelu", "addmm", "matmul"):
+        return None
+    args = arguments(node)
+    if args is None:
+        return None
+    if what == "addmm":
+        if args.get("beta", 1) != 1 or args.get("alpha", 1) != 1 or "mat2" not in args:
+            return None
+        return _of_transposed(node, args["mat1"], args["mat2"], args["input"])
+    if what == "matmul":
+        return _of_transposed(node, args["input"], args["other"], None)
+    return Linear([node], args["input"], args["weight"], args.get("bias"))
+
+
+def _of_transposed(node: Node, input: Node, matrix: Node, bias: Node | None) -> Linear:
+    weight = _untransposed(matrix)
+    return Linear([node], input, weight or matrix, bias, transposed=weight is None)
+
+
+def _untransposed(node: Node) -> Node | None:
+    """What the node is the transposed matrix of."""
+    if not isinstance(node, Node) or node.kwargs:
+        return None
+    what, args = kind(node), node.args
+    swaps = {
+        "t": lambda: len(args) == 1,
+        "getattr": lambda: args[1] in ("T", "mT"),
+        "transpose": lambda: {d % 2 for d in args[1:]} == {0, 1} and len(args) == 3,
+        "permute": lambda: list(args[1] if len(args) == 2 else args[1:]) in ([1, 0], [-1, -2]),
+    }
+    of_matrix = what in swaps and isinstance(args[0], Node) and _dim(args[0]) == 2
+    return args[0] if of_matrix and swaps[what]() else None
+
+
+def _biased_product(node: Node) -> Linear | None:
+    """A product without bias, and the sum with a vector."""
+    if kind(node) not in ("add", "add_"):
+        return None
+    args = arguments(node)
+    operands = [args["input"], args.get("other")] if args else [None]
+    if not all(isinstance(operand, Node) for operand in operands):
+        return None
+    # In place it is the product that must be written to.
+    in_place = kind(node) == "add_"
+    for product, bias in [operands] if in_place else [operands, operands[::-1]]:
+        linear = _product(product)
+        # Under autocast the product may be narrower than the sum, which is then no layer's.
+        if (
+            linear
+            and linear.bias is None
+            and kind(product) in ("linear", "matmul")
+            and len(product.users) == 1
+            and _dtype(product) == _dtype(bias) == _dtype(node)
+            and product is not bias
+        ):
+            return Linear([product, node], linear.input, linear.weight, bias, linear.transposed)
+    return None
+
+
+def _dim(node) -> int | None:
+    fake = value(node) if isinstance(node, Node) else None
+    return None if fake is None else fake.dim()
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    fake = value(node)
+    return None if fake is None else fake.dtype
+
+
+def has_kernel(device: torch.device) -> bool:
+    return device.type in ("cpu", "cuda") and torch._C._dispatch_has_kernel_for_dispatch_key(
+        "fused::linear", device.type.upper()
+    )
+
+
+def _is_supported(linear: Linear) -> bool:
+    nodes = [linear.input, linear.weight, *([] if linear.bias is None else [linear.bias])]
+    if not all(isinstance(node, Node) for node in nodes):
+        return False
+    fakes = [value(node) for node in [*nodes, linear.nodes[-1]]]
+    if any(fake is None for fake in fakes):
+        return False
+    input, weight, result = fakes[0], fakes[1], fakes[-1]
+    if any(f.dtype not in DTYPES or f.layout != torch.strided for f in fakes):
+        return False
+    if not has_kernel(input.device) or any(f.device != input.device for f in fakes):
+        return False
+    if input.dim() < 1 or weight.dim() != 2:
+        return False
+    features = weight.shape[1 if linear.transposed else 0]
+    if linear.bias is not None and not same(list(fakes[2].shape), [features]):
+        return False
+    return same(list(result.shape), [*input.shape[:-1], features])
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+
+def find_activation(node: Node) -> Activation | None:
+    """The activation that is the only thing done with the node's result."""
+    activation = _call(node) or _tanh_formula(node)
+    if activation is None or any(_dtype(n) != _dtype(node) for n in activation.nodes):
+        return None
+    return activation
+
+
+def own_activation(node: Node) -> str | None:
+    """The activation inside of one of our own layers."""
+    if kind(node) == "linear_relu":
+        return "relu"
+    if kind(node) != "linear_gelu":
+        return None
+    # The operator's default is the tanh form, where torch's is the exact one.
+    return {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(arguments(node).get("approximate", "tanh"))
+
+
+def own_memory(node: Node) -> str:
+    """The memory that one of our own layers was given, 'default' of any other node."""
+    if kind(node) not in ("linear_relu", "linear_gelu"):
+        return "default"
+    return arguments(node).get("memory", "default")
+
+
+def _call(node: Node) -> Activation | None:
+    user = only_user(node)
+    if user is None or kind(user) not in ("relu", "gelu"):
+        return None
+    args = arguments(user)
+    if args is None or args["input"] is not node:
+        return None
+    if kind(user) == "relu":
+        return Activation([user], "relu")
+    name = {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(args.get("approximate", "none"))
+    return name and Activation([user], name)
+
+
+def _tanh_formula(x: Node) -> Activation | None:
+    """0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³))), as written out in many a model."""
+    if len(x.users) != 3:
+        return None
+    for half in x.users:
+        tail = only_user(half) if _other(half, "mul", 0.5) is x else None
+        bracket = tail and _other(tail, "mul", half)
+        tanh = bracket and _other(bracket, "add", 1.0)
+        if not tanh or kind(tanh) != "tanh":
+            continue
+        scaled = tanh.args[0]
+        inner = _other(scaled, "mul", math.sqrt(2 / math.pi))
+        cubic = inner and _other(inner, "add", x)
+        power = cubic and _other(cubic, "mul", 0.044715)
+        if not power or kind(power) != "pow" or (*power.args, *power.kwargs) != (x, 3.0):
+            continue
+        nodes = [half, power, cubic, inner, scaled, tanh, bracket]
+        if set(x.users) == {half, power, inner} and all(map(only_user, nodes[1:])):
+            return Activation([*nodes, tail], "gelu_tanh")
+    return None
+
+
+def _other(node, what: str, operand) -> Node | None:
+    """The node that is added to or multiplied by the operand."""
+    if not isinstance(node, Node) or kind(node) != what or node.kwargs or len(node.args) != 2:
+        return None
+    for a, b in (node.args, node.args[::-1]):
+        equal = a is operand if isinstance(operand, Node) else type(a) is float and a == operand
+        if equal and isinstance(b, Node) and "inplace" not in node.kwargs:
+            return b
+    return None
+
+
+# --- between two layers --------------------------------------------------------------------------
+
+
+def only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def walk(node: Node) -> Iterator[tuple[Node, list[Node]]]:
+    """The node, and each after it that holds the same elements in the same order and is all that
+    is done with the one before, with the way there. Dropout that does nothing is gone through."""
+    path: list[Node] = []
+    while True:
+        yield node, list(path)
+        user = only_user(node)
+        if user is None or user.args[:1] != (node,) or not _keeps(user):
+            return
+        if value(user) is None or _dtype(user) != _dtype(node):
+            return
+        path.append(user)
+        node = user
+
+
+def _keeps(node: Node) -> bool:
+    if kind(node) != "dropout":
+        return kind(node) == "view"
+    args = arguments(node)
+    return args is not None and (args.get("training", True) is False or args.get("p", 0.5) == 0)

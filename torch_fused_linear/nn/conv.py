@@ -1,0 +1,109 @@
+"""The layer that stands where ``nn.Conv2d`` and its ReLU stood."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..functional import conv2d_relu
+
+
+class FusedConv2dReLU(nn.Conv2d):
+    r"""Applies :math:`y = \max(\text{conv2d}(x, W) + b, 0)`; ``nn.Conv2d`` then ``nn.ReLU``.
+
+    On a GPU bias and ReLU are applied by cuDNN within its convolution where that is quicker and
+    right, else in one pass of our own; the backward has one pass over memory for the gradients of
+    ReLU and of the bias, then cuDNN's two products. See :func:`torch_fused_linear.conv2d_relu`.
+
+    Args:
+        in_channels: of the image.
+        out_channels: of the result.
+        kernel_size: one number or (height, width).
+        stride: one number or (height, width). Default: 1.
+        padding: one number, (height, width), ``'same'`` or ``'valid'``. Default: 0.
+        dilation: one number or (height, width). Default: 1.
+        groups: into how many the channels are divided. Default: 1.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        padding_mode: ``'zeros'``, ``'reflect'``, ``'replicate'`` or ``'circular'``; all but zeros
+            are put around the image before the operator. Default: ``'zeros'``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, contiguous or
+          channels-last.
+        - Output: :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})` or
+          :math:`(C_\text{out}, H_\text{out}, W_\text{out})`, with the sizes that
+          :class:`torch.nn.Conv2d` gives.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Conv2d`, whose ``state_dict`` loads as it is.
+        bias: as in :class:`torch.nn.Conv2d`.
+
+    Examples::
+
+        >>> layer = FusedConv2dReLU(16, 33, 3, stride=2, padding=1)
+        >>> layer(torch.randn(20, 16, 50, 100)).size()
+        torch.Size([20, 33, 25, 50])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding = [0, 0]
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+        elif isinstance(self.padding, str):
+            if self.padding == "same":
+                height = self.dilation[0] * (self.kernel_size[0] - 1)
+                width = self.dilation[1] * (self.kernel_size[1] - 1)
+                padding = [height // 2, width // 2]
+                if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
+                    input = F.pad(input, [0, width % 2, 0, height % 2])
+        else:
+            padding = [self.padding[0], self.padding[1]]
+        return conv2d_relu(
+            input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
+        )
+
+    @classmethod
+    def from_conv(cls, conv: nn.Conv2d) -> "FusedConv2dReLU":
+        """A fused layer that shares ``conv``'s parameters (the same objects, not copies).
+
+        Args:
+            conv: the layer to take over.
+
+        Returns:
+            The fused layer, in the mode (training or not) of ``conv``.
+
+        Raises:
+            TypeError: ``conv`` is no ``nn.Conv2d``.
+        """
+        if not isinstance(conv, nn.Conv2d):
+            raise TypeError(
+                f"{cls.__name__}.from_conv: expected an nn.Conv2d, got {type(conv).__name__}"
+            )
+        return _like(conv, cls)
+
+    def to_conv(self) -> nn.Conv2d:
+        """An ``nn.Conv2d`` that shares this layer's parameters; the ReLU is left out."""
+        return _like(self, nn.Conv2d)
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Conv2d, nn.ReLU)`` that shares this layer's parameters."""
+        return nn.Sequential(self.to_conv(), nn.ReLU()).train(self.training)
+
+
+def _like(conv: nn.Conv2d, cls: type) -> nn.Conv2d:
+    # No memory for parameters that are replaced at once.
+    layer = cls(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,
+        stride=conv.stride,
+        padding=conv.padding,
+        dilation=conv.dilation,
+        groups=conv.groups,
+        bias=conv.bias is not None,
+        padding_mode=conv.padding_mode,
+        device="meta",
+    )
+    layer.weight = conv.weight
+    layer.bias = conv.bias
+    return layer.train(conv.training)

@@ -1,0 +1,226 @@
+"""Layers that stand where ``nn.Linear`` and its activation stood."""
+
+from torch import Tensor, nn
+
+from ..functional import linear, linear_gelu, linear_relu
+
+MEMORY = ("default", "low")
+
+
+def check_memory(layer: str, memory: str) -> None:
+    if memory not in MEMORY:
+        raise ValueError(f"{layer}: memory must be 'default' or 'low', got {memory!r}")
+
+
+def memory_repr(memory: str) -> str:
+    """What the layer's repr says of it: nothing, of the default."""
+    return "" if memory == "default" else f", memory={memory!r}"
+
+
+class FusedLinear(nn.Linear):
+    r"""Applies :math:`y = xW^T + b`, as :class:`torch.nn.Linear` does.
+
+    Use it for the layer that follows a fused one: only a fused layer can take over the gradient of
+    the activation before it.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, initialised as in
+            :class:`torch.nn.Linear`, whose ``state_dict`` loads as it is.
+        bias: :math:`(\text{out\_features})`.
+
+    Examples::
+
+        >>> layer = FusedLinear(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **kwargs) -> "FusedLinear":
+        """A fused layer that shares ``linear``'s parameters (the same objects, not copies).
+
+        Args:
+            linear: the layer to take over.
+            kwargs: what else the class's constructor takes, such as ``approximate``.
+
+        Returns:
+            The fused layer, in the mode (training or not) of ``linear``.
+
+        Raises:
+            TypeError: ``linear`` is not an ``nn.Linear``.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(
+                f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}"
+            )
+        # No memory for parameters that are replaced at once.
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            device="meta",
+            **kwargs,
+        )
+        layer.weight = linear.weight
+        layer.bias = linear.bias
+        return layer.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """An ``nn.Linear`` that shares this layer's parameters; the activation is left out."""
+        linear = nn.Linear(
+            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
+        )
+        linear.weight = self.weight
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    def to_unfused(self) -> nn.Module:
+        """The same layer in plain ``torch.nn``, sharing this layer's parameters."""
+        return self.to_linear()
+
+
+class FusedLinearReLU(FusedLinear):
+    r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``nn.Linear`` then ``nn.ReLU``.
+
+    On a GPU the forward is one cuBLASLt product with the epilogue ``RELU_BIAS``, the backward one
+    pass over memory for the gradient of ReLU and of the bias, then the two products. See
+    :func:`torch_fused_linear.linear_relu` for what happens at exactly 0.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: ``'default'``, or ``'low'`` to keep one bit for each element of the output instead
+            of the output itself. It pays where nobody else keeps the output: the linear layer after
+            it does, dropout, pooling or a sum does not. Default: ``'default'``.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Raises:
+        ValueError: ``memory`` is neither of these.
+
+    Examples::
+
+        >>> layer = FusedLinearReLU(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    __constants__ = (*nn.Linear.__constants__, "memory")
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        memory: str = "default",
+    ) -> None:
+        check_memory("FusedLinearReLU", memory)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.memory = memory
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_relu(input, self.weight, self.bias, self.memory)
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
+        return nn.Sequential(self.to_linear(), nn.ReLU()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + memory_repr(self.memory)
+
+
+class FusedLinearGELU(FusedLinear):
+    r"""Applies :math:`y = \text{GELU}(xW^T + b)`; equivalent to ``nn.Linear`` then ``nn.GELU``.
+
+    Mind the default: ``approximate='tanh'`` is what cuBLASLt's epilogue computes, while
+    :class:`torch.nn.GELU` defaults to ``'none'`` (erf), which is honoured exactly when asked for.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
+        memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
+            that comes straight after computes it anew, bit for bit, from what this layer keeps. See
+            :func:`torch_fused_linear.linear_gelu`. Default: ``'default'``.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Raises:
+        ValueError: ``approximate`` or ``memory`` is none of these.
+
+    Examples::
+
+        >>> layer = FusedLinearGELU(20, 30, approximate="none")
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    __constants__ = (*nn.Linear.__constants__, "approximate", "memory")
+    approximate: str
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        approximate: str = "tanh",
+        memory: str = "default",
+    ) -> None:
+        if approximate not in ("tanh", "none"):
+            raise ValueError(
+                f"FusedLinearGELU: approximate must be 'tanh' or 'none', got {approximate!r}"
+            )
+        check_memory("FusedLinearGELU", memory)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.approximate = approximate
+        self.memory = memory
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_gelu(input, self.weight, self.bias, self.approximate, self.memory)
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Linear, nn.GELU)`` that shares this layer's parameters."""
+        activation = nn.GELU(approximate=self.approximate)
+        return nn.Sequential(self.to_linear(), activation).train(self.training)
+
+    def extra_repr(self) -> str:
+        text = f"{super().extra_repr()}, approximate={self.approximate!r}"
+        return text + memory_repr(self.memory)

@@ -1,0 +1,192 @@
+"""A chain of layers as one operator."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..functional import mlp
+from .linear import check_memory, memory_repr
+
+ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
+
+
+def _make_activation(name: str) -> nn.Module:
+    if name == "relu":
+        return nn.ReLU()
+    if name in ACTIVATIONS:
+        return nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+    raise ValueError(
+        f"FusedMLP: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got {name!r}"
+    )
+
+
+def _name_activation(module: nn.Module) -> str | None:
+    if type(module) is nn.ReLU:
+        return "relu"
+    if type(module) is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
+    return None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether running the module is nothing but running its class's forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or "parametrizations" in module._modules
+    )
+
+
+class FusedMLP(nn.Sequential):
+    r"""Linear layers with an activation between them and none after the last, as one operator.
+
+    It *is* the ``nn.Sequential`` of ``nn.Linear`` and activation modules that it stands for, with
+    the same ``state_dict``, but runs as :func:`torch_fused_linear.mlp`: in the backward every
+    hidden layer's activation derivative and bias gradient come with the next layer's product.
+    Where a child has been given hooks or a parametrisation, or was exchanged, the children run one
+    by one.
+
+    Args:
+        in_features: size of each input sample.
+        features: sizes of the hidden layers and of the output, one or more.
+        activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``. Default: ``'relu'``.
+        bias: if ``False``, the layers have no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU instead
+            of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
+
+    Shape:
+        - Input: :math:`(*, \text{in\_features})`.
+        - Output: :math:`(*, \text{features}_{-1})`.
+
+    Raises:
+        ValueError: there is no size of a layer, or ``activation`` or ``memory`` is none of these.
+        RuntimeError: it is called under ``torch.jit.trace``, which cannot record it; script it.
+
+    Examples::
+
+        >>> mlp = FusedMLP(784, 256, 128, 10, activation="gelu_tanh")
+        >>> mlp(torch.randn(64, 784)).size()
+        torch.Size([64, 10])
+    """
+
+    __constants__ = ("activation", "memory")
+    activation: str
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        *features: int,
+        activation: str = "relu",
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        memory: str = "default",
+    ) -> None:
+        if not features:
+            raise ValueError("FusedMLP: expected the sizes of one or more layers, got none")
+        check_memory("FusedMLP", memory)
+        modules: list[nn.Module] = []
+        for size_in, size_out in zip((in_features, *features), features):
+            modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
+            modules += [_make_activation(activation)]
+        super().__init__(*modules[:-1])
+        self.activation = activation
+        self.memory = memory
+
+    @classmethod
+    def from_sequential(cls, sequential: nn.Sequential, memory: str = "default") -> "FusedMLP":
+        """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
+
+        Args:
+            sequential: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
+                them.
+            memory: ``'default'`` or ``'low'``.
+
+        Returns:
+            The chain, in the mode (training or not) of ``sequential``.
+
+        Raises:
+            ValueError: it is built differently, or ``memory`` is neither of these.
+        """
+        check_memory("FusedMLP.from_sequential", memory)
+        modules = list(sequential)
+        linears, between = modules[::2], modules[1::2]
+        names = {_name_activation(module) for module in between}
+        if (
+            len(modules) % 2 == 0
+            or any(not isinstance(linear, nn.Linear) for linear in linears)
+            or None in names
+            or len(names) > 1
+        ):
+            raise ValueError(
+                "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU or "
+                f"nn.GELU between them, got {', '.join(type(m).__name__ for m in modules) or '()'}"
+            )
+        mlp = cls.__new__(cls)
+        nn.Sequential.__init__(mlp, *modules)
+        mlp.activation = names.pop() if names else "relu"
+        mlp.memory = memory
+        return mlp.train(sequential.training)
+
+    def to_sequential(self) -> nn.Sequential:
+        """A plain ``nn.Sequential`` of the same modules."""
+        return nn.Sequential(*self).train(self.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if not self._runs_as_one():
+                return super().forward(input)
+            if torch.jit.is_tracing():
+                raise RuntimeError(
+                    "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list "
+                    "of optional tensors. Script it, torch.jit.script(mlp), alone or as a part of "
+                    "the model that is traced, or trace mlp.to_sequential(), which is not fused"
+                )
+            # What TorchScript runs below, without asking every activation for a weight.
+            layers = list(self._modules.values())[::2]
+            return mlp(
+                input,
+                [layer.weight for layer in layers],
+                [layer.bias for layer in layers],
+                self.activation,
+                self.memory,
+            )
+        weights: list[Tensor] = []
+        biases: list[Tensor | None] = []
+        for module in self:
+            if hasattr(module, "weight"):
+                weights.append(module.weight)
+                biases.append(module.bias)
+        return mlp(input, weights, biases, self.activation, self.memory)
+
+    def extra_repr(self) -> str:
+        return memory_repr(self.memory).removeprefix(", ")
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return nn.Sequential(*list(self)[index])
+        return super().__getitem__(index)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # What is scripted stays as it is: a chain that runs one by one now is scripted one by one.
+        return self if self._runs_as_one() else self.to_sequential()
+
+    @torch.jit.unused
+    def _runs_as_one(self) -> bool:
+        if len(self) % 2 == 0 or _has_any_global_hook():
+            return False
+        return all(
+            _is_plain(module)
+            and (
+                type(module) is nn.Linear
+                if i % 2 == 0
+                else _name_activation(module) == self.activation
+            )
+            for i, module in enumerate(self)
+        )
