@@ -154,7 +154,7 @@ def test_cudnn_benchmark_is_asked_for():
         torch.backends.cudnn.benchmark = before
 
 
-def test_convolutions_have_a_table_of_their_own(readme):  # noqa: F811
+def test_convolutions_have_a_table_of_their_own(readme):
     path, folder, header, run = readme
     conv = replace(CONVOLUTIONS[5], groups=2)
     case = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=conv)
