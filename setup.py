@@ -116,7 +116,7 @@ def cxx_runtime():
 def flags(debug):
     """For every compiler, and for that of C++ alone."""
     every = ["-std=c++20", *(["-O0", "-UNDEBUG"] if debug else ["-O3", "-DNDEBUG"])]
-    return every, ["-Wall", "-Wextra", "-g" if debug else "-g0"]
+    return every, ["-Wall", "-Wextra", "-Werror=switch", "-g" if debug else "-g0"]
 
 
 def library(home, debug):
@@ -153,7 +153,7 @@ def library(home, debug):
     ext.include_dirs, system = [str(CSRC)], as_system(system)
     ext.extra_compile_args = {
         "cxx": every + cxx + openmp + system,
-        "nvcc": every + ["-Xcompiler", "-Wall"] + system,
+        "nvcc": every + ["-Xcompiler", "-Wall,-Werror=switch"] + system,
     }
     return ext
 
@@ -167,7 +167,7 @@ def direct(debug):
     ext.depends = list(source_hashes())
     ext.extra_link_args += cxx_runtime()
     ext.extra_compile_args = {"cxx": every + cxx + as_system(ext.include_dirs)}
-    ext.include_dirs = []
+    ext.include_dirs = [str(CSRC)]
     return ext
 
 

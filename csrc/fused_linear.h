@@ -18,6 +18,10 @@ namespace fused {
 
 using at::Tensor;
 
+// What follows the matrix product. gelu_tanh is the approximation that cuBLASLt computes, gelu_erf
+// the exact form; one is never put in the place of the other.
+enum class Activation { none, relu, gelu_tanh, gelu_erf };
+
 // y = x Wᵀ + b
 Tensor linear(const Tensor& input,                      // [*, in]
               const Tensor& weight,                     // [out, in]
@@ -55,7 +59,7 @@ Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
                           c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
                           c10::SymInt groups);
 
-// The steps that autograd is made of, for who writes a backward by hand.
+// The steps that autograd is made of, for a backward of your own.
 namespace steps {
 
 // -> output [*, out] and the bit mask of z >= 0, uint8 [*, roundup(out, 128) / 8]
@@ -73,10 +77,10 @@ std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& we
 Tensor relu_mask(const Tensor& output);  // [*, out]
 
 // dz = act'(saved) · grad_output and, wanted or [0], its sum over all rows: the bias gradient.
-// saved: ReLU's output or bit mask, GELU's pre-activation.
-std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,  // [*, out]
-                                               const Tensor& saved, std::string_view activation,
-                                               bool bias_grad);
+std::tuple<Tensor, Tensor> activation_backward(
+    const Tensor& grad_output,  // [*, out]
+    const Tensor& saved,        // ReLU's output or bit mask, GELU's pre-activation
+    Activation activation, bool bias_grad);
 
 // The same for a convolution with ReLU: the sum is one for each channel. dz is channels-last where
 // output is.
@@ -85,26 +89,32 @@ std::tuple<Tensor, Tensor> channels_relu_backward(
     const Tensor& output,       // [batch, out, height, width]
     bool bias_grad);
 
-// -> gradients of input, weight and bias; those not wanted are [0]
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,  // [*, out]
-                                                   const Tensor& input,        // [*, in]
-                                                   const Tensor& weight,       // [out, in]
-                                                   const std::optional<Tensor>& saved,
-                                                   std::string_view activation,
-                                                   std::array<bool, 3> output_mask);
+// What a layer's backward works on. Refers to the caller's tensors.
+struct LinearBackward {
+  const Tensor& grad_output;           // [*, out]
+  const Tensor& input;                 // [*, in]
+  const Tensor& weight;                // [out, in]
+  const std::optional<Tensor>& saved;  // as above; not read for Activation::none
+  Activation activation = Activation::none;
+  std::array<bool, 3> wanted{true, true, true};  // gradients of input, weight, bias
+};
 
-// linear_backward, and on into the layer before: act'(previous_saved) is applied to the gradient of
-// input, which is that layer's output, and summed over all rows. What cuBLASLt's DRELU_BGRAD and
-// DGELU_BGRAD are made for.
-// -> dz of the layer before, gradients of weight and bias, bias gradient of the layer before
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-    const Tensor& grad_output,  // [*, out]
-    const Tensor& input,        // [*, in], the output of the layer before
-    const Tensor& weight,       // [out, in]
-    const std::optional<Tensor>& saved, std::string_view activation,
-    std::array<bool, 3> output_mask,  // its first is not read: dz is what this is called for
-    const Tensor& previous_saved,     // [*, in]
-    std::string_view previous_activation, bool previous_bias_grad);
+// The layer whose output is the input.
+struct PreviousLayer {
+  const Tensor& saved;  // [*, in]
+  Activation activation;
+  bool bias_grad;
+};
+
+// -> gradients of input, weight and bias; those not wanted are [0]
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackward& layer);
+
+// linear_backward, and on into the previous layer: its act' is applied to the gradient of input,
+// and summed over all rows. What cuBLASLt's DRELU_BGRAD and DGELU_BGRAD are made for.
+// wanted[0] is not read.
+// -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(const LinearBackward& layer,
+                                                                  const PreviousLayer& previous);
 
 }  // namespace steps
 }  // namespace fused

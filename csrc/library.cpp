@@ -1,14 +1,12 @@
-// Every operator of the namespace `fused`, and its C++ entry. Kernels are registered where they
-// are written: autograd.cpp, autocast.cpp, composite.cpp, meta.cpp, cpu.cpp, cuda.cpp, conv*.cpp.
+// The schema of every operator of the namespace `fused`. Kernels are registered in autograd/,
+// dispatch/, cpu/ and cuda/.
 
-#include "cpu/packed_weights.h"
-#include "core/explain.h"
-#include "fused_linear.h"
 #include "autograd/handover.h"
-#include "plans/registry.h"
+#include "core/explain.h"
 #include "core/policy.h"
+#include "cpu/packed_weights.h"
+#include "plans/registry.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 namespace {
@@ -94,12 +92,12 @@ TORCH_LIBRARY(fused, m) {
   m.def("_set_policy(str policy) -> ()", set_policy);
 
   // Whether separate layers hand gradients over to each other.
-  m.def("_handover() -> bool", fused::handover::enabled);
-  m.def("_set_handover(bool enabled) -> ()", fused::handover::set_enabled);
+  m.def("_handover() -> bool", fused::autograd::handover::enabled);
+  m.def("_set_handover(bool enabled) -> ()", fused::autograd::handover::set_enabled);
 
   // Whether weights that stay as they are are kept packed, on a CPU.
-  m.def("_pack_weights() -> bool", fused::packed::enabled);
-  m.def("_set_pack_weights(bool enabled) -> ()", fused::packed::set_enabled);
+  m.def("_pack_weights() -> bool", fused::cpu::packed::enabled);
+  m.def("_set_pack_weights(bool enabled) -> ()", fused::cpu::packed::set_enabled);
 
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);
@@ -116,129 +114,3 @@ TORCH_LIBRARY(fused, m) {
   m.def("_explain_start() -> ()", fused::explain::start);
   m.def("_explain_stop() -> str[]", fused::explain::stop);
 }
-
-namespace fused {
-namespace {
-
-template <typename Signature>
-auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-using Forward = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-using ForwardRelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                           std::string_view);
-using ForwardGelu = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                           std::string_view, std::string_view);
-using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
-                   std::string_view, std::string_view);
-using Conv = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::SymIntArrayRef,
-                    c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
-using Pair = std::tuple<Tensor, Tensor>;
-using ForwardAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&);
-using ForwardGeluAux = Pair(const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                            std::string_view);
-using ReluMask = Tensor(const Tensor&);
-using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
-using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
-using LinearBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                          const Tensor&,
-                                                          const std::optional<Tensor>&,
-                                                          std::string_view, std::array<bool, 3>);
-using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,
-                                       const std::optional<Tensor>&, std::string_view,
-                                       std::array<bool, 3>, const Tensor&, std::string_view, bool);
-
-}  // namespace
-
-Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  static const auto op = find<Forward>("fused::linear");
-  return op.call(input, weight, bias);
-}
-
-Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   std::string_view memory) {
-  static const auto op = find<ForwardRelu>("fused::linear_relu");
-  return op.call(input, weight, bias, memory);
-}
-
-Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   std::string_view approximate, std::string_view memory) {
-  static const auto op = find<ForwardGelu>("fused::linear_gelu");
-  return op.call(input, weight, bias, approximate, memory);
-}
-
-Tensor mlp(const Tensor& input, at::TensorList weights,
-           const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
-           std::string_view memory) {
-  static const auto op = find<Mlp>("fused::mlp");
-  return op.call(input, weights, biases, activation, memory);
-}
-
-Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                   int64_t groups) {
-  return conv2d_relu_symint(input, weight, bias, c10::fromIntArrayRefSlow(stride),
-                            c10::fromIntArrayRefSlow(padding), c10::fromIntArrayRefSlow(dilation),
-                            groups);
-}
-
-Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
-                          const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
-                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
-                          c10::SymInt groups) {
-  static const auto op = find<Conv>("fused::conv2d_relu");
-  return op.call(input, weight, bias, stride, padding, dilation, std::move(groups));
-}
-
-namespace steps {
-
-Pair linear_relu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  static const auto op = find<ForwardAux>("fused::_linear_relu_aux");
-  return op.call(input, weight, bias);
-}
-
-Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                     std::string_view approximate) {
-  static const auto op = find<ForwardGeluAux>("fused::_linear_gelu_aux");
-  return op.call(input, weight, bias, approximate);
-}
-
-Tensor relu_mask(const Tensor& output) {
-  static const auto op = find<ReluMask>("fused::_relu_mask");
-  return op.call(output);
-}
-
-Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
-                         std::string_view activation, bool bias_grad) {
-  static const auto op = find<ActivationBackward>("fused::_activation_backward");
-  return op.call(grad_output, saved, activation, bias_grad);
-}
-
-Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
-  static const auto op = find<ChannelsReluBackward>("fused::_channels_relu_backward");
-  return op.call(grad_output, output, bias_grad);
-}
-
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input,
-                                                   const Tensor& weight,
-                                                   const std::optional<Tensor>& saved,
-                                                   std::string_view activation,
-                                                   std::array<bool, 3> output_mask) {
-  static const auto op = find<LinearBackward>("fused::_linear_backward");
-  return op.call(grad_output, input, weight, saved, activation, output_mask);
-}
-
-Quadruple linear_backward_across(const Tensor& grad_output, const Tensor& input,
-                                 const Tensor& weight, const std::optional<Tensor>& saved,
-                                 std::string_view activation, std::array<bool, 3> output_mask,
-                                 const Tensor& previous_saved, std::string_view previous_activation,
-                                 bool previous_bias_grad) {
-  static const auto op = find<LinearBackwardAcross>("fused::_linear_backward_across");
-  return op.call(grad_output, input, weight, saved, activation, output_mask, previous_saved,
-                 previous_activation, previous_bias_grad);
-}
-
-}  // namespace steps
-}  // namespace fused

@@ -8,8 +8,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace fused {
+namespace fused::autograd {
 
+using fused::has_tangent;
 inline bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
 
 inline bool requires_grad(const Tensor& tensor) {
@@ -34,4 +35,36 @@ bool wants_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-}  // namespace fused
+// Whether autograd has anything to do with an argument of an operator.
+inline bool is_differentiated(const Tensor& tensor) {
+  return wants_gradient(tensor) || wants_formula(tensor);
+}
+inline bool is_differentiated(const OptionalTensor& tensor) {
+  return tensor && is_differentiated(*tensor);
+}
+inline bool is_differentiated(const steps::LinearBackward& layer) {
+  return is_differentiated(layer.grad_output) || is_differentiated(layer.input) ||
+         is_differentiated(layer.weight) || is_differentiated(layer.saved);
+}
+inline bool is_differentiated(const steps::PreviousLayer& layer) {
+  return is_differentiated(layer.saved);
+}
+template <typename Value>  // a number, a flag, a name
+bool is_differentiated(const Value&) {
+  return false;
+}
+
+// A step of a layer called by itself: `formula` where it is differentiated, else `step`.
+template <auto formula, auto step>
+struct Step;
+
+template <auto formula, typename Result, typename... Args, Result (*step)(Args...)>
+struct Step<formula, step> {
+  static Result call(Args... args) {
+    if ((is_differentiated(args) || ...)) return formula(args...);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return step(args...);
+  }
+};
+
+}  // namespace fused::autograd

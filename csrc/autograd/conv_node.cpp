@@ -2,6 +2,7 @@
 // ReLU's mask, so that neither the pre-activation nor the bias is kept.
 
 #include "autograd/arguments.h"
+#include "core/conv.h"
 #include "dispatch/conv_kernels.h"
 #include "fused_linear.h"
 
@@ -9,14 +10,15 @@
 
 #include <algorithm>
 
-namespace fused::conv {
+namespace fused::autograd {
 namespace {
 
+using c10::SymInt, c10::SymIntArrayRef;
+using conv::Geometry, conv::batched, conv::op_name;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-const std::array<SymInt, 2> no_padding{0, 0};
+using Formula = reference::ConvFormula;
 
 // What a node remembers beside tensors, in one entry: looking one up costs as much as a small
 // allocation.
@@ -71,7 +73,7 @@ struct Conv2dReLU : Function<Conv2dReLU> {
     auto [grad_input, grad_weight, grad_bias] =
         differentiable ? gradients(traits, grads[0], saved, wanted, formula_relu_backward)
                        : usual(traits, grads[0], saved, wanted);
-    if (wanted[0]) result[input_edge] = like(grads[0], grad_input);
+    if (wanted[0]) result[input_edge] = conv::like(grads[0], grad_input);
     if (wanted[1]) result[weight_edge] = grad_weight;
     if (wanted[2]) result[bias_edge] = grad_bias;
     return result;
@@ -105,7 +107,7 @@ struct Conv2dReLU : Function<Conv2dReLU> {
     const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
     auto [grad_input, grad_weight, library_bias] = at::convolution_backward_symint(
         dz, batched(saved[0]), saved[1], SymIntArrayRef(bias_sizes), g.stride, g.padding,
-        g.dilation, /*transposed=*/false, no_padding, g.groups,
+        g.dilation, /*transposed=*/false, conv::no_padding, g.groups,
         {wanted[0], wanted[1], wanted[2] && summed_by_library});
     return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
   }
@@ -120,10 +122,10 @@ Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
     return conv2d_relu_symint(input, weight, bias, stride, padding, dilation, groups);
   }
   const Geometry geometry(stride, padding, dilation, groups);
-  check(input, weight, bias, geometry);
+  conv::check(input, weight, bias, geometry);
   if (formula) {
     const explain::Row row(op_name, input, weight);
-    explain::step("reference");
+    explain::append("reference");
     return Formula::forward(input, weight, bias, geometry);
   }
   return Conv2dReLU::apply(input, weight, bias, SymIntArrayRef(geometry.stride),
@@ -131,20 +133,13 @@ Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
                            groups);
 }
 
-std::tuple<Tensor, Tensor> channels_relu_backward_autograd(const Tensor& grad_output,
-                                                           const Tensor& output, bool bias_grad) {
-  if (wants_gradient(grad_output, output) || wants_formula(grad_output, output)) {
-    return Kernels<Formula>::relu_backward(grad_output, output, bias_grad);
-  }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::channels_relu_backward(grad_output, output, bias_grad);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("conv2d_relu", conv2d_relu_autograd);
-  m.impl("_channels_relu_backward", channels_relu_backward_autograd);
+  m.impl(
+      "_channels_relu_backward",
+      Step<&dispatch::ConvKernels<Formula>::relu_backward, &steps::channels_relu_backward>::call);
 }
 
-}  // namespace fused::conv
+}  // namespace fused::autograd

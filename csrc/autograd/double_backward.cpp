@@ -4,7 +4,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-namespace fused {
+namespace fused::autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -26,8 +26,8 @@ struct Reconnect : Function<Reconnect> {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> wanted{ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                      bias && ctx->needs_input_grad(3)};
-    const auto [grad_input, grad_weight, grad_bias] = Composite::linear_backward(
-        grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted);
+    const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
+        {grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted});
     return {Tensor(), wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
             wanted[2] ? grad_bias : Tensor()};
   }
@@ -35,7 +35,7 @@ struct Reconnect : Function<Reconnect> {
 
 }  // namespace
 
-Tensor stand_in(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
+Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   const std::vector<c10::SymInt> strides(sizes.size(), 0);  // one element, however many are meant
   return at::empty_strided_symint(sizes, strides, like.options());
 }
@@ -45,10 +45,10 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
   if (!input.defined()) {
     auto sizes = grad.sym_sizes().vec();
     sizes.back() = weight.defined() ? weight.sym_size(1) : c10::SymInt(0);
-    result.first = stand_in(grad, sizes);
+    result.first = placeholder(grad, sizes);
   }
   if (!weight.defined()) {
-    result.second = stand_in(grad, {grad.sym_size(-1), result.first.sym_size(-1)});
+    result.second = placeholder(grad, {grad.sym_size(-1), result.first.sym_size(-1)});
   }
   return result;
 }
@@ -66,4 +66,4 @@ Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor&
   return Reconnect::apply(preactivation, input, weight, bias);
 }
 
-}  // namespace fused
+}  // namespace fused::autograd

@@ -6,13 +6,13 @@
 
 #include <vector>
 
-namespace fused {
+namespace fused::autograd {
 
-// A tensor of this shape without meaningful values and (almost) without memory, for an argument of
-// which only the shape is read.
-Tensor stand_in(const Tensor& like, const std::vector<c10::SymInt>& sizes);
+// A tensor of this shape, without meaningful values and of one element's memory, for an argument
+// of which only the shape is read.
+Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes);
 
-// The two as arguments of a backward operator, with stand-ins where they are undefined.
+// The two as arguments of a backward operator, with placeholders where they are undefined.
 // grad is [*, out].
 std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad);
 
@@ -26,4 +26,4 @@ Tensor at_edge(const Tensor& values, size_t edge);
 Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor& weight,
                  const OptionalTensor& bias);
 
-}  // namespace fused
+}  // namespace fused::autograd

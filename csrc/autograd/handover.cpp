@@ -14,7 +14,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
-namespace fused::handover {
+namespace fused::autograd::handover {
 namespace {
 
 using torch::autograd::Node;
@@ -166,4 +166,4 @@ const char* objection(Node& consumer) {
   return nullptr;
 }
 
-}  // namespace fused::handover
+}  // namespace fused::autograd::handover

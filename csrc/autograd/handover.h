@@ -19,7 +19,7 @@
 
 #include <optional>
 
-namespace fused::handover {
+namespace fused::autograd::handover {
 
 bool enabled();
 void set_enabled(bool enabled);
@@ -52,4 +52,4 @@ size_t waiting();
 // ours is for the caller to know.
 const char* objection(torch::autograd::Node& consumer);
 
-}  // namespace fused::handover
+}  // namespace fused::autograd::handover

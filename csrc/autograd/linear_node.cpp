@@ -1,21 +1,22 @@
 #include "autograd/linear_node.h"
 
-#include "reference/linear.h"
-#include "core/explain.h"
-#include "fused_linear.h"
-#include "gemm/epilogue.h"
-#include "autograd/handover.h"
-#include "core/policy.h"
 #include "autograd/double_backward.h"
+#include "autograd/handover.h"
+#include "core/aten_activation.h"
+#include "core/explain.h"
+#include "core/policy.h"
+#include "fused_linear.h"
+#include "reference/linear.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::autograd {
 namespace {
 
+using reference::as_rows;
 using torch::autograd::AutogradContext;
 using torch::autograd::CppNode;
 using torch::autograd::Node;
@@ -27,7 +28,7 @@ struct Gradients {
 };
 
 // What a node's backward works on.
-struct Step {
+struct State {
   Activation activation;
   bool has_bias;
   std::array<bool, 3> wanted;
@@ -43,14 +44,16 @@ struct Traits {
   bool lends;              // the next layer may keep this one's pre-activation for its input
   Activation input_is_of;  // none, or the GELU whose pre-activation is kept for the input
 
+  // A byte for each.
   int64_t packed() const {
-    return static_cast<int64_t>(activation) << 4 | static_cast<int64_t>(input_is_of) << 2 |
-           lends << 1 | bias;
+    return static_cast<int64_t>(activation) << 24 | static_cast<int64_t>(input_is_of) << 16 |
+           lends << 8 | bias;
   }
   static Traits of(const AutogradContext& ctx) {
     const auto packed = ctx.saved_data.find("layer")->second.toInt();
-    return {static_cast<Activation>(packed >> 4), (packed & 1) != 0, (packed & 2) != 0,
-            static_cast<Activation>(packed >> 2 & 3)};
+    const auto byte = [packed](int n) { return packed >> 8 * n & 0xff; };
+    return {static_cast<Activation>(byte(3)), byte(0) != 0, byte(1) != 0,
+            static_cast<Activation>(byte(2))};
   }
 };
 
@@ -81,33 +84,34 @@ KeptInput input_to_keep(const Tensor& input) {
 // Whether the next layer may do so. Hooks on saved tensors may keep them in another place and may
 // be asked for each of them only once.
 bool lends_preactivation(Activation activation, Memory memory) {
-  return memory == Memory::low && is_gelu(activation) && !at::SavedTensorDefaultHooks::get_hooks();
+  return memory == Memory::low && saved_for(activation) == Saved::preactivation &&
+         !at::SavedTensorDefaultHooks::get_hooks();
 }
 
 // ReLU's output as bits. The output itself where its rows are so short that those of bits would be
 // longer.
 Tensor relu_bits(const Tensor& output) {
   const auto features = output.sym_size(-1);
-  if (gemm::mask_bits(features) / 8 >= features * output.element_size()) return output;
+  if (mask_bytes(features) >= features * output.element_size()) return output;
   return steps::relu_mask(output);
 }
 
 // create_graph: gradients that are themselves differentiable.
-Gradients differentiable(const Step& step, const Tensor& grad) {
-  auto kept = step.variables;
-  if (step.input_is_of != Activation::none) {
-    kept[0] = at_edge(gelu(kept[0], step.input_is_of, "ATen gelu, recomputed"), Edge::input_edge);
+Gradients differentiable(const State& state, const Tensor& grad) {
+  auto kept = state.variables;
+  if (state.input_is_of != Activation::none) {
+    kept[0] = at_edge(gelu(kept[0], state.input_is_of, "ATen gelu, recomputed"), Edge::input_edge);
   }
   const auto [input, weight] = fill_in(kept[0], kept[1], grad);
   auto saved = kept[2];
-  if (is_gelu(step.activation)) {
+  if (saved_for(state.activation) == Saved::preactivation) {
     OptionalTensor bias;
-    if (step.has_bias) bias = at_edge(stand_in(grad, {grad.sym_size(-1)}), Edge::bias_edge);
+    if (state.has_bias) bias = at_edge(placeholder(grad, {grad.sym_size(-1)}), Edge::bias_edge);
     saved = reconnect(saved, kept[0].defined() ? input : at_edge(input, Edge::input_edge),
                       kept[1].defined() ? weight : at_edge(weight, Edge::weight_edge), bias);
   }
-  const auto [grad_input, grad_weight, grad_bias] =
-      Composite::linear_backward(grad, input, weight, saved, step.activation, step.wanted);
+  const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
+      {grad, input, weight, saved, state.activation, state.wanted});
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -120,17 +124,18 @@ struct Arrived {
   Tensor grad_bias;  // known already, or undefined
 };
 
-Arrived read_note(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note) {
-  if (!note) return {grad, step.activation, {}};
+Arrived read_note(const State& state, const Tensor& grad,
+                  const std::optional<handover::Note>& note) {
+  if (!note) return {grad, state.activation, {}};
   if (grad.is_same(note->dz)) return {grad, Activation::none, note->grad_bias};
   // Another gradient was added to the one that had been dealt with (the tensor was a root of this
   // backward as well): the rest still has to pass through the derivative.
   const auto [rest, unused] =
-      steps::activation_backward(grad - note->dz, step.variables[2], name(step.activation),
+      steps::activation_backward(grad - note->dz, state.variables[2], state.activation,
                                  /*bias_grad=*/false);
   // Beside an infinity the rest is lost, and does not matter.
   const auto dz = at::where(note->dz.isfinite(), note->dz + rest, note->dz);
-  return {dz, Activation::none, step.wanted[2] ? as_rows(dz).sum(0) : Tensor()};
+  return {dz, Activation::none, state.wanted[2] ? as_rows(dz).sum(0) : Tensor()};
 }
 
 // The node of ours that produced this node's input and can be served, or why there is none.
@@ -154,9 +159,9 @@ struct Receiver {
 };
 
 // Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<Receiver>, const char*> find_receiver(const Step& step, Node* consumer) {
+std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state, Node* consumer) {
   if (consumer == nullptr) return {std::nullopt, "no run of the eager engine"};
-  if (!step.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
+  if (!state.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
   const auto [producer, reason] = find_producer(*consumer);
   if (producer == nullptr) return {std::nullopt, reason};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
@@ -168,32 +173,33 @@ std::pair<std::optional<Receiver>, const char*> find_receiver(const Step& step, 
           nullptr};
 }
 
-Gradients usual(const Step& step, const Tensor& grad, const std::optional<handover::Note>& note,
+Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note,
                 Node* node) {
-  auto [receiver, reason] = find_receiver(step, node);
+  auto [receiver, reason] = find_receiver(state, node);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto arrived = read_note(step, grad, note);
+  const auto arrived = read_note(state, grad, note);
   // Where the weight's gradient is not wanted only the shape is read, which is the same.
-  const bool recompute = step.input_is_of != Activation::none && step.wanted[Edge::weight_edge];
+  const bool recompute = state.input_is_of != Activation::none && state.wanted[Edge::weight_edge];
   const auto [input, weight] =
-      fill_in(recompute ? gelu(step.variables[0], step.input_is_of, "ATen gelu, recomputed")
-                        : step.variables[0],
-              step.variables[1], arrived.grad);
+      fill_in(recompute ? gelu(state.variables[0], state.input_is_of, "ATen gelu, recomputed")
+                        : state.variables[0],
+              state.variables[1], arrived.grad);
   const bool bias_known = arrived.grad_bias.defined();
-  auto mask = step.wanted;
+  auto mask = state.wanted;
   mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
   if (explain::enabled()) {
     explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
   }
+  const OptionalTensor saved(state.variables[2]);
+  const steps::LinearBackward layer{arrived.grad,           input, weight, saved,
+                                    arrived.still_to_apply, mask};
   if (!receiver) {
-    const auto [grad_input, grad_weight, grad_bias] = steps::linear_backward(
-        arrived.grad, input, weight, step.variables[2], name(arrived.still_to_apply), mask);
+    const auto [grad_input, grad_weight, grad_bias] = steps::linear_backward(layer);
     return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
   }
   auto [dz, grad_weight, grad_bias, receivers_bias] = steps::linear_backward_across(
-      arrived.grad, input, weight, step.variables[2], name(arrived.still_to_apply), mask,
-      receiver->saved[2], name(receiver->activation), receiver->wants_bias);
+      layer, {receiver->saved[2], receiver->activation, receiver->wants_bias});
   handover::leave(receiver->node, torch::autograd::get_current_graph_task_id(),
                   handover::Note(dz, receiver->wants_bias ? receivers_bias : Tensor(),
                                  std::move(receiver->saved)));
@@ -201,9 +207,9 @@ Gradients usual(const Step& step, const Tensor& grad, const std::optional<handov
 }
 
 // Gradients that must be differentiable themselves: create_graph, or forward over reverse.
-bool must_be_differentiable(const Step& step, const Tensor& grad) {
+bool must_be_differentiable(const State& state, const Tensor& grad) {
   return at::GradMode::is_enabled() || has_tangent(grad) ||
-         std::ranges::any_of(step.variables, [](const Tensor& t) { return has_tangent(t); });
+         std::ranges::any_of(state.variables, [](const Tensor& t) { return has_tangent(t); });
 }
 
 }  // namespace
@@ -233,7 +239,7 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
       // Rows padded for the epilogue would keep more than torch does.
       if (weight.sym_size(0) % 8 != 0 && policy_for_graph(input) != Policy::cublaslt) {
         const auto preactivation = fused::linear(input, weight, bias);
-        return {Composite::activate(preactivation, activation), preactivation};
+        return {activate(preactivation, activation), preactivation};
       }
       return steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
   }
@@ -242,15 +248,22 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
 
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation) {
-  if (activation == Activation::none) return fused::linear(input, weight, bias);
-  if (activation == Activation::relu) return linear_relu(input, weight, bias);
-  return linear_gelu(input, weight, bias, approximate_of(activation));
+  switch (activation) {
+    case Activation::none:
+      return fused::linear(input, weight, bias);
+    case Activation::relu:
+      return linear_relu(input, weight, bias);
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return linear_gelu(input, weight, bias, approximate_of(activation));
+  }
+  return {};
 }
 
-Tensor gelu(const Tensor& preactivation, Activation activation, const char* step) {
+Tensor gelu(const Tensor& preactivation, Activation activation, const char* how) {
   const explain::Row row("gelu", preactivation, {});
-  explain::step(step);
-  return Composite::activate(preactivation, activation);
+  explain::append(how);
+  return activate(preactivation, activation);
 }
 
 Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -274,30 +287,30 @@ variable_list LinearActivation::backward(AutogradContext* ctx, const variable_li
   const auto& grad = grads[0];
   if (!grad.defined()) return variable_list(arguments);
   const auto traits = Traits::of(*ctx);
-  Step step{traits.activation,
-            traits.bias,
-            {ctx->needs_input_grad(input_edge), ctx->needs_input_grad(weight_edge),
-             traits.bias && ctx->needs_input_grad(bias_edge)},
-            {},
-            traits.input_is_of};
+  State state{traits.activation,
+              traits.bias,
+              {ctx->needs_input_grad(input_edge), ctx->needs_input_grad(weight_edge),
+               traits.bias && ctx->needs_input_grad(bias_edge)},
+              {},
+              traits.input_is_of};
 
   std::optional<handover::Note> note;
   const auto node = torch::autograd::get_current_node();
-  if (node && step.activation != Activation::none) {
+  if (node && state.activation != Activation::none) {
     note = handover::take(node.get(), torch::autograd::get_current_graph_task_id());
   }
   // Where something has changed them since they were unpacked for the note, asking once more gives
   // torch's own error.
-  step.variables =
+  state.variables =
       note && note->is_unchanged() ? std::move(note->saved) : ctx->get_saved_variables();
 
-  const auto gradients = must_be_differentiable(step, grad) ? differentiable(step, grad)
-                                                            : usual(step, grad, note, node.get());
+  const auto gradients = must_be_differentiable(state, grad) ? differentiable(state, grad)
+                                                             : usual(state, grad, note, node.get());
   variable_list result(arguments);
-  if (step.wanted[0]) result[input_edge] = gradients.input;
-  if (step.wanted[1]) result[weight_edge] = gradients.weight;
-  if (step.wanted[2]) result[bias_edge] = gradients.bias;
+  if (state.wanted[0]) result[input_edge] = gradients.input;
+  if (state.wanted[1]) result[weight_edge] = gradients.weight;
+  if (state.wanted[2]) result[bias_edge] = gradients.bias;
   return result;
 }
 
-}  // namespace fused
+}  // namespace fused::autograd

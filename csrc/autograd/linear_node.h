@@ -8,7 +8,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-namespace fused {
+namespace fused::autograd {
 
 struct LinearActivation : torch::autograd::Function<LinearActivation> {
   // Edges of the node, in the order of the tensor arguments.
@@ -35,6 +35,6 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
 
 // GELU of the pre-activation that a node keeps. With low memory the forward takes the same way as
 // the backward, so that what the latter computes anew has the same bits.
-Tensor gelu(const Tensor& preactivation, Activation activation, const char* step);
+Tensor gelu(const Tensor& preactivation, Activation activation, const char* how);
 
-}  // namespace fused
+}  // namespace fused::autograd

@@ -1,20 +1,21 @@
-// The Autograd kernels: which way a call goes. Thin, symbolic, dispatcher calls only; the nodes are
-// in linear_node.cpp and mlp.cpp.
+// The Autograd kernels of the linear operators: which way a call goes. Thin, symbolic, dispatcher
+// calls only; the nodes are in linear_node.cpp and mlp_node.cpp.
 
 #include "autograd/arguments.h"
-#include "reference/linear.h"
-#include "core/explain.h"
-#include "fused_linear.h"
-#include "dispatch/linear_kernels.h"
 #include "autograd/linear_node.h"
-#include "core/memory.h"
 #include "autograd/mlp_node.h"
+#include "core/explain.h"
+#include "core/memory.h"
+#include "dispatch/linear_kernels.h"
+#include "fused_linear.h"
+#include "reference/linear.h"
 
 #include <torch/csrc/autograd/custom_function.h>
+
 #include <algorithm>
 #include <vector>
 
-namespace fused {
+namespace fused::autograd {
 namespace {
 
 Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
@@ -29,8 +30,8 @@ Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
   check_linear(op, input, weight, bias);
   if (formula) {
     const explain::Row row(op, input, weight);
-    explain::step("reference");
-    return Composite::forward(input, weight, bias, activation);
+    explain::append("reference");
+    return reference::LinearFormula::forward(input, weight, bias, activation);
   }
   return LinearActivation::apply(input, weight, bias, activation, memory);
 }
@@ -71,91 +72,40 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
   check_mlp(input, weights, biases);
   if (formula) {
     const explain::Row row("mlp", input, weights[0]);
-    explain::step("reference");
-    return Composite::mlp(input, weights, biases, activation);
+    explain::append("reference");
+    return reference::LinearFormula::mlp(input, weights, biases, activation);
   }
   return mlp_with_gradient(input, weights, biases, activation, memory);
 }
 
-// The single steps, called directly: differentiable through the formula.
-using Formula = Kernels<Composite>;
+// The single steps, called directly.
+using Formula = dispatch::LinearKernels<reference::LinearFormula>;
 
-std::tuple<Tensor, Tensor> relu_aux_autograd(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias) {
-  if (wants_gradient(input, weight, bias) || wants_formula(input, weight, bias)) {
-    return Formula::relu_aux(input, weight, bias);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::linear_relu_aux(input, weight, bias);
-}
-
-std::tuple<Tensor, Tensor> gelu_aux_autograd(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias,
-                                             std::string_view approximate) {
-  if (wants_gradient(input, weight, bias) || wants_formula(input, weight, bias)) {
-    return Formula::gelu_aux(input, weight, bias, approximate);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::linear_gelu_aux(input, weight, bias, approximate);
-}
-
-// Bits have no gradient.
 Tensor relu_mask_autograd(const Tensor& output) {
   if (wants_formula(output)) return Formula::relu_mask(output);
-  at::AutoDispatchBelowADInplaceOrView guard;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // bits have no gradient
   return steps::relu_mask(output);
-}
-
-std::tuple<Tensor, Tensor> activation_backward_autograd(const Tensor& grad_output,
-                                                        const Tensor& saved,
-                                                        std::string_view activation,
-                                                        bool bias_grad) {
-  if (wants_gradient(grad_output, saved) || wants_formula(grad_output, saved)) {
-    return Formula::activation_backward(grad_output, saved, activation, bias_grad);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::activation_backward(grad_output, saved, activation, bias_grad);
-}
-
-std::tuple<Tensor, Tensor, Tensor> linear_backward_autograd(
-    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-    const OptionalTensor& saved, std::string_view activation, std::array<bool, 3> output_mask) {
-  if (wants_gradient(grad_output, input, weight, saved) ||
-      wants_formula(grad_output, input, weight, saved)) {
-    return Formula::linear_backward(grad_output, input, weight, saved, activation, output_mask);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::linear_backward(grad_output, input, weight, saved, activation, output_mask);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across_autograd(
-    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-    const OptionalTensor& saved, std::string_view activation, std::array<bool, 3> output_mask,
-    const Tensor& previous_saved, std::string_view previous_activation, bool previous_bias_grad) {
-  if (wants_gradient(grad_output, input, weight, saved, previous_saved) ||
-      wants_formula(grad_output, input, weight, saved, previous_saved)) {
-    return Formula::linear_backward_across(grad_output, input, weight, saved, activation,
-                                           output_mask, previous_saved, previous_activation,
-                                           previous_bias_grad);
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return steps::linear_backward_across(grad_output, input, weight, saved, activation, output_mask,
-                                       previous_saved, previous_activation, previous_bias_grad);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
+  using namespace dispatch;
   m.impl("linear", linear_autograd);
   m.impl("linear_relu", linear_relu_autograd);
   m.impl("linear_gelu", linear_gelu_autograd);
   m.impl("mlp", mlp_autograd);
-  m.impl("_linear_relu_aux", relu_aux_autograd);
-  m.impl("_linear_gelu_aux", gelu_aux_autograd);
+  m.impl("_linear_relu_aux", Step<&Formula::linear_relu_aux, &steps::linear_relu_aux>::call);
+  m.impl("_linear_gelu_aux", Step<&Formula::linear_gelu_aux, &steps::linear_gelu_aux>::call);
   m.impl("_relu_mask", relu_mask_autograd);
-  m.impl("_activation_backward", activation_backward_autograd);
-  m.impl("_linear_backward", linear_backward_autograd);
-  m.impl("_linear_backward_across", linear_backward_across_autograd);
+  m.impl("_activation_backward",
+         flat_activation_backward<
+             Step<&Formula::activation_backward, &steps::activation_backward>::call>);
+  m.impl("_linear_backward",
+         flat_linear_backward<Step<&Formula::linear_backward, &steps::linear_backward>::call>);
+  m.impl("_linear_backward_across",
+         flat_linear_backward_across<
+             Step<&Formula::linear_backward_across, &steps::linear_backward_across>::call>);
 }
 
-}  // namespace fused
+}  // namespace fused::autograd

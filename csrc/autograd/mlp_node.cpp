@@ -3,16 +3,17 @@
 
 #include "autograd/mlp_node.h"
 
-#include "reference/linear.h"
-#include "fused_linear.h"
-#include "autograd/linear_node.h"
 #include "autograd/double_backward.h"
+#include "autograd/linear_node.h"
+#include "core/aten_activation.h"
+#include "fused_linear.h"
+#include "reference/linear.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::autograd {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -73,14 +74,16 @@ struct Mlp : Function<Mlp> {
       const bool last = i + 1 == layers;
       const auto activation = last ? Activation::none : hidden_activation;
       const OptionalTensor bias = has_bias[i] ? OptionalTensor(*next_bias++) : std::nullopt;
-      const bool recomputable = i > 0 && memory == Memory::low && is_gelu(hidden_activation) &&
+      const bool recomputable = i > 0 && memory == Memory::low &&
+                                saved_for(hidden_activation) == Saved::preactivation &&
                                 kept.saved[i - 1].defined();
       if (weights[i].requires_grad() && !recomputable) kept.inputs[i] = hidden;
       if (below) kept.weights[i] = weights[i];
       below = below || weights[i].requires_grad() || (bias && bias->requires_grad());
 
       // The output of ReLU that the next layer keeps serves this one as well.
-      const bool output_kept = activation == Activation::relu && weights[i + 1].requires_grad();
+      const bool output_kept =
+          saved_for(activation) == Saved::output && weights[i + 1].requires_grad();
       const at::AutoDispatchBelowADInplaceOrView guard;
       if (below) {
         std::tie(hidden, kept.saved[i]) = forward_for_training(
@@ -146,15 +149,16 @@ struct Mlp : Function<Mlp> {
         kept_input = gelu(kept.saved[i - 1], activation, "ATen gelu, recomputed");
       }
       const auto [input, weight] = fill_in(kept_input, kept.weights[i], dz);
+      const auto grad_output = dz;
+      const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
+                                        Activation::none, mask};
       Tensor grad_weight, grad_bias, grad_bias_below;
       if (i > wanted.lowest) {
-        std::tie(dz, grad_weight, grad_bias, grad_bias_below) =
-            steps::linear_backward_across(dz, input, weight, std::nullopt, "none", mask,
-                                          kept.saved[i - 1], name(activation), wanted.bias[i - 1]);
+        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = steps::linear_backward_across(
+            layer, {kept.saved[i - 1], activation, wanted.bias[i - 1]});
         if (wanted.bias[i - 1]) result[edges.bias(i - 1)] = grad_bias_below;
       } else {
-        std::tie(dz, grad_weight, grad_bias) =
-            steps::linear_backward(dz, input, weight, std::nullopt, "none", mask);
+        std::tie(dz, grad_weight, grad_bias) = steps::linear_backward(layer);
       }
       if (mask[1]) result[edges.weight(i)] = grad_weight;
       if (mask[2]) result[edges.bias(i)] = grad_bias;
@@ -180,22 +184,26 @@ struct Mlp : Function<Mlp> {
       if (last) break;
       OptionalTensor bias;
       if (edges.has_bias[i]) {
-        bias = at_edge(stand_in(like, {like.sym_size(-1)}), edges.bias(i));
+        bias = at_edge(placeholder(like, {like.sym_size(-1)}), edges.bias(i));
       }
       const auto preactivation = reconnect(like, inputs[i], weights[i], bias);
-      const auto hidden = Composite::activate(preactivation, activation);
-      saved[i] = activation == Activation::relu ? hidden : preactivation;
+      const auto hidden = activate(preactivation, activation);
+      saved[i] = saved_for(activation) == Saved::output ? hidden : preactivation;
       inputs[i + 1] = hidden;
     }
     auto dz = grad;
     for (size_t i = edges.layers; i-- > wanted.lowest;) {
-      const auto [grad_input, grad_weight, grad_bias] =
-          Composite::linear_backward(dz, inputs[i], weights[i], std::nullopt, Activation::none,
-                                     {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]});
+      const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
+          {dz,
+           inputs[i],
+           weights[i],
+           std::nullopt,
+           Activation::none,
+           {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]}});
       if (wanted.weight[i]) result[edges.weight(i)] = grad_weight;
       if (wanted.bias[i]) result[edges.bias(i)] = grad_bias;
       if (i > wanted.lowest) {
-        dz = Composite::activation_gradient(grad_input, saved[i - 1], activation);
+        dz = reference::gradient_from_saved(grad_input, saved[i - 1], activation);
       } else if (wanted.input) {
         result[Edges::input] = grad_input;
       }
@@ -208,7 +216,7 @@ struct Mlp : Function<Mlp> {
     const auto& output = kept.inputs[layer + 1];
     if (output.defined()) return output;
     const auto features = kept.weights[layer + 1].sym_size(1);
-    return unpack_mask(kept.saved[layer], features).to(grad.scalar_type());
+    return reference::unpack_mask(kept.saved[layer], features).to(grad.scalar_type());
   }
 };
 
@@ -226,4 +234,4 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
   return Mlp::apply(input, weights, at::TensorList(present), has_bias, activation, memory);
 }
 
-}  // namespace fused
+}  // namespace fused::autograd

@@ -1,15 +1,19 @@
 #pragma once
 
-// What stands between the matrix product and the result. Parsed from the schema's strings once,
-// printed back in error messages and reports.
+// The activations: their names, and what a backward reads to differentiate each.
+
+#include "fused_linear.h"
 
 #include <c10/util/Exception.h>
 
+#include <iterator>
+#include <string>
 #include <string_view>
 
 namespace fused {
 
-enum class Activation { none, relu, gelu_tanh, gelu_erf };
+inline constexpr Activation activations[] = {Activation::none, Activation::relu,
+                                             Activation::gelu_tanh, Activation::gelu_erf};
 
 inline const char* name(Activation activation) {
   switch (activation) {
@@ -22,42 +26,64 @@ inline const char* name(Activation activation) {
     case Activation::gelu_erf:
       return "gelu_erf";
   }
-  return "?";
+  TORCH_INTERNAL_ASSERT(false, "no activation");
 }
 
-inline Activation parse_activation(const char* op, std::string_view text) {
-  for (auto activation :
-       {Activation::none, Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
+// From the schema's text. A hidden activation stands between two layers and cannot be none.
+inline Activation parse_activation(const char* op, std::string_view text,
+                                   const char* what = "activation", bool hidden = false) {
+  std::string expected;
+  for (const auto activation : activations) {
+    if (hidden && activation == Activation::none) continue;
     if (text == name(activation)) return activation;
+    const bool last = activation == std::end(activations)[-1];
+    expected += expected.empty() ? "'" : last ? " or '" : ", '";
+    expected += std::string(name(activation)) + "'";
   }
-  TORCH_CHECK_VALUE(false, op,
-                    ": activation must be 'none', 'relu', 'gelu_tanh' or 'gelu_erf', got '", text,
-                    "'");
+  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected, ", got '", text, "'");
 }
 
-// Of a layer that is followed by another: there has to be one.
 inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
-  for (auto activation : {Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
-    if (text == name(activation)) return activation;
-  }
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be 'relu', 'gelu_tanh' or 'gelu_erf', got '",
-                    text, "'");
+  return parse_activation(op, text, what, /*hidden=*/true);
 }
 
-// torch.nn.functional.gelu's argument: 'tanh' is the approximation that cuBLASLt computes, 'none'
-// the exact form with erf. One is never put in the place of the other.
+// torch.nn.functional.gelu's argument.
 inline Activation parse_approximate(const char* op, std::string_view approximate) {
   if (approximate == "tanh") return Activation::gelu_tanh;
   if (approximate == "none") return Activation::gelu_erf;
   TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
-inline bool is_gelu(Activation activation) {
-  return activation == Activation::gelu_tanh || activation == Activation::gelu_erf;
+// The same back; nullptr for what is no GELU.
+inline const char* approximate_of(Activation activation) {
+  switch (activation) {
+    case Activation::gelu_tanh:
+      return "tanh";
+    case Activation::gelu_erf:
+      return "none";
+    case Activation::none:
+    case Activation::relu:
+      return nullptr;
+  }
+  return nullptr;
 }
 
-inline const char* approximate_of(Activation activation) {
-  return activation == Activation::gelu_tanh ? "tanh" : "none";
+inline bool is_gelu(Activation activation) { return approximate_of(activation) != nullptr; }
+
+// What act' is read from.
+enum class Saved { nothing, output, preactivation };
+
+inline Saved saved_for(Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return Saved::nothing;
+    case Activation::relu:
+      return Saved::output;
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return Saved::preactivation;
+  }
+  return Saved::nothing;
 }
 
 }  // namespace fused

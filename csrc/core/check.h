@@ -3,6 +3,9 @@
 // Argument checks, in one wording: op, what was expected, what was got. Everything is compared
 // symbolically, so that the same checks serve real, meta and traced tensors.
 
+#include "core/activation.h"
+#include "core/aux_layout.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
 
@@ -10,7 +13,6 @@
 
 namespace fused {
 
-using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 inline bool has_value(const OptionalTensor& tensor) {
@@ -94,6 +96,33 @@ inline void check_rows(const char* op, const char* what, const Tensor& tensor, c
   TORCH_CHECK_VALUE(same, op, ": ", what, " must have ", features,
                     " features and the leading shape", " of ", like.sym_sizes(), ", got ",
                     tensor.sym_sizes());
+}
+
+// What act' of `activation` is read from: ReLU's output or its bit mask, a pre-activation.
+inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
+                        Activation activation) {
+  const auto kind = saved_for(activation);
+  if (kind == Saved::nothing) return;
+  TORCH_CHECK(saved.device() == grad_output.device(), op,
+              ": saved must be on the device of grad_output, ", grad_output.device(), ", got ",
+              saved.device());
+  const auto features = grad_output.sym_size(-1);
+  if (kind == Saved::output && saved.scalar_type() == at::kByte) {
+    check_rows(op, "the ReLU mask", saved, grad_output, mask_bytes(features));
+  } else {
+    check_dtype_and_device(op, "saved", saved, grad_output);
+    check_rows(op, "saved", saved, grad_output, features);
+  }
+}
+
+inline void check_linear_backward(const char* op, const steps::LinearBackward& layer) {
+  check_linear(op, layer.input, layer.weight, {});
+  check_dtype_and_device(op, "grad_output", layer.grad_output, layer.input);
+  check_rows(op, "grad_output", layer.grad_output, layer.input, layer.weight.sym_size(0));
+  if (layer.activation == Activation::none) return;
+  TORCH_CHECK_VALUE(has_value(layer.saved), op, ": activation '", name(layer.activation),
+                    "' needs saved, the output or the pre-activation, got None");
+  check_saved(op, layer.grad_output, *layer.saved, layer.activation);
 }
 
 }  // namespace fused

@@ -59,7 +59,7 @@ Row::~Row() {
   next_remark.clear();
 }
 
-void step(const char* name) {
+void append(const char* name) {
   if (!enabled() || quiet) return;
   if (!open_steps.empty()) open_steps += " + ";
   open_steps += name;

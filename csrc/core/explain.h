@@ -1,7 +1,7 @@
 #pragma once
 
 // What ran, and why: one row per operator call while a report is being taken, nothing otherwise.
-// A row is opened where the dispatcher's call arrives; whoever does the work names the steps.
+// A row is opened where the dispatcher's call arrives; the code that does the work appends to it.
 
 #include <ATen/ATen.h>
 
@@ -29,8 +29,9 @@ class Row {
   std::string head_;
 };
 
-// Names a step of the row that is open on this thread: an epilogue, "own kernel", "reference".
-void step(const char* name);
+// Adds to the path of the row that is open on this thread: an epilogue, "own kernel", "reference",
+// or in parentheses what was not taken and why.
+void append(const char* name);
 
 // While it lives this thread's steps are trials, which no report is about.
 class Quiet {

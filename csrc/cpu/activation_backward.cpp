@@ -1,5 +1,6 @@
 #include "cpu/activation_backward.h"
 
+#include "core/aten_activation.h"
 #include "cpu/relu_mask.h"
 
 #include <ATen/ATen.h>
@@ -8,7 +9,7 @@
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cpu {
 namespace {
 
 // Three of them, in fp32, stay in the cache that a core has to itself.
@@ -16,13 +17,12 @@ constexpr int64_t block_elements = 1 << 16;
 // Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
 constexpr int64_t least_elements = 1 << 22;
 
-void gradient_into(Tensor dz, const Tensor& grad, const Tensor& saved, Activation activation) {
+void gradient_into(const Tensor& dz, const Tensor& grad, const Tensor& saved,
+                   Activation activation) {
   if (saved.scalar_type() == at::kByte) {
     apply_relu_mask(dz, grad, saved);
-  } else if (activation == Activation::relu) {
-    at::threshold_backward_out(dz, grad, saved, 0);
   } else {
-    at::gelu_backward_out(dz, grad, saved, approximate_of(activation));
+    activation_gradient_out(dz, grad, saved, activation);
   }
 }
 
@@ -56,4 +56,4 @@ Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activ
   return sums;
 }
 
-}  // namespace fused
+}  // namespace fused::cpu

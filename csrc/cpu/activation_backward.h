@@ -6,7 +6,7 @@
 #include "core/activation.h"
 #include "core/check.h"
 
-namespace fused {
+namespace fused::cpu {
 
 // Not worth it for few elements, nor in 16 bits: what ATen adds up in another type it converts in a
 // pass of its own.
@@ -17,4 +17,4 @@ bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activati
 Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved, Activation activation,
                 bool sums_wanted);
 
-}  // namespace fused
+}  // namespace fused::cpu

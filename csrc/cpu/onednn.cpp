@@ -13,8 +13,10 @@
 #include <string_view>
 #include <vector>
 
-namespace fused::onednn {
+namespace fused::cpu::onednn {
 namespace {
+
+using reference::dense;
 
 using NoScalars = c10::List<std::optional<at::Scalar>>;
 using Pointwise = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
@@ -183,4 +185,4 @@ void product(const Tensor& left, const std::vector<Tensor>& parts, const Optiona
   });
 }
 
-}  // namespace fused::onednn
+}  // namespace fused::cpu::onednn

@@ -9,7 +9,7 @@
 
 #include <vector>
 
-namespace fused::onednn {
+namespace fused::cpu::onednn {
 
 // act(x Wᵀ + b) in one call: GELU in fp32 with few inputs, and in bf16.
 bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -17,7 +17,8 @@ bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const Optional
 Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    Activation activation);
 
-// The same in bf16 for every activation, if the weight is packed (cpu_packed.h) and large enough.
+// The same in bf16 for every activation, if the weight is packed (packed_weights.h) and large
+// enough.
 bool takes_packed_linear(const Tensor& input, const Tensor& weight);
 Tensor packed_linear(const Tensor& input, const Tensor& packed_weight, const OptionalTensor& bias,
                      Activation activation);
@@ -35,4 +36,4 @@ void product(const Tensor& left,                    // [rows, inner]
 // In oneDNN's own layout, which products of about so many rows like best.
 std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows);
 
-}  // namespace fused::onednn
+}  // namespace fused::cpu::onednn

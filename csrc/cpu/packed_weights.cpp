@@ -8,7 +8,7 @@
 #include <string_view>
 #include <unordered_map>
 
-namespace fused::packed {
+namespace fused::cpu::packed {
 namespace {
 
 // Which tensor it is: its counter of versions, which we hold so that no other comes to lie there. A
@@ -113,4 +113,4 @@ Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack) 
   return parts;
 }
 
-}  // namespace fused::packed
+}  // namespace fused::cpu::packed

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-namespace fused::packed {
+namespace fused::cpu::packed {
 
 bool enabled();
 void set_enabled(bool enabled);  // what is kept is let go of when it is switched off
@@ -21,4 +21,4 @@ void set_enabled(bool enabled);  // what is kept is let go of when it is switche
 using Parts = std::shared_ptr<const std::vector<Tensor>>;
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack);
 
-}  // namespace fused::packed
+}  // namespace fused::cpu::packed

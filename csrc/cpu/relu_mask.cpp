@@ -1,17 +1,17 @@
 #include "cpu/relu_mask.h"
 
-#include "gemm/epilogue.h"
+#include "core/aux_layout.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cpu {
 namespace {
 
 // The mask's rows are padded to whole groups of bits.
-constexpr int64_t group = gemm::mask_bits<int64_t>(1), group_bytes = group / 8;
+constexpr int64_t group = mask_bits<int64_t>(1), group_bytes = group / 8;
 
 template <typename T>
 bool passes(T output) {
@@ -99,4 +99,4 @@ void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& mask) {
   }
 }
 
-}  // namespace fused
+}  // namespace fused::cpu

@@ -5,13 +5,13 @@
 
 #include "core/check.h"
 
-namespace fused {
+namespace fused::cpu {
 
 // By torch's rule: 0 where output <= 0. Both contiguous; output [*, features], mask, of bytes,
-// [*, gemm::mask_bits(features) / 8] (composite.h has the layout).
+// [*, mask_bytes(features)] (reference/linear.h has the layout).
 void write_relu_mask(const Tensor& mask, const Tensor& output);
 
 // dz = grad where the bit is 1, else 0. All contiguous.
 void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& mask);
 
-}  // namespace fused
+}  // namespace fused::cpu

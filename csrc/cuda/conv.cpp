@@ -3,24 +3,27 @@
 
 #include "cuda/conv.h"
 
+#include "core/explain.h"
 #include "cuda/kernels/conv.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/gemm_call.h"
+#include "cuda/runtime/execute.h"
+#include "dispatch/conv_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
-namespace fused::conv {
+namespace fused::cuda {
 namespace {
 
 using at::MemoryFormat;
+using conv::Geometry, conv::batched, conv::format_of, conv::like;
 
-Image image_of(const Tensor& tensor) {
+kernels::Image image_of(const Tensor& tensor) {
   return {*gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
           tensor.size(2) * tensor.size(3)};
 }
 
-struct Cuda {
+struct Conv {
   static constexpr bool obeys_policy = true;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -29,7 +32,7 @@ struct Cuda {
     const auto image = batched(input);
     if (image.numel() == 0) {
       const auto options = image.options().memory_format(format_of(image, weight));
-      return like(input, at::empty_symint(output_sizes(image, weight, geometry), options));
+      return like(input, at::empty_symint(conv::output_sizes(image, weight, geometry), options));
     }
     return like(input, forward_in_best_way(image, weight, bias, geometry));
   }
@@ -49,22 +52,22 @@ struct Cuda {
                dz.data_ptr(), sums);
       return {dz, grad_bias};
     }
-    PlanesBackward args;
+    kernels::PlanesBackward args;
     args.image = image;
     const auto* device = at::cuda::getCurrentDeviceProperties();
     args.processors = device->multiProcessorCount;
     args.arch = device->major * 10 + device->minor;
     args.grad = grad.const_data_ptr(), args.output = saved.const_data_ptr();
     args.dz = dz.data_ptr(), args.grad_bias = sums;
-    explain::step("own one-pass kernel");
-    const Workspace scratch(scratch_bytes(args));
-    fused::relu_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    explain::append("own one-pass kernel");
+    const Workspace scratch(kernels::scratch_bytes(args));
+    kernels::relu_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
     return {dz, grad_bias};
   }
 
  private:
   // Channels-last, a linear layer's rows: one for each pixel.
-  static gemm::Matrix rows(const Tensor& tensor, const Image& image) {
+  static gemm::Matrix rows(const Tensor& tensor, const kernels::Image& image) {
     return {image.batch * image.plane, image.channels, image.channels, false,
             const_cast<void*>(tensor.const_data_ptr())};
   }
@@ -76,10 +79,8 @@ namespace {
 
 Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const Geometry& g) {
-  explain::step("ATen convolution");
-  return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
-                                /*transposed=*/false, std::array<SymInt, 2>{0, 0}, g.groups)
-      .contiguous(format_of(image, weight));
+  explain::append("ATen convolution");
+  return reference::convolution(image, weight, bias, g).contiguous(format_of(image, weight));
 }
 
 }  // namespace
@@ -87,7 +88,7 @@ Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTens
 Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                     const Geometry& geometry) {
   const auto output = convolution(image, weight, bias, geometry);
-  explain::step("ATen ReLU in place");
+  explain::append("ATen ReLU in place");
   return output.relu_();
 }
 
@@ -95,14 +96,14 @@ Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTens
                    const Geometry& geometry) {
   if (!has_value(bias)) return aten_forward(image, weight, bias, geometry);
   const auto output = convolution(image, weight, {}, geometry);
-  explain::step("own bias and ReLU kernel");
+  explain::append("own bias and ReLU kernel");
   const bool last = format_of(image, weight) == MemoryFormat::ChannelsLast;
   const auto added = bias->contiguous();
-  bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
-            at::cuda::getCurrentCUDAStream());
+  kernels::bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
+                     at::cuda::getCurrentCUDAStream());
   return output;
 }
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) { register_kernels<Cuda>(m); }
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_conv<Conv>(m); }
 
-}  // namespace fused::conv
+}  // namespace fused::cuda

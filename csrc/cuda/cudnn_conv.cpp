@@ -8,8 +8,8 @@
 
 #include "cuda/conv.h"
 
+#include "core/explain.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/prepared_plan.h"
 #include "plans/registry.h"
 
 #include <ATen/Context.h>
@@ -27,8 +27,10 @@
 #include <string>
 #include <thread>
 
-namespace fused::conv {
+namespace fused::cuda {
 namespace {
+
+using conv::Geometry, conv::format_of;
 
 enum class Way { cudnn, own, aten };
 
@@ -120,7 +122,7 @@ template <typename Fn>
 double time(const Fn& fn, double budget_ms) {
   at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
   const auto stream = at::cuda::getCurrentCUDAStream();
-  const auto lap = [&](int repeats) {
+  const auto round = [&](int repeats) {
     begin.record(stream);
     for (int i = 0; i < repeats; ++i) fn();
     end.record(stream);
@@ -128,9 +130,9 @@ double time(const Fn& fn, double budget_ms) {
     return std::max<double>(begin.elapsed_time(end), 1e-3) * 1e3 / repeats;
   };
   fn();
-  double best = lap(1);
+  double best = round(1);
   const int repeats = static_cast<int>(std::clamp(std::floor(budget_ms * 1e3 / 3 / best), 1., 10.));
-  for (int i = 0; i < 3; ++i) best = std::min(best, lap(repeats));
+  for (int i = 0; i < 3; ++i) best = std::min(best, round(repeats));
   return best;
 }
 
@@ -219,8 +221,8 @@ class Verdicts {
 
  private:
   void keep_up() {
-    if (generation_ != gemm::plan_generation()) known_.clear();
-    generation_ = gemm::plan_generation();
+    if (generation_ != plans::generation()) known_.clear();
+    generation_ = plans::generation();
   }
 
   std::mutex mutex_;
@@ -235,7 +237,7 @@ Verdict verdict_of(const Problem& p) {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return {Way::own, "(not cuDNN's fused form: not tried before the capture)"};
   }
-  const auto generation = gemm::plan_generation();
+  const auto generation = plans::generation();
   Verdict verdict{Way::own, "(not cuDNN's fused form: it fails)"};
   try {
     const explain::Quiet quiet;
@@ -268,15 +270,15 @@ Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const Opti
     const auto b = has_value(bias) ? OptionalTensor(ready(bias->contiguous())) : std::nullopt;
     try {
       auto output = p.fused(x, w, b).contiguous(format);
-      explain::step("cuDNN convolution with bias and ReLU");
+      explain::append("cuDNN convolution with bias and ReLU");
       return output;
     } catch (const c10::Error&) {
       way = Way::own, reason = "(not cuDNN's fused form: it failed)";
     }
   }
-  explain::step(reason);
+  explain::append(reason);
   return way == Way::aten ? aten_forward(image, weight, bias, geometry)
                           : own_forward(image, weight, bias, geometry);
 }
 
-}  // namespace fused::conv
+}  // namespace fused::cuda

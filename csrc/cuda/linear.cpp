@@ -1,28 +1,22 @@
-// CUDA kernels of the operators: allocate, describe the stages, run them. How a stage is done is
-// decided in cuda_stage.cpp; where it cannot be done there, ATen's formula does the work.
+// CUDA kernels of the linear operators: allocate, describe the passes, run them. How a pass is done
+// is decided in tune/; where it cannot be done there, ATen's formula does the work.
 
-#include "cuda/kernels/activation.h"
 #include "reference/linear.h"
-#include "cuda/runtime/device.h"
-#include "cuda/runtime/gemm_call.h"
-#include "dispatch/linear_kernels.h"
 #include "core/policy.h"
+#include "core/shapes.h"
+#include "cuda/kernels/activation.h"
+#include "cuda/run.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/execute.h"
+#include "dispatch/linear_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
-namespace fused {
+namespace fused::cuda {
 namespace {
 
-using gemm::Matrix;
-using gemm::Stage;
-
-// The leading dimensions of `like` with another last one.
-Tensor empty_rows(const Tensor& like, int64_t features, std::optional<at::ScalarType> type = {}) {
-  c10::DimVector sizes(like.sizes());
-  sizes.back() = features;
-  return empty(sizes, like, type);
-}
+using S = Shapes<Allocator>;
 
 // Contiguous [*, cols] as [rows, cols].
 Matrix matrix_of(const Tensor& result) {
@@ -41,35 +35,37 @@ Operand plain_rows(const Tensor& tensor) {
   return operand;
 }
 
-StageCall stage(Stage stage, const Matrix& left, const Matrix& right, const Matrix& result,
-                void* bias = nullptr, Activation activation = Activation::none,
-                const Matrix& aux = {}, bool mask = false) {
-  StageCall call{{}, left, right, result, aux, bias};
-  call.problem.stage = stage;
+PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
+                   void* bias = nullptr, Activation activation = Activation::none,
+                   const Matrix& aux = {}, bool mask = false) {
+  PassCall call{{}, left, right, result, aux, bias};
+  call.problem.pass = pass;
   call.problem.activation = activation;
-  call.problem.aux = stage == Stage::forward && aux.data != nullptr;
+  call.problem.aux = pass == Pass::fprop && aux.data != nullptr;
   call.problem.mask = mask;
   call.problem.literal = policy() == Policy::cublaslt;
   return call;
 }
 
-bool run(StageCall call, const Tensor& like) {
-  describe(call, *gemm_type(like.scalar_type()), like.get_device());
-  return fused::run(call);
+bool run(PassCall call, const Tensor& like) {
+  complete(call, *gemm_type(like.scalar_type()), like.get_device());
+  return cuda::run(call);
 }
 
 // A gradient can always be computed in some way.
-void run_surely(const StageCall& call, const Tensor& like) {
-  TORCH_INTERNAL_ASSERT(run(call, like), "no way to run a gradient's stage");
+void run_surely(const PassCall& call, const Tensor& like) {
+  TORCH_INTERNAL_ASSERT(run(call, like), "no way to run a gradient's pass");
 }
 
-struct Cuda {
+struct Linear {
+  using Reference = reference::Linear;
+
   static constexpr bool obeys_policy = true;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
-    auto output = empty_rows(input, weight.size(0));
+    auto output = S::output(input, weight);
     if (output.numel() == 0) return output;
     if (run_forward(input, weight, bias, activation, output, {}, false)) return output;
     return Reference::forward(input, weight, bias, activation);
@@ -78,9 +74,9 @@ struct Cuda {
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
-    const bool mask = activation == Activation::relu;
-    auto output = empty_rows(input, weight.size(0));
-    auto aux = mask ? empty_mask(output) : empty_preactivation(output);
+    const bool mask = saved_for(activation) == Saved::output;
+    auto output = S::output(input, weight);
+    auto aux = with_zero_padding(S::aux(output, activation), output.size(-1), mask);
     if (output.numel() == 0) return {output, aux};
     if (run_forward(input, weight, bias, activation, output, rows_of(aux).matrix, mask)) {
       return {output, aux};
@@ -89,7 +85,7 @@ struct Cuda {
   }
 
   static Tensor relu_mask(const Tensor& output) {
-    explain::step("own mask kernel");
+    explain::append("own mask kernel");
     return mask_of(output);
   }
 
@@ -97,33 +93,28 @@ struct Cuda {
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad) {
     const c10::cuda::CUDAGuard guard(grad_output.device());
-    auto dz = empty(grad_output.sizes(), grad_output);
-    auto grad_bias = empty({bias_grad ? grad_output.size(-1) : 0}, grad_output);
+    auto dz = S::grad_input(grad_output, true);
+    auto grad_bias = S::vector(grad_output, grad_output.size(-1), bias_grad);
     activation_gradient(plain_rows(grad_output).matrix, plain_rows(saved).matrix, is_mask(saved),
                         activation, grad_output, dz.data_ptr(), grad_bias);
     return {dz, grad_bias};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask) {
-    const c10::cuda::CUDAGuard guard(grad_output.device());
-    const Own own(grad_output, input, weight, saved, activation, output_mask);
-    auto grad_input = output_mask[0] ? empty_rows(input, input.size(-1)) : empty({0}, grad_output);
-    if (output_mask[0]) input_gradient(own.dz, weight, grad_input);
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
+    const c10::cuda::CUDAGuard guard(layer.grad_output.device());
+    const Own own(layer, layer.wanted[0]);
+    auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
+    if (layer.wanted[0]) input_gradient(own.dz, layer.weight, grad_input);
     return {grad_input, own.grad_weight, own.grad_bias};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
-      const Tensor& previous_saved, Activation previous, bool previous_bias_grad) {
-    const c10::cuda::CUDAGuard guard(grad_output.device());
-    output_mask[0] = true;
-    const Own own(grad_output, input, weight, saved, activation, output_mask);
-    auto dz = empty_rows(input, input.size(-1));
-    auto grad_bias = empty({previous_bias_grad ? input.size(-1) : 0}, input);
-    previous_gradient(own.dz, weight, previous_saved, previous, dz, grad_bias);
+      const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+    const c10::cuda::CUDAGuard guard(layer.grad_output.device());
+    const Own own(layer, /*wants_input=*/true);
+    auto dz = S::grad_input(layer.input, true);
+    auto grad_bias = S::vector(layer.input, layer.input.size(-1), previous.bias_grad);
+    previous_gradient(own.dz, layer.weight, previous, dz, grad_bias);
     return {dz, own.grad_weight, own.grad_bias, grad_bias};
   }
 
@@ -134,36 +125,32 @@ struct Cuda {
     if (input.size(-1) == 0) return false;
     const auto left = rows_of(input), right = rows_of(weight);
     const auto added = has_value(bias) ? bias->contiguous() : Tensor();
-    return run(stage(Stage::forward, left.matrix, transposed(right.matrix), matrix_of(output),
-                     added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
-                     activation, aux, mask),
+    return run(make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
+                         added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
+                         activation, aux, mask),
                input);
   }
 
   // Padding is zero, so that saved tensors compare equal; it exists only for odd widths.
-  static Tensor empty_mask(const Tensor& output) {
-    const auto features = output.size(-1), bits = gemm::mask_bits(features);
-    auto mask = empty_rows(output, bits / 8, at::kByte);
-    return features == bits ? mask : mask.zero_();
+  static Tensor with_zero_padding(Tensor aux, int64_t features, bool mask) {
+    const auto padded = mask ? mask_bits(features) : padded_features(features);
+    if (features == padded) return aux;
+    if (mask) return aux.zero_();
+    auto sizes = aux.sizes().vec();
+    sizes.back() = padded;
+    aux.as_strided(sizes, aux.strides()).narrow(-1, features, padded - features).zero_();
+    return aux;
   }
 
   static Tensor mask_of(const Tensor& output) {
     const c10::cuda::CUDAGuard guard(output.device());
-    auto mask = empty_rows(output, gemm::mask_bits(output.size(-1)) / 8, at::kByte);
+    auto mask = S::mask(output);
     if (mask.numel() == 0) return mask;
     const auto rows = plain_rows(output);
-    write_relu_mask(*gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
-                    rows.matrix.data, rows.matrix.ld, mask.data_ptr(),
-                    at::cuda::getCurrentCUDAStream());
+    kernels::write_relu_mask(*gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
+                             rows.matrix.data, rows.matrix.ld, mask.data_ptr(),
+                             at::cuda::getCurrentCUDAStream());
     return mask;
-  }
-
-  static Tensor empty_preactivation(const Tensor& output) {
-    const auto features = output.size(-1), padded = gemm::padded_features(features);
-    auto buffer = empty_rows(output, padded);
-    if (features == padded) return buffer;
-    buffer.narrow(-1, features, padded - features).zero_();
-    return buffer.narrow(-1, 0, features);
   }
 
   static bool is_mask(const Tensor& saved) { return saved.scalar_type() == at::kByte; }
@@ -175,29 +162,27 @@ struct Cuda {
     Matrix dz;
     Tensor grad_weight, grad_bias;
 
-    Own(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-        const OptionalTensor& saved, Activation activation, std::array<bool, 3> wanted)
-        : memory(activation != Activation::none && (wanted[0] || wanted[1])
-                     ? grad_output.numel() * grad_output.element_size()
+    Own(const steps::LinearBackward& layer, bool wants_input)
+        : memory(layer.activation != Activation::none && (wants_input || layer.wanted[1])
+                     ? layer.grad_output.numel() * layer.grad_output.element_size()
                      : 0),
-          grad(plain_rows(grad_output)),
+          grad(plain_rows(layer.grad_output)),
           dz(grad.matrix),
-          grad_bias(empty({wanted[2] ? weight.size(0) : 0}, grad_output)) {
-      if (activation != Activation::none) {
+          grad_weight(S::grad_weight(layer.weight, layer.wanted[1])),
+          grad_bias(S::grad_bias(layer.weight, layer.wanted[2])) {
+      const bool active = layer.activation != Activation::none;
+      if (active) {
         dz.data = memory.data();
         dz.ld = std::max(dz.cols, int64_t{1});
-        activation_gradient(grad.matrix, plain_rows(*saved).matrix, is_mask(*saved), activation,
-                            grad_output, dz.data, grad_bias);
-      } else if (wanted[2] && !wanted[1]) {
-        column_sum(dz, grad_output, grad_bias);
+        activation_gradient(grad.matrix, plain_rows(*layer.saved).matrix, is_mask(*layer.saved),
+                            layer.activation, layer.grad_output, dz.data, grad_bias);
+      } else if (layer.wanted[2] && !layer.wanted[1]) {
+        column_sum(dz, layer.grad_output, grad_bias);
       }
-      if (!wanted[1]) {
-        grad_weight = empty({0}, grad_output);
-        return;
+      if (layer.wanted[1]) {
+        weight_gradient(dz, layer.input, grad_weight,
+                        !active && layer.wanted[2] ? grad_bias : Tensor());
       }
-      grad_weight = empty(weight.sizes(), weight);
-      weight_gradient(dz, input, grad_weight,
-                      activation == Activation::none && wanted[2] ? grad_bias : Tensor());
     }
   };
 
@@ -227,8 +212,8 @@ struct Cuda {
       return;
     }
     const auto right = rows_of(input);
-    run_surely(stage(Stage::weight_gradient, transposed(dz), right.matrix, matrix_of(grad_weight),
-                     grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
+    run_surely(make_call(Pass::wgrad, transposed(dz), right.matrix, matrix_of(grad_weight),
+                         grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
                input);
   }
 
@@ -240,42 +225,45 @@ struct Cuda {
       return;
     }
     const auto right = rows_of(weight);
-    run_surely(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result)), weight);
+    run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight);
   }
 
   // (dz · weight) · act'(saved), the gradient of the layer before, and its column sums where there
   // is room for them.
-  static void previous_gradient(const Matrix& dz, const Tensor& weight, const Tensor& saved,
-                                Activation previous, const Tensor& result, const Tensor& sums) {
+  static void previous_gradient(const Matrix& dz, const Tensor& weight,
+                                const steps::PreviousLayer& previous, const Tensor& result,
+                                const Tensor& sums) {
     const bool wants_sums = sums.numel() > 0;
     if (result.numel() == 0 && wants_sums) sums.zero_();
     if (result.numel() == 0) return;
-    const auto kept = policy() == Policy::cublaslt ? as_aux(saved, previous) : saved;
+    const auto kept = policy() == Policy::cublaslt ? as_aux(previous) : previous.saved;
     const auto aux = plain_rows(kept);
     if (dz.cols == 0) {
       result.zero_();
-      activation_gradient(matrix_of(result), aux.matrix, is_mask(kept), previous, result,
+      activation_gradient(matrix_of(result), aux.matrix, is_mask(kept), previous.activation, result,
                           result.data_ptr(), sums);
       return;
     }
     const auto right = rows_of(weight);
-    run_surely(stage(Stage::input_gradient, dz, right.matrix, matrix_of(result),
-                     wants_sums ? sums.data_ptr() : nullptr, previous, aux.matrix, is_mask(kept)),
+    run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result),
+                         wants_sums ? sums.data_ptr() : nullptr, previous.activation, aux.matrix,
+                         is_mask(kept)),
                weight);
   }
 
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.
-  static Tensor as_aux(const Tensor& saved, Activation activation) {
-    if (activation == Activation::relu) {
+  static Tensor as_aux(const steps::PreviousLayer& previous) {
+    const auto& saved = previous.saved;
+    if (saved_for(previous.activation) == Saved::output) {
       return is_mask(saved) ? saved.contiguous() : mask_of(saved);
     }
     const auto rows = plain_rows(saved).matrix;
-    return rows.ld % 8 == 0 && rows.rows > 1 ? saved : pad_rows(saved);
+    return rows.ld % 8 == 0 && rows.rows > 1 ? saved : reference::pad_rows(saved);
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) { register_kernels<Cuda>(m); }
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_linear<Linear>(m); }
 
-}  // namespace fused
+}  // namespace fused::cuda

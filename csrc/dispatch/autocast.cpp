@@ -7,7 +7,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-namespace fused {
+namespace fused::dispatch {
 namespace {
 
 template <c10::DeviceType device>
@@ -73,4 +73,4 @@ struct Autocast {
 TORCH_LIBRARY_IMPL(fused, AutocastCUDA, m) { Autocast<c10::kCUDA>::register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused, AutocastCPU, m) { Autocast<c10::kCPU>::register_kernels(m); }
 
-}  // namespace fused
+}  // namespace fused::dispatch

@@ -1,184 +1,48 @@
 #pragma once
 
-// relu(conv2d(input, weight) + bias): its arguments, its checks, and the dispatcher's signatures.
-// The stages: formula, shapes and CPU in conv.cpp, autograd in conv_node.cpp, GPU in
-// cuda_conv*.cpp.
+// What the dispatcher calls for the convolution, over a backend with forward and relu_backward (see
+// reference::Conv for their meaning).
 
-#include "core/check.h"
+#include "core/conv.h"
 #include "core/explain.h"
 #include "core/policy.h"
+#include "reference/conv.h"
 
 #include <torch/library.h>
 
-#include <array>
 #include <tuple>
-#include <vector>
 
-namespace fused::conv {
+namespace fused::dispatch {
 
-using c10::SymInt;
-using c10::SymIntArrayRef;
-
-inline constexpr const char* op_name = "conv2d_relu";
-
-// How the kernel moves over the image; of each pair the first is for the height.
-struct Geometry {
-  using Pair = std::array<SymInt, 2>;
-
-  Geometry(SymIntArrayRef stride_, SymIntArrayRef padding_, SymIntArrayRef dilation_,
-           const SymInt& groups_)
-      : stride(pair("stride", stride_)),
-        padding(pair("padding", padding_)),
-        dilation(pair("dilation", dilation_)),
-        groups(groups_) {
-    check_least("stride", stride, 1);
-    check_least("padding", padding, 0);
-    check_least("dilation", dilation, 1);
-    TORCH_CHECK_VALUE(groups >= 1, op_name, ": groups must be at least 1, got ", groups);
-  }
-
-  Pair stride, padding, dilation;
-  SymInt groups;
-
- private:
-  static Pair pair(const char* what, SymIntArrayRef values) {
-    TORCH_CHECK_VALUE(values.size() == 1 || values.size() == 2, op_name, ": ", what,
-                      " must be one number or a pair (height, width), got ", values);
-    return {values.front(), values.back()};
-  }
-
-  static void check_least(const char* what, const Pair& values, int64_t least) {
-    TORCH_CHECK_VALUE(values[0] >= least && values[1] >= least, op_name, ": ", what,
-                      " must be at least ", least, ", got ", SymIntArrayRef(values));
-  }
-};
-
-// [channels, height, width] is a batch of one.
-inline Tensor batched(const Tensor& image) { return image.dim() == 3 ? image.unsqueeze(0) : image; }
-inline Tensor like(const Tensor& input, Tensor result) {
-  return input.dim() == 3 ? result.squeeze(0) : result;
-}
-
-// One rule for every device and dtype, so that strides can be told without data: a result is
-// channels-last where the image or the kernel is, else contiguous. cuDNN and oneDNN do the same.
-inline at::MemoryFormat format_of(const Tensor& image, const Tensor& weight) {
-  const auto last = at::MemoryFormat::ChannelsLast;
-  return image.suggest_memory_format() == last || weight.suggest_memory_format() == last
-             ? last
-             : at::MemoryFormat::Contiguous;
-}
-inline at::MemoryFormat format_of(const Tensor& image) { return format_of(image, image); }
-
-// image [batch, channels, height, width], weight [out, channels / groups, kernel height, width]
-// -> [batch, out, height, width]
-inline std::vector<SymInt> output_sizes(const Tensor& image, const Tensor& weight,
-                                        const Geometry& g) {
-  std::vector<SymInt> sizes{image.sym_size(0), weight.sym_size(0)};
-  for (int d = 0; d < 2; ++d) {
-    const auto reach = g.dilation[d] * (weight.sym_size(d + 2) - 1) + 1;
-    sizes.push_back((image.sym_size(d + 2) + 2 * g.padding[d] - reach) / g.stride[d] + 1);
-  }
-  return sizes;
-}
-
-inline void check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  const Geometry& g) {
-  check_floating(op_name, input);
-  check_dtype_and_device(op_name, "weight", weight, input);
-  TORCH_CHECK_VALUE(input.dim() == 3 || input.dim() == 4, op_name,
-                    ": input must have shape [batch, channels, height, width] or [channels, "
-                    "height, width], got ",
-                    input.sym_sizes());
-  const auto channels = input.sym_size(-3);
-  TORCH_CHECK_VALUE(weight.dim() == 4, op_name,
-                    ": weight must have shape [out_channels, channels / groups, kernel_height, "
-                    "kernel_width], got ",
-                    weight.sym_sizes());
-  for (int d = 0; d < 4; ++d) {
-    TORCH_CHECK_VALUE(weight.sym_size(d) >= 1, op_name,
-                      ": weight must have at least one element along each dimension, got ",
-                      weight.sym_sizes());
-  }
-  TORCH_CHECK_VALUE(weight.sym_size(1) * g.groups == channels, op_name,
-                    ": weight must have shape [out_channels, channels / groups, ...] to match ",
-                    channels, " channels of input ", input.sym_sizes(), " in ", g.groups,
-                    " groups, got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(weight.sym_size(0) % g.groups == 0, op_name, ": groups must divide the ",
-                    weight.sym_size(0), " out_channels of weight, got ", g.groups);
-  for (int d = 0; d < 2; ++d) {
-    const auto size = input.sym_size(d - 2) + 2 * g.padding[d];
-    const auto reach = g.dilation[d] * (weight.sym_size(d + 2) - 1) + 1;
-    TORCH_CHECK_VALUE(size >= reach, op_name, ": input must have, with its padding, a ",
-                      d == 0 ? "height" : "width", " of at least the dilated kernel's, ", reach,
-                      ", got ", size);
-  }
-  if (has_value(bias)) check_bias(op_name, *bias, weight);
-}
-
-inline void check_backward(const char* op, const Tensor& grad_output, const Tensor& output) {
-  check_floating(op, grad_output);
-  check_dtype_and_device(op, "output", output, grad_output);
-  TORCH_CHECK_VALUE(grad_output.dim() == 4, op,
-                    ": grad_output must have shape [batch, channels, height, width], got ",
-                    grad_output.sym_sizes());
-  TORCH_CHECK_VALUE(output.sym_sizes() == grad_output.sym_sizes(), op,
-                    ": output must have the shape of grad_output, ", grad_output.sym_sizes(),
-                    ", got ", output.sym_sizes());
-}
-
-// The definition, in differentiable ATen.
-struct Formula {
-  static constexpr bool obeys_policy = false;
-
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Geometry& geometry);
-
-  // -> grad_output where output > 0 or NaN, else 0; and, wanted or [0], its sum for each channel
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
-};
-
-// The same as kernels, in the layout that is promised. What runs on the CPU, under the policy
-// "eager", and where a CUDA kernel has to give up.
-struct Reference {
-  static constexpr bool obeys_policy = true;
-
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const Geometry& geometry);
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
-};
-
-// What the dispatcher calls, over a backend that has the two functions above.
 template <class Backend>
-struct Kernels {
+struct ConvKernels {
   template <typename Fn>
   static auto way(const Fn& fn) {
-    return under_policy<Backend, Reference>(fn);
+    return under_policy<Backend, reference::Conv>(fn);
   }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                        SymInt groups) {
-    const Geometry geometry(stride, padding, dilation, groups);
-    check(input, weight, bias, geometry);
-    const explain::Row row(op_name, input, weight);
+                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                        c10::SymIntArrayRef dilation, c10::SymInt groups) {
+    const conv::Geometry geometry(stride, padding, dilation, groups);
+    conv::check(input, weight, bias, geometry);
+    const explain::Row row(conv::op_name, input, weight);
     return way([&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
   }
 
   static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
                                                   bool bias_grad) {
     constexpr auto op = "_channels_relu_backward";
-    check_backward(op, grad_output, output);
+    conv::check_backward(op, grad_output, output);
     const explain::Row row(op, grad_output, {});
     return way([&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
   }
 };
 
 template <class Backend>
-void register_kernels(torch::Library& m) {
-  m.impl("conv2d_relu", Kernels<Backend>::forward);
-  m.impl("_channels_relu_backward", Kernels<Backend>::relu_backward);
+void register_conv(torch::Library& m) {
+  m.impl("conv2d_relu", ConvKernels<Backend>::forward);
+  m.impl("_channels_relu_backward", ConvKernels<Backend>::relu_backward);
 }
 
-}  // namespace fused::conv
+}  // namespace fused::dispatch

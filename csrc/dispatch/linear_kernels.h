@@ -1,58 +1,28 @@
 #pragma once
 
-// What every backend's kernels share: the dispatcher's signatures, the checks, the parsing of
-// strings. A backend supplies six functions, those over an activation taking it as a value:
-// forward, forward_aux, relu_mask, activation_backward, linear_backward, linear_backward_across
-// (see Composite for their meaning).
+// What the dispatcher calls for the linear operators: checks, a row of explain, the policy. A
+// backend supplies six functions: forward, forward_aux, relu_mask, activation_backward,
+// linear_backward, linear_backward_across (see reference::LinearFormula for their meaning).
 
 #include "core/activation.h"
 #include "core/check.h"
-#include "reference/linear.h"
 #include "core/explain.h"
-#include "gemm/epilogue.h"
 #include "core/memory.h"
 #include "core/policy.h"
+#include "dispatch/signatures.h"
+#include "reference/linear.h"
 
 #include <torch/library.h>
 
-#include <array>
 #include <string_view>
-#include <tuple>
 
-namespace fused {
-
-inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
-                        Activation activation) {
-  if (activation == Activation::none) return;
-  TORCH_CHECK(saved.device() == grad_output.device(), op,
-              ": saved must be on the device of grad_output, ", grad_output.device(), ", got ",
-              saved.device());
-  const auto features = grad_output.sym_size(-1);
-  if (activation == Activation::relu && saved.scalar_type() == at::kByte) {
-    check_rows(op, "the ReLU mask", saved, grad_output, gemm::mask_bits(features) / 8);
-  } else {
-    check_dtype_and_device(op, "saved", saved, grad_output);
-    check_rows(op, "saved", saved, grad_output, features);
-  }
-}
-
-inline void check_linear_backward(const char* op, const Tensor& grad_output, const Tensor& input,
-                                  const Tensor& weight, const OptionalTensor& saved,
-                                  Activation activation) {
-  check_linear(op, input, weight, {});
-  check_dtype_and_device(op, "grad_output", grad_output, input);
-  check_rows(op, "grad_output", grad_output, input, weight.sym_size(0));
-  if (activation == Activation::none) return;
-  TORCH_CHECK_VALUE(has_value(saved), op, ": activation '", name(activation),
-                    "' needs saved, the output or the pre-activation, got None");
-  check_saved(op, grad_output, *saved, activation);
-}
+namespace fused::dispatch {
 
 template <class Backend>
-struct Kernels {
+struct LinearKernels {
   template <typename Fn>
   static auto way(const Fn& fn) {
-    return under_policy<Backend, Reference>(fn);
+    return under_policy<Backend, reference::Linear>(fn);
   }
 
   static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
@@ -80,21 +50,22 @@ struct Kernels {
     return forward("linear_gelu", input, weight, bias, activation);
   }
 
-  static std::tuple<Tensor, Tensor> relu_aux(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias) {
-    check_linear("_linear_relu_aux", input, weight, bias);
-    const explain::Row row("_linear_relu_aux", input, weight);
-    return way(
-        [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, Activation::relu); });
+  static Pair forward_aux(const char* op, const Tensor& input, const Tensor& weight,
+                          const OptionalTensor& bias, Activation activation) {
+    check_linear(op, input, weight, bias);
+    const explain::Row row(op, input, weight);
+    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
   }
 
-  static std::tuple<Tensor, Tensor> gelu_aux(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias,
-                                             std::string_view approximate) {
-    const auto activation = parse_approximate("_linear_gelu_aux", approximate);
-    check_linear("_linear_gelu_aux", input, weight, bias);
-    const explain::Row row("_linear_gelu_aux", input, weight);
-    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
+  static Pair linear_relu_aux(const Tensor& input, const Tensor& weight,
+                              const OptionalTensor& bias) {
+    return forward_aux("_linear_relu_aux", input, weight, bias, Activation::relu);
+  }
+
+  static Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              std::string_view approximate) {
+    constexpr auto op = "_linear_gelu_aux";
+    return forward_aux(op, input, weight, bias, parse_approximate(op, approximate));
   }
 
   static Tensor relu_mask(const Tensor& output) {
@@ -106,11 +77,9 @@ struct Kernels {
     return way([&](auto w) { return decltype(w)::relu_mask(output); });
   }
 
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, std::string_view text,
-                                                        bool bias_grad) {
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
     constexpr auto op = "_activation_backward";
-    const auto activation = parse_activation(op, text);
     TORCH_CHECK_VALUE(grad_output.dim() >= 1, op,
                       ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, grad_output);
@@ -121,34 +90,20 @@ struct Kernels {
     });
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask) {
+  static Triple linear_backward(const steps::LinearBackward& layer) {
     constexpr auto op = "_linear_backward";
-    const auto activation = parse_activation(op, text);
-    check_linear_backward(op, grad_output, input, weight, saved, activation);
-    const explain::Row row(op, input, weight);
-    return way([&](auto w) {
-      return decltype(w)::linear_backward(grad_output, input, weight, saved, activation,
-                                          output_mask);
-    });
+    check_linear_backward(op, layer);
+    const explain::Row row(op, layer.input, layer.weight);
+    return way([&](auto w) { return decltype(w)::linear_backward(layer); });
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, std::string_view text, std::array<bool, 3> output_mask,
-      const Tensor& previous_saved, std::string_view previous_text, bool previous_bias_grad) {
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
     constexpr auto op = "_linear_backward_across";
-    const auto activation = parse_activation(op, text);
-    const auto previous = parse_hidden_activation(op, "previous_activation", previous_text);
-    check_linear_backward(op, grad_output, input, weight, saved, activation);
-    check_saved(op, input, previous_saved, previous);
-    const explain::Row row(op, input, weight);
-    return way([&](auto w) {
-      return decltype(w)::linear_backward_across(grad_output, input, weight, saved, activation,
-                                                 output_mask, previous_saved, previous,
-                                                 previous_bias_grad);
-    });
+    check_linear_backward(op, layer);
+    check_saved(op, layer.input, previous.saved, previous.activation);
+    const explain::Row row(op, layer.input, layer.weight);
+    return way([&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
@@ -171,18 +126,18 @@ struct Kernels {
 };
 
 template <class Backend>
-void register_kernels(torch::Library& m) {
-  using K = Kernels<Backend>;
+void register_linear(torch::Library& m) {
+  using K = LinearKernels<Backend>;
   m.impl("linear", K::linear);
   m.impl("linear_relu", K::linear_relu);
   m.impl("linear_gelu", K::linear_gelu);
   m.impl("mlp", K::mlp);
-  m.impl("_linear_relu_aux", K::relu_aux);
-  m.impl("_linear_gelu_aux", K::gelu_aux);
+  m.impl("_linear_relu_aux", K::linear_relu_aux);
+  m.impl("_linear_gelu_aux", K::linear_gelu_aux);
   m.impl("_relu_mask", K::relu_mask);
-  m.impl("_activation_backward", K::activation_backward);
-  m.impl("_linear_backward", K::linear_backward);
-  m.impl("_linear_backward_across", K::linear_backward_across);
+  m.impl("_activation_backward", flat_activation_backward<K::activation_backward>);
+  m.impl("_linear_backward", flat_linear_backward<K::linear_backward>);
+  m.impl("_linear_backward_across", flat_linear_backward_across<K::linear_backward_across>);
 }
 
-}  // namespace fused
+}  // namespace fused::dispatch

@@ -1,88 +1,72 @@
 // Shapes, dtypes and strides of every result, without data: what the compiler and export see.
 
-#include "gemm/epilogue.h"
+#include "core/shapes.h"
+#include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 
-namespace fused {
+namespace fused::dispatch {
 namespace {
 
-using c10::SymInt;
+using S = Shapes<SymbolicAllocator>;
 
-Tensor empty_like_rows(const Tensor& tensor, const SymInt& features) {
-  auto sizes = tensor.sym_sizes().vec();
-  sizes.back() = features;
-  return at::empty_symint(sizes, tensor.options());
-}
-
-// Rows padded to 8 elements, hidden in the strides.
-Tensor empty_preactivation(const Tensor& output) {
-  const auto padded = empty_like_rows(output, gemm::padded_features(output.sym_size(-1)));
-  return padded.narrow_symint(-1, 0, output.sym_size(-1));
-}
-
-Tensor empty_mask(const Tensor& output) {
-  auto sizes = output.sym_sizes().vec();
-  sizes.back() = gemm::mask_bits(sizes.back()) / 8;
-  return at::empty_symint(sizes, output.options().dtype(at::kByte));
-}
-
-Tensor empty(const SymInt& size, const Tensor& like) {
-  return at::empty_symint({size}, like.options());
-}
-
-struct Meta {
+struct MetaLinear {
   static constexpr bool obeys_policy = false;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
                         Activation) {
-    return empty_like_rows(input, weight.sym_size(0));
+    return S::output(input, weight);
   }
 
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor&, Activation activation) {
-    auto output = empty_like_rows(input, weight.sym_size(0));
-    if (activation != Activation::relu) {
-      auto preactivation = empty_preactivation(output);
-      return {std::move(output), std::move(preactivation)};
-    }
-    auto mask = empty_mask(output);
-    return {std::move(output), std::move(mask)};
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor&,
+                          Activation activation) {
+    auto output = S::output(input, weight);
+    auto aux = S::aux(output, activation);
+    return {std::move(output), std::move(aux)};
   }
 
-  static Tensor relu_mask(const Tensor& output) { return empty_mask(output); }
+  static Tensor relu_mask(const Tensor& output) { return S::mask(output); }
 
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output, const Tensor&,
-                                                        Activation, bool bias_grad) {
-    const auto features = grad_output.sym_size(-1);
-    return {empty_like_rows(grad_output, features),
-            empty(bias_grad ? features : SymInt(0), grad_output)};
+  static Pair activation_backward(const Tensor& grad_output, const Tensor&, Activation,
+                                  bool bias_grad) {
+    return {S::grad_input(grad_output, true),
+            S::vector(grad_output, grad_output.sym_size(-1), bias_grad)};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output,
-                                                            const Tensor& input,
-                                                            const Tensor& weight,
-                                                            const OptionalTensor&, Activation,
-                                                            std::array<bool, 3> output_mask) {
-    const auto none = [&] { return empty(0, grad_output); };
-    return {output_mask[0] ? empty_like_rows(input, input.sym_size(-1)) : none(),
-            output_mask[1] ? at::empty_symint(weight.sym_sizes(), weight.options()) : none(),
-            output_mask[2] ? empty(weight.sym_size(0), grad_output) : none()};
+  static Triple linear_backward(const steps::LinearBackward& layer) {
+    return {S::grad_input(layer.input, layer.wanted[0]),
+            S::grad_weight(layer.weight, layer.wanted[1]),
+            S::grad_bias(layer.weight, layer.wanted[2])};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
-      const Tensor&, Activation, bool previous_bias_grad) {
-    output_mask[0] = true;
-    auto [dz, grad_weight, grad_bias] =
-        linear_backward(grad_output, input, weight, saved, activation, output_mask);
-    auto grad_previous_bias = empty(previous_bias_grad ? input.sym_size(-1) : SymInt(0), dz);
-    return {dz, grad_weight, grad_bias, grad_previous_bias};
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
+    return {S::grad_input(layer.input, true), S::grad_weight(layer.weight, layer.wanted[1]),
+            S::grad_bias(layer.weight, layer.wanted[2]),
+            S::vector(layer.input, layer.input.sym_size(-1), previous.bias_grad)};
+  }
+};
+
+struct MetaConv {
+  static constexpr bool obeys_policy = false;
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
+                        const conv::Geometry& geometry) {
+    const auto image = conv::batched(input);
+    return conv::like(input, conv::empty(conv::output_sizes(image, weight, geometry), image,
+                                         conv::format_of(image, weight)));
+  }
+
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+    return {conv::empty(output.sym_sizes(), grad_output, conv::format_of(output)),
+            S::vector(grad_output, output.sym_size(1), bias_grad)};
   }
 };
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, Meta, m) { register_kernels<Meta>(m); }
+TORCH_LIBRARY_IMPL(fused, Meta, m) {
+  register_linear<MetaLinear>(m);
+  register_conv<MetaConv>(m);
+}
 
-}  // namespace fused
+}  // namespace fused::dispatch

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which cuBLASLt epilogue does a stage of a layer: one table, for every stage.
+// Which cuBLASLt epilogue does a stage of a layer: one table, for every pass.
 
 #include "core/activation.h"
 
@@ -29,14 +29,14 @@ enum class Epilogue : uint32_t {
   bgradb = 512,
 };
 
-enum class Stage {
-  forward,          // y = act(x Wᵀ + b)
-  input_gradient,   // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
-  weight_gradient,  // dzᵀ x, and, as "bias", the column sums of dz
+enum class Pass {
+  fprop,  // y = act(x Wᵀ + b)
+  dgrad,  // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
+  wgrad,  // dzᵀ x, and, as "bias", the column sums of dz
 };
 
 struct EpilogueRow {
-  Stage stage;
+  Pass pass;
   Activation activation;
   bool bias;  // reads the bias (forward) or writes its gradient (backward)
   bool aux;   // writes (forward) or reads (backward) what act' needs
@@ -45,32 +45,31 @@ struct EpilogueRow {
 };
 
 inline constexpr EpilogueRow epilogue_table[] = {
-    {Stage::forward, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
-    {Stage::forward, Activation::none, true, false, Epilogue::bias, "BIAS"},
-    {Stage::forward, Activation::relu, false, false, Epilogue::relu, "RELU"},
-    {Stage::forward, Activation::relu, true, false, Epilogue::relu_bias, "RELU_BIAS"},
-    {Stage::forward, Activation::relu, false, true, Epilogue::relu_aux, "RELU_AUX"},
-    {Stage::forward, Activation::relu, true, true, Epilogue::relu_aux_bias, "RELU_AUX_BIAS"},
-    {Stage::forward, Activation::gelu_tanh, false, false, Epilogue::gelu, "GELU"},
-    {Stage::forward, Activation::gelu_tanh, true, false, Epilogue::gelu_bias, "GELU_BIAS"},
-    {Stage::forward, Activation::gelu_tanh, false, true, Epilogue::gelu_aux, "GELU_AUX"},
-    {Stage::forward, Activation::gelu_tanh, true, true, Epilogue::gelu_aux_bias, "GELU_AUX_BIAS"},
-    {Stage::input_gradient, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
-    {Stage::input_gradient, Activation::relu, false, true, Epilogue::drelu, "DRELU"},
-    {Stage::input_gradient, Activation::relu, true, true, Epilogue::drelu_bgrad, "DRELU_BGRAD"},
-    {Stage::input_gradient, Activation::gelu_tanh, false, true, Epilogue::dgelu, "DGELU"},
-    {Stage::input_gradient, Activation::gelu_tanh, true, true, Epilogue::dgelu_bgrad,
-     "DGELU_BGRAD"},
-    {Stage::weight_gradient, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    {Pass::fprop, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    {Pass::fprop, Activation::none, true, false, Epilogue::bias, "BIAS"},
+    {Pass::fprop, Activation::relu, false, false, Epilogue::relu, "RELU"},
+    {Pass::fprop, Activation::relu, true, false, Epilogue::relu_bias, "RELU_BIAS"},
+    {Pass::fprop, Activation::relu, false, true, Epilogue::relu_aux, "RELU_AUX"},
+    {Pass::fprop, Activation::relu, true, true, Epilogue::relu_aux_bias, "RELU_AUX_BIAS"},
+    {Pass::fprop, Activation::gelu_tanh, false, false, Epilogue::gelu, "GELU"},
+    {Pass::fprop, Activation::gelu_tanh, true, false, Epilogue::gelu_bias, "GELU_BIAS"},
+    {Pass::fprop, Activation::gelu_tanh, false, true, Epilogue::gelu_aux, "GELU_AUX"},
+    {Pass::fprop, Activation::gelu_tanh, true, true, Epilogue::gelu_aux_bias, "GELU_AUX_BIAS"},
+    {Pass::dgrad, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
+    {Pass::dgrad, Activation::relu, false, true, Epilogue::drelu, "DRELU"},
+    {Pass::dgrad, Activation::relu, true, true, Epilogue::drelu_bgrad, "DRELU_BGRAD"},
+    {Pass::dgrad, Activation::gelu_tanh, false, true, Epilogue::dgelu, "DGELU"},
+    {Pass::dgrad, Activation::gelu_tanh, true, true, Epilogue::dgelu_bgrad, "DGELU_BGRAD"},
+    {Pass::wgrad, Activation::none, false, false, Epilogue::identity, "DEFAULT"},
     // torch's weight is [out, in], so dz is operand B of the weight gradient: BGRADB, not BGRADA.
-    {Stage::weight_gradient, Activation::none, true, false, Epilogue::bgradb, "BGRADB"},
+    {Pass::wgrad, Activation::none, true, false, Epilogue::bgradb, "BGRADB"},
 };
 
 // Nothing where cuBLASLt has no such epilogue (GELU with erf, above all).
-inline constexpr std::optional<Epilogue> find_epilogue(Stage stage, Activation activation,
-                                                       bool bias, bool aux) {
+inline constexpr std::optional<Epilogue> find_epilogue(Pass pass, Activation activation, bool bias,
+                                                       bool aux) {
   for (const auto& row : epilogue_table) {
-    if (row.stage == stage && row.activation == activation && row.bias == bias && row.aux == aux) {
+    if (row.pass == pass && row.activation == activation && row.bias == bias && row.aux == aux) {
       return row.epilogue;
     }
   }
@@ -106,18 +105,6 @@ inline constexpr bool is_backward_activation(Epilogue epilogue) {
 inline constexpr bool has_relu_mask(Epilogue epilogue) {
   return epilogue == Epilogue::relu_aux || epilogue == Epilogue::relu_aux_bias ||
          epilogue == Epilogue::drelu || epilogue == Epilogue::drelu_bgrad;
-}
-
-// Leading dimensions of the aux buffer: a ReLU mask counts bits and needs multiples of 128, a
-// pre-activation counts elements and needs multiples of 8. Padding them is what makes every width
-// work.
-template <typename Int>  // int64_t, or torch's symbolic integer
-constexpr Int mask_bits(const Int& features) {
-  return (features + 127) / 128 * 128;
-}
-template <typename Int>
-constexpr Int padded_features(const Int& features) {
-  return (features + 7) / 8 * 8;
 }
 
 }  // namespace fused::gemm

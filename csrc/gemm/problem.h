@@ -4,6 +4,7 @@
 // nothing else. It is the key under which algorithms are remembered, so a field left out here is
 // a wrong result somewhere else.
 
+#include "core/aux_layout.h"
 #include "gemm/epilogue.h"
 
 #include <algorithm>
@@ -85,9 +86,9 @@ struct Settings {
 // transpose, so what cuBLASLt computes is resultᵀ = rightᵀ · leftᵀ. Hence right is operand A, left
 // is operand B, m counts the result's columns (features: the bias and the aux run along them), n
 // its rows (tokens), and an operand needs op T exactly where it was meant transposed.
-inline Problem describe(const Matrix& left, const Matrix& right, const Matrix& result,
-                        Epilogue epilogue, Type type, const void* bias, const void* aux,
-                        int64_t ld_aux, const Settings& settings) {
+inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Matrix& result,
+                              Epilogue epilogue, Type type, const void* bias, const void* aux,
+                              int64_t ld_aux, const Settings& settings) {
   Problem problem;
   problem.device = settings.device;
   problem.arch = settings.arch;

@@ -1,80 +1,142 @@
 #pragma once
 
-// The ways to do a stage of a layer, as data. A strategy is a short sequence of steps, at most one
-// of them a cuBLASLt product; which strategy is taken, and with which algorithm, is a plan
-// (plan.h). Another way is another row here, and a step of its own if it brings a new kernel.
+// The ways to do a pass of a layer, as data. A strategy is a matrix product and short steps around
+// it; which strategy is taken, and with which algorithm, is a plan (plans/). Another way is another
+// row here, and a step of its own if it brings a new kernel.
 
 #include "gemm/problem.h"
 
 #include <array>
 #include <bit>
+#include <string_view>
 
 namespace fused::gemm {
 
+// Who does the matrix product.
+enum class Provider : uint8_t { cublaslt, own, aten };
+
 enum class Step : uint8_t {
   none,
-  product,          // cuBLASLt
+  matmul,           // the provider's, with the epilogue that the strategy fuses
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass, in place
   own_column_sum,   //
-  aten_product,     // mm, addmm: the algorithm that cuBLAS itself chooses
   aten_activation,  //
   aten_gradient,    // threshold_backward, gelu_backward
   aten_column_sum,  //
 };
 
+// What the strategy is to its pass, beside a candidate.
+enum class Role : uint8_t {
+  candidate,
+  fallback,        // taken where every other fails
+  eager,           // eager's own sequence: what is measured against
+  eager_fallback,  // both
+};
+
 struct Strategy {
-  Stage stage;
-  const char* name;       // one word: it stands in files
+  Pass pass;
+  const char* name;  // one word: it stands in files
+  Provider provider;
+  Role role;
   bool fuses_activation;  // act, or act', is in the product's epilogue, with its aux
   bool fuses_bias;        // the bias is added, or its gradient summed, in the product's epilogue
   std::array<Step, 3> steps;
 };
 
-// Of one stage: the fullest use of the library first, eager's own sequence last. The two facts that
-// a caller has to know follow from the stage: only a bit mask that the library wrote departs from
-// torch's rule at exactly 0 (keeps_rule_at_zero), and what is saved is what the call asks for.
+// Of one pass: the fullest use of the library first. What is saved is what the call asks for.
 inline constexpr Strategy strategies[] = {
-    {Stage::forward, "epilogue", true, true, {Step::product}},
-    {Stage::forward, "bias+activation", false, true, {Step::product, Step::own_activation}},
-    {Stage::forward, "aten", false, false, {Step::aten_product, Step::aten_activation}},
-
-    {Stage::input_gradient, "d_bgrad", true, true, {Step::product}},
-    {Stage::input_gradient, "d+sum", true, false, {Step::product, Step::own_column_sum}},
-    {Stage::input_gradient, "product+one_pass", false, false, {Step::product, Step::own_one_pass}},
-    {Stage::input_gradient, "mm+one_pass", false, false, {Step::aten_product, Step::own_one_pass}},
-    {Stage::input_gradient,
+    {Pass::fprop, "epilogue", Provider::cublaslt, Role::candidate, true, true, {Step::matmul}},
+    {Pass::fprop,
+     "bias+activation",
+     Provider::cublaslt,
+     Role::candidate,
+     false,
+     true,
+     {Step::matmul, Step::own_activation}},
+    {Pass::fprop,
      "aten",
+     Provider::aten,
+     Role::eager_fallback,
      false,
      false,
-     {Step::aten_product, Step::aten_gradient, Step::aten_column_sum}},
+     {Step::matmul, Step::aten_activation}},
 
-    {Stage::weight_gradient, "bgradb", false, true, {Step::product}},
-    {Stage::weight_gradient, "product+sum", false, false, {Step::product, Step::own_column_sum}},
-    {Stage::weight_gradient, "mm+sum", false, false, {Step::aten_product, Step::own_column_sum}},
-    {Stage::weight_gradient, "aten", false, false, {Step::aten_product, Step::aten_column_sum}},
+    {Pass::dgrad, "d_bgrad", Provider::cublaslt, Role::candidate, true, true, {Step::matmul}},
+    {Pass::dgrad,
+     "d+sum",
+     Provider::cublaslt,
+     Role::candidate,
+     true,
+     false,
+     {Step::matmul, Step::own_column_sum}},
+    {Pass::dgrad,
+     "product+one_pass",
+     Provider::cublaslt,
+     Role::candidate,
+     false,
+     false,
+     {Step::matmul, Step::own_one_pass}},
+    {Pass::dgrad,
+     "mm+one_pass",
+     Provider::aten,
+     Role::fallback,
+     false,
+     false,
+     {Step::matmul, Step::own_one_pass}},
+    {Pass::dgrad,
+     "aten",
+     Provider::aten,
+     Role::eager,
+     false,
+     false,
+     {Step::matmul, Step::aten_gradient, Step::aten_column_sum}},
+
+    {Pass::wgrad, "bgradb", Provider::cublaslt, Role::candidate, false, true, {Step::matmul}},
+    {Pass::wgrad,
+     "product+sum",
+     Provider::cublaslt,
+     Role::candidate,
+     false,
+     false,
+     {Step::matmul, Step::own_column_sum}},
+    {Pass::wgrad,
+     "mm+sum",
+     Provider::aten,
+     Role::fallback,
+     false,
+     false,
+     {Step::matmul, Step::own_column_sum}},
+    {Pass::wgrad,
+     "aten",
+     Provider::aten,
+     Role::eager,
+     false,
+     false,
+     {Step::matmul, Step::aten_column_sum}},
 };
 
-// A stage to be done: everything that decides which strategies and algorithms are valid for it.
-struct StageProblem {
-  Stage stage = Stage::forward;
+// A pass to be done: everything that decides which strategies and algorithms are valid for it.
+struct PassProblem {
+  Pass pass = Pass::fprop;
   Activation activation = Activation::none;  // input gradient: of the layer before
   bool bias = false;                         // there is one, or its gradient is wanted
   bool aux = false;            // forward: the mask or the pre-activation is to be written
   bool mask = false;           // aux, or what was saved, is ReLU's bit mask
   bool literal = false;        // the user asked for the library's own epilogues
   bool deterministic = false;  // nothing may depend on timing
-  Problem product;  // of the bare matrices; alignments of bias and aux where there are any
+  Problem matmul;  // of the bare matrices; alignments of bias and aux where there are any
 
-  bool operator==(const StageProblem&) const = default;
+  bool operator==(const PassProblem&) const = default;
 };
 
-struct StageProblemHash {
-  size_t operator()(const StageProblem& p) const {
-    const size_t flags = static_cast<size_t>(p.stage) << 8 |
-                         static_cast<size_t>(p.activation) << 5 | p.bias << 4 | p.aux << 3 |
-                         p.mask << 2 | p.literal << 1 | static_cast<size_t>(p.deterministic);
-    return ProblemHash()(p.product) ^ (flags * 0x9e3779b97f4a7c15ull);
+struct PassProblemHash {
+  size_t operator()(const PassProblem& p) const {
+    size_t key = static_cast<size_t>(p.pass) << 8 | static_cast<size_t>(p.activation);
+    for (const bool flag : {p.bias, p.aux, p.mask, p.literal, p.deterministic}) {
+      key = key << 1 | static_cast<size_t>(flag);
+    }
+    return ProblemHash()(p.matmul) ^ (key * 0x9e3779b97f4a7c15ull);
   }
 };
 
@@ -82,52 +144,46 @@ inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();
 }
 
-// torch's ReLU has gradient 0 at exactly 0, cuBLASLt's bit mask 1.
-inline bool keeps_rule_at_zero(const StageProblem& p) {
-  return !(p.activation == Activation::relu && p.mask);
-}
-
 // The epilogue of the strategy's product; nothing where the library has none.
-inline std::optional<Epilogue> epilogue_of(const StageProblem& p, const Strategy& s) {
+inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
   const auto activation = s.fuses_activation ? p.activation : Activation::none;
-  const bool reads_saved = p.stage == Stage::input_gradient;
-  return find_epilogue(p.stage, activation, s.fuses_bias && p.bias,
+  const bool reads_saved = p.pass == Pass::dgrad;
+  return find_epilogue(p.pass, activation, s.fuses_bias && p.bias,
                        activation != Activation::none && (p.aux || reads_saved));
 }
 
 // The strategy's product as a problem of its own.
-inline Problem product_of(const StageProblem& p, const Strategy& s) {
-  Problem product = p.product;
-  product.epilogue = *epilogue_of(p, s);
+inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
+  Problem matmul = p.matmul;
+  matmul.epilogue = *epilogue_of(p, s);
   // The pre-activation goes where it is kept; the activation then makes the result of it.
-  if (p.stage == Stage::forward && p.aux && !s.fuses_activation) {
-    product.ldd = p.product.ld_aux;
-    product.align_d = p.product.align_aux;
+  if (p.pass == Pass::fprop && p.aux && !s.fuses_activation) {
+    matmul.ldd = p.matmul.ld_aux;
+    matmul.align_d = p.matmul.align_aux;
   }
-  if (!uses_bias(product.epilogue)) product.align_bias = Problem().align_bias;
-  if (!uses_aux(product.epilogue)) {
-    product.align_aux = Problem().align_aux;
-    product.ld_aux = 0;
+  if (!uses_bias(matmul.epilogue)) matmul.align_bias = Problem().align_bias;
+  if (!uses_aux(matmul.epilogue)) {
+    matmul.align_aux = Problem().align_aux;
+    matmul.ld_aux = 0;
   }
-  return product;
+  return matmul;
 }
 
-inline constexpr const char* approximate = "approximate";
+inline constexpr const char* approximate_gelu = "approximate";
 
 // Why the strategy is none for this problem, or nullptr.
-inline const char* objection(const StageProblem& p, const Strategy& s, size_t library_version) {
+inline const char* objection(const PassProblem& p, const Strategy& s, size_t library_version) {
   const bool active = p.activation != Activation::none;
-  const bool product = has_step(s, Step::product);
-  if (p.stage != s.stage) return "another stage";
-  if (s.stage == Stage::forward) {
+  if (p.pass != s.pass) return "another pass";
+  if (s.pass == Pass::fprop) {
     if (p.mask && !s.fuses_activation) return "only an epilogue writes a bit mask";
     if (!active && has_step(s, Step::own_activation)) return "no activation";
     // at::addmm writes to dense results only.
-    if (has_step(s, Step::aten_product) && p.aux && p.product.ld_aux != p.product.m) {
+    if (s.provider == Provider::aten && p.aux && p.matmul.ld_aux != p.matmul.m) {
       return "padded rows";
     }
   }
-  if (s.stage == Stage::input_gradient && s.fuses_activation) {
+  if (s.pass == Pass::dgrad && s.fuses_activation) {
     if (!active) return "no activation";
     if (s.fuses_bias && !p.bias) return "no bias gradient";
     if (p.activation == Activation::relu && !p.mask) return "no bit mask was kept";
@@ -136,61 +192,92 @@ inline const char* objection(const StageProblem& p, const Strategy& s, size_t li
     if (!active) return "no activation";
     if (p.mask) return "ATen reads no bit mask";
   }
-  if (s.stage == Stage::weight_gradient && !p.bias) {
+  if (s.pass == Pass::wgrad && !p.bias) {
     if (s.fuses_bias || has_step(s, Step::aten_column_sum)) return "no bias gradient";
   }
-  if (!product) return nullptr;
+  if (s.provider != Provider::cublaslt) return nullptr;
   if (!epilogue_of(p, s)) return "no such epilogue";
   // In fp32 and fp64 they are a product and then a slow kernel, with an approximate tanh at that.
-  if (s.fuses_activation && is_gelu(p.activation) && size_of(p.product.type) > 2) {
-    return approximate;
+  if (s.fuses_activation && is_gelu(p.activation) && size_of(p.matmul.type) > 2) {
+    return approximate_gelu;
   }
-  return refusal(product_of(p, s), library_version);
+  return refusal(matmul_of(p, s), library_version);
 }
 
-inline int64_t tokens_of(const StageProblem& p) {
-  return p.stage == Stage::weight_gradient ? p.product.k : p.product.n;
+inline const Strategy* find_strategy(Pass pass, std::string_view name) {
+  for (const auto& strategy : strategies) {
+    if (strategy.pass == pass && name == strategy.name) return &strategy;
+  }
+  return nullptr;
+}
+
+// The strategy that is taken where every other fails.
+inline const Strategy& fallback_of(Pass pass) {
+  return *std::ranges::find_if(strategies, [pass](const Strategy& s) {
+    return s.pass == pass && (s.role == Role::fallback || s.role == Role::eager_fallback);
+  });
+}
+
+// Eager's own sequence; where ATen has none for the problem (no activation, a bit mask), the
+// fallback.
+inline const Strategy& eager_of(const PassProblem& p, size_t library_version) {
+  for (const auto& s : strategies) {
+    const bool eager = s.role == Role::eager || s.role == Role::eager_fallback;
+    if (s.pass == p.pass && eager && !objection(p, s, library_version)) return s;
+  }
+  return fallback_of(p.pass);
+}
+
+inline int64_t tokens_of(const PassProblem& p) {
+  return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
 }
 
 // The strategy taken where nothing has been measured: what was found to be best on a Hopper, and
 // the plain pieces elsewhere.
-inline const char* rule(const StageProblem& p) {
+inline const char* rule(const PassProblem& p) {
   constexpr int64_t many_tokens = 4096;
   const bool many = tokens_of(p) >= many_tokens;
-  const bool narrow = size_of(p.product.type) == 2;
-  switch (p.stage) {
-    case Stage::forward:
+  const bool narrow = size_of(p.matmul.type) == 2;
+  switch (p.pass) {
+    case Pass::fprop:
       return "epilogue";
-    case Stage::input_gradient:
+    case Pass::dgrad:
       if (p.literal && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
       // With BGRAD, or with a ReLU's mask, the library runs a slow kernel of its own behind it.
-      if (p.activation == Activation::gelu_tanh && narrow && many && p.product.arch == 90) {
+      if (p.activation == Activation::gelu_tanh && narrow && many && p.matmul.arch == 90) {
         return "d+sum";
       }
-      return is_long_and_thin(p.product) ? "mm+one_pass" : "product+one_pass";
-    case Stage::weight_gradient:
-      if (is_long_and_thin(p.product)) return "mm+sum";
+      return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
+    case Pass::wgrad:
+      if (is_long_and_thin(p.matmul)) return "mm+sum";
       if (p.literal && p.bias) return "bgradb";
       // Part of the product in fp16 only; elsewhere a slow kernel of its own.
-      return p.bias && p.product.type == Type::f16 && many ? "bgradb" : "product+sum";
+      return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
   }
   return "aten";
 }
 
 // The problem under which a measurement is remembered: token counts between two powers of two share
 // one, and so do equal devices.
-inline StageProblem bucket_of(const StageProblem& p, int first_equal_device) {
-  StageProblem bucket = p;
-  auto& tokens = p.stage == Stage::weight_gradient ? bucket.product.k : bucket.product.n;
+inline PassProblem bucket_of(const PassProblem& p, int first_equal_device) {
+  PassProblem bucket = p;
+  auto& tokens = p.pass == Pass::wgrad ? bucket.matmul.k : bucket.matmul.n;
   tokens = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(tokens)));
-  bucket.product.device = first_equal_device;
+  bucket.matmul.device = first_equal_device;
   bucket.deterministic = false;
   return bucket;
 }
 
-inline const char* name(Stage stage) {
-  constexpr const char* names[] = {"forward", "input_gradient", "weight_gradient"};
-  return names[static_cast<int>(stage)];
+inline const char* name(Pass pass) {
+  switch (pass) {
+    case Pass::fprop:
+      return "fprop";
+    case Pass::dgrad:
+      return "dgrad";
+    case Pass::wgrad:
+      return "wgrad";
+  }
+  return "?";
 }
 
 }  // namespace fused::gemm

@@ -4,15 +4,17 @@
 #include <iomanip>
 #include <sstream>
 
-namespace fused::gemm {
+namespace fused::plans {
 namespace {
+
+using gemm::Math, gemm::Provider, gemm::SplitK, gemm::Type;
 
 // The fields of a line, in order: one list for writing and reading, so that they cannot differ.
 template <typename Problem_, typename Decision_, typename Visit>
 void each_field(Problem_& p, Decision_& d, const Visit& visit) {
-  visit(p.stage), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
+  visit(p.pass), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
   visit(p.literal);
-  auto& g = p.product;
+  auto& g = p.matmul;
   visit(g.arch), visit(g.type), visit(g.math), visit(g.split_k);
   visit(g.transpose_a), visit(g.transpose_b);
   visit(g.m), visit(g.n), visit(g.k), visit(g.lda), visit(g.ldb), visit(g.ldd), visit(g.ld_aux);
@@ -34,8 +36,8 @@ void write(std::ostream& out, const T& value) {
 // The largest value that an enumeration, or a flag, may have.
 template <typename T>
 constexpr int64_t largest() {
-  if constexpr (std::is_same_v<T, Stage>) return static_cast<int64_t>(Stage::weight_gradient);
-  if constexpr (std::is_same_v<T, Activation>) return static_cast<int64_t>(Activation::gelu_erf);
+  if constexpr (std::is_same_v<T, Pass>) return static_cast<int64_t>(Pass::wgrad);
+  if constexpr (std::is_same_v<T, Activation>) return std::size(activations) - 1;
   if constexpr (std::is_same_v<T, Type>) return static_cast<int64_t>(Type::bf16);
   if constexpr (std::is_same_v<T, Math>) return static_cast<int64_t>(Math::tf32);
   if constexpr (std::is_same_v<T, SplitK>) return static_cast<int64_t>(SplitK::forbidden);
@@ -67,13 +69,13 @@ bool read(std::istream& in, T& value) {
 
 }  // namespace
 
-std::optional<Decision> Decisions::find(const StageProblem& problem) const {
+std::optional<Decision> Decisions::find(const PassProblem& problem) const {
   const std::lock_guard lock(mutex_);
   const auto it = known_.find(problem);
   return it == known_.end() ? std::nullopt : std::optional(it->second);
 }
 
-Decision Decisions::add(const StageProblem& problem, const Decision& decision) {
+Decision Decisions::add(const PassProblem& problem, const Decision& decision) {
   const std::lock_guard lock(mutex_);
   const auto it = known_.find(problem);
   if (it != known_.end()) return it->second;
@@ -81,7 +83,7 @@ Decision Decisions::add(const StageProblem& problem, const Decision& decision) {
   return decision;
 }
 
-void Decisions::replace(const StageProblem& problem, const Decision& decision) {
+void Decisions::replace(const PassProblem& problem, const Decision& decision) {
   const std::lock_guard lock(mutex_);
   if (known_.size() < capacity_ || known_.contains(problem)) known_[problem] = decision;
 }
@@ -96,19 +98,12 @@ bool Decisions::is_full() const {
   return known_.size() >= capacity_;
 }
 
-std::vector<std::pair<StageProblem, Decision>> Decisions::all() const {
+std::vector<std::pair<PassProblem, Decision>> Decisions::all() const {
   const std::lock_guard lock(mutex_);
   return {known_.begin(), known_.end()};
 }
 
-const Strategy* find_strategy(Stage stage, std::string_view name) {
-  for (const auto& strategy : strategies) {
-    if (strategy.stage == stage && name == strategy.name) return &strategy;
-  }
-  return nullptr;
-}
-
-std::string to_text(const StageProblem& problem, const Decision& decision) {
+std::string to_text(const PassProblem& problem, const Decision& decision) {
   std::ostringstream line;
   line.imbue(std::locale::classic());
   line << decision.strategy->name;
@@ -116,37 +111,38 @@ std::string to_text(const StageProblem& problem, const Decision& decision) {
   return line.str();
 }
 
-std::optional<std::pair<StageProblem, Decision>> from_text(const std::string& text) {
+std::optional<std::pair<PassProblem, Decision>> from_text(const std::string& text) {
   std::istringstream line(text);
   std::string strategy;
-  StageProblem problem;
+  PassProblem problem;
   Decision decision;
   decision.origin = Decision::Origin::file;
   bool good = static_cast<bool>(line >> strategy);
   each_field(problem, decision, [&](auto& value) { good = good && read(line, value); });
   std::string more;
   if (!good || line >> more) return std::nullopt;
-  decision.strategy = find_strategy(problem.stage, strategy);
+  decision.strategy = gemm::find_strategy(problem.pass, strategy);
   if (decision.strategy == nullptr) return std::nullopt;
-  const bool product = has_step(*decision.strategy, Step::product);
-  if (product && !epilogue_of(problem, *decision.strategy)) return std::nullopt;
+  const bool by_library = decision.strategy->provider == Provider::cublaslt;
+  if (by_library && !gemm::epilogue_of(problem, *decision.strategy)) return std::nullopt;
   return std::pair(problem, decision);
 }
 
-std::string describe(const StageProblem& p, const Decision& d) {
+std::string summary(const PassProblem& p, const Decision& d) {
   constexpr const char* origins[] = {"by rule", "measured", "from a file"};
-  const auto& g = p.product;
+  const auto& g = p.matmul;
   std::ostringstream text;
-  text << name(p.stage);
+  text << gemm::name(p.pass);
   if (p.activation != Activation::none) text << ' ' << fused::name(p.activation);
   if (p.bias) text << " bias";
-  if (p.aux && p.stage == Stage::forward) text << (p.mask ? " mask" : " pre-activation");
+  if (p.aux && p.pass == Pass::fprop) text << (p.mask ? " mask" : " pre-activation");
   if (p.literal) text << " cublaslt";
   // Rows, inner extent and columns, as torch writes the product.
-  text << ' ' << name(g.type) << (g.math == Math::tf32 ? "/tf32" : "") << ' ' << g.n << 'x' << g.k
-       << 'x' << g.m << ": " << d.strategy->name;
-  if (has_step(*d.strategy, Step::product))
-    text << ' ' << name(product_of(p, *d.strategy).epilogue);
+  text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "") << ' ' << g.n << 'x'
+       << g.k << 'x' << g.m << ": " << d.strategy->name;
+  if (d.strategy->provider == Provider::cublaslt) {
+    text << ' ' << gemm::name(gemm::matmul_of(p, *d.strategy).epilogue);
+  }
   if (d.microseconds > 0) {
     text << std::fixed << std::setprecision(1) << ", " << d.microseconds << " us";
     if (d.eager_microseconds > 0) text << " (eager " << d.eager_microseconds << " us)";
@@ -155,4 +151,4 @@ std::string describe(const StageProblem& p, const Decision& d) {
   return text.str();
 }
 
-}  // namespace fused::gemm
+}  // namespace fused::plans

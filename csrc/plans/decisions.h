@@ -1,8 +1,9 @@
 #pragma once
 
-// What has been decided: stage problem -> strategy and algorithm. Plain data, kept for the process
+// What has been decided: pass problem -> strategy and algorithm. Plain data, kept for the process
 // and written to files; nothing here needs a GPU.
 
+#include "gemm/algorithm.h"
 #include "gemm/strategy.h"
 
 #include <mutex>
@@ -10,16 +11,9 @@
 #include <unordered_map>
 #include <vector>
 
-namespace fused::gemm {
+namespace fused::plans {
 
-// cuBLASLt's description of an algorithm: plain bytes, valid for one version of the library, on any
-// device of the architecture that it was found for.
-struct Algorithm {
-  std::array<uint64_t, 8> bytes{};
-  int64_t workspace = 0;
-
-  bool operator==(const Algorithm&) const = default;
-};
+using gemm::Algorithm, gemm::Pass, gemm::PassProblem, gemm::PassProblemHash, gemm::Strategy;
 
 struct Decision {
   enum class Origin : uint8_t { rule, measured, file };
@@ -38,29 +32,27 @@ class Decisions {
  public:
   explicit Decisions(size_t capacity) : capacity_(capacity) {}
 
-  std::optional<Decision> find(const StageProblem& problem) const;
+  std::optional<Decision> find(const PassProblem& problem) const;
   // Remembers, unless somebody has been quicker, and gives what is remembered; where there is no
   // more room, the decision is given back unremembered.
-  Decision add(const StageProblem& problem, const Decision& decision);
-  void replace(const StageProblem& problem, const Decision& decision);
+  Decision add(const PassProblem& problem, const Decision& decision);
+  void replace(const PassProblem& problem, const Decision& decision);
   void clear();
   bool is_full() const;
-  std::vector<std::pair<StageProblem, Decision>> all() const;
+  std::vector<std::pair<PassProblem, Decision>> all() const;
 
  private:
   const size_t capacity_;
   mutable std::mutex mutex_;
-  std::unordered_map<StageProblem, Decision, StageProblemHash> known_;
+  std::unordered_map<PassProblem, Decision, PassProblemHash> known_;
 };
 
 // One line of text, and back: nothing where the text is not exactly such a line. The device is not
 // written: files are for one model of GPU.
-std::string to_text(const StageProblem& problem, const Decision& decision);
-std::optional<std::pair<StageProblem, Decision>> from_text(const std::string& line);
+std::string to_text(const PassProblem& problem, const Decision& decision);
+std::optional<std::pair<PassProblem, Decision>> from_text(const std::string& line);
 
 // The same for people.
-std::string describe(const StageProblem& problem, const Decision& decision);
+std::string summary(const PassProblem& problem, const Decision& decision);
 
-const Strategy* find_strategy(Stage stage, std::string_view name);
-
-}  // namespace fused::gemm
+}  // namespace fused::plans

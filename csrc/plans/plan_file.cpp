@@ -15,7 +15,7 @@
 #include <sstream>
 #include <unordered_set>
 
-namespace fused::gemm {
+namespace fused::plans {
 namespace {
 
 constexpr auto first_line = "torch_fused_linear plans 1";
@@ -112,7 +112,7 @@ PlanFile read_plan_file(const std::string& path) {
 void write_plan_file(const std::string& path, PlanFile plans, bool merge) {
   const FileLock lock(path + ".lock");
   if (merge && std::filesystem::exists(path)) {
-    std::unordered_set<StageProblem, StageProblemHash> ours;
+    std::unordered_set<PassProblem, PassProblemHash> ours;
     for (const auto& entry : plans.decisions) ours.insert(entry.first);
     const auto there = read_plan_file(path);
     const auto why = mismatch(there, plans.gpu, plans.library_version);
@@ -137,4 +137,4 @@ std::string mismatch(const PlanFile& have, const std::string& gpu, size_t librar
   return text.str();
 }
 
-}  // namespace fused::gemm
+}  // namespace fused::plans

@@ -4,12 +4,12 @@
 
 #include "plans/decisions.h"
 
-namespace fused::gemm {
+namespace fused::plans {
 
 struct PlanFile {
   std::string gpu;         // model, compute capability and multiprocessors
   size_t library_version;  // of cuBLASLt
-  std::vector<std::pair<StageProblem, Decision>> decisions;
+  std::vector<std::pair<PassProblem, Decision>> decisions;
 };
 
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
@@ -23,4 +23,4 @@ void write_plan_file(const std::string& path, PlanFile plans, bool merge);
 // Why plans for `have` must not be used by `want`, or an empty string.
 std::string mismatch(const PlanFile& have, const std::string& gpu, size_t library_version);
 
-}  // namespace fused::gemm
+}  // namespace fused::plans

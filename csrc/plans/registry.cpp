@@ -2,10 +2,6 @@
 
 #include "plans/plan_file.h"
 
-#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
-#include "cuda/runtime/prepared_plan.h"
-#endif
-
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -51,7 +47,7 @@ std::atomic<int64_t>& verbosity_setting() {
 
 struct GivenUp {
   std::mutex mutex;
-  std::unordered_set<gemm::StageProblem, gemm::StageProblemHash> buckets;
+  std::unordered_set<PassProblem, PassProblemHash> buckets;
 };
 
 GivenUp& given_up_set() {
@@ -59,24 +55,24 @@ GivenUp& given_up_set() {
   return *value;
 }
 
-// What was decided for want of something may be decided otherwise now.
-void forget_prepared_plans() {
+std::atomic<uint64_t> current_generation{0};
+std::atomic<std::optional<Machine> (*)(int)> machine_source{nullptr};
+
+void start_generation() {
   {
     const std::lock_guard lock(given_up_set().mutex);
     given_up_set().buckets.clear();
   }
-#ifdef TORCH_FUSED_LINEAR_WITH_CUDA
-  gemm::forget_all_plans();
-#endif
+  current_generation.fetch_add(1, std::memory_order_release);
 }
 
 // The file of the environment, between import and the first use of a device, and until the end.
 struct Environment {
   std::mutex mutex;
-  std::string path;                       // to be written at the end; empty: none
-  std::optional<gemm::PlanFile> waiting;  // read, not yet known to fit
-  std::optional<Machine> machine;         // whose plans it holds, and are written at the end
-  bool told = false;                      // that it does not fit
+  std::string path;                 // to be written at the end; empty: none
+  std::optional<PlanFile> waiting;  // read, not yet known to fit
+  std::optional<Machine> machine;   // whose plans it holds, and are written at the end
+  bool told = false;                // that it does not fit
 };
 
 Environment& environment() {
@@ -84,20 +80,20 @@ Environment& environment() {
   return *value;
 }
 
-gemm::PlanFile of_process(const Machine& machine) {
-  gemm::PlanFile file{machine.gpu, machine.library_version, {}};
+PlanFile of_process(const Machine& machine) {
+  PlanFile file{machine.gpu, machine.library_version, {}};
   for (auto& entry : measured().all()) {
-    if (entry.first.product.device == machine.first_equal_device) file.decisions.push_back(entry);
+    if (entry.first.matmul.device == machine.first_equal_device) file.decisions.push_back(entry);
   }
   return file;
 }
 
-void take_over(const gemm::PlanFile& file, const Machine& machine) {
+void take_over(const PlanFile& file, const Machine& machine) {
   for (auto [problem, decision] : file.decisions) {
-    problem.product.device = machine.first_equal_device;
+    problem.matmul.device = machine.first_equal_device;
     measured().replace(problem, decision);
   }
-  forget_prepared_plans();
+  start_generation();
 }
 
 void save_at_exit() {
@@ -106,7 +102,7 @@ void save_at_exit() {
   if (env.path.empty() || !env.machine) return;
   try {
     const auto file = of_process(*env.machine);
-    if (!file.decisions.empty()) gemm::write_plan_file(env.path, file, /*merge=*/true);
+    if (!file.decisions.empty()) write_plan_file(env.path, file, /*merge=*/true);
   } catch (const std::exception& failure) {
     std::cerr << "fused: the plans of this process are not saved: " << failure.what() << '\n';
   }
@@ -120,22 +116,22 @@ Machine machine_or_error(const char* what) {
 
 }  // namespace
 
-gemm::Decisions& measured() {
-  static auto* value = new gemm::Decisions(most_measured);
+Decisions& measured() {
+  static auto* value = new Decisions(most_measured);
   return *value;
 }
 
-gemm::Decisions& ruled() {
-  static auto* value = new gemm::Decisions(most_ruled);
+Decisions& ruled() {
+  static auto* value = new Decisions(most_ruled);
   return *value;
 }
 
-bool given_up(const gemm::StageProblem& bucket) {
+bool given_up(const PassProblem& bucket) {
   const std::lock_guard lock(given_up_set().mutex);
   return given_up_set().buckets.contains(bucket);
 }
 
-void give_up(const gemm::StageProblem& bucket) {
+void give_up(const PassProblem& bucket) {
   const std::lock_guard lock(given_up_set().mutex);
   given_up_set().buckets.insert(bucket);
 }
@@ -145,7 +141,7 @@ double budget() { return budget_setting().load(std::memory_order_relaxed); }
 void set_budget(double milliseconds) {
   TORCH_CHECK_VALUE(milliseconds >= 0, "plans: the budget must be at least 0 milliseconds, got ",
                     milliseconds);
-  if (budget_setting().exchange(milliseconds) != milliseconds) forget_prepared_plans();
+  if (budget_setting().exchange(milliseconds) != milliseconds) start_generation();
 }
 
 int64_t verbosity() { return verbosity_setting().load(std::memory_order_relaxed); }
@@ -154,18 +150,23 @@ void log(const std::string& line) {
   if (verbosity() > 0) std::cerr << "fused: " + line + '\n';
 }
 
-#ifndef TORCH_FUSED_LINEAR_WITH_CUDA
-std::optional<Machine> machine(int) { return std::nullopt; }
-#endif
+uint64_t generation() { return current_generation.load(std::memory_order_acquire); }
+
+void set_machine_source(std::optional<Machine> (*source)(int)) { machine_source = source; }
+
+std::optional<Machine> machine(int device) {
+  auto* source = machine_source.load();
+  return source == nullptr ? std::nullopt : source(device);
+}
 
 void save(const std::string& path) {
-  gemm::write_plan_file(path, of_process(machine_or_error("save")), /*merge=*/false);
+  write_plan_file(path, of_process(machine_or_error("save")), /*merge=*/false);
 }
 
 int64_t load(const std::string& path) {
-  const auto file = gemm::read_plan_file(path);
+  const auto file = read_plan_file(path);
   const auto here = machine_or_error("load");
-  const auto why = gemm::mismatch(file, here.gpu, here.library_version);
+  const auto why = mismatch(file, here.gpu, here.library_version);
   TORCH_CHECK_VALUE(why.empty(), "plans: ", path, " was ", why, "; nothing of it is used");
   take_over(file, here);
   return static_cast<int64_t>(file.decisions.size());
@@ -174,14 +175,14 @@ int64_t load(const std::string& path) {
 void clear() {
   measured().clear();
   ruled().clear();
-  forget_prepared_plans();
+  start_generation();
 }
 
 std::vector<std::string> show() {
   std::vector<std::string> lines;
   for (auto* decisions : {&measured(), &ruled()}) {
     for (const auto& [problem, decision] : decisions->all()) {
-      lines.push_back(gemm::describe(problem, decision));
+      lines.push_back(summary(problem, decision));
     }
   }
   return lines;
@@ -194,7 +195,7 @@ void from_environment() {
     auto& env = environment();
     const std::lock_guard lock(env.mutex);
     try {
-      if (std::filesystem::exists(path)) env.waiting = gemm::read_plan_file(path);
+      if (std::filesystem::exists(path)) env.waiting = read_plan_file(path);
       env.path = std::filesystem::absolute(path).string();
       std::atexit(save_at_exit);
     } catch (const std::exception& failure) {
@@ -215,7 +216,7 @@ void adopt(const Machine& machine) {
     env.machine = machine;  // a new file: of the first device used
     return;
   }
-  const auto why = gemm::mismatch(*env.waiting, machine.gpu, machine.library_version);
+  const auto why = mismatch(*env.waiting, machine.gpu, machine.library_version);
   if (why.empty()) {
     take_over(*env.waiting, machine);
     env.machine = machine;

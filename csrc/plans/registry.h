@@ -1,7 +1,7 @@
 #pragma once
 
 // The plans of the process as users see them: what has been decided, how long measuring may take,
-// files. What a plan is, and how it runs, is in gemm/ and cuda_stage.*.
+// files.
 
 #include "plans/decisions.h"
 
@@ -12,13 +12,13 @@
 namespace fused::plans {
 
 // Measured, or read from a file; by bucket (gemm::bucket_of).
-gemm::Decisions& measured();
+Decisions& measured();
 // By rule, for the very problem; so that all threads, and captures, do the same.
-gemm::Decisions& ruled();
+Decisions& ruled();
 
 // Problems that could not be measured are not tried again until something changes.
-bool given_up(const gemm::StageProblem& bucket);
-void give_up(const gemm::StageProblem& bucket);
+bool given_up(const PassProblem& bucket);
+void give_up(const PassProblem& bucket);
 
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
 double budget();
@@ -38,6 +38,12 @@ struct Machine {
 };
 // Of a device, -1: the current one. Nothing without a GPU.
 std::optional<Machine> machine(int device = -1);
+// Who tells it, in a build with CUDA.
+void set_machine_source(std::optional<Machine> (*source)(int device));
+
+// Counts up when what has been decided may be decided otherwise: plans made ready before are then
+// to be made anew.
+uint64_t generation();
 
 void save(const std::string& path);
 // How many were read. Throws (ValueError) and uses nothing where the file is damaged, or made for

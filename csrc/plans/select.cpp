@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-namespace fused::gemm {
+namespace fused::plans {
 namespace {
 
 constexpr double failed = std::numeric_limits<double>::infinity();
@@ -23,15 +23,15 @@ double best(const std::vector<double>& values) {
 
 }  // namespace
 
-Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watch,
-          const RaceRules& rules) {
-  std::vector<std::vector<double>> times(contenders);
-  std::vector<size_t> running(contenders);
+Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
+                       const TuningRules& rules) {
+  std::vector<std::vector<double>> times(candidates);
+  std::vector<size_t> running(candidates);
   std::iota(running.begin(), running.end(), 0);
 
-  Race result;
+  Timings result;
   while (result.rounds < rules.most_rounds && !running.empty()) {
-    const double spent = watch();
+    const double spent = clock();
     if (result.rounds > 0 && spent > rules.budget_us * rules.hard_factor) break;
     if (result.rounds >= rules.least_rounds && spent > rules.budget_us) break;
     // A lone runner has won, unless it has yet to be compared with the incumbent.
@@ -39,7 +39,7 @@ Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watc
 
     // Who runs after whom changes, so that nobody always runs behind the hottest.
     std::ranges::rotate(running, running.begin() + (running.size() > 1 ? 1 : 0));
-    const auto now = lap(running);
+    const auto now = round(running);
     ++result.rounds;
     std::vector<size_t> left;
     for (size_t i = 0; i < running.size(); ++i) {
@@ -83,32 +83,33 @@ bool is_as_exact(const SampledErrors& errors, const SampledErrors& reference, do
          mean(errors.elements) <= 1.1 * mean(reference.elements) + slack;
 }
 
-std::optional<Choice> choose(const Field& field, const Lap& lap, const Watch& watch,
-                             const RaceRules& rules) {
-  const auto& reference = field.errors.back();
+std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,
+                             const TuningRules& rules) {
+  const auto& reference = candidates.errors[candidates.yardstick];
   // Where everything is 0, every way is exact.
   if (!reference || reference->elements.largest == 0) return std::nullopt;
   std::vector<size_t> entered;
-  for (size_t i = 0; i < field.errors.size(); ++i) {
-    const auto& error = field.errors[i];
-    if (error && field.eligible[i] && is_as_exact(*error, *reference, field.ulp)) {
+  for (size_t i = 0; i < candidates.errors.size(); ++i) {
+    const auto& error = candidates.errors[i];
+    if (error && candidates.eligible[i] && is_as_exact(*error, *reference, candidates.ulp)) {
       entered.push_back(i);
     }
   }
   if (entered.empty()) return std::nullopt;
-  // Where the incumbent is not sound itself, whoever comes last takes its place: eager, as a rule.
-  const auto place = std::ranges::find(entered, field.incumbent);
-  const size_t incumbent = place == entered.end() ? entered.size() - 1 : place - entered.begin();
-  const auto result = race(
-      entered.size(), incumbent,
+  // Where the incumbent is not sound itself, eager takes its place.
+  auto place = std::ranges::find(entered, candidates.incumbent);
+  if (place == entered.end()) place = std::ranges::find(entered, candidates.yardstick);
+  if (place == entered.end()) --place;
+  const auto result = time_in_rounds(
+      entered.size(), place - entered.begin(),
       [&](const std::vector<size_t>& running) {
-        std::vector<size_t> contenders;
-        for (const size_t i : running) contenders.push_back(entered[i]);
-        return lap(contenders);
+        std::vector<size_t> timed;
+        for (const size_t i : running) timed.push_back(entered[i]);
+        return round(timed);
       },
-      watch, rules);
+      clock, rules);
   if (!std::isfinite(result.medians[result.winner])) return std::nullopt;
   return Choice{entered[result.winner], entered.size(), result.rounds};
 }
 
-}  // namespace fused::gemm
+}  // namespace fused::plans

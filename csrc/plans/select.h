@@ -1,42 +1,42 @@
 #pragma once
 
-// Which of several ways is the fastest: decided in rounds, because clocks drift and single timings
-// lie. Pure logic; whoever asks brings the stopwatch.
+// Which of several candidates is the fastest: decided in rounds, because clocks drift and single
+// timings lie. Pure logic; the caller brings the timer.
 
 #include <cstddef>
 #include <functional>
 #include <optional>
 #include <vector>
 
-namespace fused::gemm {
+namespace fused::plans {
 
-struct RaceRules {
+struct TuningRules {
   double budget_us = 200e3;  // of wall-clock time; asked between rounds
   int least_rounds = 5;      // also when the budget is used up ...
   int hard_factor = 4;       // ... but for this many times the budget
   int most_rounds = 15;
-  double hopeless = 1.15;    // times the leader's best: out of the race
+  double hopeless = 1.15;    // times the leader's best: timed no more
   double clear_lead = 0.02;  // below this part of its time the incumbent stays
   double least_gain_us = 0.5;
 };
 
-struct Race {
+struct Timings {
   size_t winner = 0;
   std::vector<double> medians;  // microseconds; infinity for who failed
   int rounds = 0;
 };
 
-// One round: microseconds of each of the named contenders, in their order; infinity: it failed.
-using Lap = std::function<std::vector<double>(const std::vector<size_t>& contenders)>;
-// Microseconds since the race began.
-using Watch = std::function<double()>;
+// One round: microseconds of each of the named candidates, in their order; infinity: it failed.
+using Round = std::function<std::vector<double>(const std::vector<size_t>& candidates)>;
+// Microseconds since the timing began.
+using Clock = std::function<double()>;
 
 // The incumbent wins unless another is clearly faster. Where all fail, the incumbent is returned
 // with a time of infinity.
-Race race(size_t contenders, size_t incumbent, const Lap& lap, const Watch& watch,
-          const RaceRules& rules);
+Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
+                       const TuningRules& rules);
 
-// The error of a contender's result against the exact one, at some of its elements.
+// The error of a candidate's result against the exact one, at some of its elements.
 struct SampledError {
   double sum = 0;      // of |result - exact|
   double worst = 0;    //
@@ -54,24 +54,25 @@ struct SampledErrors {
 // the worst case is held against eager's.
 bool is_as_exact(const SampledErrors& errors, const SampledErrors& reference, double ulp);
 
-struct Field {
-  // By contender, eager's way last; nothing: it does not run.
+struct Candidates {
+  // By candidate; nothing: it does not run.
   std::vector<std::optional<SampledErrors>> errors;
   // Whether it may win. The others may be there for comparison.
   std::vector<bool> eligible;
   size_t incumbent;
+  size_t yardstick;  // eager's way
   double ulp;
 };
 
 struct Choice {
   size_t winner;
-  size_t entered;  // contenders that raced
+  size_t entered;  // candidates that were timed
   int rounds;
 };
 
-// Races the eligible contenders that are as exact as eager's way; nothing where none can be told to
+// Times the eligible candidates that are as exact as eager's way; nothing where none can be told to
 // be sound.
-std::optional<Choice> choose(const Field& field, const Lap& lap, const Watch& watch,
-                             const RaceRules& rules);
+std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,
+                             const TuningRules& rules);
 
-}  // namespace fused::gemm
+}  // namespace fused::plans

@@ -5,6 +5,8 @@
 // and no mode that wants to see the call. The answer to any other is None, and the caller goes
 // through torch.ops, which knows them all. A library of its own, as the operators' knows no Python.
 
+#include "dispatch/signatures.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,8 +22,7 @@
 namespace fused {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+using dispatch::OptionalTensor;
 
 // How a Python object becomes an argument, and which objects do.
 template <typename T>
@@ -126,15 +127,6 @@ constexpr char linear[] = "fused::linear", linear_relu[] = "fused::linear_relu",
                linear_gelu[] = "fused::linear_gelu", mlp[] = "fused::mlp",
                conv2d_relu[] = "fused::conv2d_relu";
 
-using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
-using LinearRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
-using LinearGelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                          std::string_view);
-using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
-                   std::string_view, std::string_view);
-using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
-                          c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
-
 template <const auto& name, typename Signature>
 PyMethodDef method() {
   constexpr auto prefix = std::string_view("fused::").size();
@@ -143,9 +135,10 @@ PyMethodDef method() {
           METH_FASTCALL, nullptr};
 }
 
-PyMethodDef methods[] = {method<linear, Linear>(),          method<linear_relu, LinearRelu>(),
-                         method<linear_gelu, LinearGelu>(), method<mlp, Mlp>(),
-                         method<conv2d_relu, Conv2dRelu>(), {}};
+PyMethodDef methods[] = {
+    method<linear, dispatch::Linear>(),          method<linear_relu, dispatch::LinearRelu>(),
+    method<linear_gelu, dispatch::LinearGelu>(), method<mlp, dispatch::Mlp>(),
+    method<conv2d_relu, dispatch::Conv2dRelu>(), {}};
 
 PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}, {}, {}};
 

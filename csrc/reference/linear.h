@@ -1,20 +1,18 @@
 #pragma once
 
-// The definition of every operator, in differentiable ATen. It is the reference, and the way out
-// wherever a fused kernel cannot go: double backward, torch.func, forward AD.
+// act(x Wᵀ + b) and its gradients in ATen. `LinearFormula` is the definition, differentiable: the
+// reference of the tests, and the way wherever a fused kernel cannot go (double backward,
+// torch.func, forward AD). `Linear` gives the same as kernels do.
 
 #include "core/activation.h"
 #include "core/check.h"
 
-#include <array>
 #include <tuple>
 
-namespace fused {
+namespace fused::reference {
 
-struct Composite {
+struct LinearFormula {
   static constexpr bool obeys_policy = false;
-
-  static Tensor activate(const Tensor& preactivation, Activation activation);
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation);
@@ -23,70 +21,53 @@ struct Composite {
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation);
 
-  // The bit mask by which ReLU's backward follows torch's rule: 0 where output <= 0, so that at 0
-  // no gradient passes, and at NaN it does.
+  // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
   static Tensor relu_mask(const Tensor& output);
 
-  // act'(saved) · grad_output. saved is ReLU's output or bit mask (uint8), GELU's pre-activation.
-  static Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved,
-                                    Activation activation);
-
-  // The same, and its sum over all rows.
+  // dz = act'(saved) · grad_output and its sum over all rows.
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad);
 
   // -> gradients of input, weight, bias
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask);
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
 
-  // The same, and on into the layer before: -> its dz, gradients of weight and bias, its bias
-  // gradient
+  // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
-      const Tensor& previous_saved, Activation previous, bool previous_bias_grad);
+      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
 
   // Layers with the activation between them and none after the last.
   static Tensor mlp(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, Activation activation);
 };
 
-// The same as kernels: every result in the layout that meta.cpp promises, nothing aliased. What
-// runs under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
-struct Reference {
+// The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
+// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+struct Linear {
   static constexpr bool obeys_policy = true;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation);
-
   static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation);
-
   static Tensor relu_mask(const Tensor& output);
-
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad);
-
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask);
-
+  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-      const OptionalTensor& saved, Activation activation, std::array<bool, 3> output_mask,
-      const Tensor& previous_saved, Activation previous, bool previous_bias_grad);
+      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
 };
 
-// One bit per element, eight to a byte, lowest first, rows padded with zeros to 128 bits: the
-// layout that cuBLASLt's RELU_AUX writes.
-Tensor pack_mask(const Tensor& positive);                             // [*, n] bool
-Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features);  // [*, features] bool
+// act'(saved) · grad_output, where saved may also be ReLU's bit mask (uint8).
+Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved, Activation activation);
 
-// The pre-activation as it is saved everywhere: [*, features] with rows padded to 8 elements, which
-// is what cuBLASLt's GELU_AUX writes. The padding is zero.
+// ReLU's bit mask as booleans, [*, features]. One bit for each element, eight to a byte, lowest
+// first, rows padded with zeros to 128 bits: the layout that cuBLASLt's RELU_AUX writes.
+Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features);
+
+// The pre-activation as it is saved everywhere: rows padded with zeros to 8 elements, which is what
+// cuBLASLt's GELU_AUX writes.
 Tensor pad_rows(const Tensor& tensor);
 
 // What stands in for a gradient that nobody asked for.
@@ -105,4 +86,4 @@ inline OptionalTensor dense(const OptionalTensor& tensor) {
   return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
 }
 
-}  // namespace fused
+}  // namespace fused::reference

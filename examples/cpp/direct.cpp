@@ -54,16 +54,16 @@ Gradients gradients(Network& network, const Tensor& output, const Tensor& grad) 
   return all;
 }
 
-// What autograd does, by hand: for an engine of one's own.
+// What autograd does, by hand: for an engine of your own.
 Gradients gradients_by_steps(Network& network, const Tensor& x, const Tensor& grad) {
   namespace steps = fused::steps;
   const c10::NoGradGuard no_grad;
   const auto [h, saved] = steps::linear_relu_aux(x, network.first->weight, network.first->bias);
   // Through the second layer and, in the same step, through the first one's ReLU.
   const auto [dz, dw2, db2, db1] = steps::linear_backward_across(
-      grad, h, network.second->weight, {}, "none", {true, true, true}, saved, "relu", true);
+      {grad, h, network.second->weight, {}}, {saved, fused::Activation::relu, true});
   const auto [dx, dw1, no_bias] =
-      steps::linear_backward(dz, x, network.first->weight, {}, "none", {false, true, false});
+      steps::linear_backward({dz, x, network.first->weight, {}, {}, {false, true, false}});
   return {dw1, db1, dw2, db2};
 }
 

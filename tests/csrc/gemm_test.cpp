@@ -56,7 +56,7 @@ const Settings settings{0, 90, Math::full, SplitK::allowed, 1 << 20};
 Problem run(const Matrix& left, const Matrix& right, const Matrix& result, Epilogue epilogue,
             void* bias = nullptr, void* aux = nullptr, int64_t ld_aux = 0) {
   const auto problem =
-      describe(left, right, result, epilogue, Type::f64, bias, aux, ld_aux, settings);
+      matmul_problem(left, right, result, epilogue, Type::f64, bias, aux, ld_aux, settings);
   model::matmul(problem, {right.data, left.data, result.data, bias, aux});
   return problem;
 }
@@ -70,7 +70,7 @@ void forward_mapping() {
       const bool aux = activation != Activation::none;
       Rows z(rows, padded_features(out), 0);
       std::vector<uint8_t> mask(rows * mask_bits(out) / 8, 0xff);
-      const auto epilogue = *find_epilogue(Stage::forward, activation, true, aux);
+      const auto epilogue = *find_epilogue(Pass::fprop, activation, true, aux);
       const bool relu = activation == Activation::relu;
       const auto problem = run(x.matrix(), w.transposed(), y.matrix(), epilogue, b.values.data(),
                                relu ? static_cast<void*>(mask.data()) : z.values.data(),
@@ -113,7 +113,7 @@ void input_gradient_mapping() {
       std::vector<uint8_t> mask(rows * row_bytes);
       for (auto& byte : mask) byte = random();
       const bool aux = activation != Activation::none, relu = activation == Activation::relu;
-      const auto epilogue = *find_epilogue(Stage::input_gradient, activation, aux, aux);
+      const auto epilogue = *find_epilogue(Pass::dgrad, activation, aux, aux);
       run(dz.matrix(), w.matrix(), dx.matrix(), epilogue, db.values.data(),
           relu ? static_cast<void*>(mask.data()) : z.values.data(), relu ? row_bytes * 8 : z.ld);
       for (int64_t i = 0; i < in; ++i) {
@@ -137,9 +137,9 @@ void weight_gradient_mapping() {
   std::mt19937 random(2);
   for (auto [rows, in, out] : shapes) {
     Rows dz(rows, out, 1, &random), x(rows, in, 4, &random), dw(out, in, 0), db(1, out, 0);
-    const auto problem = run(dz.transposed(), x.matrix(), dw.matrix(),
-                             *find_epilogue(Stage::weight_gradient, Activation::none, true, false),
-                             db.values.data());
+    const auto problem =
+        run(dz.transposed(), x.matrix(), dw.matrix(),
+            *find_epilogue(Pass::wgrad, Activation::none, true, false), db.values.data());
     EXPECT(problem.transpose_b && !problem.transpose_a);
     for (int64_t o = 0; o < out; ++o) {
       double sum = 0;
@@ -155,9 +155,9 @@ void weight_gradient_mapping() {
 }
 
 void epilogue_table_is_consistent() {
-  std::set<std::tuple<Stage, Activation, bool, bool>> keys;
+  std::set<std::tuple<Pass, Activation, bool, bool>> keys;
   for (const auto& row : epilogue_table) {
-    EXPECT(keys.emplace(row.stage, row.activation, row.bias, row.aux).second);
+    EXPECT(keys.emplace(row.pass, row.activation, row.bias, row.aux).second);
     // The library's own coding: 2 and 32 are the activations, 4 a bias, 128 an aux buffer, 8 and
     // 64 the derivatives, 16 a bias gradient.
     const auto bits = static_cast<uint32_t>(row.epilogue);
@@ -169,10 +169,10 @@ void epilogue_table_is_consistent() {
     EXPECT(((bits & (8 | 64)) != 0) == is_backward_activation(row.epilogue));
     EXPECT(std::string(name(row.epilogue)) != "?");
   }
-  for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
     for (bool bias : {false, true}) {
       for (bool aux : {false, true}) {
-        EXPECT(!find_epilogue(stage, Activation::gelu_erf, bias, aux));
+        EXPECT(!find_epilogue(pass, Activation::gelu_erf, bias, aux));
       }
     }
   }

@@ -18,7 +18,7 @@
 #include <thread>
 
 using at::Tensor;
-using fused::handover::Note;
+using fused::autograd::handover::Note;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -85,7 +85,7 @@ variable_list run(const Layer& layer, std::function<Tensor(const Tensor&)> actio
 // What an honest consumer does: passes dz on and says so.
 Tensor honest(const Layer& layer, const Tensor& grad) {
   auto dz = grad * layer.slope;
-  fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+  fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
   return dz;
 }
 
@@ -93,7 +93,7 @@ void an_honest_note_is_trusted() {
   const Layer layer;
   const auto want = run(layer, plain);
   EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(fused::autograd::handover::waiting() == 0);
 }
 
 // Trust is really placed in a note: one with a wrong content gives a wrong result, which the
@@ -103,7 +103,7 @@ void a_lie_is_believed_and_found() {
   const auto want = run(layer, plain);
   const auto wrong_dz = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope + 1e-6;
-    fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+    fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
     return dz;
   });
   for (size_t i = 0; i < want.size(); ++i) EXPECT(!same(wrong_dz[i], want[i]));
@@ -111,7 +111,7 @@ void a_lie_is_believed_and_found() {
   const auto bias = torch::randn({5}, torch::kDouble);
   const auto wrong_bias = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope;
-    fused::handover::leave(layer.node(), running_task(), {dz, bias, layer.saved()});
+    fused::autograd::handover::leave(layer.node(), running_task(), {dz, bias, layer.saved()});
     return dz;
   });
   EXPECT(same(wrong_bias[0], want[0]) && same(wrong_bias[1], want[1]));
@@ -121,7 +121,7 @@ void a_lie_is_believed_and_found() {
   others[0] = others[0] * 2;
   const auto wrong_saved = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope;
-    fused::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), others});
+    fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), others});
     return dz;
   });
   EXPECT(!same(wrong_saved[1], want[1]) && same(wrong_saved[1], want[1] * 2));
@@ -143,17 +143,18 @@ void a_stale_note_is_ignored() {
   });
   EXPECT(earlier >= 0);
   for (int task : {-1, earlier, earlier + 1000}) {
-    fused::handover::leave(layer.node(), task, {lie, bias, layer.saved()});
+    fused::autograd::handover::leave(layer.node(), task, {lie, bias, layer.saved()});
   }
   EXPECT(same(run(layer, plain), want));
-  EXPECT(same(
-      run(layer,
-          [&](const Tensor& grad) {
-            fused::handover::leave(other.node(), running_task(), {lie, bias, other.saved()});
-            fused::handover::leave(layer.node(), running_task() + 1, {lie, bias, layer.saved()});
-            return grad;
-          }),
-      want));
+  EXPECT(same(run(layer,
+                  [&](const Tensor& grad) {
+                    fused::autograd::handover::leave(other.node(), running_task(),
+                                                     {lie, bias, other.saved()});
+                    fused::autograd::handover::leave(layer.node(), running_task() + 1,
+                                                     {lie, bias, layer.saved()});
+                    return grad;
+                  }),
+              want));
   // And with a hand-over in that same run.
   EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
 }
@@ -170,7 +171,7 @@ void another_gradient_was_added() {
   const auto handle = layer.y.register_hook([&](const Tensor& grad) { return grad + extra; });
   EXPECT(same(run(layer, consumer), want));
   layer.y.remove_hook(handle);
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(fused::autograd::handover::waiting() == 0);
 }
 
 // The note's own reference keeps the engine from adding in place to the tensor that it names.
@@ -205,11 +206,11 @@ void aborted_runs_leave_nothing() {
     for (const auto& t : leaves) grads.push_back(t.grad());
     return grads;
   };
-  fused::handover::set_enabled(false);
+  fused::autograd::handover::set_enabled(false);
   const auto want = backward();
-  fused::handover::set_enabled(true);
+  fused::autograd::handover::set_enabled(true);
   EXPECT(same(backward(), want));
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(fused::autograd::handover::waiting() == 0);
 
   const auto handle = w2.register_hook([](const Tensor& grad) -> Tensor {
     throw std::runtime_error("on purpose");
@@ -223,35 +224,35 @@ void aborted_runs_leave_nothing() {
       thrown = std::string(error.what()).find("on purpose") != std::string::npos;
     }
     EXPECT(thrown);
-    EXPECT(fused::handover::waiting() == 0);
+    EXPECT(fused::autograd::handover::waiting() == 0);
   }
   w2.remove_hook(handle);
   EXPECT(same(backward(), want));
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(fused::autograd::handover::waiting() == 0);
 }
 
 void notes_are_kept_by_node_and_run() {
   const Layer a, b;
   const auto t = torch::ones({1}), u = torch::zeros({1});
-  EXPECT(!fused::handover::take(a.node(), 1));
-  fused::handover::leave(a.node(), 1, {t, {}, {}});
-  fused::handover::leave(a.node(), 2, {u, {}, {}});
-  EXPECT(fused::handover::waiting() == 2);
-  EXPECT(!fused::handover::take(b.node(), 1));
-  EXPECT(!fused::handover::take(a.node(), 3));
-  EXPECT(fused::handover::take(a.node(), 2)->dz.is_same(u));
-  EXPECT(!fused::handover::take(a.node(), 2));
-  EXPECT(fused::handover::take(a.node(), 1)->dz.is_same(t));
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(!fused::autograd::handover::take(a.node(), 1));
+  fused::autograd::handover::leave(a.node(), 1, {t, {}, {}});
+  fused::autograd::handover::leave(a.node(), 2, {u, {}, {}});
+  EXPECT(fused::autograd::handover::waiting() == 2);
+  EXPECT(!fused::autograd::handover::take(b.node(), 1));
+  EXPECT(!fused::autograd::handover::take(a.node(), 3));
+  EXPECT(fused::autograd::handover::take(a.node(), 2)->dz.is_same(u));
+  EXPECT(!fused::autograd::handover::take(a.node(), 2));
+  EXPECT(fused::autograd::handover::take(a.node(), 1)->dz.is_same(t));
+  EXPECT(fused::autograd::handover::waiting() == 0);
   // A note that nobody shares the tensor of is none of a run that is over: the engine lets go of
   // the tensor as soon as it has added another to it, while the note is still to be read.
-  fused::handover::leave(a.node(), 1, {torch::ones({1}), {}, {}});
-  fused::handover::leave(b.node(), 2, {torch::ones({1}), {}, {}});
-  fused::handover::leave(b.node(), 1, {torch::ones({1}), {}, {}});
-  EXPECT(fused::handover::take(b.node(), 2));
-  EXPECT(fused::handover::take(a.node(), 1));
-  EXPECT(fused::handover::take(b.node(), 1));
-  EXPECT(fused::handover::waiting() == 0);
+  fused::autograd::handover::leave(a.node(), 1, {torch::ones({1}), {}, {}});
+  fused::autograd::handover::leave(b.node(), 2, {torch::ones({1}), {}, {}});
+  fused::autograd::handover::leave(b.node(), 1, {torch::ones({1}), {}, {}});
+  EXPECT(fused::autograd::handover::take(b.node(), 2));
+  EXPECT(fused::autograd::handover::take(a.node(), 1));
+  EXPECT(fused::autograd::handover::take(b.node(), 1));
+  EXPECT(fused::autograd::handover::waiting() == 0);
 
   std::vector<std::thread> threads;
   std::atomic<int> wrong{0};
@@ -260,15 +261,15 @@ void notes_are_kept_by_node_and_run() {
       const auto mine = torch::full({1}, k);
       for (int i = 0; i < 2000; ++i) {
         const auto* node = i % 2 ? a.node() : b.node();
-        fused::handover::leave(node, 10 * k, {mine, {}, {}});
-        const auto note = fused::handover::take(node, 10 * k);
+        fused::autograd::handover::leave(node, 10 * k, {mine, {}, {}});
+        const auto note = fused::autograd::handover::take(node, 10 * k);
         if (!note || !note->dz.is_same(mine)) ++wrong;
       }
     });
   }
   for (auto& thread : threads) thread.join();
   EXPECT(wrong == 0);
-  EXPECT(fused::handover::waiting() == 0);
+  EXPECT(fused::autograd::handover::waiting() == 0);
 }
 
 struct Watcher : torch::autograd::FunctionPreHook {
@@ -285,7 +286,7 @@ std::string asked(const Layer& layer, std::function<void(const Tensor& out)> pre
   std::string answer = "not asked";
   Probe::action = [&](const Tensor& grad) {
     const auto node = torch::autograd::get_current_node();
-    const char* objection = fused::handover::objection(*node);
+    const char* objection = fused::autograd::handover::objection(*node);
     answer = objection ? objection : "";
     return grad;
   };
@@ -300,11 +301,11 @@ void objections() {
   EXPECT(asked({}) == "");
   {
     const Layer layer;
-    fused::handover::set_enabled(false);
-    EXPECT(!fused::handover::enabled());
+    fused::autograd::handover::set_enabled(false);
+    EXPECT(!fused::autograd::handover::enabled());
     EXPECT(asked(layer) == "switched off");
-    fused::handover::set_enabled(true);
-    EXPECT(fused::handover::enabled() && asked(layer) == "");
+    fused::autograd::handover::set_enabled(true);
+    EXPECT(fused::autograd::handover::enabled() && asked(layer) == "");
     EXPECT(asked(layer, {}, true) == "create_graph");
     {
       torch::autograd::DetectAnomalyGuard anomaly(false);
@@ -312,7 +313,8 @@ void objections() {
     }
     const auto node = Probe::apply(layer.y).grad_fn();
     const at::NoGradGuard no_grad;
-    EXPECT(std::string(fused::handover::objection(*node)) == "no run of the eager engine");
+    EXPECT(std::string(fused::autograd::handover::objection(*node)) ==
+           "no run of the eager engine");
   }
   {
     const Layer layer;
@@ -360,7 +362,7 @@ void objection_to_other_consumers() {
   std::vector<std::string> answers;
   Probe::action = [&](const Tensor& grad) {
     const auto node = torch::autograd::get_current_node();
-    const char* objection = fused::handover::objection(*node);
+    const char* objection = fused::autograd::handover::objection(*node);
     answers.push_back(objection ? objection : "");
     return grad;
   };

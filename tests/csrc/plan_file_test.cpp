@@ -16,10 +16,10 @@ namespace {
 
 // ---- decisions ---------------------------------------------------------------------------------
 
-Decision decision(const StageProblem& p, const char* strategy, uint64_t mark = 7) {
+Decision decision(const PassProblem& p, const char* strategy, uint64_t mark = 7) {
   Decision d;
   d.origin = Decision::Origin::measured;
-  d.strategy = find_strategy(p.stage, strategy);
+  d.strategy = find_strategy(p.pass, strategy);
   for (size_t i = 0; i < d.algorithm.bytes.size(); ++i) d.algorithm.bytes[i] = mark << (8 * i);
   d.algorithm.workspace = 4096, d.microseconds = 12.5, d.eager_microseconds = 20;
   return d;
@@ -27,7 +27,7 @@ Decision decision(const StageProblem& p, const char* strategy, uint64_t mark = 7
 
 void the_first_decision_stays() {
   Decisions known(3);
-  const auto p = problem_of(Stage::forward, Activation::relu);
+  const auto p = problem_of(Pass::fprop, Activation::relu);
   EXPECT(!known.find(p));
   EXPECT(known.add(p, decision(p, "epilogue")).strategy->name == std::string("epilogue"));
   EXPECT(known.add(p, decision(p, "aten")).strategy->name == std::string("epilogue"));
@@ -35,7 +35,7 @@ void the_first_decision_stays() {
   EXPECT(known.find(p)->strategy->name == std::string("aten"));
   for (int64_t n = 1; n <= 10; ++n) {
     auto other = p;
-    other.product.n = n;
+    other.matmul.n = n;
     EXPECT(known.add(other, decision(p, "epilogue")).algorithm.workspace == 4096);
   }
   EXPECT(known.is_full() && known.all().size() == 3 && known.find(p));
@@ -62,13 +62,13 @@ void text_comes_back() {
       EXPECT(back && back->first == p);
       d.origin = Decision::Origin::file;
       EXPECT(back && back->second == d);
-      EXPECT(describe(p, d).find(s.name) != std::string::npos);
+      EXPECT(summary(p, d).find(s.name) != std::string::npos);
     }
   }
 }
 
 void text_that_is_no_decision() {
-  const auto p = problem_of(Stage::forward, Activation::relu);
+  const auto p = problem_of(Pass::fprop, Activation::relu);
   const auto line = to_text(p, decision(p, "epilogue"));
   std::vector<std::string> words;
   std::istringstream in(line);
@@ -89,7 +89,7 @@ void text_that_is_no_decision() {
     words[i] = word;
   }
   EXPECT(!from_text(line + " 1") && !from_text("") && !from_text("epilogue"));
-  words[0] = "bgradb";  // of another stage
+  words[0] = "bgradb";  // of another pass
   EXPECT(!from_text(joined()));
 }
 
@@ -98,8 +98,8 @@ void text_that_is_no_decision() {
 PlanFile file_of(int count, int64_t first = 1) {
   PlanFile file{"GPU A", library, {}};
   for (int64_t i = first; i < first + count; ++i) {
-    auto p = problem_of(Stage::forward, Activation::relu);
-    p.product.m = 8 * i;
+    auto p = problem_of(Pass::fprop, Activation::relu);
+    p.matmul.m = 8 * i;
     auto d = decision(p, "epilogue", i);
     d.origin = Decision::Origin::file;
     file.decisions.emplace_back(p, d);

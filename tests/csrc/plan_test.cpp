@@ -19,20 +19,23 @@ constexpr double never = std::numeric_limits<double>::infinity();
 void every_problem_has_a_way() {
   EXPECT(every_problem().size() > 100);
   for (const auto& p : every_problem()) {
-    const auto* by_rule = find_strategy(p.stage, rule(p));
+    const auto* by_rule = find_strategy(p.pass, rule(p));
     EXPECT(by_rule != nullptr);
     std::vector<const Strategy*> ways;
     for (const auto& s : strategies) {
       if (!applies(p, s)) continue;
       ways.push_back(&s);
-      EXPECT(s.stage == p.stage);
+      EXPECT(s.pass == p.pass);
       // What ATen cannot do is written by the library, and the other way round.
-      if (has_step(s, Step::product)) EXPECT(refusal(product_of(p, s), library) == nullptr);
+      if (s.provider == Provider::cublaslt) EXPECT(refusal(matmul_of(p, s), library) == nullptr);
     }
     EXPECT(!ways.empty());
     // Only a bit mask cannot be written without the library.
-    const bool mask_is_written = p.stage == Stage::forward && p.mask;
-    EXPECT(mask_is_written || !has_step(*ways.back(), Step::product));
+    const bool mask_is_written = p.pass == Pass::fprop && p.mask;
+    const auto& fallback = fallback_of(p.pass);
+    EXPECT(mask_is_written || (fallback.provider == Provider::aten && applies(p, fallback)));
+    const auto& eager = eager_of(p, library);
+    EXPECT(mask_is_written || (eager.provider == Provider::aten && applies(p, eager)));
     // What is asked for is done, and once: the activation, the bias.
     for (const auto* s : ways) {
       const bool activation = s->fuses_activation || has_step(*s, Step::own_activation) ||
@@ -45,30 +48,50 @@ void every_problem_has_a_way() {
 }
 
 void names_are_their_own() {
-  std::set<std::pair<Stage, std::string>> names;
+  std::set<std::pair<Pass, std::string>> names;
   for (const auto& s : strategies) {
-    names.emplace(s.stage, s.name);
-    EXPECT(find_strategy(s.stage, s.name) == &s);
+    names.emplace(s.pass, s.name);
+    EXPECT(find_strategy(s.pass, s.name) == &s);
     EXPECT(std::string(s.name).find(' ') == std::string::npos);
   }
   EXPECT(names.size() == std::size(strategies));
-  EXPECT(find_strategy(Stage::forward, "bgradb") == nullptr);
+  EXPECT(find_strategy(Pass::fprop, "bgradb") == nullptr);
+}
+
+void every_pass_has_one_fallback_and_one_eager() {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
+    int fallbacks = 0, eagers = 0;
+    for (const auto& s : strategies) {
+      if (s.pass != pass) continue;
+      EXPECT(s.steps.front() == Step::matmul);
+      const bool both = s.role == Role::eager_fallback;
+      fallbacks += both || s.role == Role::fallback;
+      eagers += both || s.role == Role::eager;
+      if (s.role != Role::candidate) EXPECT(s.provider == Provider::aten);
+    }
+    EXPECT(fallbacks == 1 && eagers == 1);
+  }
+  // Eager applies act' in a kernel of its own, which reads no bit mask.
+  const auto edge = problem_of(Pass::dgrad, Activation::relu);
+  EXPECT(eager_of(edge, library).role == Role::eager);
+  EXPECT(&eager_of(problem_of(Pass::dgrad, Activation::relu, true, true), library) ==
+         &fallback_of(Pass::dgrad));
 }
 
 void what_may_be_done_where() {
-  const auto forward = problem_of(Stage::forward, Activation::gelu_tanh);
+  const auto forward = problem_of(Pass::fprop, Activation::gelu_tanh);
   EXPECT(applies(forward, "epilogue") && applies(forward, "bias+activation"));
-  EXPECT(!applies(problem_of(Stage::forward, Activation::gelu_erf), "epilogue"));
-  EXPECT(!applies(problem_of(Stage::forward), "bias+activation"));
+  EXPECT(!applies(problem_of(Pass::fprop, Activation::gelu_erf), "epilogue"));
+  EXPECT(!applies(problem_of(Pass::fprop), "bias+activation"));
   auto wide = forward;
-  wide.product.type = Type::f32;
+  wide.matmul.type = Type::f32;
   EXPECT(!applies(wide, "epilogue") && applies(wide, "bias+activation"));
   auto padded = forward;
-  padded.aux = true, padded.product.m = 250, padded.product.ld_aux = 256;
+  padded.aux = true, padded.matmul.m = 250, padded.matmul.ld_aux = 256;
   EXPECT(applies(padded, "epilogue") && !applies(padded, "aten"));
 
   const auto edge = [](Activation a, bool bias, bool mask) {
-    return problem_of(Stage::input_gradient, a, bias, mask);
+    return problem_of(Pass::dgrad, a, bias, mask);
   };
   EXPECT(applies(edge(Activation::gelu_tanh, true, false), "d_bgrad"));
   EXPECT(applies(edge(Activation::gelu_tanh, true, false), "aten"));
@@ -80,41 +103,38 @@ void what_may_be_done_where() {
   EXPECT(!applies(edge(Activation::relu, true, true), "aten"));
   EXPECT(!applies(edge(Activation::gelu_erf, true, false), "d+sum"));
   auto thin = edge(Activation::gelu_tanh, true, false);
-  thin.product.k = 1;
+  thin.matmul.k = 1;
   EXPECT(!applies(thin, "d_bgrad") && applies(thin, "product+one_pass"));
 
-  EXPECT(applies(problem_of(Stage::weight_gradient), "bgradb"));
-  EXPECT(!applies(problem_of(Stage::weight_gradient, Activation::none, false), "bgradb"));
-
-  EXPECT(keeps_rule_at_zero(edge(Activation::relu, true, false)));
-  EXPECT(!keeps_rule_at_zero(edge(Activation::relu, true, true)));
+  EXPECT(applies(problem_of(Pass::wgrad), "bgradb"));
+  EXPECT(!applies(problem_of(Pass::wgrad, Activation::none, false), "bgradb"));
 }
 
 void products_are_those_of_the_epilogue() {
-  auto p = problem_of(Stage::forward, Activation::gelu_tanh);
-  p.aux = true, p.product.ld_aux = 264, p.product.align_aux = 5, p.product.align_bias = 2;
-  const auto full = product_of(p, *find_strategy(p.stage, "epilogue"));
+  auto p = problem_of(Pass::fprop, Activation::gelu_tanh);
+  p.aux = true, p.matmul.ld_aux = 264, p.matmul.align_aux = 5, p.matmul.align_bias = 2;
+  const auto full = matmul_of(p, *find_strategy(p.pass, "epilogue"));
   EXPECT(full.epilogue == Epilogue::gelu_aux_bias && full.ld_aux == 264 && full.ldd == 256);
   EXPECT(full.align_aux == 5 && full.align_bias == 2);
   // The product alone writes the pre-activation, to where it is kept.
-  const auto plain = product_of(p, *find_strategy(p.stage, "bias+activation"));
+  const auto plain = matmul_of(p, *find_strategy(p.pass, "bias+activation"));
   EXPECT(plain.epilogue == Epilogue::bias && plain.ldd == 264 && plain.align_d == 5);
   EXPECT(plain.ld_aux == 0 && plain.align_aux == Problem().align_aux);
 
-  p = problem_of(Stage::input_gradient, Activation::gelu_tanh);
-  EXPECT(product_of(p, *find_strategy(p.stage, "d_bgrad")).epilogue == Epilogue::dgelu_bgrad);
-  EXPECT(product_of(p, *find_strategy(p.stage, "d+sum")).epilogue == Epilogue::dgelu);
-  EXPECT(product_of(p, *find_strategy(p.stage, "product+one_pass")).epilogue == Epilogue::identity);
-  p = problem_of(Stage::weight_gradient);
-  EXPECT(product_of(p, *find_strategy(p.stage, "bgradb")).epilogue == Epilogue::bgradb);
-  EXPECT(product_of(p, *find_strategy(p.stage, "product+sum")).epilogue == Epilogue::identity);
+  p = problem_of(Pass::dgrad, Activation::gelu_tanh);
+  EXPECT(matmul_of(p, *find_strategy(p.pass, "d_bgrad")).epilogue == Epilogue::dgelu_bgrad);
+  EXPECT(matmul_of(p, *find_strategy(p.pass, "d+sum")).epilogue == Epilogue::dgelu);
+  EXPECT(matmul_of(p, *find_strategy(p.pass, "product+one_pass")).epilogue == Epilogue::identity);
+  p = problem_of(Pass::wgrad);
+  EXPECT(matmul_of(p, *find_strategy(p.pass, "bgradb")).epilogue == Epilogue::bgradb);
+  EXPECT(matmul_of(p, *find_strategy(p.pass, "product+sum")).epilogue == Epilogue::identity);
 }
 
 void token_counts_share_buckets() {
-  for (auto stage : {Stage::forward, Stage::input_gradient, Stage::weight_gradient}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
     const auto with = [&](int64_t tokens) {
-      auto p = problem_of(stage);
-      (stage == Stage::weight_gradient ? p.product.k : p.product.n) = tokens;
+      auto p = problem_of(pass);
+      (pass == Pass::wgrad ? p.matmul.k : p.matmul.n) = tokens;
       EXPECT(tokens_of(p) == tokens);
       return bucket_of(p, 0);
     };
@@ -122,11 +142,11 @@ void token_counts_share_buckets() {
     EXPECT(!(with(4096) == with(4097)) && !(with(8192) == with(8193)));
     EXPECT(tokens_of(with(5000)) == 8192 && tokens_of(with(1)) == 1);
   }
-  auto p = problem_of(Stage::forward);
+  auto p = problem_of(Pass::fprop);
   const auto first = bucket_of(p, 0);
-  p.product.device = 3, p.deterministic = true;
+  p.matmul.device = 3, p.deterministic = true;
   EXPECT(bucket_of(p, 0) == first && !(bucket_of(p, 3) == first));
-  p.product.m++;  // features are no tokens
+  p.matmul.m++;  // features are no tokens
   EXPECT(!(bucket_of(p, 0) == first));
 }
 
@@ -136,19 +156,19 @@ struct Track {
   std::vector<double> speeds;  // microseconds; infinity: fails
   double noise = 0;
   double lap_cost = 0;  // wall-clock time of a round
-  std::vector<size_t> laps;
+  std::vector<size_t> rounds;
   double now = 0;
   std::mt19937 random{1};
 
-  Race run(size_t incumbent, RaceRules rules = {}) {
-    laps.assign(speeds.size(), 0);
+  Timings run(size_t incumbent, TuningRules rules = {}) {
+    rounds.assign(speeds.size(), 0);
     std::normal_distribution<double> normal(0, 1);
-    return race(
+    return time_in_rounds(
         speeds.size(), incumbent,
         [&](const std::vector<size_t>& running) {
           std::vector<double> times;
           for (const size_t i : running) {
-            ++laps[i];
+            ++rounds[i];
             times.push_back(speeds[i] * (1 + noise * std::abs(normal(random))));
           }
           now += lap_cost;
@@ -164,8 +184,8 @@ void the_fastest_wins() {
     const auto result = track.run(incumbent);
     EXPECT(result.winner == 1 && result.medians[1] == 80 && result.medians[0] == 100);
     // Who is far behind is not asked again, but for the incumbent.
-    EXPECT(track.laps[3] == 1 || incumbent == 3);
-    EXPECT(track.laps[incumbent] >= 5);
+    EXPECT(track.rounds[3] == 1 || incumbent == 3);
+    EXPECT(track.rounds[incumbent] >= 5);
   }
   for (int seed = 0; seed < 50; ++seed) {
     Track noisy{{100, 80, 95, 97}, 0.1};
@@ -190,14 +210,14 @@ void the_incumbent_stays_unless_the_lead_is_clear() {
 
 void who_fails_is_out() {
   Track track{{100, never, 90}};
-  EXPECT(track.run(0).winner == 2 && track.laps[1] == 1);
+  EXPECT(track.run(0).winner == 2 && track.rounds[1] == 1);
   EXPECT((Track{{never, 200}}.run(0).winner) == 1);
   const auto none = Track{{never, never}}.run(1);
   EXPECT(none.winner == 1 && none.medians[1] == never && none.rounds == 1);
 
   // One that ran at first and then no more has no time to show.
   int round = 0;
-  const auto late = race(
+  const auto late = time_in_rounds(
       2, 1,
       [&](const std::vector<size_t>& running) {
         ++round;
@@ -210,7 +230,7 @@ void who_fails_is_out() {
 }
 
 void the_budget_is_kept() {
-  RaceRules rules;
+  TuningRules rules;
   rules.budget_us = 1000;
   Track quick{{10, 11}, 0, 1};
   EXPECT(quick.run(0, rules).rounds == rules.most_rounds);
@@ -228,19 +248,20 @@ SampledErrors error(double mean, double worst, double worst_sum = 0) {
   return {{100 * mean, worst, 1, 100}, {0, worst_sum, 1, 100}};
 }
 
-// Three contenders, the last of them eager's way; by rule the first is taken.
+// Three candidates, the last of them eager's way unless said; by rule the first is taken.
 struct Chooser {
   std::vector<double> speeds;
   std::vector<std::optional<SampledErrors>> errors;
   std::vector<bool> eligible{true, true, true};
+  size_t yardstick = 2;
 
   std::optional<Choice> run() {
-    const auto lap = [&](const std::vector<size_t>& running) {
+    const auto round = [&](const std::vector<size_t>& running) {
       std::vector<double> times;
       for (const size_t i : running) times.push_back(speeds[i]);
       return times;
     };
-    return choose({errors, eligible, 0, 0x1p-7}, lap, [] { return 0.0; }, {});
+    return choose({errors, eligible, 0, yardstick, 0x1p-7}, round, [] { return 0.0; }, {});
   }
 };
 
@@ -255,6 +276,9 @@ void the_chooser_wants_the_fastest_that_is_right() {
   // A rule's own choice may be unsound: eager is what the others are then held against.
   EXPECT((Chooser{{100, never, 120}, {wrong, right, right}}.run()->winner) == 2);
   EXPECT((Chooser{{100, 50, 80}, {right, right, right}, {true, false, true}}.run()->winner) == 2);
+  // Where eager stands among the candidates does not matter.
+  const std::vector<bool> all(3, true);
+  EXPECT((Chooser{{100, 130, 80}, {wrong, right, wrong}, all, 1}.run()->winner) == 1);
   // Nobody to compare with, nobody left, nobody who runs to the end: the caller's rule decides.
   EXPECT(!(Chooser{{100, 50, 80}, {right, right, std::nullopt}}.run()));
   EXPECT(!(Chooser{{100, 50, 80}, {wrong, wrong, right}, {true, true, false}}.run()));
@@ -286,6 +310,7 @@ void errors_are_compared_with_eagers() {
 const Tests tests{
     {"every_problem_has_a_way", every_problem_has_a_way},
     {"names_are_their_own", names_are_their_own},
+    {"one_fallback_and_one_eager", every_pass_has_one_fallback_and_one_eager},
     {"what_may_be_done_where", what_may_be_done_where},
     {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
     {"token_counts_share_buckets", token_counts_share_buckets},

@@ -162,7 +162,7 @@ REASONS = {
 STEPS = []
 for path in sorted((ROOT / "csrc").rglob("*.cpp")):
     text = path.read_text()
-    steps = " ".join(re.findall(r"explain::step\((.*?)\);", text, re.DOTALL))
+    steps = " ".join(re.findall(r"explain::append\((.*?)\);", text, re.DOTALL))
     STEPS += re.findall(r'"([^"]+)"', steps) + re.findall(r'return "(ATen \w+)";', text)
 REASONS["csrc"] = sorted(set(STEPS))
 

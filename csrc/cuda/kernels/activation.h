@@ -3,20 +3,21 @@
 // Our own CUDA kernels: what cuBLASLt's epilogues cannot do, or not fast enough. No tensors here.
 
 #include "core/activation.h"
+#include "core/aux_layout.h"
 #include "gemm/problem.h"
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-namespace fused {
+namespace fused::cuda::kernels {
 
 // y = act(z); y may be z.
 void activation_forward(Activation activation, gemm::Type type, int64_t rows, int64_t cols,
                         const void* z, int64_t ld_z, void* y, int64_t ld_y, cudaStream_t stream);
 
 // ReLU's bit mask of its output, in one pass over memory: 0 where output <= 0, by torch's rule. The
-// mask is contiguous, [rows, gemm::mask_bits(cols) / 8] bytes (composite.h has the layout).
+// mask is contiguous, [rows, mask_bytes(cols)] bytes (reference/linear.h has the layout).
 void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* output, int64_t ld,
                      void* mask, cudaStream_t stream);
 
@@ -43,4 +44,4 @@ int64_t scratch_bytes(const ActivationBackward& args);
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream);
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

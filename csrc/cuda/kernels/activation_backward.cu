@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cuda::kernels {
 namespace {
 
 // Independent loads per thread before the first is used, and blocks that share a multiprocessor:
@@ -158,24 +158,16 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
       launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
                     shape.rows_per_chunk, partials);
     };
-    switch (args.activation) {
-      case Activation::none:
-        launch(kernel_for<T, Activation::none>(shape.vectors));
-        break;
-      case Activation::relu:
-        launch(args.mask ? kernel_for<T, Activation::relu, true>(shape.vectors)
-                         : kernel_for<T, Activation::relu>(shape.vectors));
-        break;
-      case Activation::gelu_tanh:
-        launch(kernel_for<T, Activation::gelu_tanh>(shape.vectors));
-        break;
-      case Activation::gelu_erf:
-        launch(kernel_for<T, Activation::gelu_erf>(shape.vectors));
-        break;
-    }
+    with_activation(args.activation, [&](auto constant) {
+      constexpr Activation act = decltype(constant)::value;
+      if constexpr (act == Activation::relu) {
+        if (args.mask) return launch(kernel_for<T, act, true>(shape.vectors));
+      }
+      launch(kernel_for<T, act>(shape.vectors));
+    });
     if (partials == nullptr) return;
     sum_partials(partials, shape.grid.y, args.cols, static_cast<T*>(args.grad_bias), stream);
   });
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cuda::kernels {
 namespace {
 
 template <typename T, Activation activation, int width>
@@ -43,20 +43,13 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
                                          static_cast<T*>(y), ld_y);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
-    switch (activation) {
-      case Activation::relu:
-        return launch(vectors ? forward_kernel<T, Activation::relu, full>
-                              : forward_kernel<T, Activation::relu, 1>);
-      case Activation::gelu_tanh:
-        return launch(vectors ? forward_kernel<T, Activation::gelu_tanh, full>
-                              : forward_kernel<T, Activation::gelu_tanh, 1>);
-      case Activation::gelu_erf:
-        return launch(vectors ? forward_kernel<T, Activation::gelu_erf, full>
-                              : forward_kernel<T, Activation::gelu_erf, 1>);
-      case Activation::none:
-        return;
-    }
+    with_activation(activation, [&](auto constant) {
+      constexpr Activation act = decltype(constant)::value;
+      if constexpr (act != Activation::none) {
+        launch(vectors ? forward_kernel<T, act, full> : forward_kernel<T, act, 1>);
+      }
+    });
   });
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

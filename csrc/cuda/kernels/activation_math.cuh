@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace fused {
+namespace fused::cuda::kernels {
 
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -127,35 +127,58 @@ __device__ inline Normal<A> normal_at(A z) {
 
 template <Activation activation, bool quick, typename A>
 __device__ inline A activate(A z) {
-  if constexpr (activation == Activation::relu) {
-    return z < A(0) ? A(0) : z;  // NaN stays
-  } else if constexpr (activation == Activation::gelu_tanh) {
-    const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
-    return A(0.5) * z * (A(1) + tanh_of<quick>(inner));
-  } else if constexpr (activation == Activation::gelu_erf) {
-    return z * normal_at<quick>(z).below;
-  } else {
-    return z;
+  switch (activation) {
+    case Activation::none:
+      return z;
+    case Activation::relu:
+      return z < A(0) ? A(0) : z;  // NaN stays
+    case Activation::gelu_tanh: {
+      const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
+      return A(0.5) * z * (A(1) + tanh_of<quick>(inner));
+    }
+    case Activation::gelu_erf:
+      return z * normal_at<quick>(z).below;
   }
+  return z;
 }
 
 // dL/dz from dL/dy; saved is the output for ReLU, the pre-activation for GELU.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activation_gradient(A grad, A saved) {
-  if constexpr (activation == Activation::relu) {
-    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
-  } else if constexpr (activation == Activation::gelu_tanh) {
-    constexpr A beta = 0.7978845608028654, kappa = 0.044715;
-    const A square = saved * saved;
-    const A t = tanh_of<quick>(beta * (saved + kappa * square * saved));
-    const A slope = beta * (A(1) + A(3) * kappa * square);
-    return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
-  } else if constexpr (activation == Activation::gelu_erf) {
-    const auto normal = normal_at<quick>(saved);
-    return grad * (normal.below + saved * normal.density);
-  } else {
-    return grad;
+  switch (activation) {
+    case Activation::none:
+      return grad;
+    case Activation::relu:
+      return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
+    case Activation::gelu_tanh: {
+      constexpr A beta = 0.7978845608028654, kappa = 0.044715;
+      const A square = saved * saved;
+      const A t = tanh_of<quick>(beta * (saved + kappa * square * saved));
+      const A slope = beta * (A(1) + A(3) * kappa * square);
+      return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
+    }
+    case Activation::gelu_erf: {
+      const auto normal = normal_at<quick>(saved);
+      return grad * (normal.below + saved * normal.density);
+    }
   }
+  return grad;
+}
+
+// fn(std::integral_constant<Activation, activation>()): the activation as a constant.
+template <typename Fn>
+auto with_activation(Activation activation, const Fn& fn) {
+  switch (activation) {
+    case Activation::none:
+      return fn(std::integral_constant<Activation, Activation::none>());
+    case Activation::relu:
+      return fn(std::integral_constant<Activation, Activation::relu>());
+    case Activation::gelu_tanh:
+      return fn(std::integral_constant<Activation, Activation::gelu_tanh>());
+    case Activation::gelu_erf:
+      return fn(std::integral_constant<Activation, Activation::gelu_erf>());
+  }
+  TORCH_INTERNAL_ASSERT(false, "no activation");
 }
 
 // Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.
@@ -186,4 +209,4 @@ void with_type(gemm::Type type, const Fn& fn) {
   }
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

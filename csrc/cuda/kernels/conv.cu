@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cuda::kernels {
 namespace {
 
 // The image as a matrix: a column of it has one bias where it is channels-last, else a row.
@@ -192,4 +192,4 @@ void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t strea
   });
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

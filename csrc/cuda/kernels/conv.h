@@ -2,7 +2,7 @@
 
 // Our own CUDA kernels around a convolution. No tensors here. An image is [batch, channels, plane],
 // contiguous, or channels-last: [batch, plane, channels]. (The backward of channels-last images is
-// that of a linear layer's rows, in activation_kernels.h.)
+// that of a linear layer's rows, in activation.h.)
 
 #include "gemm/problem.h"
 
@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-namespace fused {
+namespace fused::cuda::kernels {
 
 struct Image {
   gemm::Type type = gemm::Type::f32;
@@ -38,4 +38,4 @@ int64_t scratch_bytes(const PlanesBackward& args);
 
 void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream);
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

@@ -10,7 +10,7 @@
 #include <array>
 #include <atomic>
 
-namespace fused {
+namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
 
 // Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
@@ -125,4 +125,4 @@ void sum_partials(const Accumulator<T>* partials, int chunks, int64_t cols, T* g
 }
 
 }  // namespace
-}  // namespace fused
+}  // namespace fused::cuda::kernels

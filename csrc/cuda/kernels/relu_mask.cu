@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cuda::kernels {
 namespace {
 
 // Independent loads per thread before the first is used.
@@ -91,7 +91,7 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
   with_type(type, [&](auto element) {
     using T = decltype(element);
     constexpr int full = full_vector<T>;
-    const int64_t bytes_per_row = gemm::mask_bits(cols) / 8;
+    const int64_t bytes_per_row = mask_bytes(cols);
     const dim3 block = block_shape(bytes_per_row);
     const int64_t rows_at_once = int64_t{block.y} * rows_in_flight;
     const dim3 grid((bytes_per_row + block.x - 1) / block.x,
@@ -104,4 +104,4 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
   });
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::kernels

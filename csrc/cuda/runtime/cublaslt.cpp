@@ -6,8 +6,11 @@
 #include <bit>
 #include <limits>
 
-namespace fused::gemm {
+namespace fused::cuda {
 namespace {
+
+using gemm::Epilogue, gemm::Math, gemm::SplitK, gemm::Type;
+using gemm::size_of, gemm::uses_aux, gemm::uses_bias;
 
 static_assert(static_cast<int>(Epilogue::relu_aux_bias) == CUBLASLT_EPILOGUE_RELU_AUX_BIAS);
 static_assert(static_cast<int>(Epilogue::relu_aux) == CUBLASLT_EPILOGUE_RELU_AUX);
@@ -128,8 +131,9 @@ void Descriptors::set_pointers(const Operands& operands) {
   if (aux_) set(operation_.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
 }
 
-std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
-                                  Descriptors& descriptors, const Operands& operands, int most) {
+std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
+                                            Descriptors& descriptors, const Operands& operands,
+                                            int most) {
   // The heuristic reads the alignment of bias and aux off the pointers themselves.
   descriptors.set_pointers(operands);
 
@@ -317,11 +321,11 @@ bool passes_nan(cublasLtHandle_t handle, const Problem& p, Descriptors& descript
   return false;
 }
 
-cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
-                   const Algorithm& algorithm, const Operands& operands, void* workspace,
-                   cudaStream_t stream) {
+cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                      const Algorithm& algorithm, const Operands& operands, void* workspace,
+                      cudaStream_t stream) {
   return run_scaled(handle, problem, descriptors, descriptors.b(), descriptors.d(), algorithm,
                     operands, 1, workspace, stream);
 }
 
-}  // namespace fused::gemm
+}  // namespace fused::cuda

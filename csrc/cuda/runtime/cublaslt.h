@@ -2,7 +2,7 @@
 
 // cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
 
-#include "plans/decisions.h"
+#include "gemm/algorithm.h"
 #include "gemm/problem.h"
 
 #include <cublasLt.h>
@@ -11,7 +11,9 @@
 #include <optional>
 #include <vector>
 
-namespace fused::gemm {
+namespace fused::cuda {
+
+using gemm::Algorithm, gemm::Operands, gemm::Problem;
 
 // The library's view of a problem. Pointers are set again before every run, so one object must
 // not be used by two threads at once.
@@ -41,8 +43,9 @@ class Descriptors {
 
 // What the library's heuristic offers for the problem, best guess first, without the algorithms
 // known to be wrong; empty where it supports nothing. Not to be called while a stream captures.
-std::vector<Algorithm> candidates(cublasLtHandle_t handle, const Problem& problem,
-                                  Descriptors& descriptors, const Operands& operands, int most);
+std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
+                                            Descriptors& descriptors, const Operands& operands,
+                                            int most);
 
 // The algorithm with the workspace that it needs for this very problem; nothing where it cannot be
 // used for it. Launches nothing and may be called while a stream captures.
@@ -63,8 +66,8 @@ bool passes_nan(cublasLtHandle_t handle, const Problem& problem, Descriptors& de
                 cudaStream_t stream);
 
 // d = epilogue(a · b); the workspace holds algorithm.workspace bytes.
-cublasStatus_t run(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
-                   const Algorithm& algorithm, const Operands& operands, void* workspace,
-                   cudaStream_t stream);
+cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                      const Algorithm& algorithm, const Operands& operands, void* workspace,
+                      cudaStream_t stream);
 
-}  // namespace fused::gemm
+}  // namespace fused::cuda

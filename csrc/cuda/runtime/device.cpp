@@ -9,7 +9,7 @@
 #include <mutex>
 #include <sstream>
 
-namespace fused {
+namespace fused::cuda {
 namespace {
 
 constexpr int most_devices = 64;
@@ -116,9 +116,16 @@ const plans::Machine& machine_of(int device) { return device_of(device).machine;
 
 std::mutex& measuring(int device) { return device_of(device).measuring; }
 
-std::optional<plans::Machine> plans::machine(int device) {
-  if (c10::cuda::device_count() == 0) return std::nullopt;
-  return machine_of(device < 0 ? c10::cuda::current_device() : device);
-}
+namespace {
 
-}  // namespace fused
+[[maybe_unused]] const bool tells_machine = [] {
+  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
+    if (c10::cuda::device_count() == 0) return std::nullopt;
+    return machine_of(device < 0 ? c10::cuda::current_device() : device);
+  });
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace fused::cuda

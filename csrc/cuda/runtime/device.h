@@ -1,6 +1,6 @@
 #pragma once
 
-// What the stages need of the process and the device: handles, settings, scratch memory.
+// What the passes need of the process and the device: handles, settings, scratch memory.
 
 #include "gemm/problem.h"
 #include "plans/registry.h"
@@ -14,7 +14,7 @@
 #include <mutex>
 #include <optional>
 
-namespace fused {
+namespace fused::cuda {
 
 std::optional<gemm::Type> gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
@@ -38,6 +38,16 @@ std::mutex& measuring(int device);
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<c10::ScalarType> type = {},
                  std::optional<at::MemoryFormat> format = {});
+
+// Allocates results (core/shapes.h).
+struct Allocator {
+  using Int = int64_t;
+  static at::IntArrayRef sizes(const at::Tensor& tensor) { return tensor.sizes(); }
+  static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
+                          std::optional<c10::ScalarType> dtype = {}) {
+    return cuda::empty(sizes, like, dtype);
+  }
+};
 
 // Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs, and given back to
 // the stream's pool at once.
@@ -76,4 +86,4 @@ class Scratch {
   void* data_ = nullptr;
 };
 
-}  // namespace fused
+}  // namespace fused::cuda

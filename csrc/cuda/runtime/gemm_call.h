@@ -1,54 +1,44 @@
 #pragma once
 
-// A stage of a layer on a GPU: its operands as matrices, made a problem, planned and run.
+// A pass of a layer on a GPU: its operands as matrices, made a problem.
 
-#include "cuda/runtime/prepared_plan.h"
 #include "gemm/strategy.h"
 
 #include <ATen/core/Tensor.h>
-#include <cuda_runtime_api.h>
 
-namespace fused {
+namespace fused::cuda {
 
-using at::Tensor;
+using gemm::Matrix, gemm::Operands, gemm::Pass, gemm::PassProblem, gemm::Provider, gemm::Step,
+    gemm::Strategy;
 
 // A tensor read as a matrix, in place wherever its strides allow.
 struct Operand {
-  gemm::Matrix matrix;
+  Matrix matrix;
   Tensor copy;  // keeps it alive where they did not
 };
 Operand rows_of(const Tensor& tensor);  // [*, cols] -> [rows, cols]
-gemm::Matrix transposed(const gemm::Matrix& matrix);
+Matrix transposed(const Matrix& matrix);
 
-struct StageCall {
-  gemm::StageProblem problem;
-  gemm::Matrix left, right;  // of the product, as meant
-  gemm::Matrix result;       // rows of unit stride
-  gemm::Matrix aux;  // forward: written, if problem.aux; input gradient: what act' is read from
-  void* bias;        // read forward, its gradient written backward; or nullptr
+struct PassCall {
+  PassProblem problem;
+  Matrix left, right;  // of the product, as meant
+  Matrix result;       // rows of unit stride
+  Matrix aux;          // forward: written, if problem.aux; input gradient: what act' is read from
+  void* bias;          // read forward, its gradient written backward; or nullptr
 };
 
-// Completes the call: `problem` holds the stage, the activation and the flags, the matrices and the
+// Completes the call: `problem` holds the pass, the activation and the flags, the matrices and the
 // bias are set.
-void describe(StageCall& call, gemm::Type type, int device);
+void complete(PassCall& call, gemm::Type type, int device);
 
 // The product's operands under a strategy.
-gemm::Operands operands_of(const StageCall& call, const gemm::Strategy& strategy);
+Operands operands_of(const PassCall& call, const Strategy& strategy);
 
-// The matrix whose column sums are the stage's bias gradient.
-gemm::Matrix summed(const StageCall& call);
+// The matrix whose column sums are the pass's bias gradient.
+Matrix summed(const PassCall& call);
 
-// Runs the stage on the current stream of the current device. False, with nothing done, only for a
-// forward that writes aux where neither the library nor ATen can: a mask, or padded rows.
-bool run(const StageCall& call);
+// Where the matrix product leaves its result: the pre-activation, if it is kept, is not overwritten
+// by the activation.
+const Matrix& matmul_result(const PassCall& call, const Strategy& strategy);
 
-// One strategy, its product by the algorithm. The steps of `plan`; false where the product does not
-// run, and nothing after it has then.
-bool execute(const StageCall& call, gemm::Plan& plan, void* workspace, cudaStream_t stream);
-
-// matrix's column sums; act'(saved) · grad and its column sums. Either of dz and sums may be null;
-// dz, contiguous rows, may be grad itself.
-void one_pass(const gemm::Matrix& grad, const gemm::Matrix& saved, bool mask, Activation activation,
-              gemm::Type type, void* dz, void* sums);
-
-}  // namespace fused
+}  // namespace fused::cuda

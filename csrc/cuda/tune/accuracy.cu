@@ -1,13 +1,14 @@
-#include "cuda/tune/accuracy.h"
 #include "cuda/kernels/activation_math.cuh"
+#include "cuda/tune/accuracy.h"
 
 #include <algorithm>
 
-namespace fused {
+namespace fused::cuda::tune {
 namespace {
 
 using gemm::Matrix;
-using gemm::SampledError;
+using kernels::widen, kernels::with_type;
+using plans::SampledError;
 
 constexpr int warp = 32;
 constexpr int threads = 256;
@@ -55,11 +56,11 @@ __device__ double activated(Activation activation, double z) {
     case Activation::none:
       return z;
     case Activation::relu:
-      return activate<Activation::relu, false>(z);
+      return kernels::activate<Activation::relu, false>(z);
     case Activation::gelu_tanh:
-      return activate<Activation::gelu_tanh, false>(z);
+      return kernels::activate<Activation::gelu_tanh, false>(z);
     case Activation::gelu_erf:
-      return activate<Activation::gelu_erf, false>(z);
+      return kernels::activate<Activation::gelu_erf, false>(z);
   }
   return z;
 }
@@ -69,11 +70,11 @@ __device__ double gradient(Activation activation, double grad, double at) {
     case Activation::none:
       return grad;
     case Activation::relu:
-      return activation_gradient<Activation::relu, false, double>(grad, at);
+      return kernels::activation_gradient<Activation::relu, false, double>(grad, at);
     case Activation::gelu_tanh:
-      return activation_gradient<Activation::gelu_tanh, false, double>(grad, at);
+      return kernels::activation_gradient<Activation::gelu_tanh, false, double>(grad, at);
     case Activation::gelu_erf:
-      return activation_gradient<Activation::gelu_erf, false, double>(grad, at);
+      return kernels::activation_gradient<Activation::gelu_erf, false, double>(grad, at);
   }
   return grad;
 }
@@ -129,7 +130,8 @@ int blocks_for(int samples) { return (samples * warp + threads - 1) / threads; }
 
 }  // namespace
 
-void sample_errors(const AccuracySample& sample, gemm::SampledErrors* errors, cudaStream_t stream) {
+void sample_errors(const AccuracySample& sample, plans::SampledErrors* errors,
+                   cudaStream_t stream) {
   with_type(sample.type, [&](auto element) {
     using T = decltype(element);
     const int elements = samples_for(sample.left.cols, 2048);
@@ -143,4 +145,4 @@ void sample_errors(const AccuracySample& sample, gemm::SampledErrors* errors, cu
   });
 }
 
-}  // namespace fused
+}  // namespace fused::cuda::tune

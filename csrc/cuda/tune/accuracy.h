@@ -1,6 +1,6 @@
 #pragma once
 
-// The error of a stage's results against fp64, at some of their elements.
+// The error of a pass's results against fp64, at some of their elements.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -8,7 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
-namespace fused {
+namespace fused::cuda::tune {
 
 struct AccuracySample {
   gemm::Type type = gemm::Type::f32;
@@ -26,6 +26,6 @@ struct AccuracySample {
 
 // Adds the errors of some thousand elements, and of some hundred sums, to *errors, which is on the
 // device and zero at first. An element that is not finite where it should be is not counted.
-void sample_errors(const AccuracySample& sample, gemm::SampledErrors* errors, cudaStream_t stream);
+void sample_errors(const AccuracySample& sample, plans::SampledErrors* errors, cudaStream_t stream);
 
-}  // namespace fused
+}  // namespace fused::cuda::tune

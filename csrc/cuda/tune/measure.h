@@ -1,6 +1,6 @@
 #pragma once
 
-// Which strategy and algorithm is the fastest for a stage, on this very device: tried on the call's
+// Which strategy and algorithm is the fastest for a pass, on this very device: tried on the call's
 // own operands, with scratch memory for all that is written.
 
 #include "cuda/runtime/gemm_call.h"
@@ -8,12 +8,12 @@
 
 #include <optional>
 
-namespace fused {
+namespace fused::cuda::tune {
 
 // The winner, remembered under `bucket`; nothing where it could not be found out now (too little
 // memory), and the step then goes on by rule. Nothing but time passes for the caller: results,
 // random numbers, the allocator and the order of the stream are as if it had not been called.
-std::optional<gemm::Decision> measure(const StageCall& call, const gemm::StageProblem& bucket,
-                                      const std::optional<gemm::Decision>& by_rule);
+std::optional<plans::Decision> measure(const PassCall& call, const PassProblem& bucket,
+                                       const std::optional<plans::Decision>& by_rule);
 
-}  // namespace fused
+}  // namespace fused::cuda::tune

@@ -1,0 +1,102 @@
+// The C++ API: typed calls through the dispatcher.
+
+#include "dispatch/signatures.h"
+#include "fused_linear.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace fused {
+namespace {
+
+using dispatch::Pair, dispatch::Triple, dispatch::Quadruple;
+
+template <typename Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = find<dispatch::Linear>("fused::linear");
+  return op.call(input, weight, bias);
+}
+
+Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   std::string_view memory) {
+  static const auto op = find<dispatch::LinearRelu>("fused::linear_relu");
+  return op.call(input, weight, bias, memory);
+}
+
+Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   std::string_view approximate, std::string_view memory) {
+  static const auto op = find<dispatch::LinearGelu>("fused::linear_gelu");
+  return op.call(input, weight, bias, approximate, memory);
+}
+
+Tensor mlp(const Tensor& input, at::TensorList weights,
+           const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
+           std::string_view memory) {
+  static const auto op = find<dispatch::Mlp>("fused::mlp");
+  return op.call(input, weights, biases, activation, memory);
+}
+
+Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                   int64_t groups) {
+  return conv2d_relu_symint(input, weight, bias, c10::fromIntArrayRefSlow(stride),
+                            c10::fromIntArrayRefSlow(padding), c10::fromIntArrayRefSlow(dilation),
+                            groups);
+}
+
+Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
+                          const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
+                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                          c10::SymInt groups) {
+  static const auto op = find<dispatch::Conv2dRelu>("fused::conv2d_relu");
+  return op.call(input, weight, bias, stride, padding, dilation, std::move(groups));
+}
+
+namespace steps {
+
+Pair linear_relu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = find<dispatch::LinearReluAux>("fused::_linear_relu_aux");
+  return op.call(input, weight, bias);
+}
+
+Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                     std::string_view approximate) {
+  static const auto op = find<dispatch::LinearGeluAux>("fused::_linear_gelu_aux");
+  return op.call(input, weight, bias, approximate);
+}
+
+Tensor relu_mask(const Tensor& output) {
+  static const auto op = find<dispatch::ReluMask>("fused::_relu_mask");
+  return op.call(output);
+}
+
+Pair activation_backward(const Tensor& grad_output, const Tensor& saved, Activation activation,
+                         bool bias_grad) {
+  static const auto op = find<dispatch::ActivationBackward>("fused::_activation_backward");
+  return op.call(grad_output, saved, name(activation), bias_grad);
+}
+
+Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+  static const auto op = find<dispatch::ChannelsReluBackward>("fused::_channels_relu_backward");
+  return op.call(grad_output, output, bias_grad);
+}
+
+Triple linear_backward(const LinearBackward& layer) {
+  static const auto op = find<dispatch::LinearBackward>("fused::_linear_backward");
+  return op.call(layer.grad_output, layer.input, layer.weight, layer.saved, name(layer.activation),
+                 layer.wanted);
+}
+
+Quadruple linear_backward_across(const LinearBackward& layer, const PreviousLayer& previous) {
+  static const auto op = find<dispatch::LinearBackwardAcross>("fused::_linear_backward_across");
+  return op.call(layer.grad_output, layer.input, layer.weight, layer.saved, name(layer.activation),
+                 layer.wanted, previous.saved, name(previous.activation), previous.bias_grad);
+}
+
+}  // namespace steps
+}  // namespace fused

@@ -1,0 +1,73 @@
+#pragma once
+
+// act and act' in ATen: every room that computes them with ATen's operators calls these.
+
+#include "core/activation.h"
+
+#include <ATen/ATen.h>
+
+namespace fused {
+
+// Differentiable.
+inline Tensor activate(const Tensor& preactivation, Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return preactivation;
+    case Activation::relu:
+      return at::relu(preactivation);
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return at::gelu(preactivation, approximate_of(activation));
+  }
+  return preactivation;
+}
+
+// Into `output`, which may be the pre-activation itself.
+inline void activate_out(Tensor output, const Tensor& preactivation, Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      if (!output.is_same(preactivation)) output.copy_(preactivation);
+      return;
+    case Activation::relu:
+      at::clamp_min_out(output, preactivation, 0);  // what at::relu is, with NaN passed on
+      return;
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      at::gelu_out(output, preactivation, approximate_of(activation));
+      return;
+  }
+}
+
+// act'(saved) · grad_output, differentiable; saved is what saved_for(activation) names.
+inline Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      return grad_output;
+    case Activation::relu:
+      return at::threshold_backward(grad_output, saved, 0);
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      return at::gelu_backward(grad_output, saved, approximate_of(activation));
+  }
+  return grad_output;
+}
+
+// The same into `dz`, which may be grad_output itself.
+inline void activation_gradient_out(Tensor dz, const Tensor& grad_output, const Tensor& saved,
+                                    Activation activation) {
+  switch (activation) {
+    case Activation::none:
+      if (!dz.is_same(grad_output)) dz.copy_(grad_output);
+      return;
+    case Activation::relu:
+      at::threshold_backward_out(dz, grad_output, saved, 0);
+      return;
+    case Activation::gelu_tanh:
+    case Activation::gelu_erf:
+      at::gelu_backward_out(dz, grad_output, saved, approximate_of(activation));
+      return;
+  }
+}
+
+}  // namespace fused

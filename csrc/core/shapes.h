@@ -1,0 +1,91 @@
+#pragma once
+
+// The shape, dtype and strides of every result: what Meta promises and CPU and CUDA allocate. An
+// allocator has `Int`, int64_t or torch's symbolic integer, `sizes(tensor)` and
+// `empty(sizes, like, dtype)`.
+
+#include "core/activation.h"
+#include "core/aux_layout.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <optional>
+#include <type_traits>
+
+namespace fused {
+
+using OptionalType = std::optional<at::ScalarType>;
+
+struct ConcreteAllocator {
+  using Int = int64_t;
+  static at::IntArrayRef sizes(const Tensor& tensor) { return tensor.sizes(); }
+  static Tensor empty(at::IntArrayRef sizes, const Tensor& like, OptionalType dtype = {}) {
+    return at::empty(sizes, like.options().dtype(dtype.value_or(like.scalar_type())));
+  }
+};
+
+struct SymbolicAllocator {
+  using Int = c10::SymInt;
+  static c10::SymIntArrayRef sizes(const Tensor& tensor) { return tensor.sym_sizes(); }
+  static Tensor empty(c10::SymIntArrayRef sizes, const Tensor& like, OptionalType dtype = {}) {
+    return at::empty_symint(sizes, like.options().dtype(dtype.value_or(like.scalar_type())));
+  }
+};
+
+template <class Allocator>
+struct Shapes {
+  using Int = typename Allocator::Int;
+
+  // [*, features], with the leading dimensions of `like`
+  static Tensor rows(const Tensor& like, const Int& features, OptionalType dtype = {}) {
+    c10::SmallVector<Int, 5> sizes(Allocator::sizes(like).begin(), Allocator::sizes(like).end());
+    sizes.back() = features;
+    return Allocator::empty(sizes, like, dtype);
+  }
+
+  static Int features(const Tensor& tensor) { return Allocator::sizes(tensor).back(); }
+
+  static Tensor output(const Tensor& input, const Tensor& weight) {
+    return rows(input, Allocator::sizes(weight).front());
+  }
+
+  static Tensor mask(const Tensor& output) {
+    return rows(output, mask_bytes(features(output)), at::kByte);
+  }
+
+  // The padding of the rows is hidden in the strides.
+  static Tensor preactivation(const Tensor& output) {
+    const auto wanted = features(output), padded = padded_features(wanted);
+    const auto buffer = rows(output, padded);
+    if constexpr (std::is_same_v<Int, int64_t>) {
+      if (wanted == padded) return buffer;  // symbols are not compared
+    }
+    return buffer.narrow_symint(-1, 0, wanted);
+  }
+
+  // What a forward that is asked for it gives beside the output.
+  static Tensor aux(const Tensor& output, Activation activation) {
+    return saved_for(activation) == Saved::output ? mask(output) : preactivation(output);
+  }
+
+  // A vector, of no elements where it is not wanted.
+  static Tensor vector(const Tensor& like, const Int& features, bool wanted = true) {
+    const std::array<Int, 1> sizes{wanted ? features : Int(0)};
+    return Allocator::empty(sizes, like);
+  }
+  static Tensor unwanted(const Tensor& like) { return vector(like, 0, false); }
+
+  static Tensor grad_input(const Tensor& input, bool wanted) {
+    return wanted ? rows(input, features(input)) : unwanted(input);
+  }
+  static Tensor grad_weight(const Tensor& weight, bool wanted) {
+    return wanted ? Allocator::empty(Allocator::sizes(weight), weight) : unwanted(weight);
+  }
+  static Tensor grad_bias(const Tensor& weight, bool wanted) {
+    return vector(weight, Allocator::sizes(weight).front(), wanted);
+  }
+};
+
+}  // namespace fused

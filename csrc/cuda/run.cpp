@@ -1,0 +1,27 @@
+#include "cuda/run.h"
+
+#include "core/explain.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/execute.h"
+#include "cuda/tune/decide.h"
+
+#include <ATen/cuda/CUDAContext.h>
+
+namespace fused::cuda {
+
+bool run(const PassCall& call) {
+  std::optional<Plan> spare;  // for this call only
+  auto* plan = known_plan(call.problem);
+  if (plan == nullptr) plan = tune::make_plan(call, spare);
+  if (plan == nullptr) return false;
+  if (!plan->remark.empty()) explain::append(plan->remark.c_str());
+  const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
+  const Workspace workspace(plan->algorithm.workspace);
+  if (execute(call, *plan, workspace.data(), stream)) return true;
+  // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
+  TORCH_WARN_ONCE("fused: cuBLASLt failed on ", plan->matmul, "; eager's way is taken");
+  spare = tune::fallback_plan(call.problem, "the library failed");
+  return spare && execute(call, *spare, nullptr, stream);
+}
+
+}  // namespace fused::cuda

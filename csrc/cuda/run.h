@@ -1,0 +1,13 @@
+#pragma once
+
+// A pass of a layer on a GPU: planned, and run.
+
+#include "cuda/runtime/gemm_call.h"
+
+namespace fused::cuda {
+
+// Runs the pass on the current stream of the current device. False, with nothing done, only for a
+// forward that writes aux where neither the library nor ATen can: a mask, or padded rows.
+bool run(const PassCall& call);
+
+}  // namespace fused::cuda

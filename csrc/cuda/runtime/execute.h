@@ -1,0 +1,20 @@
+#pragma once
+
+// A pass done by a plan: the matrix product and the steps around it.
+
+#include "cuda/runtime/gemm_call.h"
+#include "cuda/runtime/prepared_plan.h"
+
+#include <cuda_runtime_api.h>
+
+namespace fused::cuda {
+
+// Runs the steps of `plan`; false where the product does not run, and nothing after it has then.
+bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream);
+
+// matrix's column sums; act'(saved) · grad and its column sums. Either of dz and sums may be null;
+// dz, contiguous rows, may be grad itself.
+void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
+              gemm::Type type, void* dz, void* sums);
+
+}  // namespace fused::cuda

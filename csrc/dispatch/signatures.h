@@ -1,0 +1,71 @@
+#pragma once
+
+// The operators' signatures as the dispatcher has them, and functions over structs in that form.
+
+#include "core/activation.h"
+#include "fused_linear.h"
+
+#include <ATen/core/List.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace fused::dispatch {
+
+using OptionalTensor = std::optional<Tensor>;
+using Pair = std::tuple<Tensor, Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
+using LinearRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
+using LinearGelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                          std::string_view);
+using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
+                   std::string_view, std::string_view);
+using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
+                          c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
+using LinearReluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
+using LinearGeluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
+using ReluMask = Tensor(const Tensor&);
+using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
+using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
+using LinearBackward = Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                              std::string_view, std::array<bool, 3>);
+using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,
+                                       const OptionalTensor&, std::string_view, std::array<bool, 3>,
+                                       const Tensor&, std::string_view, bool);
+
+// `fn` takes the activation as a value, and structs for what belongs together.
+template <auto fn>
+Pair flat_activation_backward(const Tensor& grad_output, const Tensor& saved,
+                              std::string_view activation, bool bias_grad) {
+  return fn(grad_output, saved, parse_activation("_activation_backward", activation), bias_grad);
+}
+
+template <auto fn>
+Triple flat_linear_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                            const OptionalTensor& saved, std::string_view activation,
+                            std::array<bool, 3> wanted) {
+  return fn({grad_output, input, weight, saved, parse_activation("_linear_backward", activation),
+             wanted});
+}
+
+template <auto fn>
+Quadruple flat_linear_backward_across(const Tensor& grad_output, const Tensor& input,
+                                      const Tensor& weight, const OptionalTensor& saved,
+                                      std::string_view activation, std::array<bool, 3> wanted,
+                                      const Tensor& previous_saved,
+                                      std::string_view previous_activation,
+                                      bool previous_bias_grad) {
+  constexpr auto op = "_linear_backward_across";
+  return fn(
+      {grad_output, input, weight, saved, parse_activation(op, activation), wanted},
+      {previous_saved, parse_hidden_activation(op, "previous_activation", previous_activation),
+       previous_bias_grad});
+}
+
+}  // namespace fused::dispatch

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace fused::gemm {
+
+// cuBLASLt's description of an algorithm: plain bytes, valid for one version of the library, on any
+// device of the architecture that it was found for.
+struct Algorithm {
+  std::array<uint64_t, 8> bytes{};
+  int64_t workspace = 0;
+
+  bool operator==(const Algorithm&) const = default;
+};
+
+}  // namespace fused::gemm
