@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .activations import ACTIVATIONS
+
 # What torch.onnx.export writes unless told otherwise.
 _DEFAULT_OPSET = 20
 
@@ -81,9 +83,8 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         return op.Mul(x, op.Mul(number(0.5), op.Add(bracket, number(1.0))))
 
     def activate(x, activation: str):
-        if activation == "relu":
-            return op.Relu(x)
-        return gelu(x, {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation])
+        approximate = ACTIVATIONS[activation].approximate
+        return op.Relu(x) if approximate is None else gelu(x, approximate)
 
     def convolution(input, weight, bias, stride, padding, dilation, groups):
         def pair(numbers):

@@ -1,9 +1,28 @@
 """How the work is to be done: process-wide choices."""
 
+from typing import Any
+
 import torch
 
 
-class set_policy:
+class _Switch:
+    """A process-wide setting: set by making the object, put back at the end of a ``with``."""
+
+    _get: str
+    _set: str
+
+    def __init__(self, value: Any) -> None:
+        self.previous = getattr(torch.ops.fused, self._get)()
+        getattr(torch.ops.fused, self._set)(value)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        getattr(torch.ops.fused, self._set)(self.previous)
+
+
+class set_policy(_Switch):
     """Chooses how the fused operators do their work, for the whole process.
 
     A plain call sets it; as a context manager it is put back at the end::
@@ -27,15 +46,10 @@ class set_policy:
         ValueError: the name is not one of these.
     """
 
+    _get, _set = "_policy", "_set_policy"
+
     def __init__(self, policy: str) -> None:
-        self.previous = get_policy()
-        torch.ops.fused._set_policy(policy)
-
-    def __enter__(self) -> "set_policy":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        torch.ops.fused._set_policy(self.previous)
+        super().__init__(policy)
 
 
 def get_policy() -> str:
@@ -43,7 +57,7 @@ def get_policy() -> str:
     return torch.ops.fused._policy()
 
 
-class handover:
+class handover(_Switch):
     """Switches on or off whether separate fused layers hand gradients over to each other.
 
     In ``loss.backward()`` a fused layer whose input came straight from another fused layer applies
@@ -59,18 +73,13 @@ class handover:
         enabled: whether to hand over.
     """
 
+    _get, _set = "_handover", "_set_handover"
+
     def __init__(self, enabled: bool) -> None:
-        self.previous = torch.ops.fused._handover()
-        torch.ops.fused._set_handover(enabled)
-
-    def __enter__(self) -> "handover":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        torch.ops.fused._set_handover(self.previous)
+        super().__init__(enabled)
 
 
-class pack_weights:
+class pack_weights(_Switch):
     """Switches on or off whether weights are kept as a CPU likes to multiply with them best.
 
     oneDNN multiplies with a weight in a layout of its own. With this switched on, a copy in that
@@ -93,12 +102,7 @@ class pack_weights:
         enabled: whether to pack.
     """
 
+    _get, _set = "_pack_weights", "_set_pack_weights"
+
     def __init__(self, enabled: bool) -> None:
-        self.previous = torch.ops.fused._pack_weights()
-        torch.ops.fused._set_pack_weights(enabled)
-
-    def __enter__(self) -> "pack_weights":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        torch.ops.fused._set_pack_weights(self.previous)
+        super().__init__(enabled)

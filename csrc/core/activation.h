@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <iterator>
-#include <string>
+#include <sstream>
 #include <string_view>
 
 namespace fused {
@@ -32,15 +32,14 @@ inline const char* name(Activation activation) {
 // From the schema's text. A hidden activation stands between two layers and cannot be none.
 inline Activation parse_activation(const char* op, std::string_view text,
                                    const char* what = "activation", bool hidden = false) {
-  std::string expected;
+  std::ostringstream expected;
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
     if (text == name(activation)) return activation;
-    const bool last = activation == std::end(activations)[-1];
-    expected += expected.empty() ? "'" : last ? " or '" : ", '";
-    expected += std::string(name(activation)) + "'";
+    const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
+    expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected, ", got '", text, "'");
+  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'");
 }
 
 inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {

@@ -76,35 +76,21 @@ inline constexpr std::optional<Epilogue> find_epilogue(Pass pass, Activation act
   return std::nullopt;
 }
 
-inline constexpr const char* name(Epilogue epilogue) {
+inline constexpr const EpilogueRow& row_of(Epilogue epilogue) {
   for (const auto& row : epilogue_table) {
-    if (row.epilogue == epilogue) return row.name;
+    if (row.epilogue == epilogue) return row;
   }
-  return "?";
+  return epilogue_table[0];  // never: every epilogue has a row
 }
 
-inline constexpr bool uses_bias(Epilogue epilogue) {
-  for (const auto& row : epilogue_table) {
-    if (row.epilogue == epilogue) return row.bias;
-  }
-  return false;
-}
-
-inline constexpr bool uses_aux(Epilogue epilogue) {
-  for (const auto& row : epilogue_table) {
-    if (row.epilogue == epilogue) return row.aux;
-  }
-  return false;
-}
-
+inline constexpr const char* name(Epilogue epilogue) { return row_of(epilogue).name; }
+inline constexpr bool uses_bias(Epilogue epilogue) { return row_of(epilogue).bias; }
+inline constexpr bool uses_aux(Epilogue epilogue) { return row_of(epilogue).aux; }
 inline constexpr bool is_backward_activation(Epilogue epilogue) {
-  return epilogue == Epilogue::drelu || epilogue == Epilogue::drelu_bgrad ||
-         epilogue == Epilogue::dgelu || epilogue == Epilogue::dgelu_bgrad;
+  return row_of(epilogue).pass == Pass::dgrad && uses_aux(epilogue);
 }
-
 inline constexpr bool has_relu_mask(Epilogue epilogue) {
-  return epilogue == Epilogue::relu_aux || epilogue == Epilogue::relu_aux_bias ||
-         epilogue == Epilogue::drelu || epilogue == Epilogue::drelu_bgrad;
+  return row_of(epilogue).activation == Activation::relu && uses_aux(epilogue);
 }
 
 }  // namespace fused::gemm

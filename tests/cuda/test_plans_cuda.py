@@ -91,7 +91,7 @@ def test_a_problem_is_measured_once(capfd):
         said = capfd.readouterr().err
     finally:
         plans.verbose(0)
-    assert said.count("fused: forward relu bias bf16 128x64x96: ") == 1
+    assert said.count("fused: fprop relu bias bf16 128x64x96: ") == 1
     assert "candidates sound" in said and "measured" in said
     tfl.linear_relu(*random_case(256, 64, 96, torch.bfloat16, "cuda").inputs)
     assert capfd.readouterr().err == ""
@@ -358,7 +358,7 @@ def test_too_little_memory_to_measure_is_survived(tmp_path):
     out, err, got = run_step(
         tmp_path / "b", LD_PRELOAD=str(library), TORCH_FUSED_LINEAR_VERBOSE="1"
     )
-    assert "refused" in err and "not measured, by rule: forward gelu_tanh" in err
+    assert "refused" in err and "not measured, by rule: fprop gelu_tanh" in err
     assert "measured" not in out and out == with_memory
     assert all(map(torch.equal, got, want))
 

@@ -17,6 +17,8 @@ from torch_fused_linear.bench.convolutions import (
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The operators' names of the activations as cases name them.
+KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf"}
 ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
 
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.bench import convolutions, edge
-from torch_fused_linear.bench.cases import Case
+from torch_fused_linear.bench.cases import KINDS, Case
 from torch_fused_linear.bench.operands import Operands
 from torch_fused_linear.bench.timing import Call, Contender
 
@@ -43,7 +44,25 @@ POLICIES = {
 
 
 def approximate(case: Case) -> str:
-    return "none" if case.activation == "gelu-erf" else "tanh"
+    return ACTIVATIONS[KINDS[case.activation]].approximate
+
+
+def bare_convolution(case: Case, data: Operands) -> Callable[[], object]:
+    """The convolution alone, without bias and ReLU: what no fusing can be faster than."""
+    conv, backward = case.conv, case.mode != "forward"
+    x, weight, grad = data.input.detach(), data.layers[0].weight.detach(), data.grad_output
+    stride, padding, one = [conv.stride] * 2, [conv.padding] * 2, [1, 1]
+    gradient = torch.ops.aten.convolution_backward
+
+    def run() -> None:
+        F.conv2d(x, weight, None, stride, padding, one, conv.groups)
+        if backward:
+            wanted = [not conv.is_stem, True, False]
+            gradient(
+                grad, x, weight, None, stride, padding, one, False, [0, 0], conv.groups, wanted
+            )
+
+    return run
 
 
 def eager_stack(case: Case, data: Operands) -> nn.Sequential:
@@ -262,7 +281,7 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
         elif name == "mm":
             calls = [products(case, data) for data in sets]
         elif name == "conv":
-            calls = [convolutions.bare(case, data) for data in sets]
+            calls = [bare_convolution(case, data) for data in sets]
             if case.mode == "graph":
                 calls = [graph_of(call) for call in calls]
         else:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch_fused_linear.bench.cases import Case
-    from torch_fused_linear.bench.operands import Operands
 
 
 @dataclass(frozen=True)
@@ -112,21 +107,3 @@ def eager(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
     """As ResNets have it: ReLU writes over the convolution's result."""
     relu = nn.ReLU(inplace=True)
     return lambda x: relu(layer(x))
-
-
-def bare(case: Case, data: Operands) -> Callable[[], object]:
-    """The convolution alone, without bias and ReLU: what no fusing can be faster than."""
-    conv, backward = case.conv, case.mode != "forward"
-    x, weight, grad = data.input.detach(), data.layers[0].weight.detach(), data.grad_output
-    stride, padding, one = [conv.stride] * 2, [conv.padding] * 2, [1, 1]
-    gradient = torch.ops.aten.convolution_backward
-
-    def run() -> None:
-        F.conv2d(x, weight, None, stride, padding, one, conv.groups)
-        if backward:
-            wanted = [not conv.is_stem, True, False]
-            gradient(
-                grad, x, weight, None, stride, padding, one, False, [0, 0], conv.groups, wanted
-            )
-
-    return run

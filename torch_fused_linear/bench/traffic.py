@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_fused_linear.bench.cases import DTYPES, Case
+from torch_fused_linear.activations import ACTIVATIONS
+from torch_fused_linear.bench.cases import DTYPES, KINDS, Case
 from torch_fused_linear.bench.contenders import (
     NETWORKS,
     conditions_of,
@@ -20,8 +21,6 @@ from torch_fused_linear.bench.operands import Operands, sets_needed
 from torch_fused_linear.bench.timing import Call, Contender
 
 # ------------------------------------------------------------------- gradient of an activation
-
-KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf"}
 
 
 def saved_for(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -49,7 +48,7 @@ def activation_calls(name: str, case: Case, device: torch.device) -> tuple[Call,
     if name == "copy":
         target = torch.empty_like(grad)
         return lambda: target.copy_(grad), 2 * grad.nbytes
-    form = "none" if kind == "gelu_erf" else "tanh"
+    form = ACTIVATIONS[kind].approximate
 
     def separately() -> Tensor:
         if kind == "relu":

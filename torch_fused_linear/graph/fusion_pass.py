@@ -17,12 +17,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from .. import _library
+from ..activations import ACTIVATIONS
 from . import effects, matching, matching_conv, spellings
 
 logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
-
-_APPROXIMATE = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
 
 class FusionPass(CustomGraphPass):
@@ -232,7 +231,7 @@ class _Rewrite:
             if layer.activation == "relu":
                 new = self.call(_fused.linear_relu.default, args, result)
             else:
-                how = {"approximate": _APPROXIMATE[layer.activation]}
+                how = {"approximate": ACTIVATIONS[layer.activation].approximate}
                 new = self.call(_fused.linear_gelu.default, args, result, how)
         self.replace(result, new)
         self.replace(layer.output, layer.between[-1] if layer.between else new)
@@ -254,7 +253,7 @@ class _Rewrite:
                 if last.activation == "relu":
                     new = self.call(torch.relu, (new,), result)
                 else:
-                    how = {"approximate": _APPROXIMATE[last.activation]}
+                    how = {"approximate": ACTIVATIONS[last.activation].approximate}
                     new = self.call(torch.nn.functional.gelu, (new,), result, how)
         self.replace(result, new)
         self.erase(

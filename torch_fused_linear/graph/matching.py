@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..activations import name_of_gelu
 from .spellings import arguments, kind
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -175,7 +176,7 @@ def own_activation(node: Node) -> str | None:
     if kind(node) != "linear_gelu":
         return None
     # The operator's default is the tanh form, where torch's is the exact one.
-    return {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(arguments(node).get("approximate", "tanh"))
+    return name_of_gelu(arguments(node).get("approximate", "tanh"))
 
 
 def own_memory(node: Node) -> str:
@@ -194,7 +195,7 @@ def _call(node: Node) -> Activation | None:
         return None
     if kind(user) == "relu":
         return Activation([user], "relu")
-    name = {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(args.get("approximate", "none"))
+    name = name_of_gelu(args.get("approximate", "none"))
     return name and Activation([user], name)
 
 

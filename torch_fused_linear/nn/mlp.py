@@ -4,28 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
 from .linear import check_memory, memory_repr
 
-ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
-
 
 def _make_activation(name: str) -> nn.Module:
-    if name == "relu":
-        return nn.ReLU()
     if name in ACTIVATIONS:
-        return nn.GELU(approximate="tanh" if name == "gelu_tanh" else "none")
+        return ACTIVATIONS[name].module()
     raise ValueError(
         f"FusedMLP: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got {name!r}"
     )
-
-
-def _name_activation(module: nn.Module) -> str | None:
-    if type(module) is nn.ReLU:
-        return "relu"
-    if type(module) is nn.GELU:
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
-    return None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -117,7 +106,7 @@ class FusedMLP(nn.Sequential):
         check_memory("FusedMLP.from_sequential", memory)
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
-        names = {_name_activation(module) for module in between}
+        names = {name_of_module(module) for module in between}
         if (
             len(modules) % 2 == 0
             or any(not isinstance(linear, nn.Linear) for linear in linears)
@@ -186,7 +175,7 @@ class FusedMLP(nn.Sequential):
             and (
                 type(module) is nn.Linear
                 if i % 2 == 0
-                else _name_activation(module) == self.activation
+                else name_of_module(module) == self.activation
             )
             for i, module in enumerate(self)
         )
