@@ -23,7 +23,7 @@ TORCH_LIBRARY(fused, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
 
   // What users call. Nothing but the result is written where no gradient is wanted. With the memory
-  // 'low' the backward computes anew what it can instead of keeping it.
+  // 'low' the backward recomputes what it can instead of keeping it.
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags);
   m.def(
       "linear_relu(Tensor input, Tensor weight, Tensor? bias=None, *, str memory='default') -> "

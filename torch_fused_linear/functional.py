@@ -134,7 +134,7 @@ def mlp(
     (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
 
     With ``memory='low'`` one tensor is kept for each hidden layer of GELU instead of two: its
-    output is computed anew from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU
+    output is recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU
     keeps one in any case, the output, or one bit for each element where the weight after it is
     frozen.
 

@@ -34,7 +34,7 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
                              Activation activation);
 
 // GELU of the pre-activation that a node keeps. With low memory the forward takes the same way as
-// the backward, so that what the latter computes anew has the same bits.
+// the backward, so that what the latter recomputes has the same bits.
 Tensor gelu(const Tensor& preactivation, Activation activation, const char* how);
 
 }  // namespace fused::autograd

@@ -10,7 +10,7 @@ namespace fused {
 
 enum class Memory {
   standard,  // whatever makes the step fastest, never more than torch keeps
-  low,       // only what the backward cannot compute anew, bit for bit
+  low,       // only what the backward cannot recompute, bit for bit
 };
 
 inline Memory parse_memory(const char* op, std::string_view text) {

@@ -1,5 +1,6 @@
 #include "cpu/onednn.h"
 
+#include "core/aten_activation.h"
 #include "reference/linear.h"
 
 #include <ATen/Context.h>
@@ -121,7 +122,8 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed_weight, const Opt
   // Its ReLU makes 0 of NaN.
   const auto result = pointwise()->call(dense(input), packed_weight, contiguous(bias), "none",
                                         NoScalars(), std::nullopt);
-  return activation == Activation::relu ? result.relu_() : result;
+  activate_out(result, result, activation);
+  return result;
 }
 
 bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns) {

@@ -22,7 +22,7 @@ struct TuningRules {
 
 struct Timings {
   size_t winner = 0;
-  std::vector<double> medians;  // microseconds; infinity for who failed
+  std::vector<double> medians;  // microseconds; infinity where it failed
   int rounds = 0;
 };
 

@@ -1,4 +1,4 @@
-// The lower storey without a GPU. `gemm_test NAME` runs one test and exits with 1 where it fails.
+// csrc/gemm without a GPU. `gemm_test NAME` runs one test and exits with 1 where it fails.
 
 #include "expect.h"
 #include "model.h"

@@ -1,4 +1,4 @@
-"""The lower storey, csrc/gemm, without a GPU."""
+"""csrc/gemm without a GPU."""
 
 import cpp_programs
 import pytest

@@ -1,4 +1,4 @@
-"""What the tests of the convolution share: its parameters beside the definition, and contract 1."""
+"""What the tests of the convolution share: its parameters beside the definition, and accuracy."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def typical_sizes(conv: Conv, case: Case) -> list[float]:
 
 
 def assert_contract(conv: Conv, cases, tallies=None) -> dict[str, Tally]:
-    """Contract 1, as helpers.assert_contract has it for linear layers: errors against fp64 at most
+    """docs/numerics.md, as helpers.assert_contract has it for linear layers: errors against fp64 at most
     1.1 times eager's plus one output ulp, over all cases together; fp64 at rounding level."""
     tallies = defaultdict(Tally) if tallies is None else tallies
     for label, case in cases:

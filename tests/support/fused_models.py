@@ -120,7 +120,7 @@ def call(model: nn.Module, inputs):
 
 
 def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs) -> None:
-    """Contract 1 for a whole model: its error against fp64 beside eager's."""
+    """docs/numerics.md for a whole model: its error against fp64 beside eager's."""
     torch.manual_seed(0)
     eager = make().to(dtype)
     fused, truth = copy.deepcopy(eager), copy.deepcopy(eager).double()

@@ -1,4 +1,4 @@
-"""What the tests share: devices, operators, inputs of any layout, fp64 references, contract 1."""
+"""What the tests share: devices, operators, inputs of any layout, fp64 references, accuracy."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def add_checked(
 
 
 def assert_contract(op: Op, cases: Iterable[tuple[str, Case]]) -> None:
-    """Contract 1 for the output and every gradient: error against fp64 at most 1.1 times eager's
+    """docs/numerics.md for the output and every gradient: error against fp64 at most 1.1 times eager's
     plus one output ulp, worst case and mean.
 
     It is a statement about many numbers, so it is held against all cases together; for one case,

@@ -169,7 +169,7 @@ class FusedLinearGELU(FusedLinear):
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
         memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
-            that comes straight after computes it anew, bit for bit, from what this layer keeps. See
+            that comes straight after recomputes it, bit for bit, from what this layer keeps. See
             :func:`torch_fused_linear.linear_gelu`. Default: ``'default'``.
 
     Shape:

@@ -12,7 +12,7 @@
 namespace fused::cuda::tune {
 namespace {
 
-// What trials have found: it is the algorithm's nature, whatever the sizes.
+// What trials have found, by algorithm and for every size.
 class NanVerdicts {
  public:
   std::optional<bool> find(const Problem& matmul, const Algorithm& algorithm) {
