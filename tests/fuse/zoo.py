@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 300_000_000
 # Words in names of small variants, the smallest first.
 SMALL = [
     *("test_", "atto", "femto", "zepto", "nano", "pico", "micro", "xxtiny", "xxs", "xtiny", "xs"),
@@ -113,20 +115,27 @@ SIZES = {
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
     "decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads num_key_value_heads n_head_kv",
-    16: "head_dim d_kv d_head attention_head_size kv_channels global_head_dim",
+    32: "qk_head_dim",
+    16: "head_dim d_kv d_head attention_head_size kv_channels global_head_dim rotary_dim "
+    "q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank index_head_dim",
     8: "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads "
     "linear_num_value_heads",
     2: "num_experts_per_tok moe_topk top_k moe_k n_group",
     1: "topk_group",
 }
-DERIVED = ("model_type", "transformers_version", "architectures")
-DERIVED += ("stage_names", "out_features", "out_indices")
+DERIVED = ("transformers_version", "architectures", "stage_names", "out_features", "out_indices")
 SIZE_OF = {name: size for size, text in SIZES.items() for name in text.split()}
+
+
+def tuple_or_value(value):
+    return tuple(value) if isinstance(value, list) else value
 
 
 def shrunk(values: dict, gentle: bool) -> dict:
     """A configuration's values, small: few layers, small vocabulary and, unless gentle, narrow."""
     depths = {v for k, v in values.items() if isinstance(v, int) and LAYERS.search(k) and v > 2}
+    if "depths" in values:  # one number for each stage; lists of other things are as long
+        depths = set()
     small = {}
     for key, value in values.items():
         if key in DERIVED:
@@ -136,11 +145,11 @@ def shrunk(values: dict, gentle: bool) -> dict:
         elif isinstance(value, bool) or value is None:
             pass
         elif isinstance(value, int) and LAYERS.search(key):
-            value = min(value, 2)
+            value = min(value, 2) if depths else value
         elif key == "depths" and isinstance(value, (list, tuple)):
             value = [1 for _ in value]
         elif isinstance(value, list) and len(value) in depths:
-            value = [value[0], value[-1]]
+            value = (list(dict.fromkeys(map(tuple_or_value, value))) + value)[:2]
         elif isinstance(value, int) and ("vocab_size" in key and "type" not in key):
             value = min(value, VOCABULARY)
         elif isinstance(value, int) and re.search(r"token_(id|index)$", key):
@@ -161,14 +170,17 @@ def model_classes(config_class: type) -> list[type]:
 
     if (found := AutoModel._model_mapping.get(config_class, None)) is not None:
         return list(found) if isinstance(found, (list, tuple)) else [found]
-    name = config_class.__module__.replace(".configuration_", ".modeling_")
-    members = vars(importlib.import_module(name)).values()
+    package = config_class.__module__.rpartition(".")[0]
+    folder = Path(sys.modules[config_class.__module__].__file__).parent
+    members: list[type] = []
+    for file in sorted(folder.glob("modeling_*.py")):
+        members += vars(importlib.import_module(f"{package}.{file.stem}")).values()
     return [
         c
         for c in members
         if isinstance(c, type)
         and issubclass(c, PreTrainedModel)
-        and c.__module__ == name
+        and c.__module__.startswith(package)
         and c.config_class is config_class
         and not c.__name__.endswith("PreTrainedModel")
     ]
@@ -183,6 +195,7 @@ def transformers_ways(model_type: str) -> Iterator[Callable]:
 
     def make(model_class, gentle):
         values = shrunk(config_class().to_dict(), gentle)
+        values.pop("model_type", None)
         config = config_class.from_dict(values)
         config.use_pretrained_backbone = False
         with torch.device("meta"):
