@@ -233,7 +233,7 @@ def patched_helper(rng: random.Random, model: nn.Module) -> None:
 def patched_function(rng: random.Random, model: nn.Module) -> None:
     for module in model.modules():
         for name in ("fn", "act2"):
-            if name in vars(module):
+            if name in vars(module):  # a function, no module
                 setattr(module, name, rng.choice([torch.tanh, F.gelu, lambda t: t - 1]))
 
 

@@ -138,7 +138,7 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     found["tied"] = "self.fc3"
     found["act"] = rng.choice(MODULES)
     found["act2"] = rng.choice(MODULES if modules_only else MODULES + FUNCTIONS)
-    found["fn"] = rng.choice(FUNCTIONS)
+    found["fn"] = rng.choice(MODULES if modules_only else FUNCTIONS)
     found["inplace"] = "nn.ReLU(inplace=True)"
     found["layers"] = f"nn.ModuleList([{several}])"
     found["acts"] = f"nn.ModuleList([{acts}])"
@@ -156,9 +156,15 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     return [f"self.{name} = {found[name]}" for name in found if name in needed]
 
 
+SIMPLE_NAMES = [f"C{i}" for i in range(0, 1000, 3)]
+
+
 def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
-    """A class of its own, one that derives from an earlier one, or one made inside a function."""
-    simple = rng.random() < 0.3
+    """A class of its own, one that derives from an earlier one, or one made inside a function.
+
+    Those of SIMPLE_NAMES are without anything that TorchScript does not take.
+    """
+    simple = name in SIMPLE_NAMES
     base = rng.choice(bases) if bases and not simple and rng.random() < 0.3 else None
     body = Body(rng, simple, helper=True, parts=True)
     for _ in range(rng.choice([1, 2, 2, 3, 4])):

@@ -12,7 +12,7 @@ import torch
 import tree_changes
 from torch import Tensor, nn
 from tree_parts import Images, Loop, Lora, LoudReLU, Named, Parts, Residual, Table, Wrapped
-from tree_sources import load_library
+from tree_sources import SIMPLE_NAMES, load_library
 
 CLASSES = 40  # in one file
 TREES = 40  # that share one file
@@ -32,6 +32,7 @@ class Tree:
     memory: str
     filtered: bool
     part: bool  # only a part of the model is fused
+    simple: bool  # made of what TorchScript takes
     used: set[str] = field(default_factory=set)
 
     def build(self) -> nn.Module:
@@ -69,7 +70,9 @@ class Grower:
         if self.grown and self.rng.random() < 0.08:
             return self.rng.choice(self.grown)  # shared
         ways = ["stack"] * 3 + ["own"] * 5 + ["images", "encoder"]
-        if depth:
+        if self.tree.simple:
+            ways = ["stack", "own", "own", "images", "chain" if depth else "own"]
+        elif depth:
             ways += ["loop", "table", "parts", "residual", "chain", "chain", "loop"]
         way = self.rng.choice(ways)
         module = getattr(self, way)(depth - 1)
@@ -111,6 +114,8 @@ class Grower:
 
     def own(self, depth: int) -> nn.Module:
         name = f"C{self.rng.randrange(CLASSES)}"
+        if self.tree.simple:
+            name = self.rng.choice([n for n in SIMPLE_NAMES if hasattr(self.tree.library, n)])
         self.tree.used.add(name)
         return getattr(self.tree.library, name)(self.nodes(depth) if depth >= 0 else ())
 
@@ -163,7 +168,7 @@ def odd_input(rng: random.Random) -> Tensor:
     )
 
 
-def grow(seed: int, folder: Path) -> Tree:
+def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     """The tree of this seed; its classes come from a file in the folder."""
     rng = random.Random(f"tree {seed}")
     torch.manual_seed(seed)
@@ -177,10 +182,11 @@ def grow(seed: int, folder: Path) -> Tree:
         seed,
         load_library(folder, seed // TREES, CLASSES),
         x,
-        before=tree_changes.some_changes(rng, rng.choice([0, 1, 2])),
+        before=tree_changes.some_changes(rng, 0 if simple else rng.choice([0, 1, 2])),
         after=tree_changes.some_changes(rng, rng.choice([0, 1, 2])),
         world=rng.choice([None] * 12 + ["global hooks", "global names", "global relu"]),
         memory=rng.choice(["default", "default", "low"]),
         filtered=rng.random() < 0.1,
         part=rng.random() < 0.1,
+        simple=simple,
     )
