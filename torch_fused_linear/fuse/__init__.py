@@ -7,10 +7,9 @@ from collections.abc import Callable
 from torch import nn
 
 from ..modules import check_memory
-from .chains import frozen_reason
-from .plan import Plan
+from .classes import change_class, origin
+from .plan import Plan, frozen_reason
 from .report import Report
-from .swap import swap_back
 
 __all__ = ["fuse_", "unfuse_"]
 
@@ -19,6 +18,7 @@ def fuse_(
     model: nn.Module,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     memory: str = "default",
+    dry_run: bool = False,
 ) -> Report:
     r"""Fuses, in place, linear layers and convolutions with the activation that follows each.
 
@@ -89,7 +89,7 @@ def fuse_(
             f"that could be fused: {', '.join(plan.refused[:3])}"
             + (" ..." if len(plan.refused) > 3 else "")
         )
-    return plan.apply(memory)
+    return plan.apply(memory, dry_run)
 
 
 def unfuse_(model: nn.Module) -> None:
@@ -107,4 +107,5 @@ def unfuse_(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
-    swap_back(model)
+    for module in model.modules():
+        change_class(module, origin(type(module)))

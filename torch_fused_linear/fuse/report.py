@@ -18,6 +18,8 @@ class Block:
         layers: paths of the linear layers, in order.
         before: the operators that ran in the forward.
         after: those that run now.
+        place: file and line of the expression with the first of them; empty for nn.Sequential.
+        text: the code that runs now.
     """
 
     path: str
@@ -25,6 +27,8 @@ class Block:
     layers: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
+    place: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Skipped:
     Attributes:
         path: its path.
         reason: why.
+        place: file and line of its expression; empty where there is none.
     """
 
     path: str
     reason: str
+    place: str = ""
 
 
 @dataclass(frozen=True)

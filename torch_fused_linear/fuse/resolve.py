@@ -1,0 +1,155 @@
+"""What an expression in a module's code stands for, for one module and at this moment.
+
+It decides what is worth a call of ours, and what the report says; not what that call does.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from types import ModuleType
+from typing import NamedTuple
+
+from torch import nn
+
+from .reading import Text, dotted
+from .rewrite import cells
+
+MISSING = object()
+ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
+CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
+
+
+class Value(NamedTuple):
+    """Attributes: path from the module, dots between; of what is no child, the text."""
+
+    path: str
+    value: object
+
+
+class Resolver:
+    """Of one method of one module."""
+
+    def __init__(self, owner: nn.Module, text: Text) -> None:
+        self.owner, self.text = owner, text
+        self.cells = cells(text.function)
+        self.open: set[str] = set()  # names that are being looked up
+        self.assigned: dict[str, list[tuple[ast.expr | None, ast.expr | None]]] = {}
+        arguments = [a.arg for a in ast.walk(text.node.args) if isinstance(a, ast.arg)]
+        self.self_name = arguments[0] if arguments else ""
+        for name in arguments[1:]:
+            self.assigned[name] = [(None, None)]
+        for node in ast.walk(text.node):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._assign(target, node.value, None)
+            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+                self._assign(node.target, node.value, None)
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                self._assign(node.target, None, node.iter)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                self.assigned.setdefault(node.id, [])
+
+    def _assign(self, target: ast.expr, value: ast.expr | None, iterated: ast.expr | None) -> None:
+        if isinstance(target, ast.Name):
+            self.assigned.setdefault(target.id, []).append((value, iterated))
+        elif iterated is not None and isinstance(target, (ast.Tuple, ast.List)):
+            for part in target.elts:  # all that may come, which is enough to know
+                self._assign(part, None, iterated)
+
+    def values(self, node: ast.expr, depth: int = 0) -> list[Value]:
+        """What it may be; empty if that is not known."""
+        if depth > 8:
+            return []
+        if isinstance(node, ast.Name):
+            return self._name(node.id, depth)
+        if isinstance(node, ast.Attribute):
+            found = [self._attribute(v, node.attr) for v in self.values(node.value, depth + 1)]
+            return [v for v in found if v is not None]
+        if isinstance(node, ast.Subscript):
+            index = node.slice
+            if isinstance(index, ast.UnaryOp) and isinstance(index.operand, ast.Constant):
+                index = ast.Constant(-index.operand.value) if isinstance(index.op, ast.USub) else index
+            found = [c for v in self.values(node.value, depth + 1) for c in children(v)]
+            if isinstance(index, ast.Constant) and isinstance(index.value, (int, str)):
+                return _at(found, index.value)
+            return found
+        if isinstance(node, ast.Call):
+            return self._call(node, depth)
+        return []
+
+    def _name(self, name: str, depth: int) -> list[Value]:
+        if name == self.self_name:
+            return [Value("", self.owner)]
+        if name in self.open:
+            return []
+        if name in self.assigned:
+            found = []
+            self.open.add(name)
+            for value, iterated in self.assigned[name]:
+                if value is None and iterated is None:  # an argument: any layer that we have
+                    found += [Value(n, m) for n, m in self.owner.named_modules() if n]
+                elif value is not None:
+                    found += self.values(value, depth + 1)
+                else:
+                    found += self._iterated(iterated, depth + 1)
+            self.open.discard(name)
+            return found
+        scope = (self.cells, self.text.function.__globals__, vars(builtins))
+        value = next((s[name] for s in scope if name in s), MISSING)
+        return [] if value is MISSING else [Value(name, value)]
+
+    def _iterated(self, node: ast.expr, depth: int) -> list[Value]:
+        if isinstance(node, ast.Call) and dotted(node.func)[:1] and node.func.__class__ is ast.Name:
+            if node.func.id in ITERATORS:
+                return [v for a in node.args for v in self._iterated(a, depth + 1)]
+        if isinstance(node, ast.Call):
+            return self._call(node, depth)
+        return [c for v in self.values(node, depth + 1) for c in children(v)]
+
+    def _call(self, node: ast.Call, depth: int) -> list[Value]:
+        if dotted(node.func) == ["getattr"] and len(node.args) == 2:
+            found = self.values(node.args[0], depth + 1)
+            if isinstance(node.args[1], ast.Constant):
+                found = [self._attribute(v, str(node.args[1].value)) for v in found]
+                return [v for v in found if v is not None]
+            return [c for v in found for c in children(v)]
+        if isinstance(node.func, ast.Attribute) and node.func.attr in CHILDREN and not node.args:
+            return [c for v in self.values(node.func.value, depth + 1) for c in children(v)]
+        return []
+
+    def _attribute(self, base: Value, name: str) -> Value | None:
+        """Without running a property."""
+        path = f"{base.path}.{name}" if base.path else name
+        if isinstance(base.value, nn.Module):
+            own = vars(base.value)
+            for held in (own, own.get("_modules", {})):
+                if name in held:
+                    return Value(path, held[name])
+            found = next((vars(c)[name] for c in type(base.value).__mro__ if name in vars(c)), None)
+            found = getattr(found, "__func__", found)  # a function may be a staticmethod
+            return Value(path, found) if callable(found) and not isinstance(found, type) else None
+        if isinstance(base.value, ModuleType):
+            value = vars(base.value).get(name, MISSING)
+            return None if value is MISSING else Value(path, value)
+        return None
+
+
+def children(of: Value) -> list[Value]:
+    held = of.value
+    if isinstance(held, nn.Module):
+        items = held._modules.items()
+    elif isinstance(held, dict):
+        items = held.items()
+    elif isinstance(held, (list, tuple)):
+        items = enumerate(held)
+    else:
+        return []
+    join = f"{of.path}.{{}}" if of.path else "{}"
+    return [Value(join.format(k), v) for k, v in items if v is not None]
+
+
+def _at(found: list[Value], index: int | str) -> list[Value]:
+    if isinstance(index, str):
+        return [v for v in found if v.path.rpartition(".")[2] == index]
+    return [found[index]] if -len(found) <= index < len(found) else []
