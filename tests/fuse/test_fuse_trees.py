@@ -7,12 +7,17 @@
 A tree that fails prints its seed and the source of its classes.
 """
 
+import json
+import logging
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 import tree_compare
+import tree_faults
 from trees import grow
 
 CHUNK = 100
@@ -26,11 +31,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """The trees are tiny; several threads would only wait for each other."""
+def quick():
+    """One thread, as the trees are tiny, and nothing of what torch.compile logs of each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    logging.disable()
     yield
+    logging.disable(logging.NOTSET)
     torch.set_num_threads(threads)
 
 
@@ -70,3 +77,22 @@ def test_a_fused_tree_is_the_plain_one(start, folder):
 @pytest.mark.parametrize("start", range(2000, 32000, CHUNK))
 def test_many_more_fused_trees_are_the_plain_ones(start, folder):
     assert_trees_hold(range(start, start + CHUNK), folder)
+
+
+@pytest.fixture(scope="module")
+def faults():
+    """For each fault of tree_faults.py a tree that fails with it, and holds without it."""
+    run = subprocess.run(
+        [sys.executable, tree_faults.__file__, *tree_faults.FAULTS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {r["fault"]: r["noticed"] for r in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.skipif(ONE is not None, reason="only one tree is asked for")
+@pytest.mark.parametrize("name", tree_faults.FAULTS)
+def test_a_fault_in_fuse_is_noticed_within_400_trees(name, faults):
+    assert faults[name]

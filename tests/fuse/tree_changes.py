@@ -217,8 +217,8 @@ def wrapped(rng: random.Random, model: nn.Module) -> None:
 
 
 def patched_forward(rng: random.Random, model: nn.Module) -> None:
-    module = pick(rng, model, rng.choice([nn.Module, nn.Linear, ACTIVATION_MODULES]))
-    if module is not None:
+    kinds = rng.choice([nn.Module, nn.Linear, nn.Linear, ACTIVATION_MODULES])
+    if (module := pick(rng, model, kinds)) is not None:
         original = module.forward
         module.forward = lambda *args, **kwargs: original(*args, **kwargs) * 2
 
@@ -276,7 +276,7 @@ CHANGES: dict[str, tuple[Callable[[random.Random, nn.Module], None], int]] = {
     "list edit": (list_edit, 4),
     "sliced": (sliced, 2),
     "wrapped": (wrapped, 3),
-    "patched forward": (patched_forward, 3),
+    "patched forward": (patched_forward, 5),
     "patched helper": (patched_helper, 2),
     "patched function": (patched_function, 3),
     "flags": (flags, 3),

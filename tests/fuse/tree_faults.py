@@ -149,45 +149,49 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def failures(seeds, folder: Path, enough: int) -> list[tuple[int, str]]:
-    """The first trees that fail, with what was noticed."""
-    found: list[tuple[int, str]] = []
+def failure(seeds: range, folder: Path) -> tuple[int, str] | None:
+    """The first tree that fails, and what was noticed."""
     for seed in seeds:
         try:
             tree_compare.check(grow(seed, folder))
         except Exception as error:
-            found.append((seed, str(error).split("\n")[0][:120]))
-            if len(found) == enough:
-                break
-    return found
+            return seed, str(error).split("\n")[0][:120]
+    return None
 
 
-def planted(name: str | None, seeds, enough: int = 2) -> list[tuple[int, str]]:
-    """The failures with this fault, found in a child of this process."""
+def planted(name: str | None, seeds: range) -> tuple[int, str] | None:
+    """The first failure with this fault, found in a child of this process."""
     read, write = os.pipe()
-    if (child := os.fork()) == 0:
+    if os.fork() == 0:
         os.close(read)
         in_python()
         if name is not None:
             FAULTS[name]()
         with tempfile.TemporaryDirectory() as folder, os.fdopen(write, "w") as out:
-            out.write(json.dumps(failures(seeds, Path(folder), enough)))
+            out.write(json.dumps(failure(seeds, Path(folder))))
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as out:
         text = out.read()
-    os.waitpid(child, 0)
+    os.wait()
     return json.loads(text)
+
+
+def noticed(name: str, seeds: range) -> tuple[int, str] | None:
+    """The first tree that fails with this fault and holds without it."""
+    while (found := planted(name, seeds)) is not None:
+        if planted(None, range(found[0], found[0] + 1)) is None:
+            break
+        seeds = range(found[0] + 1, seeds.stop)
+    return found
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name, start in zip(sys.argv[1:] or [None, *FAULTS], itertools.count(40_000, MOST_TREES)):
-        found = planted(name, range(start, start + MOST_TREES))
-        if name is not None:  # what fails without the fault, too, was not noticed by it
-            found = [(seed, what) for seed, what in found if not planted(None, [seed])]
-        print(json.dumps({"fault": name, "first": start, "failed": found}), flush=True)
+    for name, start in zip(sys.argv[1:] or FAULTS, itertools.count(40_000, MOST_TREES)):
+        found = noticed(name, range(start, start + MOST_TREES))
+        print(json.dumps({"fault": name, "noticed": found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -307,10 +307,10 @@ SIMPLE, WILD = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WI
 LAYERS = {
     "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]"],
     "64": ["self.fc2", 'self._modules["fc2"]', "self.seq[-1]"],
-    "44": ["self.fc3", 'self.get_submodule("fc3")', "self.layers[0]", "self.__own", "self.first"],
+    "44": ["self.fc3", 'self.get_submodule("fc3")', "self.layers[0]", "self.__own", "self.__own"],
     "66": ["self.fc4", "next(iter([self.fc4]))"],
 }
-LAYERS["44"] += ["self.layers[-1]", 'self.branch["fc"]', "self.tied"]
+LAYERS["44"] += ["self.first", "self.layers[-1]", 'self.branch["fc"]', "self.tied"]
 ACTIVATIONS = ["self.act", "F.relu", "F.gelu", "torch.relu", "self.act2", "nn.functional.relu"]
 RARE = ["ACT", "self.fn", "tanh_gelu", "torch.tanh", "F.relu6", "nn.ReLU()", "self.static"]
 RARE += ["F.silu", "F.leaky_relu", "torch._C._nn.gelu", "functools.partial(F.gelu)", "self.inplace"]
