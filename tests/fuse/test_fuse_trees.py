@@ -94,5 +94,5 @@ def faults():
 
 @pytest.mark.skipif(ONE is not None, reason="only one tree is asked for")
 @pytest.mark.parametrize("name", tree_faults.FAULTS)
-def test_a_fault_in_fuse_is_noticed_within_400_trees(name, faults):
+def test_a_fault_in_fuse_is_noticed_within_600_trees(name, faults):
     assert faults[name]

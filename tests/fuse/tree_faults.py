@@ -28,7 +28,7 @@ from trees import grow  # noqa: E402
 
 from torch_fused_linear.fuse import call, classes, reading, rewrite  # noqa: E402
 
-MOST_TREES = 400  # within which a fault must show
+MOST_TREES = 600  # within which a fault must show
 
 
 def in_python() -> None:

@@ -183,7 +183,7 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
         load_library(folder, seed // TREES, CLASSES),
         x,
         before=tree_changes.some_changes(rng, 0 if simple else rng.choice([0, 1, 2])),
-        after=tree_changes.some_changes(rng, rng.choice([0, 1, 2])),
+        after=tree_changes.some_changes(rng, rng.choice([1, 2, 3])),
         world=rng.choice([None] * 12 + ["global hooks", "global names", "global relu"]),
         memory=rng.choice(["default", "default", "low"]),
         filtered=rng.random() < 0.1,

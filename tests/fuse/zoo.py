@@ -49,7 +49,7 @@ def transformers_names() -> list[str]:
 
 
 def names() -> list[str]:
-    return timm_names() + transformers_names()
+    return transformers_names() + timm_names()
 
 
 def load(name: str) -> tuple[nn.Module, dict[str, Any]]:
