@@ -168,7 +168,9 @@ std::string_view kind_of(PyObject* function) {
 // activate(function, begun call, memory) -> the operator's result or None
 PyObject* activate(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count != 3 || layers == nullptr || !PyTuple_CheckExact(given[1]) || !torch_is_plain()) {
+  if (count != 3 || layers == nullptr || !PyTuple_CheckExact(given[1]) ||
+      PyTuple_GET_SIZE(given[1]) != 6 || PyTuple_GET_ITEM(given[1], 0) != begun ||
+      !torch_is_plain()) {
     Py_RETURN_NONE;
   }
   const auto part = [&](Py_ssize_t k) { return PyTuple_GET_ITEM(given[1], k); };

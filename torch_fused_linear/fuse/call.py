@@ -215,15 +215,20 @@ def is_begun(value: object) -> bool:
     return type(value) is tuple and len(value) == 6 and value[0] is Begun
 
 
-def begin(layer, /, *args, **kwargs):
+def begin(layer, input):
     """In place of ``layer(x)`` where an activation follows."""
-    if not kwargs and not is_dynamo_compiling():
-        begun = direct.begin(layer, *args)
+    if not is_dynamo_compiling():
+        begun = direct.begin(layer, input)
         if begun is not None:
             return begun
-    input = kwargs.get("input") if kwargs else args[0]
     begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
-    return layer(*args, **kwargs) if begun is None else begun
+    return layer(input) if begun is None else begun
+
+
+def begin_named(layer, *, input):
+    """In place of ``layer(input=x)``."""
+    begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
+    return layer(input=input) if begun is None else begun
 
 
 def through(function, /, *args, **kwargs):
@@ -263,24 +268,33 @@ def drop(h: Tensor, dropout: tuple) -> Tensor:
     return F.dropout(h, _dropout_arguments(*args, **kwargs)[0], True)
 
 
-def activate(function, /, *args, **kwargs):
+def activate(function, h):
     """In place of ``act(h)``, where h may be a begun call."""
+    if not is_dynamo_compiling():
+        result = direct.activate(function, h, "default")
+        if result is not None:
+            return result
+    return _activate("default", function, (h,), {})
+
+
+def activate_low(function, h):
+    """The same, with what is kept for the backward as in ``memory="low"``."""
+    return _activate("low", function, (h,), {})
+
+
+def activate_with(function, /, *args, **kwargs):
+    """In place of ``act(h, ...)``."""
     return _activate("default", function, args, kwargs)
 
 
-def activate_low(function, /, *args, **kwargs):
-    """The same, with what is kept for the backward as in ``memory="low"``."""
+def activate_low_with(function, /, *args, **kwargs):
     return _activate("low", function, args, kwargs)
 
 
 def _activate(memory, function, args, kwargs):
-    h = args[0] if args else kwargs.get("input")
+    h = args[0] if args else kwargs["input"]
     if not is_begun(h):
         return function(*args, **kwargs)
-    if not kwargs and len(args) == 1 and not is_dynamo_compiling():
-        result = direct.activate(function, h, memory)
-        if result is not None:
-            return result
     options = {name: v for name, v in kwargs.items() if name != "input"} if kwargs else None
     if len(args) == 2 and function is F.relu and options is None:
         options = {"inplace": args[1]}
@@ -316,12 +330,14 @@ def value(h):
     return result
 
 
-def follow(layer, /, *args, **kwargs):
+def follow(layer, input):
     """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
-    h = begin(layer, *args, **kwargs)
-    if not is_begun(h):
-        return h
-    return value(h) if type(layer) is nn.Conv2d else linear(*h[2:5])
+    return _end(begin(layer, input), True)
+
+
+def follow_named(layer, *, input):
+    """In place of ``layer(input=x)``."""
+    return _end(begin_named(layer, input=input), True)
 
 
 def unless(owner, layer):

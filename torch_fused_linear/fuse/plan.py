@@ -41,6 +41,7 @@ NORMALISED = (
     "a batch normalisation stands between it and its ReLU; fold it into the convolution first, "
     "where it is not trained (torch.nn.utils.fuse_conv_bn_eval)"
 )
+SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 FILTERED = "filter_fn says no"
 
 
@@ -265,6 +266,8 @@ class Plan:
                 continue
             self._seen |= {id(v.value) for v in chain[k].values}
             if not all(e.step is None or e.step.is_sole for e in chain[i + 1 : k + 1]):
+                for value in layers:
+                    self.skipped.setdefault(value.path, (SEEN, element.where))
                 continue
             layer = Layer(element, layers, activation=chain[k])
             layer.drops_before = drops(chain[i + 1 : k])
@@ -308,6 +311,8 @@ class Plan:
             return f"{type(linear.owner).__name__} {reason}" if "forward of" in reason else reason
         if activation.owner is not linear.owner:
             return "its activation lies in another container"
+        if linear.step is not None and not linear.step.is_bare:
+            return "it is given more than a tensor"
         if linear.text is not None and not all(can_change(linear.text, e.step) for e in steps):
             return "the call is written in a way that cannot be changed"
         is_method = activation.step is not None and activation.step.callee is None
@@ -413,7 +418,7 @@ class Plan:
                     fitting.append(value)
                 else:
                     self.skipped.setdefault(value.path, (reason or FILTERED, element.where))
-            if not fitting or (element.text and not can_change(element.text, element.step)):
+            if not fitting or (element.text and not is_changeable(element)):
                 return None
             change = self.changes[element.owner]
             if element.text is None:
@@ -440,8 +445,10 @@ class Plan:
             for node in ast.walk(element.text.node) if calls else ():
                 if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value)):
                     if any(getattr(t, "id", None) == element.step.data.id for t in node.targets):
-                        if any(fit.linear_objection(v.value) is None and self._wants(v)
-                               for v in element.of(fit.is_linear)):  # fmt: skip
+                        if is_changeable(element) and any(
+                            fit.linear_objection(v.value) is None and self._wants(v)
+                            for v in element.of(fit.is_linear)
+                        ):
                             self._mark(element, element.at[1])
                             return
 
@@ -578,6 +585,10 @@ def is_activation(element: Element) -> bool:
     if element.step is not None and element.step.callee is None:
         return True
     return any(is_callable(value.value) for value in element.values)
+
+
+def is_changeable(element: Element) -> bool:
+    return element.step.is_bare and can_change(element.text, element.step)
 
 
 def pass_over(chain: Chain, start: int) -> int:

@@ -56,6 +56,11 @@ class Step:
     def method(self) -> str | None:
         return None if self.callee is not None else self.node.func.attr
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the tensor is all that is given."""
+        return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
+
     def options(self) -> dict[str, ast.expr]:
         return {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
 
@@ -316,6 +321,10 @@ class _Reader:
     def _reaches(self, start: ast.stmt, read: ast.Name) -> bool:
         """Whether what the statement `start` assigns may be what `read` sees: not if a statement
         that must run before `read` assigns the same name, unless `start` lies between them."""
+        loops = [p for p in self._around(start) if isinstance(p, (ast.For, ast.AsyncFor, ast.While))]
+        if (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset):
+            if not any(p in loops for p in self._around(read)):
+                return False  # it was before
         name, inner = read.id, read
         for outer in self._around(read):
             for field in ("body", "orelse", "finalbody"):
