@@ -70,12 +70,14 @@ def significant(t: Tensor | None) -> bool:
     return t is not None and t.numel() > 0 and t.is_floating_point() and bool(t.isfinite().all())
 
 
-def in_double(model: nn.Module, inputs: dict) -> tuple[nn.Module, dict]:
-    """In double precision where the model runs in it: then equal means to 8 digits."""
+def is_large(model: nn.Module, inputs: dict) -> bool:
     started = time.time()
     forward(model, inputs)
-    if sum(p.numel() for p in model.parameters()) > LARGE or time.time() - started > SLOW:
-        return model, inputs
+    return sum(p.numel() for p in model.parameters()) > LARGE or time.time() - started > SLOW
+
+
+def in_double(model: nn.Module, inputs: dict) -> tuple[nn.Module, dict]:
+    """In double precision where the model runs in it: then equal means to 8 digits."""
     wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
     with contextlib.suppress(Exception):
         other = copy.deepcopy(model).double()
@@ -102,7 +104,7 @@ def compare(run, model: nn.Module, inputs: dict, want: list) -> str | bool:
         return f"{type(error).__name__}: {error}"[:300]
 
 
-def check(name: str, training: bool = True) -> dict[str, Any]:
+def check(name: str) -> dict[str, Any]:
     """The record of one model. ``skipped`` says why there is nothing to compare."""
     start = time.time()
     record: dict[str, Any] = {"name": name}
@@ -112,13 +114,15 @@ def check(name: str, training: bool = True) -> dict[str, Any]:
         record["skipped"] = f"{type(error).__name__}: {error}"[:200]
         record["seconds"] = round(time.time() - start, 1)
         return record
-    model, inputs = in_double(model, inputs)
+    large = is_large(model, inputs)
+    if not large:
+        model, inputs = in_double(model, inputs)
     record["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32))[6:]
     outputs, why = plain_results(forward, model, inputs)
     # Running statistics change in a step: every step starts from this state.
     state = copy.deepcopy(model.state_dict())
     gradients, why_not = None, "not asked for a large model"
-    if training and record["dtype"] != "float32":
+    if not large:
         gradients, why_not = plain_results(step, model, inputs)
     if outputs is None:
         record["skipped"] = why
