@@ -42,7 +42,7 @@ def is_passed(value: object) -> bool:
     )
 
 
-def linear_objection(linear: nn.Module) -> str | None:
+def linear_objection(linear: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
     kind = type(linear)
     if "parametrizations" in linear._modules:
@@ -53,7 +53,7 @@ def linear_objection(linear: nn.Module) -> str | None:
     if reason := hooks_objection(linear):
         return reason
     weight = linear._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter and not (is_sharded and type(weight).__name__ == "DTensor"):
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
         return f"there are no fused kernels for {weight.dtype}"
