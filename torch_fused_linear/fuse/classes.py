@@ -107,9 +107,9 @@ def functions_of(cls: type) -> list[tuple[type, str, FunctionType]]:
         for name, value in vars(base).items() if not is_made_here(base) else ():
             if isinstance(value, FunctionType):
                 earlier = found.setdefault(name, [])
-                if all("super" in f.__code__.co_names for *_, f in earlier):
-                    if (inner := unwrapped(value)) is not None:
-                        earlier.append((base, name, inner))
+                inner = unwrapped(value)
+                if inner and all("super" in f.__code__.co_names for *_, f in earlier):
+                    earlier.append((base, name, inner))
     return [entry for versions in found.values() for entry in versions]
 
 

@@ -27,8 +27,7 @@ def is_layer(value: object) -> bool:
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
         return (
-            isinstance(value, (nn.ReLU, nn.GELU))
-            or type(value).__module__ in ACTIVATION_LIBRARIES
+            isinstance(value, (nn.ReLU, nn.GELU)) or type(value).__module__ in ACTIVATION_LIBRARIES
         ) and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in ACTIVATION_FUNCTIONS):
         return True

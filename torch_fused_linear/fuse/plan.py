@@ -285,7 +285,7 @@ class Plan:
         common = self._place_objection(layer, steps)
         fitting = []
         for value in layer.layers:
-            reason = fit.linear_objection(value.value, self.is_sharded) or common
+            reason = self._reason(value) or common
             if reason is None and not self._wants(value):
                 reason = FILTERED
                 change.refused.add(self._relative(element, value))
@@ -371,6 +371,9 @@ class Plan:
         at = (*element.at, last)
         marks.setdefault(at, Mark(*at))
 
+    def _reason(self, value: Value) -> str | None:
+        return fit.linear_objection(value.value, self.is_sharded)
+
     def _wants(self, value: Value) -> bool:
         if self.filter_fn is None:
             return True
@@ -430,7 +433,7 @@ class Plan:
         if element.place not in self.layers:
             fitting = []
             for value in layers:
-                reason = fit.linear_objection(value.value, self.is_sharded)
+                reason = self._reason(value)
                 if reason is None and self._wants(value):
                     fitting.append(value)
                 else:
@@ -449,25 +452,27 @@ class Plan:
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
         for element in chain:
-            if element.text is None or not isinstance(element.step.data, ast.Name):
+            if element.text is None or element.place in self.layers:
                 continue
-            if element.place in self.layers or not element.of(fit.is_linear):
-                continue
-            calls = [
-                layer.activation.step.node
-                for layer in self.layers.values()
-                if layer.activation is not None and layer.linear.text is element.text
-                and layer.linear.owner is element.owner and not layer.is_convolution
-            ]  # fmt: skip
-            for node in ast.walk(element.text.node) if calls else ():
-                if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value)):
-                    if any(getattr(t, "id", None) == element.step.data.id for t in node.targets):
-                        if is_changeable(element) and any(
-                            fit.linear_objection(v.value, self.is_sharded) is None and self._wants(v)
-                            for v in element.of(fit.is_linear)
-                        ):
-                            self._mark(element, element.at[1])
-                            return
+            name = getattr(element.step.data, "id", None)
+            if name in self._results(element) and is_changeable(element):
+                layers = element.of(fit.is_linear)
+                if any(self._reason(v) is None and self._wants(v) for v in layers):
+                    self._mark(element, element.at[1])
+
+    def _results(self, element: Element) -> set[str]:
+        """The names to which its function gives the results of fused calls."""
+        calls = [
+            layer.activation.step.node
+            for layer in self.layers.values()
+            if layer.activation and layer.linear.owner is element.owner and layer.linear.text
+        ]
+        return {
+            getattr(target, "id", "")
+            for node in (ast.walk(element.text.node) if calls else ())
+            if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value))
+            for target in node.targets
+        }
 
     # --- the rest -------------------------------------------------------------------------------
 
@@ -490,9 +495,12 @@ class Plan:
                 forward = getattr(type(module).forward, "__code__", None)
                 place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
                 self.skipped[path] = (
-                    f"the code of {cls} does not show a layer's output going straight to "
-                    f"{names[0]!r} and nowhere else"
-                ), place
+                    (
+                        f"the code of {cls} does not show a layer's output going straight to "
+                        f"{names[0]!r} and nowhere else"
+                    ),
+                    place,
+                )
 
     # --- carrying it out ------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ class Resolver:
             return [v for v in found if v is not None]
         if isinstance(node, ast.Subscript):
             index = node.slice
-            if isinstance(index, ast.UnaryOp) and isinstance(index.operand, ast.Constant):
-                index = ast.Constant(-index.operand.value) if isinstance(index.op, ast.USub) else index
+            if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
+                index = ast.Constant(-getattr(index.operand, "value", 0))
             found = [c for v in self.values(node.value, depth + 1) for c in children(v)]
             if isinstance(index, ast.Constant) and isinstance(index.value, (int, str)):
                 return _at(found, index.value)
@@ -100,9 +100,8 @@ class Resolver:
         return [] if value is MISSING else [Value(name, value)]
 
     def _iterated(self, node: ast.expr, depth: int) -> list[Value]:
-        if isinstance(node, ast.Call) and dotted(node.func)[:1] and node.func.__class__ is ast.Name:
-            if node.func.id in ITERATORS:
-                return [v for a in node.args for v in self._iterated(a, depth + 1)]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
+            return [v for a in node.args for v in self._iterated(a, depth + 1)]
         if isinstance(node, ast.Call):
             return self._call(node, depth)
         return [c for v in self.values(node, depth + 1) for c in children(v)]

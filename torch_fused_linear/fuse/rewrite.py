@@ -5,7 +5,6 @@ name in linecache, so that tracebacks and debuggers show it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -13,7 +12,7 @@ import dis
 import hashlib
 import linecache
 from functools import reduce
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import NamedTuple
 
 import torch
@@ -42,7 +41,8 @@ HELPERS = {
     "fused_linear_gelu": functional.linear_gelu,
     "fused_conv2d_relu": functional.conv2d_relu,
 }
-FUTURE = reduce(int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
+FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
+FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
 
 
 class Mark(NamedTuple):
@@ -75,7 +75,8 @@ def unwrapped(function: object) -> FunctionType | None:
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         inner = function.__wrapped__
         held = [n for n, c in cells(function).items() if c is inner]
-        stored = {i.argval for i in dis.get_instructions(function.__code__) if "STORE_D" in i.opname}
+        code = dis.get_instructions(function.__code__)
+        stored = {i.argval for i in code if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
         if not held or stored & set(held):
             return None
         function = inner

@@ -58,9 +58,12 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
         if steps[-1].callee is None:
             kinds = {"relu"}
         else:
-            found = [v.value for v in resolver.values(steps[-1].callee) if fit.is_activation(v.value)]
-            kinds = {None if fit.activation_objection(v, options) else activation_kind(v, options)
-                     for v in found}  # fmt: skip
+            found = [v.value for v in resolver.values(steps[-1].callee)]
+            kinds = {
+                None if fit.activation_objection(v, options) else activation_kind(v, options)
+                for v in found
+                if fit.is_activation(v)
+            }
         if len(kinds) != 1 or kinds == {None}:
             return None
         (kind,) = kinds
