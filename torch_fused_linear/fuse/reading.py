@@ -202,6 +202,12 @@ def is_condition(node: ast.AST) -> bool:
     )
 
 
+def is_local(target: ast.expr) -> bool:
+    """Whether assigning to it changes names and nothing else."""
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    return all(isinstance(part, ast.Name) for part in parts)
+
+
 def mentions(node: ast.AST, name: str) -> list[ast.Name]:
     return [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
 
@@ -270,12 +276,9 @@ class _Reader:
 
     def _passes(self, statement: ast.stmt) -> bool:
         """Whether a layer may wait while the statement runs."""
-        target, value = _assignment(statement)
-        return (
-            (target is not None and is_harmless(value))
-            or isinstance(statement, ast.Pass)
-            or is_docstring(statement)
-        )
+        if isinstance(statement, ast.Assign):
+            return all(map(is_local, statement.targets)) and is_harmless(statement.value)
+        return isinstance(statement, ast.Pass) or is_docstring(statement)
 
     def _is_sole(self, name: str, start: ast.stmt, part: ast.stmt, read: ast.Name, guard) -> bool:
         """Whether only `read`, in the statement `part`, sees what `start` assigns to `name`."""

@@ -53,9 +53,11 @@ class Resolver:
     def _assign(self, target: ast.expr, value: ast.expr | None, iterated: ast.expr | None) -> None:
         if isinstance(target, ast.Name):
             self.assigned.setdefault(target.id, []).append((value, iterated))
-        elif iterated is not None and isinstance(target, (ast.Tuple, ast.List)):
-            for part in target.elts:  # all that may come, which is enough to know
-                self._assign(part, None, iterated)
+        elif isinstance(target, ast.Tuple):
+            for k, part in enumerate(target.elts):
+                one = value.elts[k : k + 1] if isinstance(value, ast.Tuple) else []
+                if one or iterated is not None:  # all that may come, which is enough to know
+                    self._assign(part, *one or [None], iterated)
 
     def values(self, node: ast.expr, depth: int = 0) -> list[Value]:
         """What it may be; empty if that is not known."""

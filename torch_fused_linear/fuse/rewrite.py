@@ -53,15 +53,15 @@ class Mark(NamedTuple):
         first: the number of the layer's step.
         last: of the activation's; the same for a layer alone.
         low: whether less is kept for the backward.
-        script: what TorchScript runs, as `Script.operator` and more arguments; None for the
-            original.
+        script: what TorchScript runs, an operator and its arguments after the parameters; empty
+            for the original; None while the model is not scripted.
     """
 
     run: int
     first: int
     last: int
     low: bool = False
-    script: tuple[str, str] | None = None
+    script: tuple[str, ...] | None = None
 
 
 class Rewritten(NamedTuple):
@@ -188,7 +188,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
         if mark.script and guard is None:
             _script(script, steps, *mark.script)
         expressions += [step.node for step in steps]
-    if any(mark.script for mark in marks):
+    if any(mark.script is not None for mark in marks):
         edits = _both(text, edits, script, expressions)
     return _compile(text, edits)
 
