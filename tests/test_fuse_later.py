@@ -60,7 +60,8 @@ class Doubled(torch.Tensor):
         if function is F.linear:
             plain[1] = plain[1] * 2
         result = function(*plain, **(kwargs or {}))
-        return result.as_subclass(cls) if function is torch.Tensor.detach else result
+        is_kept = function.__name__ in ("detach", "requires_grad_")
+        return result.as_subclass(cls) if is_kept else result
 
 
 def first(model):

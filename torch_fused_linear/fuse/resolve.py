@@ -121,6 +121,8 @@ class Resolver:
 
     def _attribute(self, base: Value, name: str) -> Value | None:
         """Without running a property."""
+        if self.text.class_name and name.startswith("__") and not name.endswith("__"):
+            name = f"_{self.text.class_name.lstrip('_')}{name}"
         path = f"{base.path}.{name}" if base.path else name
         if isinstance(base.value, nn.Module):
             own = vars(base.value)

@@ -99,8 +99,7 @@ def can_change(text: Text, step: Step) -> bool:
     if step.callee is None:
         return cut.between(step.data, node).lstrip().startswith(b".")
     first = node.args[0] if node.args else node.keywords[0]
-    between = cut.between(node.func, first, to_start=True).strip()
-    return between.startswith(b"(") and b")" not in between and b"#" not in between
+    return cut.between(node.func, first, to_start=True).lstrip().startswith(b"(")
 
 
 class _Cut:
