@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..modules import check_memory
-from .classes import change_class, origin
+from .classes import unfuse_class
 from .plan import Plan, frozen_reason
 from .report import Report
 
@@ -108,4 +108,4 @@ def unfuse_(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
     for module in model.modules():
-        change_class(module, origin(type(module)))
+        unfuse_class(module)

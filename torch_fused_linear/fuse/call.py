@@ -85,9 +85,8 @@ def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
     if is_dynamo_compiling() or is_exporting():  # which do, for a while
         return True
-    return (
-        cls.forward is forward
-        and all(getattr(owner, name) is value for owner, name, value in UNTOUCHED)
+    return cls.forward is forward and all(
+        getattr(owner, name) is value for owner, name, value in UNTOUCHED
     )
 
 

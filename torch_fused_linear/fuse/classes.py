@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import ast
 import inspect
 import weakref
 from types import FunctionType
@@ -80,6 +81,15 @@ def change_class(module: nn.Module, cls: type) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
+def unfuse_class(module: nn.Module) -> None:
+    cls = type(module)
+    if is_made_here(cls):
+        change_class(module, origin(cls))
+    elif any(map(is_made_here, cls.__bases__)):  # sharding or a parametrisation made it
+        own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        change_class(module, _class(cls, tuple(map(origin, cls.__bases__)), own))
+
+
 def rebuild(cls: type, config: Config, function, arguments: tuple):
     """Used by copy and pickle. Where the source is another by now the module is the plain one."""
     module = function(*arguments)
@@ -94,31 +104,43 @@ def functions_of(cls: type) -> list[tuple[type, str, FunctionType]]:
     for base in cls.__mro__:
         if base in (nn.Module, object):
             continue
-        for name, value in vars(base).items():
+        for name, value in vars(base).items() if not is_made_here(base) else ():
             if isinstance(value, FunctionType):
                 earlier = found.setdefault(name, [])
-                if all("super" in f.__code__.co_names for *_, f in earlier):
-                    if (inner := unwrapped(value)) is not None:
-                        earlier.append((base, name, inner))
+                inner = unwrapped(value)
+                if inner and all("super" in f.__code__.co_names for *_, f in earlier):
+                    earlier.append((base, name, inner))
     return [entry for versions in found.values() for entry in versions]
 
 
-def class_objection(module: nn.Module) -> str | None:
-    """Why a module cannot be given another class."""
-    cls = type(module)
+def class_objection(cls: type) -> str | None:
+    """Why no child of a class may stand in its place."""
     if type(cls) not in (type, abc.ABCMeta):
         return f"the class of {cls.__name__} is made by {type(cls).__name__}"
-    if "parametrizations" in module._modules:
-        return "has a parametrisation"
-    if "forward" in vars(module):
-        return "has a forward of its own, set on the object"
-    if any("__slots__" in vars(base) for base in cls.__mro__[:-2] if base.__module__ != "typing"):
+    if any(map(is_made_here, cls.__mro__)):
+        return "already fused"  # and then put into another class, as sharding does
+    if any(vars(base).get("__slots__") for base in cls.__mro__):
         return f"{cls.__name__} has __slots__"
-    for base, _, function in functions_of(cls):
-        if {"super", "__class__"} <= set(function.__code__.co_names) or (
-            {"super", "type"} <= set(function.__code__.co_names) and function.__name__ != "__init__"
-        ):
-            return f"{base.__name__}.{function.__name__} asks super() for the parent of type(self)"
+    for base, name, function in functions_of(cls):
+        known = set(function.__code__.co_names)
+        if name == "__init__" or "super" not in known or not known & {"type", "__class__"}:
+            continue
+        try:
+            calls = [n for n in ast.walk(Text(function).node) if isinstance(n, ast.Call)]
+        except Unreadable as error:
+            return str(error)
+        parents = [c.args[0] for c in calls if getattr(c.func, "id", "") == "super" and c.args]
+        if not all(isinstance(parent, ast.Name) for parent in parents):
+            return f"{base.__name__}.{name} asks super() for the parent of type(self)"
+    return None
+
+
+def module_objection(module: nn.Module) -> str | None:
+    """Why this module may not get another class."""
+    if "parametrizations" in module._modules:
+        return f"{type(module).__name__} has a parametrisation"
+    if "forward" in vars(module):
+        return f"{type(module).__name__} has a forward of its own, set on the object"
     return None
 
 

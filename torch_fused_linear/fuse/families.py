@@ -63,12 +63,8 @@ REFUSALS = {
 }
 
 # Functions that are activations, fused or not.
-ACTIVATION_FUNCTIONS = frozenset(
-    getattr(library, name)
-    for library in (torch, F)
-    for name in "relu gelu silu mish tanh sigmoid elu selu celu leaky_relu relu6 hardswish".split()
-    if hasattr(library, name)
-)
+_NAMES = ("relu", "gelu", "silu", "mish", "tanh", "sigmoid", "elu", "selu", "leaky_relu", "relu6")
+ACTIVATION_FUNCTIONS = [getattr(lib, n) for lib in (torch, F) for n in _NAMES if hasattr(lib, n)]
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 

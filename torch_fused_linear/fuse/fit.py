@@ -27,8 +27,7 @@ def is_layer(value: object) -> bool:
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
         return (
-            isinstance(value, (nn.ReLU, nn.GELU))
-            or type(value).__module__ in ACTIVATION_LIBRARIES
+            isinstance(value, (nn.ReLU, nn.GELU)) or type(value).__module__ in ACTIVATION_LIBRARIES
         ) and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in ACTIVATION_FUNCTIONS):
         return True
@@ -42,7 +41,7 @@ def is_passed(value: object) -> bool:
     )
 
 
-def linear_objection(linear: nn.Module) -> str | None:
+def linear_objection(linear: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
     kind = type(linear)
     if "parametrizations" in linear._modules:
@@ -53,7 +52,7 @@ def linear_objection(linear: nn.Module) -> str | None:
     if reason := hooks_objection(linear):
         return reason
     weight = linear._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
+    if type(weight) is not nn.Parameter and not (is_sharded and type(weight).__name__ == "DTensor"):
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
         return f"there are no fused kernels for {weight.dtype}"

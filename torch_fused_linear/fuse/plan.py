@@ -19,6 +19,7 @@ from .classes import (
     change_class,
     class_objection,
     functions_of,
+    module_objection,
     origin,
     subclass,
 )
@@ -169,7 +170,10 @@ class Plan:
         self._unread: dict[nn.Module, str] = {}
         self._visit(root, "")
         self.changes = {module: Change.of(module) for module in self.paths}
-        self._objections = {module: class_objection(module) for module in self.paths}
+        self._functions: dict[type, list] = {}
+        self._reasons: dict[type, str | None] = {}
+        bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
+        self.is_sharded = "FSDPModule" in bases  # whose layers have plain weights when they run
         self.modules = {path: module for module, path in self.paths.items()}
         chains = [chain for module in self.paths for chain in self._chains(module)]
         for chain in chains:
@@ -200,7 +204,7 @@ class Plan:
             return
         if isinstance(module, FusedMLP) or not any(fit.is_layer(m) for m in module.modules()):
             return
-        for base, name, function in functions_of(origin(type(module))):
+        for base, name, function in self._functions_of(module):
             if (base, name) == SEQUENTIAL:
                 yield self._flatten(module)
             elif self._mentions_activation(module, function):
@@ -281,7 +285,7 @@ class Plan:
         common = self._place_objection(layer, steps)
         fitting = []
         for value in layer.layers:
-            reason = fit.linear_objection(value.value) or common
+            reason = self._reason(value) or common
             if reason is None and not self._wants(value):
                 reason = FILTERED
                 change.refused.add(self._relative(element, value))
@@ -295,7 +299,8 @@ class Plan:
                 self.skipped[value.path] = reason, element.where
         if fitting:
             layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
-            learn(activation.values[0].value) if activation.values else None
+            for value in activation.values:
+                learn(value.value)
             layer.layers = fitting
             if element.text is not None:
                 self._mark(element, steps[-1].at[1])
@@ -307,8 +312,8 @@ class Plan:
     def _place_objection(self, layer: Layer, steps: Chain) -> str | None:
         """What stands in the way for whatever layer it is."""
         linear, activation = layer.linear, layer.activation
-        if reason := self._objections[linear.owner]:
-            return f"{type(linear.owner).__name__} {reason}" if "forward of" in reason else reason
+        if reason := self._owner_objection(linear.owner):
+            return reason
         if activation.owner is not linear.owner:
             return "its activation lies in another container"
         if linear.step is not None and not linear.step.is_bare:
@@ -330,6 +335,18 @@ class Plan:
         if layer.drops_before and "relu" not in found:
             return "a dropout that acts in training stands before the activation"
         return None
+
+    def _owner_objection(self, owner: nn.Module) -> str | None:
+        cls = origin(type(owner))
+        if cls not in self._reasons:
+            self._reasons[cls] = class_objection(cls)
+        return self._reasons[cls] or module_objection(owner)
+
+    def _functions_of(self, module: nn.Module) -> list:
+        cls = origin(type(module))
+        if cls not in self._functions:
+            self._functions[cls] = functions_of(cls)
+        return self._functions[cls]
 
     def _is_fused(self, element: Element, last: Element, value: Value) -> bool:
         change = self.changes[element.owner]
@@ -353,6 +370,9 @@ class Plan:
         marks = self.changes[element.owner].marks.setdefault(self._key(element), {})
         at = (*element.at, last)
         marks.setdefault(at, Mark(*at))
+
+    def _reason(self, value: Value) -> str | None:
+        return fit.linear_objection(value.value, self.is_sharded)
 
     def _wants(self, value: Value) -> bool:
         if self.filter_fn is None:
@@ -397,7 +417,7 @@ class Plan:
             return None
         owner = self.modules[path.rpartition(".")[0]]
         name = path.rpartition(".")[2]
-        for base, _, function in functions_of(origin(type(owner))):
+        for base, _, function in self._functions_of(owner):
             if name in function.__code__.co_names:
                 for chain in self._read(owner, base, function):
                     for found in chain:
@@ -408,12 +428,12 @@ class Plan:
     def _follower(self, element: Element) -> Layer | None:
         """The layer of `element`, which is to take over the gradient of the one before."""
         layers = element.of(fit.is_linear)
-        if not layers or self._objections[element.owner]:
+        if not layers or self._owner_objection(element.owner):
             return None
         if element.place not in self.layers:
             fitting = []
             for value in layers:
-                reason = fit.linear_objection(value.value)
+                reason = self._reason(value)
                 if reason is None and self._wants(value):
                     fitting.append(value)
                 else:
@@ -432,25 +452,27 @@ class Plan:
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
         for element in chain:
-            if element.text is None or not isinstance(element.step.data, ast.Name):
+            if element.text is None or element.place in self.layers:
                 continue
-            if element.place in self.layers or not element.of(fit.is_linear):
-                continue
-            calls = [
-                layer.activation.step.node
-                for layer in self.layers.values()
-                if layer.activation is not None and layer.linear.text is element.text
-                and layer.linear.owner is element.owner and not layer.is_convolution
-            ]  # fmt: skip
-            for node in ast.walk(element.text.node) if calls else ():
-                if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value)):
-                    if any(getattr(t, "id", None) == element.step.data.id for t in node.targets):
-                        if is_changeable(element) and any(
-                            fit.linear_objection(v.value) is None and self._wants(v)
-                            for v in element.of(fit.is_linear)
-                        ):
-                            self._mark(element, element.at[1])
-                            return
+            name = getattr(element.step.data, "id", None)
+            if name in self._results(element) and is_changeable(element):
+                layers = element.of(fit.is_linear)
+                if any(self._reason(v) is None and self._wants(v) for v in layers):
+                    self._mark(element, element.at[1])
+
+    def _results(self, element: Element) -> set[str]:
+        """The names to which its function gives the results of fused calls."""
+        calls = [
+            layer.activation.step.node
+            for layer in self.layers.values()
+            if layer.activation and layer.linear.owner is element.owner and layer.linear.text
+        ]
+        return {
+            getattr(target, "id", "")
+            for node in (ast.walk(element.text.node) if calls else ())
+            if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value))
+            for target in node.targets
+        }
 
     # --- the rest -------------------------------------------------------------------------------
 
@@ -473,9 +495,12 @@ class Plan:
                 forward = getattr(type(module).forward, "__code__", None)
                 place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
                 self.skipped[path] = (
-                    f"the code of {cls} does not show a layer's output going straight to "
-                    f"{names[0]!r} and nowhere else"
-                ), place
+                    (
+                        f"the code of {cls} does not show a layer's output going straight to "
+                        f"{names[0]!r} and nowhere else"
+                    ),
+                    place,
+                )
 
     # --- carrying it out ------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ HARMLESS = (
     *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
 )
 GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
+LOOPS = ("For", "AsyncFor", "While")
 SEES_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
 
 
@@ -162,24 +162,17 @@ def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
     except Unreadable:
         return None
     body = [node.body] if isinstance(node, ast.Lambda) else node.body
-    if isinstance(node, ast.FunctionDef) and is_docstring(body[0]):
-        body = body[1:]
-    value = getattr(body[0], "value", None) if isinstance(body[0], ast.Return) else body[0]
-    arguments = node.args
-    if (
-        len(body) != 1 or not isinstance(value, ast.Call) or len(value.args) != 1
-        or len(arguments.posonlyargs + arguments.args) != 1 or function.__defaults__
-        or arguments.vararg or arguments.kwonlyargs or function.__code__.co_flags & inspect.CO_GENERATOR
-        or not all(isinstance(k.value, ast.Constant) and k.arg for k in value.keywords)
-    ):  # fmt: skip
+    body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
+    call = body[0].value if isinstance(body[0], ast.Return) else body[0]
+    code, is_one = function.__code__, function.__defaults__ is None and len(body) == 1
+    if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
         return None
-    (argument,) = arguments.posonlyargs + arguments.args
-    path = dotted(value.func)
-    given = value.args[0]
-    if not path or path[0] not in function.__code__.co_names or not isinstance(given, ast.Name):
+    path, given = dotted(call.func), getattr(call.args[0], "id", None)
+    constants = all(isinstance(k.value, ast.Constant) and k.arg for k in call.keywords)
+    if code.co_varnames != (given,) or code.co_argcount != 1 or not constants:
         return None
-    options = {k.arg: k.value.value for k in value.keywords}
-    return (path, options or None) if given.id == argument.arg else None
+    options = {k.arg: k.value.value for k in call.keywords}
+    return (path, options or None) if path and path[0] in code.co_names else None
 
 
 def is_docstring(statement: ast.AST) -> bool:
@@ -195,7 +188,9 @@ def dotted(node: ast.AST) -> list[str]:
 
 
 def is_harmless(*nodes: ast.AST | None) -> bool:
-    return all(isinstance(n, HARMLESS) for node in nodes if node is not None for n in ast.walk(node))
+    return all(
+        isinstance(n, HARMLESS) for node in nodes if node is not None for n in ast.walk(node)
+    )
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -205,6 +200,12 @@ def is_condition(node: ast.AST) -> bool:
     return all(dotted(call.func) == ["len"] and is_harmless(*call.args) for call in calls) and all(
         isinstance(n, HARMLESS) for n in ast.walk(node) if id(n) not in inner
     )
+
+
+def is_local(target: ast.expr) -> bool:
+    """Whether assigning to it changes names and nothing else."""
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    return all(isinstance(part, ast.Name) for part in parts)
 
 
 def mentions(node: ast.AST, name: str) -> list[ast.Name]:
@@ -275,12 +276,9 @@ class _Reader:
 
     def _passes(self, statement: ast.stmt) -> bool:
         """Whether a layer may wait while the statement runs."""
-        target, value = _assignment(statement)
-        return (
-            (target is not None and is_harmless(value))
-            or isinstance(statement, ast.Pass)
-            or is_docstring(statement)
-        )
+        if isinstance(statement, ast.Assign):
+            return all(map(is_local, statement.targets)) and is_harmless(statement.value)
+        return isinstance(statement, ast.Pass) or is_docstring(statement)
 
     def _is_sole(self, name: str, start: ast.stmt, part: ast.stmt, read: ast.Name, guard) -> bool:
         """Whether only `read`, in the statement `part`, sees what `start` assigns to `name`."""
@@ -321,10 +319,10 @@ class _Reader:
     def _reaches(self, start: ast.stmt, read: ast.Name) -> bool:
         """Whether what the statement `start` assigns may be what `read` sees: not if a statement
         that must run before `read` assigns the same name, unless `start` lies between them."""
-        loops = [p for p in self._around(start) if isinstance(p, (ast.For, ast.AsyncFor, ast.While))]
-        if (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset):
-            if not any(p in loops for p in self._around(read)):
-                return False  # it was before
+        loops = [p for p in self._around(start) if type(p).__name__ in LOOPS]
+        is_before = (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset)
+        if is_before and not any(p in loops for p in self._around(read)):
+            return False
         name, inner = read.id, read
         for outer in self._around(read):
             for field in ("body", "orelse", "finalbody"):
@@ -333,9 +331,9 @@ class _Reader:
                     index = next(k for k, s in enumerate(block) if s is inner)
                     for m in range(index - 1, -1, -1):
                         between = block[m + 1 : index + 1]
-                        if _assignment(block[m])[0] == name and block[m] is not start:
-                            if not any(n is start for s in between for n in ast.walk(s)):
-                                return False
+                        is_other = _assignment(block[m])[0] == name and block[m] is not start
+                        if is_other and not any(n is start for s in between for n in ast.walk(s)):
+                            return False
             inner = outer
         return True
 
@@ -379,9 +377,9 @@ def _step(node: ast.AST | None) -> Step | None:
     if not isinstance(node, ast.Call):
         return None
     inputs = [k for k in node.keywords if k.arg == "input"]
-    if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-        if not node.args and not node.keywords:
-            return Step(node, None, node.func.value)
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
+    if is_method and not node.args and not node.keywords:
+        return Step(node, None, node.func.value)
     others = [*node.args[1:], *(k.value for k in node.keywords if k.arg != "input")]
     if any(k.arg is None for k in node.keywords) or not is_harmless(*others):
         return None

@@ -53,9 +53,11 @@ class Resolver:
     def _assign(self, target: ast.expr, value: ast.expr | None, iterated: ast.expr | None) -> None:
         if isinstance(target, ast.Name):
             self.assigned.setdefault(target.id, []).append((value, iterated))
-        elif iterated is not None and isinstance(target, (ast.Tuple, ast.List)):
-            for part in target.elts:  # all that may come, which is enough to know
-                self._assign(part, None, iterated)
+        elif isinstance(target, ast.Tuple):
+            for k, part in enumerate(target.elts):
+                one = value.elts[k : k + 1] if isinstance(value, ast.Tuple) else []
+                if one or iterated is not None:  # all that may come, which is enough to know
+                    self._assign(part, *one or [None], iterated)
 
     def values(self, node: ast.expr, depth: int = 0) -> list[Value]:
         """What it may be; empty if that is not known."""
@@ -68,8 +70,8 @@ class Resolver:
             return [v for v in found if v is not None]
         if isinstance(node, ast.Subscript):
             index = node.slice
-            if isinstance(index, ast.UnaryOp) and isinstance(index.operand, ast.Constant):
-                index = ast.Constant(-index.operand.value) if isinstance(index.op, ast.USub) else index
+            if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
+                index = ast.Constant(-getattr(index.operand, "value", 0))
             found = [c for v in self.values(node.value, depth + 1) for c in children(v)]
             if isinstance(index, ast.Constant) and isinstance(index.value, (int, str)):
                 return _at(found, index.value)
@@ -100,9 +102,8 @@ class Resolver:
         return [] if value is MISSING else [Value(name, value)]
 
     def _iterated(self, node: ast.expr, depth: int) -> list[Value]:
-        if isinstance(node, ast.Call) and dotted(node.func)[:1] and node.func.__class__ is ast.Name:
-            if node.func.id in ITERATORS:
-                return [v for a in node.args for v in self._iterated(a, depth + 1)]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
+            return [v for a in node.args for v in self._iterated(a, depth + 1)]
         if isinstance(node, ast.Call):
             return self._call(node, depth)
         return [c for v in self.values(node, depth + 1) for c in children(v)]
@@ -120,6 +121,8 @@ class Resolver:
 
     def _attribute(self, base: Value, name: str) -> Value | None:
         """Without running a property."""
+        if self.text.class_name and name.startswith("__") and not name.endswith("__"):
+            name = f"_{self.text.class_name.lstrip('_')}{name}"
         path = f"{base.path}.{name}" if base.path else name
         if isinstance(base.value, nn.Module):
             own = vars(base.value)

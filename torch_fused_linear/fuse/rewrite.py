@@ -5,7 +5,6 @@ name in linecache, so that tracebacks and debuggers show it.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -13,7 +12,7 @@ import dis
 import hashlib
 import linecache
 from functools import reduce
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import NamedTuple
 
 import torch
@@ -42,7 +41,8 @@ HELPERS = {
     "fused_linear_gelu": functional.linear_gelu,
     "fused_conv2d_relu": functional.conv2d_relu,
 }
-FUTURE = reduce(int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names))
+FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
+FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
 
 
 class Mark(NamedTuple):
@@ -53,15 +53,15 @@ class Mark(NamedTuple):
         first: the number of the layer's step.
         last: of the activation's; the same for a layer alone.
         low: whether less is kept for the backward.
-        script: what TorchScript runs, as `Script.operator` and more arguments; None for the
-            original.
+        script: what TorchScript runs, an operator and its arguments after the parameters; empty
+            for the original; None while the model is not scripted.
     """
 
     run: int
     first: int
     last: int
     low: bool = False
-    script: tuple[str, str] | None = None
+    script: tuple[str, ...] | None = None
 
 
 class Rewritten(NamedTuple):
@@ -75,7 +75,8 @@ def unwrapped(function: object) -> FunctionType | None:
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         inner = function.__wrapped__
         held = [n for n, c in cells(function).items() if c is inner]
-        stored = {i.argval for i in dis.get_instructions(function.__code__) if "STORE_D" in i.opname}
+        code = dis.get_instructions(function.__code__)
+        stored = {i.argval for i in code if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
         if not held or stored & set(held):
             return None
         function = inner
@@ -98,8 +99,7 @@ def can_change(text: Text, step: Step) -> bool:
     if step.callee is None:
         return cut.between(step.data, node).lstrip().startswith(b".")
     first = node.args[0] if node.args else node.keywords[0]
-    between = cut.between(node.func, first, to_start=True).strip()
-    return between.startswith(b"(") and b")" not in between and b"#" not in between
+    return cut.between(node.func, first, to_start=True).lstrip().startswith(b"(")
 
 
 class _Cut:
@@ -187,7 +187,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
         if mark.script and guard is None:
             _script(script, steps, *mark.script)
         expressions += [step.node for step in steps]
-    if any(mark.script for mark in marks):
+    if any(mark.script is not None for mark in marks):
         edits = _both(text, edits, script, expressions)
     return _compile(text, edits)
 

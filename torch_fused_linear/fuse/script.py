@@ -37,7 +37,7 @@ def script_config(module: nn.Module, config: Config) -> Config:
         text = Text(unwrapped(vars(base)[entry.name]))
         resolver = Resolver(module, text)
         marks = tuple(
-            mark._replace(script=None if config.refused else chosen(text, resolver, mark))
+            mark._replace(script=(not config.refused and chosen(text, resolver, mark)) or ())
             for mark in entry.marks
         )
         functions.append(entry._replace(marks=marks))
@@ -58,9 +58,12 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
         if steps[-1].callee is None:
             kinds = {"relu"}
         else:
-            found = [v.value for v in resolver.values(steps[-1].callee) if fit.is_activation(v.value)]
-            kinds = {None if fit.activation_objection(v, options) else activation_kind(v, options)
-                     for v in found}  # fmt: skip
+            found = [v.value for v in resolver.values(steps[-1].callee)]
+            kinds = {
+                None if fit.activation_objection(v, options) else activation_kind(v, options)
+                for v in found
+                if fit.is_activation(v)
+            }
         if len(kinds) != 1 or kinds == {None}:
             return None
         (kind,) = kinds
@@ -71,7 +74,9 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
 def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
     if fit.is_layer(layer) is False or fit.linear_objection(layer):
         return None
-    if any(not fit.is_passed(d) for d in between) or full_name(type(layer)) == CONV1D:
+    if not all(isinstance(d, nn.Module) and fit.is_passed(d) for d in between):
+        return None
+    if full_name(type(layer)) == CONV1D:
         return None
     if kind != "relu" and any(type(d) is not nn.Identity and d.p != 0 for d in between):
         return None
