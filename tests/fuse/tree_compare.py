@@ -232,7 +232,8 @@ def functional(fused, plain, x) -> bool:
         for p in values.values():
             p.grad = None
         outcome = step(call, x, owner, True)
-        return Outcome(outcome.values | {f"given {k}": p.grad for k, p in values.items()})
+        outcome.values |= {f"given {k}": p.grad for k, p in values.items()}
+        return outcome
 
     return transformed(make, run, fused, plain, x, "functional_call")
 
