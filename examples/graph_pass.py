@@ -13,8 +13,8 @@ backward has each hidden layer's activation gradient in the next one's step. `co
 the same pass in front of any other backend; here it stands in front of one that only counts, so
 that the graph can be looked at before and after without a compiler.
 
-The block below has both kinds of code: `Block` calls modules, `Head` calls functions; both ways find
-both.
+The model below has both kinds of code, and both ways find both: `Block` calls modules, `Head` calls
+functions.
 
     python examples/graph_pass.py               the pass, with the graphs counted
     python examples/graph_pass.py --inductor    and compiled for real: takes a minute on a CPU
