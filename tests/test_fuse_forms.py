@@ -256,7 +256,7 @@ def test_scripted(form):
     torch.testing.assert_close(torch.jit.script(model)(x), plain(x))
 
 
-# --- activations that are attributes ---------------------------------------------------------------
+# --- activations that are attributes --------------------------------------------------------------
 
 
 def plain_function(x):

@@ -250,7 +250,7 @@ def test_errors_are_torchs_own(what):
         model = make().double()
         plain = copy.deepcopy(model)
         tfl.fuse_(model)
-        with pytest.raises(Exception) as theirs:  # noqa: PT011
+        with pytest.raises(Exception) as theirs:
             plain(WRONG[what])
         with pytest.raises(type(theirs.value)) as ours:
             model(WRONG[what])

@@ -110,16 +110,16 @@ def test_the_text_is_shown_and_its_lines_are_the_files(library):
     frames = [f for f in traceback.extract_tb(caught.tb) if f.name == "forward"]
     assert frames[0].lineno == int(line) and "fused_begin(self.fc1, x)" in frames[0].line
 
-    class Steps(bdb.Bdb):
-        seen: list = []
+    seen = []
 
+    class Steps(bdb.Bdb):
         def user_line(self, frame):
             name = frame.f_code.co_filename
             if name.startswith("<fused"):
-                self.seen.append(linecache.getline(name, frame.f_lineno).strip())
+                seen.append(linecache.getline(name, frame.f_lineno).strip())
 
     Steps().runcall(model.forward, X)
-    assert any("fused_begin(self.fc1, x)" in text for text in Steps.seen)
+    assert any("fused_begin(self.fc1, x)" in text for text in seen)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -203,16 +203,17 @@ def test_classes_that_stay_as_they_are(cls):
     torch.testing.assert_close(model(X), want)
 
 
-class Registry(ParentOfType):
-    made: list = []
+CHILDREN = []
 
+
+class Registry(ParentOfType):
     def __init_subclass__(cls):
-        cls.made.append(cls)
+        CHILDREN.append(cls)
 
 
 def test_no_code_of_the_users_runs_for_the_new_class():
     model = Registry()
-    assert tfl.fuse_(model).fused and not Registry.made
+    assert tfl.fuse_(model).fused and not CHILDREN
 
 
 class Carries(ParentOfType):
