@@ -184,7 +184,7 @@ def list_edit(rng: random.Random, model: nn.Module) -> None:
     if seq is None or not len(seq):
         return
     at, way = rng.randrange(len(seq)), rng.randrange(6)
-    if way == 0 and "0" in seq._modules:  # torch inserts among numbers only
+    if way == 0 and f"{len(seq) - 1}" in seq._modules:  # torch inserts among numbers only
         seq.insert(at, new_activation(rng))
     elif way == 1:
         seq.append(new_activation(rng))

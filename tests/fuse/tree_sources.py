@@ -173,7 +173,10 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     helper.statement()
     forward = body.finish()
     if base and rng.random() < 0.5:
-        forward = textwrap.indent(f"x = super().forward(x)\n{textwrap.dedent(forward)}", " " * 8)
+        above = rng.choice(
+            ["super().forward(", "super(OWN, self).forward(", f"{base}.forward(self, "]
+        )
+        forward = textwrap.indent(f"x = {above}x)\n{textwrap.dedent(forward)}", " " * 8)
     decorator = "    @twice\n" if not simple and rng.random() < 0.08 else ""
     more = ", *, act=F.relu" if "act(" in forward and not simple else ""
     text = f"{decorator}    def forward(self, x{more}):\n{forward}\n"
@@ -192,6 +195,7 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     code = (
         f"class {name}({base or 'nn.Module'}):\n    def __init__(self, parts=()):\n{init}\n\n{text}"
     )
+    code = code.replace("OWN", name)
     if not simple and rng.random() < 0.1 and "F.relu" in code:
         inner = textwrap.indent(code.replace("F.relu(", "function("), "    ")
         made = f"{name} = make_{name}(F.relu)\n"

@@ -2,7 +2,7 @@
 
 Capitals are filled in: ``E4`` an expression of width 4, ``V4`` a local name that exists, ``N4a`` a
 new one that later code may read, ``T4a`` a new one that it may not, ``L46`` a layer from width 4 to
-6, ``A`` an activation, ``C`` a condition.
+6, ``A`` an activation, ``C`` a condition, ``OWN`` the name of the class.
 """
 
 # What torch.jit.script takes, too.
@@ -299,6 +299,14 @@ N4a = A(L44(E4)[..., :4])
 N4a = (F.relu if C else torch.tanh)(L44(E4))
 ---
 N4a = (L44 if C else L44)(E4).relu()
+---
+N4a = OWN.helper(self, E4)
+---
+N4a = E4 if isinstance(self, OWN) else x
+---
+N4a = E4 if type(self) is OWN else A(E4)
+---
+N4a = E4 if self.__class__.__name__ == "OWN" else A(E4)
 """
 
 PARTS = ["N4a = self.parts[0](E4)", "N4a = E4\nfor T4p in self.parts:\n    N4a = T4p(N4a)"]
