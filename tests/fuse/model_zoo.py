@@ -9,6 +9,7 @@ it. The exit status is 1 where a fused model gave something else than the plain 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -87,9 +88,17 @@ def counts(found: list[dict]) -> dict[str, int]:
     }
 
 
-def write(path: Path, found: dict[str, dict]) -> None:
+def fuse_hash() -> str:
+    """Of the code that the record speaks for."""
+    files = sorted((HERE.parents[1] / "torch_fused_linear" / "fuse").rglob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+def write(path: Path, found: dict[str, dict], known: int) -> None:
     libraries = ("torch", "timm", "transformers")
     head = {
+        "fuse": fuse_hash(),
+        "known models": known,
         "versions": {name: importlib.metadata.version(name) for name in libraries},
         "counts": {
             library: counts([r for n, r in found.items() if n.startswith(library)])
@@ -106,7 +115,9 @@ def write(path: Path, found: dict[str, dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=HERE / "model_zoo.json")
-    parser.add_argument("--resume", action="store_true", help="keep the records that are there")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what is there of this very fuse_"
+    )
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -117,11 +128,14 @@ def main() -> int:
 
     found: dict[str, dict] = {}
     if options.resume and options.out.exists():
-        found = {r["name"]: r for r in json.loads(options.out.read_text())["models"]}
-    names = [n for n in zoo.names() if options.only in n and n not in found]
+        record = json.loads(options.out.read_text())
+        if record["fuse"] == fuse_hash():
+            found = {r["name"]: r for r in record["models"]}
+    known = zoo.names()
+    names = [n for n in known if options.only in n and n not in found]
     for record in records(names):
         found[record["name"]] = record
-        write(options.out, found)
+        write(options.out, found, len(known))
         print(f"{len(found)}: {record}", flush=True)
     bad = [r for r in found.values() if wrong(r)]
     print(*bad, sep="\n")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import time
 from typing import Any
 
+import numpy
 import torch
 import zoo
 from torch import Tensor, nn
@@ -25,15 +27,22 @@ def tensors(output: Any) -> list[Tensor]:
     return [t for t in leaves if torch.is_tensor(t) and not t.is_nested]
 
 
-def forward(model: nn.Module, inputs: dict) -> list[Tensor]:
+def seed() -> None:
+    """For all generators of random numbers that models use."""
     torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+
+
+def forward(model: nn.Module, inputs: dict) -> list[Tensor]:
+    seed()
     with torch.no_grad():
         return [t.clone() for t in tensors(model.eval()(**inputs))]
 
 
 def step(model: nn.Module, inputs: dict) -> list[Tensor | None]:
     """The gradients of one training step with fixed random numbers."""
-    torch.manual_seed(1)
+    seed()
     model.train().zero_grad()
     outputs = [t for t in tensors(model(**inputs)) if t.requires_grad and t.is_floating_point()]
     if not outputs:
