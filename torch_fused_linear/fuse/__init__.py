@@ -8,7 +8,8 @@ from torch import nn
 
 from ..modules import check_memory
 from .classes import unfuse_class
-from .plan import Plan, frozen_reason
+from .model import frozen_reason
+from .plan import Plan
 from .report import Report
 
 __all__ = ["fuse_", "unfuse_"]

@@ -38,7 +38,7 @@ RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
 MODULES = {nn.ReLU: ("relu", nn.ReLU.forward), nn.GELU: ("gelu", nn.GELU.forward)}
-# Of plain functions: what they call with their argument and nothing else (reading.py).
+# Of plain functions: what they call with their argument and nothing else (resolve.py).
 RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNTOUCHED = ((nn.Module, "__call__"), (F, "linear"), (F, "relu"), (F, "gelu"), (F, "conv2d"))
 UNTOUCHED = tuple((owner, name, getattr(owner, name)) for owner, name in UNTOUCHED)
@@ -60,7 +60,7 @@ def learn(value: object) -> None:
         elif kind := ACTIVATIONS.get(full_name(cls)):
             MODULES.setdefault(cls, (kind, cls.forward))
     elif cls is FunctionType and value not in RECIPES:
-        from .reading import recipe
+        from .resolve import recipe
 
         RECIPES[value] = value.__code__, recipe(value)
 

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from ..fused_mlp import FusedMLP
 from . import families, fit
-from .call import activation_kind, hooks_objection, learn
+from .call import activation_kind, learn
+from .chains import (
+    Chain,
+    Element,
+    Layer,
+    blocks,
+    drops,
+    has_parameters,
+    is_activation,
+    is_callable,
+    is_changeable,
+    is_sequential,
+    pass_over,
+)
 from .classes import (
     SEQUENTIAL,
     Config,
     Function,
     change_class,
     class_objection,
-    functions_of,
     module_objection,
     origin,
     subclass,
 )
 from .families import full_name
-from .reading import Step, Text, Unreadable, names
-from .report import Block, Report, Skipped
-from .resolve import Resolver, Value
+from .model import Model
+from .report import Report, Skipped
+from .resolve import Value
 from .rewrite import Mark, can_change
 
 Filter = Callable[[str, nn.Module], bool]
-
-OPERATORS = {  # of each activation: the operator before, and the fused one
-    "none": (None, "linear"),
-    "relu": ("ReLU", "linear_relu"),
-    "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
-    "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
-}
 
 NORMALISED = (
     "a batch normalisation stands between it and its ReLU; fold it into the convolution first, "
@@ -44,79 +48,6 @@ NORMALISED = (
 )
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 FILTERED = "filter_fn says no"
-
-
-@dataclass
-class Element:
-    """One step of a chain.
-
-    Attributes:
-        owner: the module in whose code, or as whose child, it stands.
-        values: what is called, with the path from the model: several in a loop.
-        text: the code that it is in; None for a child of an nn.Sequential.
-        at: the numbers of its run and step there; for a child its name.
-        step: as it was read.
-    """
-
-    owner: nn.Module
-    values: list[Value]
-    text: Text | None
-    at: object
-    step: Step | None = None
-    cls: type | None = None
-
-    @property
-    def place(self) -> tuple:
-        where = self.at if self.text is None else (id(self.step.node),)
-        return id(self.owner), where
-
-    @property
-    def where(self) -> str:
-        return "" if self.text is None else self.text.place(self.step.node)
-
-    def options(self) -> dict | None:
-        """The constants that are given beside the tensor; of others the kind is not known."""
-        if self.step is None:
-            return None
-        given = {k: getattr(v, "value", v) for k, v in self.step.options().items()}
-        return given or None
-
-    def of(self, test: Callable[[object], bool]) -> list[Value]:
-        return [v for v in self.values if test(v.value)]
-
-
-Chain = list[Element]
-
-
-@dataclass
-class Layer:
-    """A call of linear layers or convolutions, with that of the activation they are to apply."""
-
-    linear: Element
-    layers: list[Value]
-    kind: str = "none"
-    activation: Element | None = None
-    drops_before: bool = False  # a dropout between linear layer and activation
-    drops_after: bool = False
-    next: Layer | None = None
-    meets_parameters: bool = False  # straight after the activation comes another module with some
-
-    @property
-    def is_convolution(self) -> bool:
-        return isinstance(self.layers[0].value, nn.Conv2d)
-
-    @property
-    def memory_pays(self) -> bool:
-        """Whether less is kept with low memory. GELU's output can be computed anew by the layer
-        after it; ReLU's is kept by that layer, or by a normalisation or whatever else with
-        parameters comes there, and bits of it beside that would be more."""
-        if self.is_convolution or self.activation is None or len(self.layers) > 1:
-            return False
-        dropped = self.drops_before or self.drops_after
-        meets_next = self.next is not None and not dropped
-        if self.kind.startswith("gelu"):
-            return meets_next
-        return not meets_next and (dropped or not self.meets_parameters)
 
 
 @dataclass
@@ -159,103 +90,23 @@ class Plan:
 
     def __init__(self, root: nn.Module, filter_fn: Filter | None) -> None:
         self.filter_fn = filter_fn
-        self.paths: dict[nn.Module, str] = {}
+        self.model = Model(root)
+        self.paths = self.model.paths
         self.layers: dict[tuple, Layer] = {}
-        self.skipped: dict[str, tuple[str, str]] = {}
+        self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
         self.refused: list[str] = []
         self.accepted = False
-        self._asked: dict[str, bool] = {}
-        self._texts: dict = {}
-        self._seen: set[int] = set()  # activations that follow a layer somewhere
-        self._unread: dict[nn.Module, str] = {}
-        self._visit(root, "")
         self.changes = {module: Change.of(module) for module in self.paths}
-        self._functions: dict[type, list] = {}
+        self._asked: dict[str, bool] = {}
+        self._seen: set[int] = set()  # activations that follow a layer somewhere
         self._reasons: dict[type, str | None] = {}
         bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
         self.is_sharded = "FSDPModule" in bases  # whose layers have plain weights when they run
-        self.modules = {path: module for module, path in self.paths.items()}
-        chains = [chain for module in self.paths for chain in self._chains(module)]
-        for chain in chains:
-            self._find_layers(chain)
-        for chain in chains:
-            self._link(chain)
-        for chain in chains:
-            self._follow_names(chain)
+        chains = [chain for module in self.paths for chain in self.model.chains(module)]
+        for step in (self._find_layers, self._link, self._follow_names):
+            for chain in chains:
+                step(chain)
         self._explain_the_rest()
-
-    def _visit(self, module: nn.Module, path: str) -> None:
-        if module in self.paths:
-            return
-        if path and (reason := frozen_reason(module)):
-            self.skipped[path] = f"{type(module).__name__} {reason}", ""
-            return
-        self.paths[module] = path
-        for name, child in module._modules.items():
-            if child is not None:
-                self._visit(child, join(path, name))
-
-    # --- chains ---------------------------------------------------------------------------------
-
-    def _chains(self, module: nn.Module) -> Iterator[Chain]:
-        if is_sequential(module):
-            if not self._is_inner(module):
-                yield self._flatten(module)
-            return
-        if isinstance(module, FusedMLP) or not any(fit.is_layer(m) for m in module.modules()):
-            return
-        for base, name, function in self._functions_of(module):
-            if (base, name) == SEQUENTIAL:
-                yield self._flatten(module)
-            elif self._mentions_activation(module, function):
-                yield from self._read(module, base, function)
-
-    def _read(self, module: nn.Module, base: type, function) -> list[Chain]:
-        try:
-            text = self._texts.get(function) or Text(function)
-        except Unreadable as error:
-            self._unread.setdefault(module, str(error))
-            return []
-        self._texts[function] = text
-        resolver, chains = Resolver(module, text), []
-        for number, run in enumerate(text.runs):
-            chain = []
-            for k, step in enumerate(run):
-                values = [] if step.callee is None else resolver.values(step.callee)
-                values = [Value(join(self.paths[module], v.path), v.value) for v in values]
-                chain.append(Element(module, values, text, (number, k), step, base))
-            chains.append(chain)
-        return chains
-
-    def _mentions_activation(self, module: nn.Module, function) -> bool:
-        for name in names(function.__code__) | set(function.__code__.co_freevars):
-            held = vars(module).get(name, module._modules.get(name))
-            if name in ("relu", "relu_", "getattr") or fit.is_activation(held):
-                return True
-            if fit.is_activation(function.__globals__.get(name)):
-                return True
-            if isinstance(held, nn.Module) and any(map(fit.is_activation, held._modules.values())):
-                return True  # block.act, or a list of them
-        return False
-
-    def _flatten(self, sequential: nn.Module) -> Chain:
-        chain = []
-        for name, child in sequential._modules.items():
-            if self._is_inner(child) and child is not sequential:
-                chain += self._flatten(child)
-            else:
-                path = join(self.paths[sequential], name)
-                chain.append(Element(sequential, [Value(path, child)], None, name))
-        return chain
-
-    def _is_inner(self, module: nn.Module) -> bool:
-        """Whether it stands for its children in the nn.Sequential around it."""
-        return (
-            is_sequential(module)
-            and is_sequential(self.modules.get(self.paths.get(module, "").rpartition(".")[0]))
-            and self.paths.get(module) != ""
-            and not hooks_objection(module)
-        )
 
     # --- layers and their activations -----------------------------------------------------------
 
@@ -283,12 +134,12 @@ class Plan:
         element, activation = layer.linear, layer.activation
         change = self.changes[element.owner]
         common = self._place_objection(layer, steps)
-        fitting = []
+        fitting, refused = [], set()
         for value in layer.layers:
             reason = self._reason(value) or common
             if reason is None and not self._wants(value):
                 reason = FILTERED
-                change.refused.add(self._relative(element, value))
+                refused.add(self._relative(element, value))
             elif reason is None and self._is_fused(element, steps[-1], value):
                 reason = "already fused"
                 self.accepted = True
@@ -297,6 +148,8 @@ class Plan:
                 fitting.append(value)
             if reason is not None:
                 self.skipped[value.path] = reason, element.where
+        if fitting or element.text is None:
+            change.refused |= refused
         if fitting:
             layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
             for value in activation.values:
@@ -341,12 +194,6 @@ class Plan:
         if cls not in self._reasons:
             self._reasons[cls] = class_objection(cls)
         return self._reasons[cls] or module_objection(owner)
-
-    def _functions_of(self, module: nn.Module) -> list:
-        cls = origin(type(module))
-        if cls not in self._functions:
-            self._functions[cls] = functions_of(cls)
-        return self._functions[cls]
 
     def _is_fused(self, element: Element, last: Element, value: Value) -> bool:
         change = self.changes[element.owner]
@@ -413,13 +260,13 @@ class Plan:
 
     def _following_in_family(self, element: Element) -> Element | None:
         path = families.next_linear_of(self.paths[element.owner], origin(type(element.owner)))
-        if path not in self.modules:
+        if path not in self.model.modules:
             return None
-        owner = self.modules[path.rpartition(".")[0]]
+        owner = self.model.modules[path.rpartition(".")[0]]
         name = path.rpartition(".")[2]
-        for base, _, function in self._functions_of(owner):
+        for base, _, function in self.model.functions_of(owner):
             if name in function.__code__.co_names:
-                for chain in self._read(owner, base, function):
+                for chain in self.model.read(owner, base, function):
                     for found in chain:
                         if [v.path for v in found.values] == [path]:
                             return found
@@ -489,8 +336,8 @@ class Plan:
             cls = type(module).__name__
             if is_sequential(module) or isinstance(module, FusedMLP):
                 continue  # no linear layer before that activation; fused already
-            if module in self._unread:
-                self.skipped[path] = self._unread[module], ""
+            if module in self.model.unread:
+                self.skipped[path] = self.model.unread[module], ""
             elif names and module not in owners and has_layer_for(module, names):
                 forward = getattr(type(module).forward, "__code__", None)
                 place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
@@ -512,12 +359,12 @@ class Plan:
         owners = {layer.linear.owner for layer in self.layers.values()}
         owners |= {m for m, c in self.changes.items() if c.marks}
         classes = {owner: self._class_for(owner) for owner in owners}
-        blocks = list(self._blocks(classes))
+        found = list(blocks(list(self.layers.values()), classes, self.paths))
         if not dry_run:
             for owner, cls in classes.items():
                 change_class(owner, cls)
         skipped = [Skipped(path, *reason) for path, reason in self.skipped.items()]
-        return Report(blocks, skipped)
+        return Report(found, skipped)
 
     def _keep_less(self, layer: Layer) -> None:
         element, change = layer.linear, self.changes[layer.linear.owner]
@@ -534,63 +381,6 @@ class Plan:
             change.marks.setdefault((full_name(nn.Sequential), "forward", ""), {})
         return subclass(cls, change.config())
 
-    def _blocks(self, classes: dict[nn.Module, type]) -> Iterator[Block]:
-        followers = {id(layer.next) for layer in self.layers.values()}
-        for layer in self.layers.values():
-            if id(layer) in followers:
-                continue
-            element = layer.linear
-            texts = getattr(classes[element.owner], "__fused_texts__", {})
-            key = SEQUENTIAL if element.text is None else (
-                element.cls, element.text.function.__name__)  # fmt: skip
-            chain, before, after = [], [], []
-            while layer is not None and layer not in chain:
-                chain.append(layer)
-                for value in layer.layers:
-                    operator, fused = OPERATORS[layer.kind]
-                    product = "MatMul"
-                    if layer.is_convolution:
-                        product, fused = "Conv2d", "conv2d_relu"
-                    drops = ["Dropout"]
-                    before += [product] + ["BiasAdd"] * (value.value.bias is not None)
-                    before += drops * layer.drops_before + [operator] * (operator is not None)
-                    after += [fused] + drops * layer.drops_before
-                    before, after = (o + drops * layer.drops_after for o in (before, after))
-                layer = layer.next
-            paths = tuple(value.path for layer in chain for value in layer.layers)
-            owner, kind = element.owner, origin(type(element.owner)).__name__
-            text = texts[key].text if key in texts else ""
-            yield Block(
-                self.paths[owner], kind, paths, tuple(before), tuple(after), element.where, text
-            )
-
-
-def frozen_reason(module: nn.Module) -> str | None:
-    """Why a change of the module's class would not reach the code that is run, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted or traced"
-    if isinstance(module, torch.fx.GraphModule):
-        return "is traced or exported to a graph"
-    return None
-
-
-def is_sequential(module: object) -> bool:
-    """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
-    cls = origin(type(module))
-    return (
-        isinstance(module, nn.Sequential)
-        and cls.forward is nn.Sequential.forward
-        and cls.__iter__ is nn.Sequential.__iter__
-    )
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
-
-
-def is_callable(value: object) -> bool:
-    return callable(value) and fit.is_activation(value)
-
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     """Whether a child of `module` may be meant to apply one of its activations.
@@ -604,34 +394,6 @@ def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     norms = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in children.values())
     convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
     return "relu" in kinds and not any(norms) and any(convolutions)
-
-
-def is_activation(element: Element) -> bool:
-    if element.step is not None and element.step.callee is None:
-        return True
-    return any(is_callable(value.value) for value in element.values)
-
-
-def is_changeable(element: Element) -> bool:
-    return element.step.is_bare and can_change(element.text, element.step)
-
-
-def pass_over(chain: Chain, start: int) -> int:
-    """The index of the first element from `start` that is neither dropout nor identity."""
-    while start < len(chain) and any(fit.is_passed(v.value) for v in chain[start].values):
-        start += 1
-    return start
-
-
-def drops(elements: Chain) -> bool:
-    """Whether there is a dropout that can act, in training."""
-    found = (v.value for element in elements for v in element.values)
-    return any(getattr(value, "p", 1 if callable(value) and not isinstance(value, nn.Module) else 0)
-               != 0 for value in found)  # fmt: skip
-
-
-def has_parameters(value: object) -> bool:
-    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
 def scripted(module: nn.Module) -> type:

@@ -155,26 +155,6 @@ def names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
-    """What a function of one argument calls with it, if it does nothing else."""
-    try:
-        node = Text(function).node
-    except Unreadable:
-        return None
-    body = [node.body] if isinstance(node, ast.Lambda) else node.body
-    body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
-    call = body[0].value if isinstance(body[0], ast.Return) else body[0]
-    code, is_one = function.__code__, function.__defaults__ is None and len(body) == 1
-    if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
-        return None
-    path, given = dotted(call.func), getattr(call.args[0], "id", None)
-    constants = all(isinstance(k.value, ast.Constant) and k.arg for k in call.keywords)
-    if code.co_varnames != (given,) or code.co_argcount != 1 or not constants:
-        return None
-    options = {k.arg: k.value.value for k in call.keywords}
-    return (path, options or None) if path and path[0] in code.co_names else None
-
-
 def is_docstring(statement: ast.AST) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 

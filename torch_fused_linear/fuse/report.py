@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,16 +91,17 @@ class Report:
             )
         ]
         skipped = [
-            (f"{number} ×", where, reason)
-            for (where, reason), number in counted(
-                (numberless(skip.path) or "(the model)", skip.reason) for skip in self.skipped
+            (f"{number} ×", where, reason, os.path.basename(place))
+            for (where, reason, place), number in counted(
+                (numberless(skip.path) or "(the model)", skip.reason, skip.place)
+                for skip in self.skipped
             )
         ]
         return "\n".join(
             [
                 title,
                 *table(("", "first layer", "in", "before  ⇒  after"), fused),
-                *table(("", "left alone", "because"), skipped),
+                *table(("", "left alone", "because", "at"), skipped),
             ]
         )
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 import builtins
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from torch import nn
 
-from .reading import Text, dotted
+from .reading import Text, Unreadable, dotted, is_docstring
 from .rewrite import cells
 
 MISSING = object()
@@ -136,6 +136,26 @@ class Resolver:
             value = vars(base.value).get(name, MISSING)
             return None if value is MISSING else Value(path, value)
         return None
+
+
+def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
+    """What a function of one argument calls with it, if it does nothing else."""
+    try:
+        node = Text(function).node
+    except Unreadable:
+        return None
+    body = [node.body] if isinstance(node, ast.Lambda) else node.body
+    body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
+    call = body[0].value if isinstance(body[0], ast.Return) else body[0]
+    code, is_one = function.__code__, function.__defaults__ is None and len(body) == 1
+    if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
+        return None
+    path, given = dotted(call.func), getattr(call.args[0], "id", None)
+    constants = all(isinstance(k.value, ast.Constant) and k.arg for k in call.keywords)
+    if code.co_varnames != (given,) or code.co_argcount != 1 or not constants:
+        return None
+    options = {k.arg: k.value.value for k in call.keywords}
+    return (path, options or None) if path and path[0] in code.co_names else None
 
 
 def children(of: Value) -> list[Value]:
