@@ -1,4 +1,4 @@
-# make demo | test | gpu-test | docs | build | lint | format | clean
+# make demo | test | test-models | gpu-test | docs | build | lint | format | clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
@@ -18,13 +18,17 @@ MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
 endif
 
-.PHONY: demo test gpu-test docs build lint format clean
+.PHONY: demo test test-models gpu-test docs build lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
 
 test: build $(MODELS) $(DOCS)
 	$(PYTHON) -m pytest $(ARGS)
+
+# Hours on one core; an interrupted run goes on where it was. ARGS="--only timm/vit" takes a part.
+test-models: build $(MODELS)
+	$(PYTHON) tests/fuse/model_zoo.py --resume $(ARGS)
 
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
 gpu-test: build

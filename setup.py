@@ -163,7 +163,8 @@ def direct(debug):
     from torch.utils import cpp_extension
 
     every, cxx = flags(debug)
-    ext = cpp_extension.CppExtension(DIRECT, ["csrc/python/direct.cpp"])
+    sources = sorted(str(p.relative_to(ROOT)) for p in CSRC.glob("python/*.cpp"))
+    ext = cpp_extension.CppExtension(DIRECT, sources)
     ext.depends = list(source_hashes())
     ext.extra_link_args += cxx_runtime()
     ext.extra_compile_args = {"cxx": every + cxx + as_system(ext.include_dirs)}

@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "python/expression.h"
+
 namespace fused {
 namespace {
 
@@ -145,4 +147,10 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}
 }  // namespace
 }  // namespace fused
 
-PyMODINIT_FUNC PyInit__direct() { return PyModule_Create(&fused::module); }
+PyMODINIT_FUNC PyInit__direct() {
+  PyObject* created = PyModule_Create(&fused::module);
+  if (created != nullptr && PyModule_AddFunctions(created, fused::expression_methods) != 0) {
+    Py_CLEAR(created);
+  }
+  return created;
+}

@@ -61,7 +61,7 @@ def tokens_near_a_kink(chain, dtype):
 @activation_param
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_error_is_not_above_eagers(dtype, activation, device):
-    """The promise of docs/numerics.md for the whole chain: fp64 is the truth, and eager the measure."""
+    """docs/numerics.md for the whole chain: fp64 is the truth, and eager the measure."""
     tallies = {}
     for layers, seed in itertools.product([1, 2, 3], range(6)):
         options = {"lead": (33,), "widths": [24, 40, 17, 8][: layers + 1], "seed": seed}

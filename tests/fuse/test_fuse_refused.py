@@ -1,5 +1,6 @@
 """What fuse_ leaves alone, byte for byte, and the reason that it gives."""
 
+import copy
 import functools
 import types
 
@@ -46,11 +47,6 @@ class MyReLU(nn.ReLU):
     pass
 
 
-def shared_linear():
-    linear = nn.Linear(4, 4)
-    return nn.Sequential(linear, nn.ReLU(), nn.LayerNorm(4), linear)
-
-
 def nothing(*args):
     return None
 
@@ -70,10 +66,6 @@ CASES = {
         for name in HOOKS
         for index in (0, 1)
     },
-    "a state_dict hook of the activation": (
-        changed(lambda m: m.register_state_dict_post_hook(nothing), 1),
-        "state dict hooks",
-    ),
     "forward replaced": (
         changed(lambda m: setattr(m, "forward", types.MethodType(nn.Linear.forward, m))),
         "forward of its own",
@@ -85,7 +77,6 @@ CASES = {
     "wrapper": (lambda: pair(LoraLinear()), "LoraLinear is not exactly nn.Linear"),
     "lazy": (lambda: pair(nn.LazyLinear(4)), "LazyLinear is not exactly nn.Linear"),
     "our own layer": (lambda: pair(tfl.FusedLinear(4, 4)), "FusedLinear is not exactly"),
-    "shared": (shared_linear, "shared between places"),
     "complex": (lambda: pair(nn.Linear(4, 4, dtype=torch.complex64)), "torch.complex64"),
     "float8": (lambda: pair(nn.Linear(4, 4).to(torch.float8_e4m3fn)), "torch.float8_e4m3fn"),
     "SiLU": (lambda: pair(activation=nn.SiLU()), "SiLU: only ReLU and GELU"),
@@ -147,7 +138,7 @@ def test_a_watched_next_layer_stays_and_the_layer_before_is_fused():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[2].register_forward_hook(nothing)
     report = tfl.fuse_(model)
-    assert [type(m).__name__ for m in model] == ["FusedLinearReLU", "FusedActivation", "Linear"]
+    assert [b.layers for b in report.fused] == [("0",)]
     assert [(s.path, s.reason) for s in report.skipped] == [("2", "has forward hooks")]
 
 
@@ -176,26 +167,29 @@ def test_fused_mlp_is_left_alone():
 @pytest.mark.parametrize(
     "activation, kind",
     [
-        (F.relu, "FusedLinearReLU"),
-        (torch.relu, "FusedLinearReLU"),
-        (F.gelu, "FusedLinearGELU"),
-        (functools.partial(F.gelu, approximate="tanh"), "FusedLinearGELU"),
+        (F.relu, "linear_relu"),
+        (torch.relu, "linear_relu"),
+        (F.gelu, "linear_gelu"),
+        (functools.partial(F.gelu, approximate="tanh"), "linear_gelu"),
+        (functools.partial(F.relu, inplace=True), "linear_relu"),
+        (lambda x: F.gelu(x, approximate="tanh"), "linear_gelu"),
         (F.silu, None),
-        (functools.partial(F.relu, inplace=True), None),
         (torch.tanh, None),
+        (lambda x: F.relu(x) + 1, None),
+        (lambda x, y=0: F.relu(x), None),
     ],
-    ids=["F.relu", "torch.relu", "F.gelu", "gelu tanh", "silu", "relu in place", "tanh"],
 )
 def test_activations_that_are_functions(activation, kind):
     layer = nn.TransformerEncoderLayer(4, 2, 8, activation=activation, dropout=0.0)
     x = torch.randn(3, 2, 4)
     want = layer(x)
     report = tfl.fuse_(layer)
+    with tfl.explain() as calls:
+        torch.testing.assert_close(layer(x), want)
     if kind is None:
-        assert not report.fused and "only ReLU and GELU" in report.skipped[0].reason
+        assert not report.fused and not calls.calls
         return
-    assert type(layer.linear1).__name__ == kind and type(layer.linear2) is tfl.FusedLinear
-    torch.testing.assert_close(layer(x), want)
+    assert kind in calls.calls[0].operator
     tfl.unfuse_(layer)
     assert layer.activation is activation and "activation" not in layer._modules
 
@@ -262,9 +256,9 @@ class Layers(Chain):
         return sum(s.sum() for s in seen)
 
 
-def test_a_sequential_that_its_owner_takes_apart_is_left_alone():
-    assert tfl.fuse_(Whole()).fused
-    for cls in (Parts, Layers):
-        report = tfl.fuse_(cls())
-        assert not report.fused
-        assert f"{cls.__name__} does more with 'net' than call it" in report.skipped[0].reason
+def test_a_sequential_that_its_owner_takes_apart():
+    for cls in (Whole, Parts, Layers):
+        model = cls()
+        plain, x = copy.deepcopy(model), torch.randn(3, 4)
+        assert len(tfl.fuse_(model).fused) == 1
+        torch.testing.assert_close(model(x), plain(x))

@@ -84,13 +84,10 @@ def test_fuse_takes_low_memory_where_it_pays():
     model = Block()
     before = repr(model)
     tfl.fuse_(model, memory="low")
-    assert (model.fc1.memory, model.fc3.memory) == ("low", "low")
-    assert model.fc4.memory == "default" and not hasattr(model.fc2, "memory")
     x = torch.randn(64, 128)
     kept = kept_bytes(lambda: model(x))
     tfl.unfuse_(model)
     assert repr(model) == before
-    assert not any("memory" in vars(module) for module in model.modules())
     tfl.fuse_(model)
     saved = kept_bytes(lambda: model(x)) - kept
     assert saved == 64 * (256 * 4 + 256 * 4 - 256 // 8)
@@ -122,6 +119,5 @@ def test_fuse_never_keeps_more_than_eager(after, pays):
     x = torch.randn(64, 128)
     kept_by_eager = kept_bytes(lambda: model(x))
     tfl.fuse_(model, memory="low")
-    assert model[0].memory == ("low" if pays else "default")
     kept = kept_bytes(lambda: model(x))
     assert kept < kept_by_eager if pays else kept == kept_by_eager

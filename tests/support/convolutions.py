@@ -144,8 +144,8 @@ def typical_sizes(conv: Conv, case: Case) -> list[float]:
 
 
 def assert_contract(conv: Conv, cases, tallies=None) -> dict[str, Tally]:
-    """docs/numerics.md, as helpers.assert_contract has it for linear layers: errors against fp64 at most
-    1.1 times eager's plus one output ulp, over all cases together; fp64 at rounding level."""
+    """docs/numerics.md, as helpers.assert_contract has it for linear layers: errors against fp64 at
+    most 1.1 times eager's plus one output ulp, over all cases together; fp64 at rounding level."""
     tallies = defaultdict(Tally) if tallies is None else tallies
     for label, case in cases:
         wide = in_double(case)

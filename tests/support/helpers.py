@@ -241,8 +241,8 @@ def add_checked(
 
 
 def assert_contract(op: Op, cases: Iterable[tuple[str, Case]]) -> None:
-    """docs/numerics.md for the output and every gradient: error against fp64 at most 1.1 times eager's
-    plus one output ulp, worst case and mean.
+    """docs/numerics.md for the output and every gradient: error against fp64 at most 1.1 times
+    eager's plus one output ulp, worst case and mean.
 
     It is a statement about many numbers, so it is held against all cases together; for one case,
     where luck may have eager's few errors small, a looser bound keeps an outlier from drowning.

@@ -108,7 +108,8 @@ FAMILIES = {
         2,
         10,
     ),
-    "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 2, 2),
+    # with the head, which calls gelu as a function
+    "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 3, 2),
     "DistilBERT": (
         hugging_face(
             "DistilBertForMaskedLM",

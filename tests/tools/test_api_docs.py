@@ -196,7 +196,7 @@ def test_the_reasons_are_found():
     assert "one row or column" in REASONS["csrc/gemm/problem.h"]
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]
     assert "own one-pass kernel" in REASONS["csrc"]
-    assert "has a parametrisation" in REASONS["fuse/safety.py"]
+    assert "has a parametrisation" in REASONS["fuse/fit.py"]
     assert sum(map(len, REASONS.values())) > 60
 
 

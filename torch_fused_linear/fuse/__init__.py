@@ -1,4 +1,4 @@
-"""``fuse_`` and ``unfuse_``: the fused layers put into a model that exists."""
+"""``fuse_`` and ``unfuse_``: ``act(linear(x))`` of a model that exists made one call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from ..nn.linear import check_memory
-from .chains import frozen_reason
+from .classes import unfuse_class
+from .model import frozen_reason
 from .plan import Plan
 from .report import Report
-from .swap import swap_back
 
 __all__ = ["fuse_", "unfuse_"]
 
@@ -19,46 +19,42 @@ def fuse_(
     model: nn.Module,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     memory: str = "default",
+    dry_run: bool = False,
 ) -> Report:
-    r"""Fuses, in place, linear layers and convolutions with the activation that follows each.
+    r"""Makes one call, in place, of linear layers or convolutions and the activation after each.
 
-    Wherever the output of an ``nn.Linear`` goes straight to an ``nn.ReLU`` or GELU and nowhere
-    else, the linear layer becomes a :class:`FusedLinearReLU` or :class:`FusedLinearGELU`, and the
-    linear layer after the activation a :class:`FusedLinear` at least, so that in the backward
-    gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). In the
-    same way an ``nn.Conv2d`` with an ``nn.ReLU`` becomes a :class:`FusedConv2dReLU`; with a batch
-    normalisation between them it is left alone. Neighbours in ``nn.Sequential`` are found, and
-    modules whose ``forward``, which is read, says ``self.act(self.fc1(x))`` in this or in other
-    words: among them timm's ``Mlp``, torchvision's ``MLPBlock``, ``nn.TransformerEncoderLayer``,
-    and the blocks of BERT, RoBERTa, DistilBERT, ViT, OPT, GPT-2 (``Conv1D``), Phi, Whisper and
-    T5 v1.0 in Hugging Face transformers.
+    Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
+    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU or GELU
+    run as :func:`linear_relu` or :func:`linear_gelu`, an ``nn.Conv2d`` and ReLU as
+    :func:`conv2d_relu`, and anything else runs the original expression. The linear layer after the
+    activation is called as :func:`linear`, so that in the backward gradients are handed over from
+    layer to layer (:class:`torch_fused_linear.handover`). Found are neighbours in
+    ``nn.Sequential``, ``self.act(self.fc1(x))``, ``F.relu(self.fc1(x))``, ``self.fc1(x).relu()``,
+    statements and loops of these, and the blocks of timm, torchvision and Hugging Face
+    transformers that are written so.
 
-    The function stays exactly the same: GELU by erf stays that, and activations of another kind are
-    left alone. Parameters stay the same objects under the same names, and a linear layer stays the
-    same object too, with a new class; the activation is replaced by one that returns its input and
-    prints what it stands for. What is left alone, with a reason in the report: layers with hooks or
-    parametrisations, those that are not exactly ``nn.Linear`` or ``nn.Conv2d`` (quantised, LoRA),
-    those shared between places, and whatever cannot be proved to be used as described.
-
-    Call it once the layers are what they are to be, and before ``torch.compile`` and sharding;
-    call :func:`unfuse_` before exchanging or wrapping layers. A forward hook put on a fused layer
-    afterwards sees the activation's output.
+    Layers and activations stay the same objects of the same classes, and mean what they meant
+    whoever calls them. The module whose code holds the expression gets a child of its class, of
+    the same name, with that method rewritten. So the model is the same function whatever is done
+    to it, before or after: hooks, LoRA, quantisation, parametrisation, exchange, insertion,
+    sharding, ``torch.compile``. What is not plain is called as before.
 
     Args:
         model: changed in place. It may be on any device, ``meta`` too.
-        filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to change,
-            with its name in the model; one for which it returns ``False`` stays as it is.
-        memory: ``'default'``, or ``'low'`` for layers of low memory where less is then kept: GELU
-            with a fused layer straight after it, and ReLU with no module with parameters there,
-            which would keep ReLU's output anyway.
+        filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to take part,
+            with its name in the model; one for which it returns ``False`` is called as before.
+        memory: ``'default'``, or ``'low'`` to keep less for the backward where less is kept then:
+            GELU with a linear layer straight after it, and ReLU with no module with parameters
+            there, which would keep ReLU's output anyway.
+        dry_run: only report.
 
     Returns:
         A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It
         can be printed, and drawn by ``report.save_picture(path)``.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced, exported
-            or compiled already; ``filter_fn`` is not callable.
+        TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced or exported
+            already; ``filter_fn`` is not callable.
         ValueError: there is something to fuse, but ``filter_fn`` accepts none of it; ``memory`` is
             neither of these.
 
@@ -73,7 +69,7 @@ def fuse_(
         raise TypeError(f"fuse_: expected an nn.Module, got {type(model).__name__}")
     if reason := frozen_reason(model):
         raise TypeError(
-            f"fuse_: expected a model before it is scripted, traced, exported or compiled, got "
+            f"fuse_: expected a model before it is scripted, traced or exported, got "
             f"{type(model).__name__}, which {reason}; fuse the model that it was made from"
         )
     if filter_fn is not None and not callable(filter_fn):
@@ -89,22 +85,19 @@ def fuse_(
             f"that could be fused: {', '.join(plan.refused[:3])}"
             + (" ..." if len(plan.refused) > 3 else "")
         )
-    return plan.apply(memory)
+    return plan.apply(memory, dry_run)
 
 
 def unfuse_(model: nn.Module) -> None:
-    """Undoes :func:`fuse_`, in place: classes and activations are again what they were.
-
-    Layers that were not made by :func:`fuse_` stay as they are.
+    """Undoes :func:`fuse_`, in place: modules have the classes again that they had.
 
     Args:
         model: a model that :func:`fuse_` has changed, or part or a copy of one.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        RuntimeError: something was done to a fused layer since that must be taken back first, such
-            as a parametrisation.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
-    swap_back(model)
+    for module in model.modules():
+        unfuse_class(module)

@@ -1,152 +1,167 @@
-"""Finds, in a model, the sequences of modules that are called one upon the other's output."""
+"""Steps that follow upon each other in a model, and what may become one call among them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from . import safety
-from .families import full_name
-from .reading import Code, Step
+from . import fit
+from .classes import SEQUENTIAL, origin
+from .reading import Step, Text
+from .report import Block
+from .resolve import Value
+from .rewrite import can_change
+
+OPERATORS = {  # of each activation: the operator before, and the fused one
+    "none": (None, "linear"),
+    "relu": ("ReLU", "linear_relu"),
+    "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
+    "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
+}
 
 
 @dataclass
 class Element:
-    """One step of a chain: what is called as `owner.name` on the step before's output.
+    """One step of a chain.
 
     Attributes:
-        path: from the model.
-        owner: the module whose attribute it is.
-        name: of the attribute; of a function that is called instead, as it is written.
-        value: the module, a function that is an attribute, or `Dropout` or `Function` for a call
-            in the owner's code.
-        is_sole: whether nobody else sees the step before's output.
+        owner: the module in whose code, or as whose child, it stands.
+        values: what is called, with the path from the model: several in a loop.
+        text: the code that it is in; None for a child of an nn.Sequential.
+        at: the numbers of its run and step there; for a child its name.
+        step: as it was read.
     """
 
-    path: str
     owner: nn.Module
-    name: str
-    value: object
-    is_sole: bool = True
+    values: list[Value]
+    text: Text | None
+    at: object
+    step: Step | None = None
+    cls: type | None = None
 
     @property
-    def place(self) -> tuple[int, str]:
-        return id(self.owner), self.name
+    def place(self) -> tuple:
+        where = self.at if self.text is None else (id(self.step.node),)
+        return id(self.owner), where
 
+    @property
+    def where(self) -> str:
+        return "" if self.text is None else self.text.place(self.step.node)
 
-@dataclass(frozen=True)
-class Dropout:
-    """``F.dropout`` in the code of a forward; `p` is None where it cannot be told."""
+    def options(self) -> dict | None:
+        """The constants that are given beside the tensor; of others the kind is not known."""
+        if self.step is None:
+            return None
+        given = {k: getattr(v, "value", v) for k, v in self.step.options().items()}
+        return given or None
 
-    p: float | None
-
-
-@dataclass(frozen=True)
-class Function:
-    """``F.relu`` or ``F.gelu`` in the code of a forward."""
-
-    text: str
+    def of(self, test: Callable[[object], bool]) -> list[Value]:
+        return [v for v in self.values if test(v.value)]
 
 
 Chain = list[Element]
-COMPILED = "torch._dynamo.eval_frame.OptimizedModule"  # by name: importing it takes a second
 
 
-def frozen_reason(module: nn.Module) -> str | None:
-    """Why a change of the module's children would not reach the code that is run, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted or traced"
-    if isinstance(module, torch.fx.GraphModule):
-        return "is traced or exported to a graph"
-    if full_name(type(module)) == COMPILED or module._compiled_call_impl is not None:
-        return "is compiled"
-    return None
+@dataclass
+class Layer:
+    """A call of linear layers or convolutions, with that of the activation they are to apply."""
+
+    linear: Element
+    layers: list[Value]
+    kind: str = "none"
+    activation: Element | None = None
+    drops_before: bool = False  # a dropout between linear layer and activation
+    drops_after: bool = False
+    next: Layer | None = None
+    meets_parameters: bool = False  # straight after the activation comes another module with some
+
+    @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.layers[0].value, nn.Conv2d)
+
+    @property
+    def memory_pays(self) -> bool:
+        """Whether less is kept with low memory. GELU's output can be computed anew by the layer
+        after it; ReLU's is kept by that layer, or by a normalisation or whatever else with
+        parameters comes there, and bits of it beside that would be more."""
+        if self.is_convolution or self.activation is None or len(self.layers) > 1:
+            return False
+        dropped = self.drops_before or self.drops_after
+        meets_next = self.next is not None and not dropped
+        if self.kind.startswith("gelu"):
+            return meets_next
+        return not meets_next and (dropped or not self.meets_parameters)
 
 
-class Model:
-    """The modules of a model and their code.
-
-    Attributes:
-        paths: the first path to each module.
-        places: where each module is registered: in which module, under which name.
-        frozen: of each module that was not entered, why.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.paths: dict[nn.Module, str] = {}
-        self.frozen: dict[str, str] = {}
-        # `a.b` and `c.b` are two places unless a is c, however often a itself is registered
-        self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
-        self._visit(root, "")
-        self.modules = {path: module for module, path in self.paths.items()}
-        self.code = Code({type(module) for module in self.paths})
-
-    def _visit(self, module: nn.Module, path: str) -> None:
-        if module in self.paths:
-            return
-        if path and (reason := frozen_reason(module)):
-            self.frozen[path] = f"{type(module).__name__} {reason}"
-            return
-        self.paths[module] = path
-        for name, child in module._modules.items():
-            if child is not None:
-                self.places[child].append((module, name))
-                self._visit(child, join(path, name))
-
-    def is_shared(self, module: nn.Module) -> bool:
-        return len(self.places[module]) > 1
-
-    def chains(self) -> Iterator[Chain]:
-        for module, path in self.paths.items():
-            if is_sequential(module):
-                if not self._is_flattened(module):
-                    yield self._flatten(module)
-            elif any(map(safety.is_layer, module._modules.values())):
-                for run in self.code.runs(type(module)):
-                    yield [self._element(module, path, step) for step in run]
-
-    def _flatten(self, sequential: nn.Module) -> Chain:
-        chain = []
-        for name, child in sequential._modules.items():
-            if self._is_flattened(child):
-                chain += self._flatten(child)
-            else:
-                chain.append(Element(join(self.paths[sequential], name), sequential, name, child))
-        return chain
-
-    def _is_flattened(self, module: nn.Module) -> bool:
-        """Whether it stands for its children in the nn.Sequential around it."""
-        return (
-            is_sequential(module)
-            and len(self.places[module]) == 1
-            and is_sequential(self.places[module][0][0])
-            and not safety.hooks_objection(module)
-        )
-
-    def _element(self, owner: nn.Module, path: str, step: Step) -> Element:
-        if step.is_module:
-            value = vars(owner).get(step.name, owner._modules.get(step.name))
-            return Element(join(path, step.name), owner, step.name, value, step.is_sole)
-        if step.name == "dropout":
-            called = Dropout(getattr(owner, step.p, None) if step.p else None)
-        else:
-            called = Function(step.text)
-        return Element(path, owner, step.text, called, step.is_sole)
-
-
-def is_sequential(module: nn.Module) -> bool:
+def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    cls = origin(type(module))
     return (
         isinstance(module, nn.Sequential)
-        and type(module).forward is nn.Sequential.forward
-        and type(module).__iter__ is nn.Sequential.__iter__
-        and "forward" not in vars(module)
+        and cls.forward is nn.Sequential.forward
+        and cls.__iter__ is nn.Sequential.__iter__
     )
 
 
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def is_callable(value: object) -> bool:
+    return callable(value) and fit.is_activation(value)
+
+
+def is_activation(element: Element) -> bool:
+    if element.step is not None and element.step.callee is None:
+        return True
+    return any(is_callable(value.value) for value in element.values)
+
+
+def is_changeable(element: Element) -> bool:
+    return element.step.is_bare and can_change(element.text, element.step)
+
+
+def pass_over(chain: Chain, start: int) -> int:
+    """The index of the first element from `start` that is neither dropout nor identity."""
+    while start < len(chain) and any(fit.is_passed(v.value) for v in chain[start].values):
+        start += 1
+    return start
+
+
+def drops(elements: Chain) -> bool:
+    """Whether there is a dropout that can act, in training."""
+    found = (v.value for element in elements for v in element.values)
+    return any(getattr(value, "p", 1 if callable(value) and not isinstance(value, nn.Module) else 0)
+               != 0 for value in found)  # fmt: skip
+
+
+def has_parameters(value: object) -> bool:
+    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+
+
+def blocks(layers: Iterable[Layer], classes: dict[nn.Module, type], path_of) -> Iterator[Block]:
+    """For the report: layers one after the other, with the code in the `classes` to come."""
+    followers = {id(layer.next) for layer in layers}
+    for layer in layers:
+        if id(layer) in followers:
+            continue
+        element = layer.linear
+        texts = getattr(classes[element.owner], "__fused_texts__", {})
+        key = SEQUENTIAL if element.text is None else (
+            element.cls, element.text.function.__name__)  # fmt: skip
+        chain, before, after = [], [], []
+        while layer is not None and layer not in chain:
+            chain.append(layer)
+            for value in layer.layers:
+                operator, fused = OPERATORS[layer.kind]
+                product = "MatMul"
+                if layer.is_convolution:
+                    product, fused = "Conv2d", "conv2d_relu"
+                drops = ["Dropout"]
+                before += [product] + ["BiasAdd"] * (value.value.bias is not None)
+                before += drops * layer.drops_before + [operator] * (operator is not None)
+                after += [fused] + drops * layer.drops_before
+                before, after = (o + drops * layer.drops_after for o in (before, after))
+            layer = layer.next
+        paths = tuple(value.path for layer in chain for value in layer.layers)
+        owner, kind = element.owner, origin(type(element.owner)).__name__
+        text = texts[key].text if key in texts else ""
+        yield Block(path_of[owner], kind, paths, tuple(before), tuple(after), element.where, text)

@@ -8,6 +8,9 @@ another module or behind a branch, and for an activation class of another librar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+import torch.nn.functional as F
+
 
 def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -20,8 +23,7 @@ class Family:
     Attributes:
         block: full names of the classes, as a shell pattern.
         next_linear: path from the block to the linear layer that takes the activation's output;
-            ``..`` is the block's parent. Any linear layer may be named: ``FusedLinear`` computes
-            what ``nn.Linear`` does, so a wrong entry costs a hand-over and nothing else.
+        ``..`` is the block's parent.
     """
 
     block: str
@@ -58,12 +60,11 @@ REFUSALS = {
     "QuickGELU": "it is x·sigmoid(1.702x), not GELU",
     "QuickGELUActivation": "it is x·sigmoid(1.702x), not GELU",
     "ClippedGELUActivation": "it clips GELU's output",
-    "FusedActivation": "the layer it belongs to was exchanged; call unfuse_ first",
 }
 
-# Its __setstate__ puts F.relu over an activation that is a registered module, so that a copy
-# computes something else.
-FORGETS_ACTIVATION_MODULES = "torch.nn.modules.transformer.TransformerDecoderLayer"
+# Functions that are activations, fused or not.
+_NAMES = ("relu", "gelu", "silu", "mish", "tanh", "sigmoid", "elu", "selu", "leaky_relu", "relu6")
+ACTIVATION_FUNCTIONS = [getattr(lib, n) for lib in (torch, F) for n in _NAMES if hasattr(lib, n)]
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 

@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..nn.mlp import FusedMLP
-from . import families, safety
-from .chains import Chain, Dropout, Element, Function, Model, is_sequential
-from .report import Block, Report, Skipped
-from .swap import FusedActivation, is_swapped, swap_activation, swap_linear
+from . import families, fit
+from .call import activation_kind, learn
+from .chains import (
+    Chain,
+    Element,
+    Layer,
+    blocks,
+    drops,
+    has_parameters,
+    is_activation,
+    is_callable,
+    is_changeable,
+    is_sequential,
+    pass_over,
+)
+from .classes import (
+    SEQUENTIAL,
+    Config,
+    Function,
+    change_class,
+    class_objection,
+    module_objection,
+    origin,
+    subclass,
+)
+from .families import full_name
+from .model import Model
+from .report import Report, Skipped
+from .resolve import Value
+from .rewrite import Mark, can_change
 
 Filter = Callable[[str, nn.Module], bool]
-
-OPERATORS = {  # of each activation: the operator before, and the fused one
-    "none": (None, "linear"),
-    "relu": ("ReLU", "linear_relu"),
-    "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
-    "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
-}
 
 NORMALISED = (
     "a batch normalisation stands between it and its ReLU; fold it into the convolution first, "
     "where it is not trained (torch.nn.utils.fuse_conv_bn_eval)"
 )
+SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
+FILTERED = "filter_fn says no"
 
 
 @dataclass
-class Layer:
-    """A linear layer or convolution that is to change, with the activation it is to apply."""
+class Change:
+    """What is to change in one module."""
 
-    linear: Element
-    kind: str = "none"
-    activation: Element | None = None
-    drops_before: bool = False  # a dropout between linear layer and activation
-    drops_after: bool = False
-    next: Layer | None = None
-    meets_parameters: bool = False  # straight after the activation comes another module with some
+    marks: dict = field(default_factory=dict)  # by (class, function name, digest): of marks by at
+    refused: set[str] = field(default_factory=set)
+    low: set[str] = field(default_factory=set)
+    follows: set[str] = field(default_factory=set)
 
-    @property
-    def memory_pays(self) -> bool:
-        """Whether less is kept with low memory. GELU's output can be computed anew by the layer
-        after it; ReLU's is kept by that layer, or by a normalisation or whatever else with
-        parameters comes there, and bits of it beside that would be more."""
-        dropped = self.drops_before or self.drops_after
-        meets_next = self.next is not None and not dropped
-        if self.kind.startswith("gelu"):
-            return meets_next
-        return not meets_next and (dropped or not self.meets_parameters)
+    @classmethod
+    def of(cls, module: nn.Module) -> Change:
+        """As the module is now."""
+        config = vars(type(module)).get("__fused__", Config())
+        marks = {
+            (f.cls, f.name, f.digest): {(m.run, m.first, m.last): m for m in f.marks}
+            for f in config.functions
+        }
+        return cls(marks, set(config.refused), set(config.low), set(config.follows))
+
+    def config(self) -> Config:
+        functions = tuple(
+            Function(*key, tuple(m._replace(script=None) for _, m in sorted(marks.items())))
+            for key, marks in sorted(self.marks.items())
+        )
+        sets = (tuple(sorted(s)) for s in (self.refused, self.low, self.follows))
+        return Config(functions, *sets)
 
 
 class Plan:
@@ -58,88 +83,162 @@ class Plan:
 
     Attributes:
         layers: to change, by place.
-        skipped: the reason, by path.
+        skipped: reason and place, by path.
         refused: paths that `filter_fn` would not have.
         accepted: whether `filter_fn` would have something that is fused already.
     """
 
     def __init__(self, root: nn.Module, filter_fn: Filter | None) -> None:
-        self.model = Model(root)
         self.filter_fn = filter_fn
-        self.layers: dict[tuple[int, str], Layer] = {}
-        self.skipped: dict[str, str] = dict(self.model.frozen)
+        self.model = Model(root)
+        self.paths = self.model.paths
+        self.layers: dict[tuple, Layer] = {}
+        self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
         self.refused: list[str] = []
         self.accepted = False
-        chains = list(self.model.chains())
-        self._find_layers(chains)
-        for chain in chains:
-            self._link(chain)
+        self.changes = {module: Change.of(module) for module in self.paths}
+        self._asked: dict[str, bool] = {}
+        self._seen: set[int] = set()  # activations that follow a layer somewhere
+        self._reasons: dict[type, str | None] = {}
+        bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
+        self.is_sharded = "FSDPModule" in bases  # whose layers have plain weights when they run
+        chains = [chain for module in self.paths for chain in self.model.chains(module)]
+        for step in (self._find_layers, self._link, self._follow_names):
+            for chain in chains:
+                step(chain)
         self._explain_the_rest()
 
-    # --- linear layers and their activations ----------------------------------------------------
+    # --- layers and their activations -----------------------------------------------------------
 
-    def _find_layers(self, chains: list[Chain]) -> None:
-        by_activation: dict[tuple[int, str], list[Layer]] = defaultdict(list)
-        for chain in chains:
-            for layer in pairs(chain):
-                by_activation[layer.activation.place].append(layer)
-            self.skipped |= dict.fromkeys(normalised(chain), NORMALISED)
-        self._seen = set(by_activation)
-        for group in by_activation.values():
-            reasons = {layer.linear.path: self._objection(layer, len(group)) for layer in group}
-            if any(reasons.values()):
-                # an activation that is called after several layers goes from all or from none
-                other = f"shares its activation with {next(p for p, r in reasons.items() if r)}"
-                self.skipped |= {path: reason or other for path, reason in reasons.items()}
-            else:
-                self.layers |= {layer.linear.place: layer for layer in group}
+    def _find_layers(self, chain: Chain) -> None:
+        self._find_normalised(chain)
+        for i, element in enumerate(chain):
+            layers = element.of(fit.is_layer)
+            if not layers:
+                continue
+            k = pass_over(chain, i + 1)
+            if k == len(chain) or not is_activation(chain[k]):
+                continue
+            self._seen |= {id(v.value) for v in chain[k].values}
+            if not all(e.step is None or e.step.is_sole for e in chain[i + 1 : k + 1]):
+                for value in layers:
+                    self.skipped.setdefault(value.path, (SEEN, element.where))
+                continue
+            layer = Layer(element, layers, activation=chain[k])
+            layer.drops_before = drops(chain[i + 1 : k])
+            if self._accept(layer, chain[i : k + 1]):
+                self.layers[element.place] = layer
 
-    def _objection(self, layer: Layer, places: int) -> str | None:
+    def _accept(self, layer: Layer, steps: Chain) -> bool:
+        """Whether at least one of the layers that may stand there can be fused; why others not."""
+        element, activation = layer.linear, layer.activation
+        change = self.changes[element.owner]
+        common = self._place_objection(layer, steps)
+        fitting, refused = [], set()
+        for value in layer.layers:
+            reason = self._reason(value) or common
+            if reason is None and not self._wants(value):
+                reason = FILTERED
+                refused.add(self._relative(element, value))
+            elif reason is None and self._is_fused(element, steps[-1], value):
+                reason = "already fused"
+                self.accepted = True
+            elif reason is None:
+                change.refused.discard(self._relative(element, value))
+                fitting.append(value)
+            if reason is not None:
+                self.skipped[value.path] = reason, element.where
+        if fitting or element.text is None:
+            change.refused |= refused
+        if fitting:
+            layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
+            for value in activation.values:
+                learn(value.value)
+            layer.layers = fitting
+            if element.text is not None:
+                self._mark(element, steps[-1].at[1])
+        return bool(fitting)
+
+    def _kind(self, activation: Element) -> Callable[[Value], str | None]:
+        return lambda value: activation_kind(value.value, activation.options())
+
+    def _place_objection(self, layer: Layer, steps: Chain) -> str | None:
+        """What stands in the way for whatever layer it is."""
         linear, activation = layer.linear, layer.activation
-        owner = linear.owner
-        if isinstance(activation.value, FusedActivation) and is_swapped(linear.value):
-            self.accepted |= self._wants(linear)
-            return "already fused"
-        return (
-            safety.linear_objection(linear.value, self.model.is_shared)
-            or convolution_objection(layer)
-            or self._activation_objection(activation, owner)
-            or (layer.drops_before and dropout_objection(layer))
-            or self._code_objection(linear, activation, places)
-            or (None if self._wants(linear, is_asked=True) else "filter_fn says no")
-        )
-
-    def _activation_objection(self, activation: Element, owner: nn.Module) -> str | None:
-        if isinstance(activation.value, Function):
-            return (
-                f"{activation.name} is called as a function in the code of {type(owner).__name__}; "
-                "an activation module could be fused"
-            )
-        if activation.owner is not owner:
+        if reason := self._owner_objection(linear.owner):
+            return reason
+        if activation.owner is not linear.owner:
             return "its activation lies in another container"
-        forgets = families.full_name(type(owner)) == families.FORGETS_ACTIVATION_MODULES
-        if forgets and isinstance(activation.value, nn.Module):
-            return f"a copy of {type(owner).__name__} forgets activation modules; pass a function"
-        return safety.activation_objection(activation.value)
-
-    def _code_objection(self, linear: Element, activation: Element, places: int) -> str | None:
-        owner, code = linear.owner, self.model.code
-        if not is_sequential(owner):
-            if reason := safety.hooks_objection(owner, kinds=()):
-                return f"{type(owner).__name__} {reason}"
-            cls = type(owner)
-            return code.misuse(cls, linear.name, 1) or code.misuse(cls, activation.name, places)
-        for parent, name in self.model.places[owner]:
-            if code.takes_apart(type(parent), name):
-                return f"{type(parent).__name__} does more with {name!r} than call it"
+        if linear.step is not None and not linear.step.is_bare:
+            return "it is given more than a tensor"
+        if linear.text is not None and not all(can_change(linear.text, e.step) for e in steps):
+            return "the call is written in a way that cannot be changed"
+        is_method = activation.step is not None and activation.step.callee is None
+        found = ["relu"] if is_method else []
+        reasons = []
+        for _, value in activation.of(is_callable):
+            reason = fit.activation_objection(value, activation.options())
+            reasons += [reason] if reason else []
+            found += [] if reason else [activation_kind(value, activation.options())]
+        if layer.is_convolution and "relu" not in found:
+            name = [type(v.value).__name__ for v in activation.values]
+            return f"{name[0]}: a convolution can be fused with ReLU only"
+        if not found:
+            return reasons[0]
+        if layer.drops_before and "relu" not in found:
+            return "a dropout that acts in training stands before the activation"
         return None
 
-    def _wants(self, linear: Element, is_asked: bool = False) -> bool:
-        if self.filter_fn is None or self.filter_fn(linear.path, linear.value):
+    def _owner_objection(self, owner: nn.Module) -> str | None:
+        cls = origin(type(owner))
+        if cls not in self._reasons:
+            self._reasons[cls] = class_objection(cls)
+        return self._reasons[cls] or module_objection(owner)
+
+    def _is_fused(self, element: Element, last: Element, value: Value) -> bool:
+        change = self.changes[element.owner]
+        if element.text is None:
+            is_made = type(element.owner) is not origin(type(element.owner))
+            return is_made and element.at not in change.refused
+        marks = Change.of(element.owner).marks.get(self._key(element), {})
+        return (element.at[0], element.at[1], last.at[1]) in marks and self._relative(
+            element, value
+        ) not in Change.of(element.owner).refused
+
+    def _relative(self, element: Element, value: Value) -> str:
+        start = self.paths[element.owner]
+        return value.path[len(start) + 1 :] if start else value.path
+
+    def _key(self, element: Element) -> tuple[str, str, str]:
+        function = element.text.function
+        return full_name(element.cls), function.__name__, element.text.digest
+
+    def _mark(self, element: Element, last: int) -> None:
+        marks = self.changes[element.owner].marks.setdefault(self._key(element), {})
+        at = (*element.at, last)
+        marks.setdefault(at, Mark(*at))
+
+    def _reason(self, value: Value) -> str | None:
+        return fit.linear_objection(value.value, self.is_sharded)
+
+    def _wants(self, value: Value) -> bool:
+        if self.filter_fn is None:
             return True
-        if is_asked:
-            self.refused.append(linear.path)
-        return False
+        if value.path not in self._asked:
+            self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
+            if not self._asked[value.path]:
+                self.refused.append(value.path)
+        return self._asked[value.path]
+
+    def _find_normalised(self, chain: Chain) -> None:
+        for layer, norm, activation in zip(chain, chain[1:], chain[2:]):
+            if (
+                any(isinstance(v.value, nn.Conv2d) for v in layer.values)
+                and any(isinstance(v.value, nn.modules.batchnorm._BatchNorm) for v in norm.values)
+                and is_activation(activation)
+                and "relu" in map(self._kind(activation), activation.values)
+            ):
+                self.skipped[layer.values[0].path] = NORMALISED, layer.where
 
     # --- the layers that follow -----------------------------------------------------------------
 
@@ -148,173 +247,158 @@ class Plan:
             layer = self.layers.get(element.place)
             if layer is None or layer.activation is None or element is not layer.linear:
                 continue
-            if safety.is_convolution(element.value):
+            if layer.is_convolution:
                 continue  # it hands no gradient over
             after = next(k for k in range(i, len(chain)) if chain[k] is layer.activation) + 1
             end = pass_over(chain, after)
             layer.drops_after = drops(chain[after:end])
             if end < len(chain):
                 layer.next = self._follower(chain[end])
-                layer.meets_parameters = has_parameters(chain[end].value)
+                layer.meets_parameters = any(has_parameters(v.value) for v in chain[end].values)
             elif following := self._following_in_family(element):
                 layer.next = self._follower(following)
 
     def _following_in_family(self, element: Element) -> Element | None:
-        owner = element.owner
-        path = families.next_linear_of(self.model.paths[owner], type(owner))
-        module = self.model.modules.get(path)
-        if module is None:
+        path = families.next_linear_of(self.paths[element.owner], origin(type(element.owner)))
+        if path not in self.model.modules:
             return None
-        return Element(path, *self.model.places[module][0], module)
+        owner = self.model.modules[path.rpartition(".")[0]]
+        name = path.rpartition(".")[2]
+        for base, _, function in self.model.functions_of(owner):
+            if name in function.__code__.co_names:
+                for chain in self.model.read(owner, base, function):
+                    for found in chain:
+                        if [v.path for v in found.values] == [path]:
+                            return found
+        return None
 
     def _follower(self, element: Element) -> Layer | None:
         """The layer of `element`, which is to take over the gradient of the one before."""
-        if not safety.is_linear(element.value):
+        layers = element.of(fit.is_linear)
+        if not layers or self._owner_objection(element.owner):
             return None
         if element.place not in self.layers:
-            reason = safety.linear_objection(element.value, self.model.is_shared)
-            if reason or not self._wants(element):
-                self.skipped.setdefault(element.path, reason or "filter_fn says no")
+            fitting = []
+            for value in layers:
+                reason = self._reason(value)
+                if reason is None and self._wants(value):
+                    fitting.append(value)
+                else:
+                    self.skipped.setdefault(value.path, (reason or FILTERED, element.where))
+            if not fitting or (element.text and not is_changeable(element)):
                 return None
-            self.layers[element.place] = Layer(element)
+            change = self.changes[element.owner]
+            if element.text is None:
+                change.follows.add(element.at)
+            elif not any((*element.at[:1], element.at[1]) == m[:2] for m in change.marks.get(
+                self._key(element), ())):  # fmt: skip
+                self._mark(element, element.at[1])
+            self.layers[element.place] = Layer(element, fitting)
         return self.layers[element.place]
+
+    def _follow_names(self, chain: Chain) -> None:
+        """Layers that take a name to which the result of a fused call was given, in loops say."""
+        for element in chain:
+            if element.text is None or element.place in self.layers:
+                continue
+            name = getattr(element.step.data, "id", None)
+            if name in self._results(element) and is_changeable(element):
+                layers = element.of(fit.is_linear)
+                if any(self._reason(v) is None and self._wants(v) for v in layers):
+                    self._mark(element, element.at[1])
+
+    def _results(self, element: Element) -> set[str]:
+        """The names to which its function gives the results of fused calls."""
+        calls = [
+            layer.activation.step.node
+            for layer in self.layers.values()
+            if layer.activation and layer.linear.owner is element.owner and layer.linear.text
+        ]
+        return {
+            getattr(target, "id", "")
+            for node in (ast.walk(element.text.node) if calls else ())
+            if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value))
+            for target in node.targets
+        }
 
     # --- the rest -------------------------------------------------------------------------------
 
     def _explain_the_rest(self) -> None:
         """Says why modules that look like a block, with activations of ours, are none."""
-        for module, path in self.model.paths.items():
+        owners = {layer.linear.owner for layer in self.layers.values()}
+        for module, path in self.paths.items():
             names = [
                 name
                 for name, child in module._modules.items()
-                if safety.activation_kind(child) and (id(module), name) not in self._seen
-            ]
-            if not names or not has_layer_for(module, names):
-                continue
+                if isinstance(child, nn.Module) and activation_kind(child)
+                and id(child) not in self._seen
+            ]  # fmt: skip
             cls = type(module).__name__
             if is_sequential(module) or isinstance(module, FusedMLP):
                 continue  # no linear layer before that activation; fused already
-            if not self.model.code.is_readable(type(module)):
-                self.skipped[path] = f"the code of {cls}.forward cannot be read"
-            else:
+            if module in self.model.unread:
+                self.skipped[path] = self.model.unread[module], ""
+            elif names and module not in owners and has_layer_for(module, names):
+                forward = getattr(type(module).forward, "__code__", None)
+                place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
                 self.skipped[path] = (
-                    f"the code of {cls} does not show a layer's output going straight to "
-                    f"{names[0]!r} and nowhere else"
+                    (
+                        f"the code of {cls} does not show a layer's output going straight to "
+                        f"{names[0]!r} and nowhere else"
+                    ),
+                    place,
                 )
 
     # --- carrying it out ------------------------------------------------------------------------
 
-    def apply(self, memory: str) -> Report:
+    def apply(self, memory: str, dry_run: bool) -> Report:
         """Changes the model. Nothing here can fail half way."""
-        blocks = list(self._blocks())
-        linears = defaultdict(list)
         for layer in self.layers.values():
-            swap_linear(layer.linear.value, layer.kind, memory if layer.memory_pays else "default")
-            if layer.activation is not None:
-                linears[layer.activation.place].append(layer)
-        for group in linears.values():
-            activation = group[0].activation
-            names = tuple(layer.linear.name for layer in group)
-            swap_activation(activation.owner, activation.name, names)
-        return Report(blocks, [Skipped(path, reason) for path, reason in self.skipped.items()])
+            if memory == "low" and layer.memory_pays:
+                self._keep_less(layer)
+        owners = {layer.linear.owner for layer in self.layers.values()}
+        owners |= {m for m, c in self.changes.items() if c.marks}
+        classes = {owner: self._class_for(owner) for owner in owners}
+        found = list(blocks(list(self.layers.values()), classes, self.paths))
+        if not dry_run:
+            for owner, cls in classes.items():
+                change_class(owner, cls)
+        skipped = [Skipped(path, *reason) for path, reason in self.skipped.items()]
+        return Report(found, skipped)
 
-    def _blocks(self) -> Iterator[Block]:
-        followers = {id(layer.next) for layer in self.layers.values()}
-        for layer in self.layers.values():
-            if id(layer) in followers:
-                continue
-            owner = layer.linear.owner
-            chain, before, after = [], [], []
-            while layer is not None and layer not in chain:
-                chain.append(layer)
-                operator, fused = OPERATORS[layer.kind]
-                product = "MatMul"
-                if safety.is_convolution(layer.linear.value):
-                    product, fused = "Conv2d", "conv2d_relu"
-                drops = ["Dropout"]
-                before += [product] + ["BiasAdd"] * (layer.linear.value.bias is not None)
-                before += drops * layer.drops_before + [operator] * (operator is not None)
-                after += [fused] + drops * layer.drops_before
-                before, after = (ops + drops * layer.drops_after for ops in (before, after))
-                layer = layer.next
-            paths = tuple(layer.linear.path for layer in chain)
-            kind = type(owner).__name__
-            yield Block(self.model.paths[owner], kind, paths, tuple(before), tuple(after))
+    def _keep_less(self, layer: Layer) -> None:
+        element, change = layer.linear, self.changes[layer.linear.owner]
+        if element.text is None:
+            change.low.add(element.at)
+        else:
+            marks = change.marks[self._key(element)]
+            at = (*element.at, layer.activation.at[1])
+            marks[at] = marks[at]._replace(low=True)
+
+    def _class_for(self, owner: nn.Module) -> type:
+        change, cls = self.changes[owner], origin(type(owner))
+        if any(base is SEQUENTIAL[0] for base in cls.__mro__):
+            change.marks.setdefault((full_name(nn.Sequential), "forward", ""), {})
+        return subclass(cls, change.config())
 
 
-def pairs(chain: Chain) -> Iterator[Layer]:
-    """Every linear layer or convolution of a chain with the activation that follows it."""
-    for i, element in enumerate(chain):
-        if safety.is_layer(element.value):
-            k = pass_over(chain, i + 1)
-            is_sole = all(later.is_sole for later in chain[i + 1 : k + 1])
-            if k < len(chain) and is_sole and is_activation(chain[k]):
-                kind = safety.activation_kind(chain[k].value) or "none"
-                yield Layer(element, kind, chain[k], drops_before=drops(chain[i + 1 : k]))
-
-
-def has_layer_for(module: nn.Module, activations: Sequence[str]) -> bool:
+def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     """Whether a child of `module` may be meant to apply one of its activations.
 
     Beside a batch normalisation a convolution seldom is, and those that are have their reason.
     """
     children = module._modules
-    if any(map(safety.is_linear, children.values())):
+    if any(map(fit.is_linear, children.values())):
         return True
-    kinds = [safety.activation_kind(children[name]) for name in activations]
+    kinds = [activation_kind(children[name]) for name in activations]
     norms = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in children.values())
-    return "relu" in kinds and not any(norms) and any(map(safety.is_convolution, children.values()))
+    convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
+    return "relu" in kinds and not any(norms) and any(convolutions)
 
 
-def normalised(chain: Chain) -> Iterator[str]:
-    """The paths of convolutions between which and the ReLU stands a batch normalisation."""
-    for layer, norm, activation in zip(chain, chain[1:], chain[2:]):
-        if (
-            safety.is_convolution(layer.value)
-            and isinstance(norm.value, nn.modules.batchnorm._BatchNorm)
-            and is_activation(activation)
-            and safety.activation_kind(activation.value) == "relu"
-        ):
-            yield layer.path
+def scripted(module: nn.Module) -> type:
+    """The class whose code torch.jit.script can compile, fused where the types say so now."""
+    from .script import script_config
 
-
-def is_activation(element: Element) -> bool:
-    return isinstance(element.value, Function) or safety.is_activation(element.value)
-
-
-def pass_over(chain: Chain, start: int) -> int:
-    """The index of the first element from `start` that is neither dropout nor identity."""
-    while start < len(chain) and (
-        isinstance(chain[start].value, Dropout)
-        or (
-            type(chain[start].value) in (nn.Dropout, nn.Identity)
-            and not safety.hooks_objection(chain[start].value)
-        )
-    ):
-        start += 1
-    return start
-
-
-def drops(elements: Chain) -> bool:
-    """Whether there is a dropout that can act, in training."""
-    return any(getattr(element.value, "p", 0) != 0 for element in elements)
-
-
-def has_parameters(value: object) -> bool:
-    return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
-
-
-def convolution_objection(layer: Layer) -> str | None:
-    if not safety.is_convolution(layer.linear.value) or layer.kind == "relu":
-        return None
-    if isinstance(layer.activation.value, Function):
-        return None  # which it is, is not known
-    return f"{type(layer.activation.value).__name__}: a convolution can be fused with ReLU only"
-
-
-def dropout_objection(layer: Layer) -> str | None:
-    """ReLU and dropout may change places, for dropout only scales, or makes 0, what it is given.
-    GELU may not; in eval mode neither, for the model may be trained later."""
-    if layer.kind == "relu":
-        return None
-    return "a dropout that acts in training stands before the activation"
+    cls = origin(type(module))
+    return subclass(cls, script_config(module, vars(type(module))["__fused__"]))

@@ -1,232 +1,337 @@
-"""Reads from the code of a module's class which calls follow straight upon each other.
+"""Reads from the code of a function which calls follow straight upon each other.
 
-``hidden = self.fc1(x)`` and then ``hidden = self.act(hidden)``, or ``self.act(self.fc1(x))``:
-nobody but ``act`` sees what ``fc1`` returns, so that ``fc1`` may apply ``act`` itself. Such a
-sequence of calls is a *run*. It proves something only if neither module is used anywhere else in
-the code of the model, which `Code.misuse` looks for. What cannot be read proves nothing.
+``h = self.fc1(x)`` and then ``h = self.act(h)``, or ``self.act(self.fc1(x))``: nobody but ``act``
+sees what ``fc1`` returns, and nothing that could matter runs in between, so that both may be one
+call. Such a sequence of calls is a *run*. The text is believed only if compiling the file that it
+is in gives the very code that runs.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
+import hashlib
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from types import CodeType, FunctionType, ModuleType
+from functools import cached_property, lru_cache
+from types import CodeType, FunctionType
 
-from torch import nn
+from .call import METHODS
 
-# Reading these of a layer does not depend on what its forward does.
-HARMLESS = {"weight", "bias", "in_features", "out_features", "in_channels", "out_channels"}
-# Methods that treat a module as a whole.
-WHOLE = {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval", "to"}
-FUNCTIONS = {"dropout", "relu", "gelu"}  # calls that pass one value on, as modules do
+# What an expression may be made of that runs between a layer and its activation.
+HARMLESS = (
+    *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.IfExp),
+    *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
+)
+GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
+LOOPS = ("For", "AsyncFor", "While")
+SEES_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
+
+
+class Unreadable(Exception):
+    """Says why the source of a function cannot be had, or believed."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A call of one argument: of ``self.<name>``, or of a function like ``F.<name>``.
+    """A call of one tensor.
 
     Attributes:
-        name: the attribute's, or the function's.
-        is_module: which of the two.
-        text: the function as it is written.
-        p: of a dropout function, the attribute of ``self`` that is its probability.
-        is_sole: whether nobody but this call sees what the step before returned.
+        node: the call.
+        callee: what is called; None for ``h.relu()``.
+        data: the tensor's expression.
+        is_sole: whether nobody but this call sees what the step before returned, and nothing of
+            consequence runs between the two.
+        guard: the condition under which it comes; None if it always does.
     """
 
-    name: str
-    is_module: bool
-    text: str = ""
-    p: str | None = None
+    node: ast.Call
+    callee: ast.expr | None
+    data: ast.expr
     is_sole: bool = True
+    guard: ast.expr | None = None
+
+    @property
+    def method(self) -> str | None:
+        return None if self.callee is not None else self.node.func.attr
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the tensor is all that is given."""
+        return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
+
+    def options(self) -> dict[str, ast.expr]:
+        return {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
 
 
 Run = tuple[Step, ...]
 
 
-class Code:
-    """The code of all the classes in a model."""
+class Text:
+    """The text of a function, where it is, and what is in it."""
 
-    def __init__(self, classes: Iterable[type]) -> None:
-        self._functions = {cls: _functions(cls) for cls in classes}
-        self._runs: dict[type, tuple[Run, ...]] = {}
+    def __init__(self, function: FunctionType) -> None:
+        code = function.__code__
+        self.function, self.file = function, code.co_filename
+        # linecache knows the cells of notebooks too
+        linecache.checkcache(self.file)
+        self.lines = linecache.getlines(self.file, function.__globals__)
+        if not self.lines:
+            raise Unreadable(f"there is no source of {function.__qualname__}")
+        try:
+            nodes, codes = _index("".join(self.lines), self.file)
+        except (SyntaxError, ValueError) as error:
+            raise Unreadable(f"the source of {function.__qualname__} does not compile") from error
+        key = code.co_name, code.co_firstlineno
+        if len(nodes.get(key, ())) != 1 or not any(same(code, c) for c in codes.get(key, ())):
+            raise Unreadable(
+                f"the code of {function.__qualname__} is not what is in the file; it was changed "
+                "since it was loaded, or made by other code"
+            )
+        ((self.node, self.class_name),) = nodes[key]
 
-    def runs(self, cls: type) -> tuple[Run, ...]:
-        """All runs in the methods of a class."""
-        if cls not in self._runs:
-            nodes = filter(None, map(_parse, self._functions[cls]))
-            self._runs[cls] = tuple(run for node in nodes for run in _runs_in(node.body) if run)
-        return self._runs[cls]
+    @property
+    def start(self) -> int:
+        return self.function.__code__.co_firstlineno
 
-    def is_readable(self, cls: type) -> bool:
-        forward = getattr(cls, "forward", None)
-        return isinstance(forward, FunctionType) and _parse(forward) is not None
+    @cached_property
+    def digest(self) -> str:
+        text = "".join(self.lines[self.start - 1 : self.node.end_lineno])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def misuse(self, cls: type, name: str, places: int) -> str | None:
-        """Why it is not certain that ``self.<name>`` of `cls` is used in so many places only."""
-        uses = 0
-        for function in self._mentioning(cls, name):
-            node = _parse(function)
-            if node is None:
-                return f"the source of {cls.__name__}.{function.__name__} cannot be read"
-            uses += sum(_name_of_self(use) == name for use in _uses(node))
-        if uses != places:
-            return f"{cls.__name__} uses {name!r} elsewhere too"
-        for other in self._functions:
-            for function in self._mentioning(other, name):
-                if _calls_from_outside(function, name):
-                    return f"{other.__name__} calls {name!r} from outside"
-        return None
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for run in _Reader(self.node, self.function.__code__).read() if run)
 
-    def takes_apart(self, cls: type, name: str) -> bool:
-        """Whether a method may run parts of ``self.<name>``, an nn.Sequential, or see between."""
-        for function in self._mentioning(cls, name):
-            node = _parse(function)
-            nodes = list(ast.walk(node)) if node is not None else []
-            harmless = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
-            for n in nodes:
-                if isinstance(n, ast.Attribute) and n.attr in HARMLESS | WHOLE:
-                    inner = n.value.value if isinstance(n.value, ast.Subscript) else n.value
-                    harmless.add(id(inner))
-            if any(_name_of_self(n) == name and id(n) not in harmless for n in _uses(node)):
-                return True
-        return False
-
-    def _mentioning(self, cls: type, name: str) -> list[FunctionType]:
-        return [f for f in self._functions[cls] if name in _names(f.__code__)]
+    def place(self, node: ast.AST | None = None) -> str:
+        return f"{self.file}:{self.start if node is None else node.lineno}"
 
 
-def _functions(cls: type) -> list[FunctionType]:
-    """The methods of a class and its bases, without those that a child replaced for good."""
-    found: dict[str, list[FunctionType]] = {}
-    for base in cls.__mro__:
-        if base in (nn.Module, object):
-            continue
-        for name, value in vars(base).items():
-            value = getattr(value, "__func__", getattr(value, "fget", value))
-            value = inspect.unwrap(value) if callable(value) else value
-            if not isinstance(value, FunctionType):
-                continue
-            earlier = found.setdefault(name, [])
-            if all("super" in _names(f.__code__) for f in earlier):
-                # with what a decorator without functools.wraps has hidden
-                cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-                earlier += [value, *(c for c in cells if isinstance(c, FunctionType))]
-    return [function for versions in found.values() for function in versions]
+@lru_cache(maxsize=32)
+def _index(source: str, file: str) -> tuple[dict, dict]:
+    """The functions of a file, with the class that each is in, and their code."""
+    nodes: dict[tuple[str, int], list] = {}
+
+    def visit(node: ast.AST, class_name: str | None) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
+            key = getattr(node, "name", "<lambda>"), min(lines)
+            nodes.setdefault(key, []).append((node, class_name))
+        for child in ast.iter_child_nodes(node):
+            visit(child, node.name if isinstance(node, ast.ClassDef) else class_name)
+
+    visit(ast.parse(source), None)
+    codes: dict[tuple[str, int], list] = {}
+    waiting = [compile(source, file, "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        codes.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return nodes, codes
 
 
-def _is_full(cell) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+_CODE = ("code", "names", "varnames", "freevars", "cellvars", "flags", "argcount")
+_CODE += ("kwonlyargcount", "posonlyargcount", "exceptiontable")
 
 
-def _names(code: CodeType) -> set[str]:
+def same(one: CodeType, other: CodeType) -> bool:
+    """Whether two code objects do the same; where they are from is no matter."""
+    return (
+        all(getattr(one, f"co_{n}", None) == getattr(other, f"co_{n}", None) for n in _CODE)
+        and len(one.co_consts) == len(other.co_consts)
+        and all(
+            same(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType)
+            # repr tells 0 from False and from -0.0, in tuples too
+            else type(a) is type(b) and a == b and (repr(a) == repr(b) or type(a) is frozenset)
+            for a, b in zip(one.co_consts, other.co_consts)
+        )
+    )  # fmt: skip
+
+
+def names(code: CodeType) -> set[str]:
     """The names of all attributes and globals that a function mentions."""
-    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    inner = (names(c) for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*inner)
 
 
-@lru_cache(maxsize=256)
-def _index(source: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return {}
-    return {
-        (node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)])): node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
+def is_docstring(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _parse(function: FunctionType) -> ast.FunctionDef | None:
-    function = inspect.unwrap(function)
-    code = function.__code__
-    # linecache knows the cells of notebooks too
-    source = "".join(linecache.getlines(code.co_filename, function.__globals__))
-    return _index(source).get((code.co_name, code.co_firstlineno))
+def dotted(node: ast.AST) -> list[str]:
+    """``a.b.c`` as its parts; empty if it is not of this kind."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return [*before, node.attr] if before else []
+    return [node.id] if isinstance(node, ast.Name) else []
 
 
-def _name_of_self(node: ast.AST) -> str | None:
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    ):
-        return node.attr
-    return None
+def is_harmless(*nodes: ast.AST | None) -> bool:
+    return all(
+        isinstance(n, HARMLESS) for node in nodes if node is not None for n in ast.walk(node)
+    )
 
 
-def _uses(function: ast.FunctionDef | None) -> Iterator[ast.Attribute]:
-    """Every ``self.<name>`` that is read, but for its size and parameters."""
-    nodes = list(ast.walk(function)) if function is not None else []
-    harmless = {
-        id(node.value)
-        for node in nodes
-        if isinstance(node, ast.Attribute) and node.attr in HARMLESS
-    }
-    for node in nodes:
-        if _name_of_self(node) and isinstance(node.ctx, ast.Load) and id(node) not in harmless:
+def is_condition(node: ast.AST) -> bool:
+    """Harmless, and the same each time it is asked."""
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+    inner = {id(part) for call in calls for part in (call, call.func)}
+    return all(dotted(call.func) == ["len"] and is_harmless(*call.args) for call in calls) and all(
+        isinstance(n, HARMLESS) for n in ast.walk(node) if id(n) not in inner
+    )
+
+
+def is_local(target: ast.expr) -> bool:
+    """Whether assigning to it changes names and nothing else."""
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    return all(isinstance(part, ast.Name) for part in parts)
+
+
+def mentions(node: ast.AST, name: str) -> list[ast.Name]:
+    return [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
+
+
+class _Reader:
+    """Finds the runs of one function."""
+
+    def __init__(self, node: ast.AST, code: CodeType) -> None:
+        self.function, self.code = node, code
+        self.parents = {id(c): p for p in ast.walk(node) for c in ast.iter_child_nodes(p)}
+        self.joined: dict[int, tuple[Run, bool, ast.expr | None]] = {}  # by the name's read
+        self.is_closed = bool(SEES_LOCALS & names(code))
+
+    def read(self) -> Iterator[Run]:
+        if isinstance(self.function, ast.FunctionDef):
+            yield from self._block(self.function.body)
+
+    def _block(self, block: list[ast.stmt]) -> Iterator[Run]:
+        for k, statement in enumerate(block):
+            target, value = _assignment(statement)
+            for run in self._runs(statement):
+                if before := self.joined.pop(id(run[0].data), None):
+                    earlier, is_sole, guard = before
+                    later = (replace(s, guard=guard) for s in run)
+                    run = (*earlier, replace(next(later), is_sole=is_sole), *later)
+                if target and run[-1].node is value and (taken := self._taken(block, k, target)):
+                    read, is_sole, guard = taken
+                    self.joined[id(read)] = run, is_sole, guard
+                else:
+                    yield run
+            if not isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                for field in ("body", "orelse", "finalbody"):
+                    yield from self._block(getattr(statement, field, []))
+                for part in getattr(statement, "handlers", getattr(statement, "cases", [])):
+                    yield from self._block(part.body)
+
+    def _taken(self, block, k: int, name: str) -> tuple[ast.Name, bool, ast.expr | None] | None:
+        """Which call takes the value that statement k gives to `name`; whether it alone sees it;
+        and under which condition."""
+        passes = True
+        for statement in block[k + 1 :]:
+            if mentions(statement, name):
+                break
+            passes = passes and self._passes(statement)
+        else:
+            return None
+        part, guard = statement, None
+        if isinstance(statement, ast.If) and is_condition(statement.test):
+            part, guard = statement.body[0], statement.test
+            between = block[k + 1 : block.index(statement)]
+            stored = {n.id for s in between for n in ast.walk(s) if isinstance(n, ast.Name)
+                      and isinstance(n.ctx, ast.Store)}  # fmt: skip
+            if mentions(guard, name) or any(mentions(guard, other) for other in stored):
+                return None
+        if not isinstance(part, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
+            return None
+        reads = [n for n in mentions(part, name) if isinstance(n.ctx, ast.Load)]
+        if len(reads) != 1:
+            return None
+        step = _step(self.parents[id(reads[0])])
+        if step is None and isinstance(self.parents[id(reads[0])], (ast.Attribute, ast.keyword)):
+            step = _step(self.parents[id(self.parents[id(reads[0])])])
+        if step is None or step.data is not reads[0]:
+            return None
+        return reads[0], passes and self._is_sole(name, block[k], part, reads[0], guard), guard
+
+    def _passes(self, statement: ast.stmt) -> bool:
+        """Whether a layer may wait while the statement runs."""
+        if isinstance(statement, ast.Assign):
+            return all(map(is_local, statement.targets)) and is_harmless(statement.value)
+        return isinstance(statement, ast.Pass) or is_docstring(statement)
+
+    def _is_sole(self, name: str, start: ast.stmt, part: ast.stmt, read: ast.Name, guard) -> bool:
+        """Whether only `read`, in the statement `part`, sees what `start` assigns to `name`."""
+        if self.is_closed or name in self.code.co_cellvars or name not in self.code.co_varnames:
+            return False
+        # what is called before, or decides whether it is read
+        node = read
+        while node is not part:
+            node = self.parents[id(node)]
+            if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)):
+                return False
+            if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
+                return False
+        here = read.lineno, read.col_offset
+        for n in ast.walk(part):
+            if isinstance(n, (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
+                around = any(m is read for m in ast.walk(n))
+                if (n.lineno, n.col_offset) < here and not around:
+                    return False
+        target, _ = _assignment(part)
+        in_try = any(type(p).__name__ in GUARDED for p in self._around(part))
+        if guard is not None or (target == name and not in_try):
+            return target == name and not in_try
+        return not any(
+            self._reaches(start, n)
+            for n in mentions(self.function, name)
+            if n is not read and not isinstance(n.ctx, ast.Store)
+        ) and not any(
+            isinstance(n, ast.AugAssign) and getattr(n.target, "id", None) == name
+            for n in ast.walk(self.function)
+        )
+
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        while id(node) in self.parents:
+            node = self.parents[id(node)]
             yield node
 
+    def _reaches(self, start: ast.stmt, read: ast.Name) -> bool:
+        """Whether what the statement `start` assigns may be what `read` sees: not if a statement
+        that must run before `read` assigns the same name, unless `start` lies between them."""
+        loops = [p for p in self._around(start) if type(p).__name__ in LOOPS]
+        is_before = (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset)
+        if is_before and not any(p in loops for p in self._around(read)):
+            return False
+        name, inner = read.id, read
+        for outer in self._around(read):
+            for field in ("body", "orelse", "finalbody"):
+                block = getattr(outer, field, None)
+                if isinstance(block, list) and any(s is inner for s in block):
+                    index = next(k for k, s in enumerate(block) if s is inner)
+                    for m in range(index - 1, -1, -1):
+                        between = block[m + 1 : index + 1]
+                        is_other = _assignment(block[m])[0] == name and block[m] is not start
+                        if is_other and not any(n is start for s in between for n in ast.walk(s)):
+                            return False
+            inner = outer
+        return True
 
-def _calls_from_outside(function: FunctionType, name: str) -> bool:
-    """Whether it calls ``<something>.<name>(...)``, where that is neither self nor a library."""
-    node = _parse(function)
-    for call in ast.walk(node) if node is not None else ():
-        target = call.func if isinstance(call, ast.Call) else None
-        if isinstance(target, ast.Attribute) and target.attr == name:
-            root = target.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            known = isinstance(root, ast.Name) and isinstance(
-                function.__globals__.get(root.id), ModuleType
-            )
-            if not known and not _name_of_self(target):
-                return True
-    return False
-
-
-def _runs_in(block: list[ast.stmt]) -> Iterator[Run]:
-    run: list[Step] = []
-    variable = None  # holds the value of the run so far
-    for statement in block:
-        target, value = _assignment(statement)
-        steps, source = _unnest(value)
-        if run and steps and isinstance(source, ast.Name) and source.id == variable:
-            # The name that held the value before must not go on holding it.
-            is_sole = target == variable or isinstance(statement, ast.Return)
-            run += [replace(steps[0], is_sole=is_sole), *steps[1:]]
+    def _runs(self, node: ast.AST) -> Iterator[Run]:
+        """Runs in the expressions of a statement, or in part of an expression."""
+        steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), None)
+        if steps:
+            yield steps
+            parts = [source, *(v for s in steps for v in s.options().values())]
+            parts += [a for s in steps for a in s.node.args if a is not s.data]
         else:
-            yield tuple(run)
-            run = steps
-        variable = target if steps else None
-        for part in ast.iter_child_nodes(statement):
-            if not isinstance(part, ast.stmt):
-                yield from _runs_inside(source if part is value else part)
-        for field in ("body", "orelse", "finalbody"):
-            yield from _runs_in(getattr(statement, field, []))
-        for part in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
-            yield from _runs_in(part.body)
-    yield tuple(run)
+            parts = [p for p in ast.iter_child_nodes(node) if not isinstance(p, ast.stmt)]
+        for part in parts:
+            if not isinstance(part, (ast.Lambda, ast.excepthandler, ast.match_case)):
+                yield from self._runs(part)
 
 
-def _runs_inside(node: ast.AST) -> Iterator[Run]:
-    """Runs that are part of a larger expression."""
-    steps, source = _unnest(node)
-    yield tuple(steps)
-    for part in ast.iter_child_nodes(source):
-        if not isinstance(part, ast.stmt):
-            yield from _runs_inside(part)
-
-
-def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
+def _assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
     """The name that is assigned, if it is one, and the value that is assigned or returned."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
@@ -239,26 +344,35 @@ def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
     return (target.id if isinstance(target, ast.Name) else None), statement.value
 
 
-def _unnest(value: ast.AST | None) -> tuple[list[Step], ast.AST | None]:
+def _unnest(value: ast.AST | None) -> tuple[Run, ast.AST | None]:
     """``self.b(self.a(x))`` as its steps, the first first, and ``x``."""
-    steps = []
+    steps: list[Step] = []
     while (step := _step(value)) is not None:
         steps.append(step)
-        value = value.args[0]
-    return steps[::-1], value
+        value = step.data
+    return tuple(steps[::-1]), value
 
 
-def _step(value: ast.AST | None) -> Step | None:
-    if not isinstance(value, ast.Call) or not value.args or isinstance(value.args[0], ast.Starred):
+def _step(node: ast.AST | None) -> Step | None:
+    if not isinstance(node, ast.Call):
         return None
-    name = _name_of_self(value.func)
-    if name is not None:
-        alone = len(value.args) == 1 and not value.keywords
-        return Step(name, is_module=True) if alone else None
-    text = ast.unparse(value.func)
-    name = text.rpartition(".")[2]
-    if name not in FUNCTIONS:
+    inputs = [k for k in node.keywords if k.arg == "input"]
+    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
+    if is_method and not node.args and not node.keywords:
+        return Step(node, None, node.func.value)
+    others = [*node.args[1:], *(k.value for k in node.keywords if k.arg != "input")]
+    if any(k.arg is None for k in node.keywords) or not is_harmless(*others):
         return None
-    arguments = {k.arg: k.value for k in value.keywords}
-    p = arguments.get("p", value.args[1] if len(value.args) > 1 else None)
-    return Step(name, is_module=False, text=text, p=_name_of_self(p) if p is not None else None)
+    data = node.args[0] if node.args else inputs[0].value if inputs else None
+    if data is None or (node.args and inputs) or isinstance(data, ast.Starred):
+        return None
+    if inputs and node.keywords[0].arg != "input":
+        return None
+    return Step(node, node.func, data) if is_callee(node.func) else None
+
+
+def is_callee(node: ast.expr) -> bool:
+    """``self.a.b``, ``self.layers[i]``, ``layer`` or ``getattr(self, name)``."""
+    if isinstance(node, ast.Call):
+        return dotted(node.func) == ["getattr"] and len(node.args) == 2
+    return is_harmless(node) and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ class Block:
         layers: paths of the linear layers, in order.
         before: the operators that ran in the forward.
         after: those that run now.
+        place: file and line of the expression with the first of them; empty for nn.Sequential.
+        text: the code that runs now.
     """
 
     path: str
@@ -25,6 +28,8 @@ class Block:
     layers: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
+    place: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,12 @@ class Skipped:
     Attributes:
         path: its path.
         reason: why.
+        place: file and line of its expression; empty where there is none.
     """
 
     path: str
     reason: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,16 +91,17 @@ class Report:
             )
         ]
         skipped = [
-            (f"{number} ×", where, reason)
-            for (where, reason), number in counted(
-                (numberless(skip.path) or "(the model)", skip.reason) for skip in self.skipped
+            (f"{number} ×", where, reason, os.path.basename(place))
+            for (where, reason, place), number in counted(
+                (numberless(skip.path) or "(the model)", skip.reason, skip.place)
+                for skip in self.skipped
             )
         ]
         return "\n".join(
             [
                 title,
                 *table(("", "first layer", "in", "before  ⇒  after"), fused),
-                *table(("", "left alone", "because"), skipped),
+                *table(("", "left alone", "because", "at"), skipped),
             ]
         )
 

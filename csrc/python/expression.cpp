@@ -1,0 +1,229 @@
+// The decisions of torch_fused_linear/fuse/call.py where they are simple: a plain layer, plain
+// tensors of one dtype and device, an activation of a known class. The answer to all else is None,
+// and Python decides.
+
+#include "python/expression.h"
+
+#include "dispatch/signatures.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string_view>
+
+namespace fused {
+namespace {
+
+using dispatch::OptionalTensor;
+
+// What know_plain was given, kept for good.
+PyObject *layers, *activations, *relus, *gelu, *begun, *global_hooks, *untouched, *linear_class,
+    *conv_class;
+
+struct Reference {
+  explicit Reference(PyObject* object) : object(object) {}
+  ~Reference() { Py_XDECREF(object); }
+  Reference(const Reference&) = delete;
+  PyObject* object;
+};
+
+PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
+
+// Borrowed; nullptr where there is none.
+PyObject* item(PyObject* dict, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(dict, name);
+  if (found == nullptr) PyErr_Clear();
+  return found;
+}
+
+bool is_empty(PyObject* dict) { return dict == nullptr || PyDict_GET_SIZE(dict) == 0; }
+
+// A class's own attribute, borrowed.
+PyObject* own(PyObject* owner, PyObject* name) {
+  if (PyModule_Check(owner)) return item(PyModule_GetDict(owner), name);
+  return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
+}
+
+// Nobody watches every module, and nobody has put other functions into torch.
+bool torch_is_plain() {
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(global_hooks); ++k) {
+    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, k)) != 0) return false;
+  }
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(untouched); ++k) {
+    PyObject* entry = PyTuple_GET_ITEM(untouched, k);
+    PyObject* now = own(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+    if (now != PyTuple_GET_ITEM(entry, 2)) return false;
+  }
+  return !at::impl::torch_function_mode_enabled();
+}
+
+// Running the module is nothing but running its class's forward, which is the known one.
+bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
+  static PyObject* const hooks[] = {intern("_forward_hooks"), intern("_forward_pre_hooks"),
+                                    intern("_backward_hooks"), intern("_backward_pre_hooks")};
+  static PyObject *const name = intern("forward"), *const compiled = intern("_compiled_call_impl");
+  for (PyObject* kind : hooks) {
+    if (!is_empty(item(dict, kind))) return false;
+  }
+  PyObject* call = item(dict, compiled);
+  return item(dict, name) == nullptr && (call == nullptr || call == Py_None) &&
+         own(reinterpret_cast<PyObject*>(Py_TYPE(module)), name) == forward;
+}
+
+bool is_float(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+}
+
+// What the operators take, so that torch's own function complains about the rest.
+bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
+          int64_t features) {
+  if (input.dim() < axis || input.size(-axis) != features) return false;
+  bool casts = false;
+  const auto agrees = [&](const Tensor& t) {
+    casts = casts || t.scalar_type() != weight.scalar_type();
+    return is_float(t.scalar_type()) && t.device() == weight.device() &&
+           t.layout() == at::kStrided && !t.is_nested();
+  };
+  if (!agrees(input) || !agrees(weight)) return false;
+  const bool has_bias = bias != Py_None;
+  if (has_bias) {
+    const Tensor& b = THPVariable_Unpack(bias);
+    if (!agrees(b) || b.dim() != 1 || b.size(0) != weight.size(0)) return false;
+    if (casts && b.scalar_type() == at::kDouble) return false;
+  }
+  return !casts || (at::autocast::is_autocast_enabled(weight.device().type()) &&
+                    input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
+}
+
+// begin(layer, input) -> (Begun, layer, input, weight, bias, ()) or None
+PyObject* begin(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
+                         *const bias_name = intern("bias"), *const groups_name = intern("groups");
+  if (count != 2 || layers == nullptr || !THPVariable_CheckExact(given[1])) Py_RETURN_NONE;
+  PyObject *layer = given[0], *cls = reinterpret_cast<PyObject*>(Py_TYPE(layer));
+  PyObject* forward = item(layers, cls);
+  if (forward == nullptr) Py_RETURN_NONE;
+  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
+  if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  PyObject* held = item(dict.object, parameters);
+  PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
+  PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
+  if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
+      !(bias == Py_None || THPVariable_CheckExact(bias))) {
+    Py_RETURN_NONE;
+  }
+  const Tensor& x = THPVariable_Unpack(given[1]);
+  const Tensor& w = THPVariable_Unpack(weight);
+  if (cls == conv_class) {
+    PyObject* groups = item(dict.object, groups_name);
+    if (groups == nullptr || !PyLong_CheckExact(groups) || w.dim() != 4 || x.dim() > 4 ||
+        !fits(x, w, bias, 3, w.size(1) * PyLong_AsLong(groups))) {
+      Py_RETURN_NONE;
+    }
+    return Py_BuildValue("(OOOOO())", begun, layer, given[1], weight, bias);
+  }
+  if (w.dim() != 2) Py_RETURN_NONE;
+  if (cls == linear_class) {
+    if (!fits(x, w, bias, 1, w.size(1))) Py_RETURN_NONE;
+    return Py_BuildValue("(OOOOO())", begun, layer, given[1], weight, bias);
+  }
+  const Tensor transposed = w.t();  // transformers' Conv1D; the operators take any strides
+  if (!fits(x, transposed, bias, 1, transposed.size(1))) Py_RETURN_NONE;
+  return Py_BuildValue("(OOONO())", begun, layer, given[1], THPVariable_Wrap(transposed), bias);
+  END_HANDLE_TH_ERRORS
+}
+
+// The name of the activation, "" for none of ours. Borrowed from static strings.
+std::string_view kind_of(PyObject* function) {
+  static PyObject* const approximate = intern("approximate");
+  PyObject* known = item(activations, reinterpret_cast<PyObject*>(Py_TYPE(function)));
+  if (known == nullptr) {
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(relus); ++k) {
+      if (PyTuple_GET_ITEM(relus, k) == function) return "relu";
+    }
+    return function == gelu ? "gelu_erf" : "";
+  }
+  const Reference dict(PyObject_GenericGetDict(function, nullptr));
+  if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
+    PyErr_Clear();
+    return "";
+  }
+  const auto text = [](PyObject* o) -> std::string_view {
+    return o != nullptr && PyUnicode_Check(o) ? PyUnicode_AsUTF8(o) : "";
+  };
+  const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
+  if (kind != "gelu") return kind;
+  const std::string_view form = text(item(dict.object, approximate));
+  return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
+}
+
+// activate(function, begun call, memory) -> the operator's result or None
+PyObject* activate(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || layers == nullptr || !PyTuple_CheckExact(given[1]) ||
+      PyTuple_GET_SIZE(given[1]) != 6 || PyTuple_GET_ITEM(given[1], 0) != begun ||
+      !torch_is_plain()) {
+    Py_RETURN_NONE;
+  }
+  const auto part = [&](Py_ssize_t k) { return PyTuple_GET_ITEM(given[1], k); };
+  if (PyTuple_GET_SIZE(part(5)) != 0 ||
+      reinterpret_cast<PyObject*>(Py_TYPE(part(1))) == conv_class) {
+    Py_RETURN_NONE;
+  }
+  const std::string_view kind = kind_of(given[0]);
+  if (kind.empty() || !THPVariable_CheckExact(part(2)) || !THPVariable_CheckExact(part(3)) ||
+      !(part(4) == Py_None || THPVariable_CheckExact(part(4)))) {
+    Py_RETURN_NONE;
+  }
+  const Tensor& x = THPVariable_Unpack(part(2));
+  const Tensor& w = THPVariable_Unpack(part(3));
+  const OptionalTensor b =
+      part(4) == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(part(4)));
+  const std::string_view memory = PyUnicode_AsUTF8(given[2]);
+  static const auto relu =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear_relu", "").typed<dispatch::LinearRelu>();
+  static const auto gelu =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear_gelu", "").typed<dispatch::LinearGelu>();
+  Tensor result;
+  {
+    const pybind11::gil_scoped_release released;
+    result = kind == "relu" ? relu.call(x, w, b, memory)
+                            : gelu.call(x, w, b, kind == "gelu_tanh" ? "tanh" : "none", memory);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+// know_plain(layers, activations, relus, gelu, Begun, global hooks, untouched, Linear, Conv2d)
+PyObject* know_plain(PyObject*, PyObject* arguments) {
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOO", &layers, &activations, &relus, &gelu, &begun,
+                        &global_hooks, &untouched, &linear_class, &conv_class)) {
+    return nullptr;
+  }
+  Py_INCREF(arguments);  // for good
+  Py_RETURN_NONE;
+}
+
+template <typename F>
+PyCFunction function(F* f) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+}  // namespace
+
+PyMethodDef expression_methods[4] = {
+    {"begin", function(begin), METH_FASTCALL, nullptr},
+    {"activate", function(activate), METH_FASTCALL, nullptr},
+    {"know_plain", know_plain, METH_VARARGS, nullptr},
+    {},
+};
+
+}  // namespace fused

@@ -1,0 +1,51 @@
+"""fuse_ on a sample of the models that `make test-models` runs, and the record of that run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import zoo_check
+from model_zoo import wrong
+
+RECORD = Path(__file__).with_name("model_zoo.json")
+# name: at least so many blocks
+SAMPLE = {
+    "timm/test_vit": 1,
+    "timm/resnetv2_18": 0,
+    "timm/swiftformer_xs": 0,
+    "timm/gmlp_ti16_224": 0,
+    "transformers/bert": 1,
+    "transformers/clip": 0,
+    "transformers/gpt2": 1,
+    "transformers/opt": 1,
+    "transformers/t5": 1,
+    "transformers/vit": 1,
+    "transformers/wav2vec2": 1,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_is_the_same_before_and_after(name):
+    pytest.importorskip(name.split("/")[0], reason="the model is theirs")
+    record = zoo_check.check(name)
+    assert "skipped" not in record, record
+    assert not wrong(record) and record["step"] is True, record
+    assert record["blocks"] >= SAMPLE[name], record
+
+
+@pytest.mark.parametrize(
+    "result", [{"forward": "off"}, {"step": "off"}, {"unfused": "off"}, {"skipped": "crashed"}]
+)
+def test_a_failed_comparison_counts_as_wrong(result):
+    good = {"forward": True, "step": True, "unfused": True}
+    assert not wrong(good)
+    assert not wrong({"skipped": "plain: no input fits"})
+    assert wrong(good | result)
+
+
+def test_the_record_has_no_wrong_result():
+    record = json.loads(RECORD.read_text())
+    assert [r for r in record["models"] if wrong(r)] == []
+    compared = [r for r in record["models"] if r.get("forward") is True]
+    assert len(compared) >= 0.6 * len(record["models"])
+    assert all(r["skipped"] for r in record["models"] if r not in compared)

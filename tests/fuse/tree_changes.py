@@ -1,0 +1,360 @@
+"""What may be done to a model before or after ``fuse_``; each change works by seed on any model."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
+from tree_parts import Lora, LoudGELU, LoudReLU, Positive, Wrapped
+
+# What hooks saw, in order; cleared before every run of a model.
+LOG: list = []
+
+ACTIVATION_MODULES = (nn.ReLU, nn.GELU, nn.ReLU6, nn.SiLU)
+CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+@torch._dynamo.disable
+def note(kind: str, *values) -> None:
+    tensors = [v for v in values if torch.is_tensor(v)]
+    LOG.append((kind, [(tuple(t.shape), float(t.detach().sum())) for t in tensors]))
+
+
+def pick(rng: random.Random, model: nn.Module, kinds=nn.Module) -> nn.Module | None:
+    """A module of these kinds, the same one in equal models."""
+    found = [m for m in model.modules() if isinstance(m, kinds)]
+    return rng.choice(found) if found else None
+
+
+def new_activation(rng: random.Random) -> nn.Module:
+    makers = [nn.ReLU, nn.GELU, partial(nn.GELU, "tanh"), nn.Tanh, LoudReLU, LoudGELU, nn.Identity]
+    return rng.choice([*makers, partial(nn.ReLU, inplace=True)])()
+
+
+def new_layer(rng: random.Random, i: int, o: int) -> nn.Module:
+    make = rng.choice([nn.Linear, Lora, partial(nn.Linear, bias=False)])
+    layer = make(i, o)
+    return rng.choice([layer, layer, Wrapped(layer), nn.Sequential(layer, nn.ReLU())])
+
+
+# Hooks -------------------------------------------------------------------------------------------
+
+
+def hook(rng: random.Random, model: nn.Module) -> None:
+    kinds = rng.choice([nn.Module, nn.Linear, ACTIVATION_MODULES, nn.Sequential])
+    if (module := pick(rng, model, kinds)) is None:
+        return
+    factor = rng.choice([None, 2.0])
+
+    def times(value):
+        return None if factor is None or not torch.is_tensor(value) else value * factor
+
+    def forward(module, args, output):
+        note("forward", output)
+        return times(output)
+
+    def before(module, args):
+        note("pre", *args)
+        return None if factor is None or len(args) != 1 else (args[0] * factor,)
+
+    def backward(module, grad_input, grad_output):
+        note("backward", *grad_output)
+        if factor is not None and all(map(torch.is_tensor, grad_input)):
+            return tuple(g * factor for g in grad_input)
+        return None
+
+    def before_backward(module, grad_output):
+        note("backward pre", *grad_output)
+        return None if factor is None else tuple(g * factor for g in grad_output)
+
+    rng.choice(
+        [
+            lambda: module.register_forward_hook(forward),
+            lambda: module.register_forward_hook(forward, prepend=True, always_call=True),
+            lambda: module.register_forward_pre_hook(before),
+            lambda: module.register_full_backward_hook(backward),
+            lambda: module.register_full_backward_pre_hook(before_backward),
+        ]
+    )()
+
+
+def parameter_hook(rng: random.Random, model: nn.Module) -> None:
+    layer = pick(rng, model, nn.Linear)
+    if layer is not None and isinstance(layer.weight, nn.Parameter) and layer.weight.requires_grad:
+        layer.weight.register_hook(lambda g: g * 3)
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+def parametrization(rng: random.Random, model: nn.Module) -> None:
+    layer = pick(rng, model, nn.Linear)
+    if layer is None or "weight" not in layer._parameters or isinstance(layer, Lora):
+        return
+    way = rng.randrange(5)
+    if way == 0:
+        parametrizations.weight_norm(layer)
+    elif way == 1:
+        nn.utils.weight_norm(layer)
+    elif way == 2:
+        parametrizations.spectral_norm(layer)
+    elif way == 3:
+        prune.random_unstructured(layer, "weight", 0.3)
+    else:
+        name = "bias" if layer.bias is not None and rng.random() < 0.5 else "weight"
+        parametrize.register_parametrization(layer, name, Positive())
+
+
+def frozen(rng: random.Random, model: nn.Module) -> None:
+    layer = pick(rng, model, (nn.Linear, nn.Conv2d))
+    if layer is not None:
+        for p in rng.choice([list(layer.parameters()), [layer.weight]]):
+            if p.is_leaf:
+                p.requires_grad_(False)
+
+
+def changed_parameter(rng: random.Random, model: nn.Module) -> None:
+    layer = pick(rng, model, nn.Linear)
+    if layer is None or "weight" not in layer._parameters or "bias" not in layer._parameters:
+        return
+    way, weight = rng.randrange(6), layer.weight.detach()
+    if way == 0:
+        layer.bias = None
+    elif way == 1:
+        layer.weight = nn.Parameter(weight * 2)
+    elif way == 2:
+        layer.weight.data = weight * 2
+    elif way == 3:
+        layer.bias = nn.Parameter(weight.new_ones(weight.shape[0]))
+    elif way == 4:  # a buffer or plain tensor where the parameter was, as wrappers do
+        del layer.weight
+        layer.weight = weight * 2
+    else:
+        del layer.bias
+        layer.register_buffer("bias", weight.new_ones(weight.shape[0]))
+
+
+def tied(rng: random.Random, model: nn.Module) -> None:
+    first, second = pick(rng, model, nn.Linear), pick(rng, model, nn.Linear)
+    both = (first, second) if first is not None else ()
+    if all("weight" in m._parameters for m in both) and len({m.weight.shape for m in both}) == 1:
+        second.weight = first.weight
+
+
+# Exchanges ---------------------------------------------------------------------------------------
+
+
+def places(model: nn.Module, kinds) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if isinstance(child, kinds):
+                yield parent, name, child
+
+
+def exchanged_layer(rng: random.Random, model: nn.Module) -> None:
+    found = list(places(model, nn.Linear))
+    if found:
+        parent, name, layer = rng.choice(found)
+        setattr(parent, name, new_layer(rng, layer.in_features, layer.out_features))
+
+
+def exchanged_activation(rng: random.Random, model: nn.Module) -> None:
+    found = list(places(model, ACTIVATION_MODULES))
+    if found:
+        parent, name, _ = rng.choice(found)
+        setattr(parent, name, new_activation(rng))
+
+
+def activation_attribute(rng: random.Random, model: nn.Module) -> None:
+    module = pick(rng, model, (nn.ReLU, nn.GELU))
+    if isinstance(module, nn.GELU):
+        module.approximate = rng.choice(["none", "tanh"])
+    elif module is not None:
+        module.inplace = not module.inplace
+
+
+def list_edit(rng: random.Random, model: nn.Module) -> None:
+    seq = pick(rng, model, CONTAINERS)
+    if seq is None or not len(seq):
+        return
+    at, way = rng.randrange(len(seq)), rng.randrange(6)
+    if way == 0 and f"{len(seq) - 1}" in seq._modules:  # torch inserts among numbers only
+        seq.insert(at, new_activation(rng))
+    elif way == 1:
+        seq.append(new_activation(rng))
+    elif way == 2:
+        seq[at] = new_activation(rng)
+    elif way == 3:
+        seq.extend([nn.Identity(), new_activation(rng)])
+    elif way == 4 and len(seq) > 1:
+        del seq[at]
+    elif isinstance(seq, nn.Sequential):
+        seq.add_module(f"late{len(seq)}", new_activation(rng))
+
+
+def sliced(rng: random.Random, model: nn.Module) -> None:
+    found = list(places(model, nn.Sequential))
+    if found:
+        parent, name, seq = rng.choice(found)
+        if len(seq) and type(seq).__init__ is nn.Sequential.__init__:
+            setattr(parent, name, seq[: rng.randrange(1, len(seq) + 1)])
+
+
+def wrapped(rng: random.Random, model: nn.Module) -> None:
+    found = list(places(model, (nn.Linear, *ACTIVATION_MODULES)))
+    if found:
+        parent, name, child = rng.choice(found)
+        setattr(parent, name, Wrapped(child))
+
+
+# Methods and attributes --------------------------------------------------------------------------
+
+
+def patched_forward(rng: random.Random, model: nn.Module) -> None:
+    kinds = rng.choice([nn.Module, nn.Linear, nn.Linear, ACTIVATION_MODULES])
+    if (module := pick(rng, model, kinds)) is not None:
+        original = module.forward
+        module.forward = lambda *args, **kwargs: original(*args, **kwargs) * 2
+
+
+def patched_helper(rng: random.Random, model: nn.Module) -> None:
+    found = [m for m in model.modules() if hasattr(m, "helper")]
+    if found:
+        module = rng.choice(found)
+        module.helper = lambda x: x * 2
+
+
+def patched_function(rng: random.Random, model: nn.Module) -> None:
+    for module in model.modules():
+        for name in ("fn", "act2"):
+            if name in vars(module):  # a function, no module
+                setattr(module, name, rng.choice([torch.tanh, F.gelu, lambda t: t - 1]))
+
+
+def flags(rng: random.Random, model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "flag") and rng.random() < 0.5:
+            module.flag = not module.flag
+        if hasattr(module, "kind") and rng.random() < 0.5:
+            module.kind = "tanh gelu"
+
+
+def part_in_eval(rng: random.Random, model: nn.Module) -> None:
+    """One module keeps its mode, as frozen parts of models do."""
+    module = pick(rng, model)
+    module.train = lambda mode=True: module
+    for child in module.modules():
+        child.training = False
+
+
+def dropout(rng: random.Random, model: nn.Module) -> None:
+    if (module := pick(rng, model, nn.Dropout)) is not None:
+        module.p, module.inplace = rng.choice([0.0, 0.5, 1.0]), rng.random() < 0.5
+
+
+def narrow_part(rng: random.Random, model: nn.Module) -> None:
+    pick(rng, model).float()
+
+
+# name: the change, how often it is taken
+CHANGES: dict[str, tuple[Callable[[random.Random, nn.Module], None], int]] = {
+    "hook": (hook, 8),
+    "parameter hook": (parameter_hook, 2),
+    "parametrization": (parametrization, 5),
+    "frozen": (frozen, 4),
+    "changed parameter": (changed_parameter, 4),
+    "tied": (tied, 3),
+    "exchanged layer": (exchanged_layer, 4),
+    "exchanged activation": (exchanged_activation, 5),
+    "activation attribute": (activation_attribute, 4),
+    "list edit": (list_edit, 4),
+    "sliced": (sliced, 2),
+    "wrapped": (wrapped, 3),
+    "patched forward": (patched_forward, 5),
+    "patched helper": (patched_helper, 2),
+    "patched function": (patched_function, 3),
+    "flags": (flags, 3),
+    "part in eval": (part_in_eval, 3),
+    "dropout": (dropout, 3),
+    "narrow part": (narrow_part, 1),
+}
+
+
+def some_changes(rng: random.Random, most: int) -> list[tuple[str, int]]:
+    """Names and seeds of changes."""
+    weights = [weight for _, weight in CHANGES.values()]
+    names = rng.choices(list(CHANGES), weights, k=rng.choice(range(most + 1)))
+    return [(name, rng.randrange(10**6)) for name in names]
+
+
+def apply(changes: list[tuple[str, int]], model: nn.Module) -> None:
+    for name, seed in changes:
+        torch.manual_seed(seed)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            CHANGES[name][0](random.Random(seed), model)
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+# What is changed outside the model ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def global_hooks() -> Iterator[None]:
+    """Hooks on all modules: what they see of layers and activations, they see after fusing, too."""
+    hooks = nn.modules.module
+    leaves = (nn.Linear, nn.Conv2d, nn.ReLU, nn.GELU)
+
+    def see(kind, module, values):
+        if isinstance(module, leaves):
+            note(f"global {kind} {type(module).__name__}", *values)
+
+    with contextlib.ExitStack() as stack:
+        for handle in (
+            hooks.register_module_forward_pre_hook(lambda m, i: see("pre", m, i)),
+            hooks.register_module_forward_hook(lambda m, i, o: see("forward", m, [o])),
+            hooks.register_module_full_backward_hook(lambda m, i, o: see("backward", m, o)),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextlib.contextmanager
+def global_names(library) -> Iterator[None]:
+    """Names that the classes' file defines mean something else."""
+    before = library.ACT, library.KINDS, library.tanh_gelu
+    library.ACT, library.tanh_gelu = torch.tanh, torch.sigmoid
+    library.KINDS = {"relu": F.silu, "tanh gelu": F.gelu}
+    try:
+        yield
+    finally:
+        library.ACT, library.KINDS, library.tanh_gelu = before
+
+
+@contextlib.contextmanager
+def global_relu(library) -> Iterator[None]:
+    """The file has its own ``F``, in which relu is another function."""
+    before = library.F
+    library.F = type("Functional", (), {**vars(F), "relu": staticmethod(torch.tanh)})
+    try:
+        yield
+    finally:
+        library.F = before
+
+
+def world(kind: str | None, library) -> contextlib.AbstractContextManager:
+    if kind == "global hooks":
+        return global_hooks()
+    if kind == "global names":
+        return global_names(library)
+    if kind == "global relu":
+        return global_relu(library)
+    return contextlib.nullcontext()

@@ -1,0 +1,359 @@
+"""Compares a fused model with the plain one, in everything that can be asked of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import tree_changes
+from torch import Tensor, nn
+from trees import Tree
+
+import torch_fused_linear as tfl
+
+LEAVES = (nn.Linear, nn.Conv2d, nn.ReLU, nn.GELU, nn.Dropout)
+
+
+@dataclass
+class Outcome:
+    """What a run gave: named tensors, what hooks saw, and what was raised where."""
+
+    values: dict[str, Tensor | None] = field(default_factory=dict)
+    log: list = field(default_factory=list)
+    raised: type | None = None
+    where: str = "forward"
+    message: str = ""
+
+
+@contextlib.contextmanager
+def recorded(outcome: Outcome) -> Iterator[None]:
+    tree_changes.LOG.clear()
+    torch.manual_seed(7)
+    try:
+        yield
+    except Exception as error:
+        outcome.raised, outcome.message = type(error), f"{type(error).__name__}: {error}"[:600]
+    outcome.values["random state"] = torch.get_rng_state().double()
+    outcome.log = list(tree_changes.LOG)
+
+
+def step(model: Callable, x: Tensor, owner: nn.Module, training: bool) -> Outcome:
+    """One training step; the gradients of input and parameters, and the buffers afterwards."""
+    outcome = Outcome()
+    owner.train(training)
+    owner.zero_grad()
+    leaf = x.clone().requires_grad_(x.is_floating_point())
+    with recorded(outcome):
+        y = outcome.values["output"] = model(leaf * 1)
+        outcome.where = "backward"
+        if y.requires_grad:
+            weights = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).reshape(y.shape)
+            y.backward(weights.to(y.dtype))
+        outcome.values["gradient of the input"] = leaf.grad
+        for name, p in owner.named_parameters():
+            outcome.values[f"gradient of {name}"] = p.grad
+        outcome.values |= {name: b.clone() for name, b in owner.named_buffers()}
+    return outcome
+
+
+def inference(model: Callable, x: Tensor, owner: nn.Module) -> Outcome:
+    outcome = Outcome()
+    owner.eval()
+    with recorded(outcome), torch.no_grad():
+        outcome.values["output"] = model(x.clone())
+    return outcome
+
+
+def close(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    got, want = got.detach().double(), want.detach().double()
+    finite = want[want.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return torch.allclose(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def assert_same(got: Outcome, want: Outcome, what: str, tolerance: float = 1e-9) -> None:
+    """Where the plain model fails in its backward, the fused one may succeed."""
+    if got.raised is not None or (want.raised is not None and want.where == "forward"):
+        assert got.raised is want.raised, (
+            f"{what}: raised {got.message or 'nothing'}, plain {want.message or 'nothing'}"
+        )
+    for name, theirs in want.values.items():
+        if want.raised is not None and name == "random state":
+            continue
+        ours = got.values.get(name)
+        assert (ours is None) == (theirs is None), f"{what}: {name} is {ours}, plain {theirs}"
+        if theirs is None:
+            continue
+        tol = tolerance if theirs.dtype == torch.float64 else max(tolerance, 1e-4)
+        assert close(ours, theirs, tol), f"{what}: {name}\n{ours}\nplain\n{theirs}"
+        assert ours.requires_grad == theirs.requires_grad, f"{what}: {name}.requires_grad"
+    if want.raised is None:
+        assert [kind for kind, _ in got.log] == [kind for kind, _ in want.log], f"{what}: hooks"
+        for (kind, ours), (_, theirs) in zip(got.log, want.log):
+            assert [s for s, _ in ours] == [s for s, _ in theirs], f"{what}: hook {kind}"
+            sums = [torch.tensor([v for _, v in side]) for side in (ours, theirs)]
+            assert torch.allclose(*sums, 1e-6, 1e-6, equal_nan=True), f"{what}: hook {kind} saw"
+
+
+def assert_runs_the_same(fused: nn.Module, plain: nn.Module, x: Tensor, what: str) -> None:
+    assert_same(step(fused, x, fused, True), step(plain, x, plain, True), f"{what}, training")
+    assert_same(inference(fused, x, fused), inference(plain, x, plain), f"{what}, inference")
+
+
+# Systems that take a model: each gets both models and compares, or returns False if the plain one
+# cannot be taken -------------------------------------------------------------------------------
+
+
+def attempt(make: Callable):
+    """The result, or the error that it raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return make()
+        except Exception as error:
+            return error
+
+
+def transformed(make: Callable, run: Callable, fused, plain, x, what) -> bool:
+    """Makes something of both models and compares; a plain model that fails is no test."""
+    theirs = attempt(lambda: make(plain))
+    if isinstance(theirs, Exception):
+        return False
+    want = run(theirs, x, plain)
+    ours = attempt(lambda: make(fused))
+    assert not isinstance(ours, Exception), f"{what}: {type(ours).__name__}: {ours}"
+    assert_same(run(ours, x, fused), want, what)
+    return True
+
+
+def compiled(backend: str) -> Callable:
+    def check(fused, plain, x) -> bool:
+        # The plain model runs as it is first; compiled only where the fused one differs from it.
+        def make(model):
+            torch._dynamo.reset()
+            return torch.compile(model, backend=backend)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = [copy.deepcopy(m.state_dict()) for m in (fused, plain)]
+            want = step(plain, x, plain, True)
+            got = step(make(fused), x, fused, True)
+            try:
+                assert_same(got, want, f"compiled by {backend}")
+            except AssertionError:
+                fused.load_state_dict(state[0])
+                plain.load_state_dict(state[1])
+                want = step(make(plain), x, plain, True)
+                if want.raised is not None:
+                    return False
+                assert_same(got, want, f"compiled by {backend}")
+        return want.raised is None
+
+    return check
+
+
+def scripted(fused, plain, x) -> bool:
+    for model in (fused, plain):
+        model.eval()
+    return transformed(torch.jit.script, inference, fused, plain, x, "scripted")
+
+
+def exported(fused, plain, x) -> bool:
+    def make(model):
+        return torch.export.export(model.eval(), (x,)).module()
+
+    def run(program, x, owner):
+        outcome = Outcome()
+        with recorded(outcome), torch.no_grad():
+            outcome.values["output"] = program(x)
+        return outcome
+
+    return transformed(make, run, fused, plain, x, "exported")
+
+
+def traced_by_fx(fused, plain, x) -> bool:
+    def run(program, x, owner):
+        return inference(program, x, program)
+
+    return transformed(torch.fx.symbolic_trace, run, fused, plain, x, "torch.fx")
+
+
+def copied(way: Callable) -> Callable:
+    def check(fused, plain, x) -> bool:
+        def run(other, x, owner):
+            return step(other, x, other, True)
+
+        if not transformed(way, run, fused, plain, x, way.__name__):
+            return False
+        other = way(fused)
+        tfl.unfuse_(other)
+        assert_runs_the_same(other, way(plain), x, f"{way.__name__}, then unfuse_")
+        return True
+
+    return check
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def state(fused, plain, x) -> bool:
+    """The state of each goes into the other."""
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    changed = {k: v * 1.5 for k, v in plain.state_dict().items()}
+    fused.load_state_dict(changed)
+    plain.load_state_dict(fused.state_dict())
+    assert_runs_the_same(fused, plain, x, "state_dict")
+    return True
+
+
+def functional(fused, plain, x) -> bool:
+    values = {k: (p.detach() * 1.5).requires_grad_() for k, p in plain.named_parameters()}
+
+    def make(model):
+        return lambda t: torch.func.functional_call(model, values, (t,))
+
+    def run(call, x, owner):
+        for p in values.values():
+            p.grad = None
+        outcome = step(call, x, owner, True)
+        outcome.values |= {f"given {k}": p.grad for k, p in values.items()}
+        return outcome
+
+    return transformed(make, run, fused, plain, x, "functional_call")
+
+
+def per_sample(fused, plain, x) -> bool:
+    def run(model, x, owner):
+        outcome = Outcome()
+        owner.eval()
+        with recorded(outcome):
+            outcome.values["output"] = torch.vmap(model)(x)
+            outcome.values["jvp"] = torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+        return outcome
+
+    want = run(plain, x, plain)
+    if want.raised is not None:
+        return False
+    assert_same(run(fused, x, fused), want, "vmap and jvp")
+    return True
+
+
+def differentiated_twice(fused, plain, x) -> bool:
+    def run(model, x, owner):
+        outcome = Outcome()
+        owner.train()
+        leaf = x.clone().requires_grad_(x.is_floating_point())
+        with recorded(outcome):
+            y = outcome.values["output"] = model(leaf * 1)
+            (g,) = torch.autograd.grad((y * y).sum(), leaf, create_graph=True)
+            outcome.values["gradient"] = g
+            outcome.values["second"] = torch.autograd.grad((g * g).sum(), leaf)[0]
+        return outcome
+
+    want = run(plain, x, plain)
+    if want.raised is not None:
+        return False
+    assert_same(run(fused, x, fused), want, "double backward")
+    return True
+
+
+def under(context: Callable, tolerance: float = 1e-9) -> Callable:
+    def check(fused, plain, x) -> bool:
+        outcomes = []
+        for model in (fused, plain):
+            outcome = Outcome()
+            model.eval()
+            with recorded(outcome), context():
+                outcome.values["output"] = model(x.clone())
+            outcomes.append(outcome)
+        assert_same(*outcomes, context.__name__, tolerance)
+        return outcomes[1].raised is None
+
+    return check
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def narrow(fused, plain, x) -> bool:
+    assert_same(*(step(m.float(), x.float(), m, True) for m in (fused, plain)), "float32", 1e-4)
+    return True
+
+
+def fused_again(fused, plain, x) -> bool:
+    types = [type(m) for m in fused.modules()]
+    tfl.fuse_(fused)
+    tfl.fuse_(fused)
+    assert_runs_the_same(fused, plain, x, "fused twice")
+    tfl.unfuse_(fused)
+    tfl.fuse_(fused)
+    assert len(types) == len(list(fused.modules()))
+    assert_runs_the_same(fused, plain, x, "fused again after unfuse_")
+    return True
+
+
+SYSTEMS: dict[str, Callable[[nn.Module, nn.Module, Tensor], bool]] = {
+    "deepcopy": copied(copy.deepcopy),
+    "pickle": copied(pickled),
+    "save": copied(saved),
+    "state": state,
+    "functional_call": functional,
+    "fx": traced_by_fx,
+    "vmap": per_sample,
+    "double backward": differentiated_twice,
+    "autocast": under(autocast, 0.05),
+    "inference mode": under(torch.inference_mode),
+    "float32": narrow,
+    "again": fused_again,
+    "script": scripted,
+    "export": exported,
+    "compile eager": compiled("eager"),
+    "compile aot_eager": compiled("aot_eager"),
+}
+
+
+def check(tree: Tree, system: str | None = None) -> int:
+    """Raises AssertionError where the fused model differs; how many blocks were fused if not."""
+    plain, model = tree.build(), tree.build()
+    modules = list(model.named_modules(remove_duplicate=False))
+    children = list(model.children())
+    root = children[tree.seed % len(children)] if tree.part and children else model
+    before = [(name, id(m), type(m)) for name, m in modules]
+    try:
+        blocks = len(tfl.fuse_(root, **tree.options()).fused)
+    except ValueError as error:
+        assert "filter_fn" in str(error)
+        blocks = 0
+    after = list(model.named_modules(remove_duplicate=False))
+    assert [(n, id(m)) for n, m in after] == [(n, id(m)) for n, m in modules], "other modules"
+    for (name, _, kind), (_, m) in zip(before, after):
+        assert type(m) is kind or kind not in LEAVES, f"{name} has become {type(m)}"
+    with tree_changes.world(tree.world, tree.library):
+        for m in (plain, model):
+            tree_changes.apply(tree.after, m)
+        assert_runs_the_same(model, plain, tree.x, "fused")
+        tried = SYSTEMS[system](model, plain, tree.x) if system else True
+        tfl.unfuse_(model)
+        if system not in ("again", "float32"):
+            assert_runs_the_same(model, plain, tree.x, "after unfuse_")
+        kinds = {name: type(m) for name, m in plain.named_modules(remove_duplicate=False)}
+        for name, m in model.named_modules(remove_duplicate=False):
+            assert type(m) is kinds[name] or "torch.nn.utils.parametrize" in str(type(m)), name
+    return blocks if tried else -1

@@ -1,0 +1,198 @@
+"""Plants faults in ``fuse_``, one at a time, and counts the generated trees that then fail.
+
+    python tests/fuse/tree_faults.py [NAME ...]
+
+Every fault is planted in a process of its own, since fusing keeps the classes that it has made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+import tree_compare  # noqa: E402
+import tree_parts  # noqa: E402
+from torch import nn  # noqa: E402
+from trees import grow  # noqa: E402
+
+from torch_fused_linear.fuse import call, classes, reading, rewrite  # noqa: E402
+
+MOST_TREES = 600  # within which a fault must show
+
+
+def in_python() -> None:
+    """Decisions are made by the Python code alone, where faults can be planted."""
+    call.direct = type("Direct", (), {"begin": None, "activate": None})
+    call.direct.begin = call.direct.activate = staticmethod(lambda *args: None)
+
+
+def hooks_ignored() -> None:
+    call.hooks_objection = lambda module: None
+
+
+def global_hooks_ignored() -> None:
+    call._has_any_global_hook = lambda: False
+
+
+def patched_forward_ignored() -> None:
+    original = call.hooks_objection
+
+    def without(module):
+        reason = original(module)
+        return None if reason and "of its own" in reason else reason
+
+    call.hooks_objection = without
+
+
+def subclass_taken() -> None:
+    call.LAYERS[tree_parts.Lora] = tree_parts.Lora.forward
+
+
+def activation_subclass_taken() -> None:
+    call.MODULES[tree_parts.LoudReLU] = "relu", tree_parts.LoudReLU.forward
+
+
+def exchanged_activation_ignored() -> None:
+    original = call.activation_kind
+    call.activation_kind = lambda function, options=None: original(function, options) or "relu"
+
+
+def approximate_ignored() -> None:
+    call.gelu_kind = lambda approximate: "gelu_tanh"
+
+
+def training_dropout_ignored() -> None:
+    original = call.dropout_acts
+    call.dropout_acts = lambda *args: None if original(*args) is None else False
+
+
+def bias_dropped() -> None:
+    original = call.linear_relu
+    call.linear_relu = lambda x, weight, bias, memory: original(x, weight, None, memory)
+
+
+def bias_dropped_for_wide_inputs() -> None:
+    original = call.linear_gelu
+
+    def gelu(x, weight, bias, *more):
+        return original(x, weight, None if x.dim() > 2 else bias, *more)
+
+    call.linear_gelu = gelu
+
+
+def sizes_unchecked() -> None:
+    call.fits = lambda *args: True
+
+
+def later_read_ignored() -> None:
+    reading._Reader._is_sole = lambda *args: True
+
+
+def statement_between_ignored() -> None:
+    reading._Reader._passes = lambda *args: True
+
+
+def stale_source_trusted() -> None:
+    reading.same = lambda one, other: True
+
+
+def unfuse_does_nothing() -> None:
+    tree_compare.tfl.unfuse_ = lambda model: None
+
+
+def private_names_lost() -> None:
+    reading.Text.class_name = property(lambda self: None, lambda self, value: None)
+
+
+def globals_copied() -> None:
+    original = rewrite.dressed
+
+    def dressed(new, old):
+        names = dict(new.__globals__)
+        return original(FunctionType(new.__code__, names, None, None, new.__closure__), old)
+
+    rewrite.dressed = dressed
+
+
+def children_remembered() -> None:
+    """A Sequential runs what it held when it was fused."""
+    fuse, kept = tree_compare.tfl.fuse_, {}
+
+    def fuse_and_keep(model, **options):
+        report = fuse(model, **options)
+        kept.update((m, list(m)) for m in model.modules() if isinstance(m, nn.Sequential))
+        return report
+
+    def run(self, x):
+        for child in kept.get(self, self):
+            x = child(x)
+        return x
+
+    tree_compare.tfl.fuse_, classes.run_sequential = fuse_and_keep, run
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    name: value
+    for name, value in list(globals().items())
+    if callable(value) and getattr(value, "__module__", "") == __name__ and name != "in_python"
+}
+
+
+def failure(seeds: range, folder: Path) -> tuple[int, str] | None:
+    """The first tree that fails, and what was noticed."""
+    for seed in seeds:
+        try:
+            tree_compare.check(grow(seed, folder))
+        except Exception as error:
+            return seed, str(error).split("\n")[0][:120]
+    return None
+
+
+def planted(name: str | None, seeds: range) -> tuple[int, str] | None:
+    """The first failure with this fault, found in a child of this process."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(read)
+        in_python()
+        if name is not None:
+            FAULTS[name]()
+        with tempfile.TemporaryDirectory() as folder, os.fdopen(write, "w") as out:
+            out.write(json.dumps(failure(seeds, Path(folder))))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as out:
+        text = out.read()
+    os.wait()
+    return json.loads(text)
+
+
+def noticed(name: str, seeds: range) -> tuple[int, str] | None:
+    """The first tree that fails with this fault and holds without it."""
+    while (found := planted(name, seeds)) is not None:
+        if planted(None, range(found[0], found[0] + 1)) is None:
+            break
+        seeds = range(found[0] + 1, seeds.stop)
+    return found
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name, start in zip(sys.argv[1:] or FAULTS, itertools.count(40_000, MOST_TREES)):
+        found = noticed(name, range(start, start + MOST_TREES))
+        print(json.dumps({"fault": name, "noticed": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

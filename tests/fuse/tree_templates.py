@@ -1,0 +1,329 @@
+"""Statements for generated classes, as templates.
+
+Capitals are filled in: ``E4`` an expression of width 4, ``V4`` a local name that exists, ``N4a`` a
+new one that later code may read, ``T4a`` a new one that it may not, ``L46`` a layer from width 4 to
+6, ``A`` an activation, ``C`` a condition, ``OWN`` the name of the class.
+"""
+
+# What torch.jit.script takes, too.
+SIMPLE = """
+N4a = E4
+---
+N6a = E6
+---
+T6a = L46(E4)
+N6b = A(T6a)
+---
+N6a = L46(E4)
+N6b = A(N6a)
+---
+N4a = L44(E4)
+N4a = A(N4a)
+---
+N4a = L44(E4)
+N4b = A(N4a) + N4a
+---
+N4a = L44(E4)
+N4b = N4a
+N4c = A(N4a)
+N4d = N4b
+---
+N4a = E4
+N4b = L44(N4a)
+N4a = E4
+N4c = A(N4b)
+---
+if C:
+    N4a = A(L44(E4))
+else:
+    N4a = L44(E4)
+---
+N6a = L46(E4)
+if C:
+    N6a = A(N6a)
+---
+N6a = L46(E4)
+N6b = A(N6a) if C else N6a
+---
+N4a = E4
+for T4l in self.layers:
+    N4a = A(T4l(N4a))
+---
+N4a = E4
+for T4i, T4l in enumerate(self.layers):
+    N4a = A(T4l(N4a)) if T4i < len(self.layers) - 1 else T4l(N4a)
+---
+N4a = E4
+for T4l in self.layers:
+    N4a = T4l(N4a)
+    N4a = A(N4a)
+---
+N4a = E4
+N4p = torch.zeros_like(N4a)
+for T4l in self.layers:
+    T4q = N4p
+    N4p = T4l(N4a)
+    N4a = A(N4p) + T4q
+---
+N4a = self.drop(A(L44(E4)))
+---
+N4a = self.act(self.drop(L44(E4)))
+---
+N4a = L44(E4)
+N4a = self.drop(N4a)
+N4a = A(N4a)
+---
+N4a = F.relu(L44(E4), inplace=True)
+---
+N4a = L44(E4)
+N4b = N4a.relu_()
+N4c = N4a * 0.5
+---
+N4a = L44(E4)
+N4b = self.inplace(N4a)
+N4c = N4a - 1
+---
+N4a = A(L44(E4))
+N4a.mul_(0.5)
+---
+N4a = self.seq(E4)
+N6b = self.seq[0](V4)
+---
+N4a = A(L44(E4) + V4)
+---
+N4a = L44(E4)
+N4a += V4
+N4b = A(N4a)
+---
+N4a = A(self.conv((E4).reshape(1, 1, -1, 4))).reshape(x.shape)
+---
+N4a = self.stem((E4).reshape(1, 1, -1, 4)).reshape(x.shape)
+---
+N4a = self.helper(E4)
+"""
+
+WILD = """
+N4b = A(N4a := L44(E4))
+---
+N4a, N4b = L44(E4), A(E4)
+---
+N4a = N4b = A(L44(E4))
+---
+T4a, T4b = L44(E4), L44(E4)
+N4c = A(T4a) - A(T4b)
+---
+N4a = (E4) * 1
+T4b = L44(N4a)
+N4a.mul_(0.5)
+N4c = A(T4b)
+---
+T6a = L46(E4)
+N6b = A(T6a)
+del T6a
+---
+T4f = L44
+N4a = A(T4f(E4))
+---
+T4f, T4g = L44, A
+N4a = T4g(T4f(E4))
+---
+N4a = E4
+for T4i in range(len(self.layers)):
+    N4a = A(self.layers[T4i](N4a))
+---
+N4a = N4b = E4
+for T4l in self.layers:
+    N4b = T4l(N4a)
+    N4a = A(N4b)
+---
+N4a = E4
+T4i = 0
+while T4i < len(self.layers):
+    N4a = A(self.layers[T4i](N4a))
+    T4i += 1
+---
+N4a = E4
+for T4l in self.layers:
+    T4p = T4l(N4a)
+    if C:
+        continue
+    N4a = A(T4p)
+---
+N4a = E4
+for T4l, T4g in zip(self.layers, self.acts):
+    N4a = T4g(T4l(N4a))
+---
+N4a = sum([A(T4l(V4)) for T4l in self.layers])
+---
+N4a = sum(A(T4l(V4)) for T4l in self.layers)
+---
+try:
+    N4a = A(L44(E4))
+finally:
+    T4b = 0
+---
+N4a = N4b = E4
+try:
+    N4a = L44(N4b)
+    N4b = A(N4a)
+    if C:
+        raise KeyError
+except KeyError:
+    N4b = N4a
+---
+with torch.no_grad():
+    N4a = A(L44(E4))
+---
+N4a = L44(E4)
+with torch.no_grad():
+    N4b = A(N4a)
+---
+with torch.no_grad():
+    T4a = L44(E4)
+N4b = A(T4a)
+---
+with torch.set_grad_enabled(C):
+    T4a = L44(E4)
+    N4b = A(T4a)
+---
+def T4f(t):
+    return A(L44(t))
+N4a = T4f(E4)
+---
+def T4f(t, layer=L44):
+    t = layer(t)
+    return A(t)
+N4a = T4f(E4)
+---
+T4f = lambda t: A(L44(t))
+N4a = T4f(E4)
+---
+N4p = V4
+def T4f(t):
+    nonlocal N4p
+    N4p = L44(t)
+    return A(N4p)
+N4a = T4f(E4)
+---
+N4a = L44(E4)
+T4f = lambda: N4a
+N4b = A(N4a) + T4f()
+---
+T4a = L44(E4)
+N4b = A(T4a)
+N4c = locals()["T4a"]
+---
+N4a = L44(E4)
+F.relu(N4a, inplace=True)
+---
+N4a = L44(E4)
+N4a.relu_()
+---
+N4a = self.inplace(L44(E4))
+---
+N4a = F.relu(input=L44(input=E4))
+---
+N4a = F.gelu(input=L44(E4), approximate="tanh")
+---
+N4a = F.gelu(L44(E4), approximate=self.approx)
+---
+N4a = F.relu(L44(E4), self.flag)
+---
+N4a = F.relu(F.linear(V4, self.fc3.weight, self.fc3.bias))
+---
+N4a = E4
+for T4l in self.seq:
+    N4a = T4l(N4a)
+---
+N4a = self.seq[1:](self.seq[:1](E4))
+---
+N6a = self.seq[:2](E4)
+---
+N6a = A(self.seq[:1](E4))
+---
+N4a = walk(self.seq, E4)
+---
+N4a = apply_block(self.seq, E4)
+---
+N4a = checkpoint(lambda t: A(L44(t)), E4, use_reentrant=False)
+---
+N4a = A(L44(E4)).detach() + V4
+---
+N4a = L44(E4)
+N4b = A(N4a.detach())
+---
+N4a = L44(E4)
+if N4a.requires_grad:
+    N4a.register_hook(lambda g: g * 2)
+N4b = A(N4a)
+---
+N4a = A(L44(E4))
+if N4a.requires_grad:
+    N4a.register_hook(lambda g: g * 2)
+---
+N4a = type(self).helper(self, E4)
+---
+N4a = act(L44(E4))
+---
+N4a = KINDS[self.kind](L44(E4))
+---
+N4a = self.branch["fc"](E4)
+N4b = self.branch["act"](N4a)
+---
+N4a = self.branch.act(self.branch.fc(E4))
+---
+N4a = (lambda t: F.relu(t))(L44(E4))
+---
+N4a = bare_relu(L44(E4))
+---
+N4a = torch.clamp(L44(E4), min=0)
+---
+N4a = self.fn(L44(E4))
+---
+x = A(L44(E4))
+---
+N4a = A(L44((x := E4)))
+---
+N4a = A(*[L44(E4)])
+---
+N4a = L44(E4)
+N4b = [A(N4a), N4a][0]
+N4c = {"k": N4a}["k"]
+---
+N4a = L44(E4)
+assert N4a.shape == x.shape
+N4b = A(N4a)
+---
+N4a = A(L44(E4)[..., :4])
+---
+N4a = (F.relu if C else torch.tanh)(L44(E4))
+---
+N4a = (L44 if C else L44)(E4).relu()
+---
+N4a = OWN.helper(self, E4)
+---
+N4a = E4 if isinstance(self, OWN) else x
+---
+N4a = E4 if type(self) is OWN else A(E4)
+---
+N4a = E4 if self.__class__.__name__ == "OWN" else A(E4)
+"""
+
+PARTS = ["N4a = self.parts[0](E4)", "N4a = E4\nfor T4p in self.parts:\n    N4a = T4p(N4a)"]
+SIMPLE, WILD = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WILD))
+
+LAYERS = {
+    "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]"],
+    "64": ["self.fc2", 'self._modules["fc2"]', "self.seq[-1]"],
+    "44": ["self.fc3", 'self.get_submodule("fc3")', "self.layers[0]", "self.__own", "self.__own"],
+    "66": ["self.fc4", "next(iter([self.fc4]))"],
+}
+LAYERS["44"] += ["self.first", "self.layers[-1]", 'self.branch["fc"]', "self.tied"]
+ACTIVATIONS = ["self.act", "F.relu", "F.gelu", "torch.relu", "self.act2", "nn.functional.relu"]
+RARE = ["ACT", "self.fn", "tanh_gelu", "torch.tanh", "F.relu6", "nn.ReLU()", "self.static"]
+RARE += ["F.silu", "F.leaky_relu", "torch._C._nn.gelu", "functools.partial(F.gelu)", "self.inplace"]
+CONDITIONS = ["self.training", "x.dim() > 1", "self.flag", "len(self.layers) > 1"]
+FUNCTIONS = ["F.relu", "torch.relu", "nn.GELU()", "nn.ReLU()", "nn.Tanh()", "lambda t: F.relu(t)"]
+FUNCTIONS += ['functools.partial(F.gelu, approximate="tanh")', "tanh_gelu", "LoudReLU()"]
+MODULES = ["nn.ReLU()", "nn.GELU()", 'nn.GELU("tanh")', "nn.ReLU(inplace=True)", "nn.ReLU6()"]
+MODULES = [*MODULES[:3] * 3, *MODULES, "LoudReLU()", "LoudGELU()", "nn.Identity()", "nn.SiLU()"]

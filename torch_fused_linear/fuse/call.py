@@ -1,0 +1,383 @@
+"""What runs where ``act(linear(x))`` stood: it looks at what it was given, and decides then.
+
+A rewritten expression calls these functions in the order in which the original calls its layers.
+``begin`` runs nothing yet where it meets a plain layer with fitting tensors: it returns a *begun*
+call, which nobody else gets to see, and ``activate`` ends it as one operator. Whatever is not
+plain is called at once, as in the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.nn.modules.module import _has_any_global_hook
+
+from .._library import direct
+from ..functional import linear, linear_gelu, linear_relu
+from ..nn.conv import FusedConv2dReLU
+from .families import ACTIVATIONS, CONV1D, full_name
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Begun:
+    """The first element of a begun call, (Begun, layer, input, weight, bias, dropouts)."""
+
+
+# What stands for `h.relu()`, as a function of h.
+METHODS = {name: operator.methodcaller(name) for name in ("relu", "relu_")}
+RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
+# The forward of every class whose calls are known; one that was exchanged makes it unknown.
+LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
+MODULES = {nn.ReLU: ("relu", nn.ReLU.forward), nn.GELU: ("gelu", nn.GELU.forward)}
+# Of plain functions: what they call with their argument and nothing else (resolve.py).
+RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+UNTOUCHED = ((nn.Module, "__call__"), (F, "linear"), (F, "relu"), (F, "gelu"), (F, "conv2d"))
+UNTOUCHED = tuple((owner, name, getattr(owner, name)) for owner, name in UNTOUCHED)
+GLOBAL_HOOKS = tuple(
+    getattr(nn.modules.module, f"_global_{kind}")
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
+direct.know_plain(
+    *(LAYERS, MODULES, RELU, F.gelu, Begun, GLOBAL_HOOKS, UNTOUCHED, nn.Linear, nn.Conv2d)
+)
+
+
+def learn(value: object) -> None:
+    """Makes known the class of a layer or an activation of another library, or a function."""
+    cls = type(value)
+    if isinstance(value, nn.Module):
+        if full_name(cls) == CONV1D:
+            LAYERS.setdefault(cls, cls.forward)
+        elif kind := ACTIVATIONS.get(full_name(cls)):
+            MODULES.setdefault(cls, (kind, cls.forward))
+    elif cls is FunctionType and value not in RECIPES:
+        from .resolve import recipe
+
+        RECIPES[value] = value.__code__, recipe(value)
+
+
+# --- what is plain ------------------------------------------------------------------------------
+
+
+def hooks_objection(module: nn.Module) -> str | None:
+    """Where somebody watches the module or has replaced its forward."""
+    own = module.__dict__
+    for kind in HOOKS:
+        if own.get(kind):
+            return f"has {kind.strip('_').replace('_', ' ')}"
+    if "forward" in own:
+        return "has a forward of its own, set on the object"
+    if own.get("_compiled_call_impl") is not None:
+        return "was compiled"
+    return None
+
+
+def is_untouched(cls: type, forward: object) -> bool:
+    """Whether nobody has put another function into the class, or into torch."""
+    if is_dynamo_compiling() or is_exporting():  # which do, for a while
+        return True
+    return cls.forward is forward and all(
+        getattr(owner, name) is value for owner, name, value in UNTOUCHED
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """A tensor or parameter itself, or what stands for one while a model is traced."""
+    cls = type(value)
+    return (
+        cls is Tensor or cls is nn.Parameter or cls.__module__.startswith("torch._subclasses.fa")
+        or cls.__module__.startswith("torch._subclasses.functional_tensor")
+    )  # fmt: skip
+
+
+def fits(input: Tensor, weight: Tensor, bias: Tensor | None, features: int, axis: int) -> bool:
+    """Whether the operators take these; torch's own function shall complain where not."""
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    device, dtype = weight.device, weight.dtype
+    for tensor in tensors:
+        if not is_tensor(tensor) or tensor.device != device or tensor.layout != torch.strided:
+            return False
+        if tensor.dtype not in DTYPES or tensor.is_nested:
+            return False
+    if any(t.dtype != dtype for t in tensors) and (
+        not torch.is_autocast_enabled(device.type) or any(t.dtype == torch.float64 for t in tensors)
+    ):
+        return False
+    return input.dim() >= axis and input.shape[-axis] == features
+
+
+def plain_modes() -> bool:
+    """Whether no function mode of somebody else wants to see torch's own calls."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return all(type(mode).__module__.startswith("torch.") for mode in modes)
+
+
+def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
+    cls = type(layer)
+    if cls not in LAYERS:
+        if full_name(cls) != CONV1D or is_dynamo_compiling():
+            return None
+        learn(layer)
+    if hooks_objection(layer) or _has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
+        return None
+    held = layer._parameters
+    if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
+        return None
+    weight, bias = held["weight"], held["bias"]
+    if not is_tensor(input) or not is_tensor(weight) or not (bias is None or is_tensor(bias)):
+        return None
+    if not is_dynamo_compiling() and not plain_modes():
+        return None
+    if cls is nn.Conv2d:
+        if weight.dim() != 4 or input.dim() not in (3, 4):
+            return None
+        return _checked(layer, input, weight, bias, weight.shape[1] * layer.groups, 3)
+    if weight.dim() != 2:
+        return None
+    if cls is not nn.Linear:
+        weight = weight.t()  # a view: the operators take any strides
+    return _checked(layer, input, weight, bias, weight.shape[1], 1)
+
+
+def _checked(layer, input, weight, bias, features, axis) -> tuple | None:
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        return None
+    if not fits(input, weight, bias, features, axis):
+        return None
+    return Begun, layer, input, weight, bias, ()
+
+
+def activation_kind(function: object, options: dict | None = None) -> str | None:
+    """``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, or None where it is none of these exactly.
+
+    Args:
+        function: a module or a function.
+        options: the keyword arguments beside the tensor.
+    """
+    if isinstance(function, nn.Module):
+        cls = type(function)
+        if cls not in MODULES and not is_dynamo_compiling():
+            learn(function)
+        if options or cls not in MODULES:
+            return None
+        kind, forward = MODULES[cls]
+        if not is_untouched(cls, forward):
+            return None
+        return gelu_kind(function.approximate) if kind == "gelu" else kind
+    if function is F.gelu:
+        if options and (len(options) > 1 or "approximate" not in options):
+            return None
+        return gelu_kind(options["approximate"] if options else "none")
+    if any(function is known for known in RELU):
+        if options and (function is not F.relu or len(options) > 1 or "inplace" not in options):
+            return None
+        return "relu"
+    if options:
+        return None
+    if type(function) is functools.partial:
+        known = function.func is F.relu or function.func is F.gelu
+        return activation_kind(function.func, function.keywords) if known and not function.args \
+            else None  # fmt: skip
+    return recipe_kind(function) if type(function) is FunctionType else None
+
+
+def gelu_kind(approximate: object) -> str | None:
+    if approximate == "none":
+        return "gelu_erf"
+    return "gelu_tanh" if approximate == "tanh" else None
+
+
+def recipe_kind(function: FunctionType) -> str | None:
+    """The kind of a function that does no more than call an activation."""
+    if not is_dynamo_compiling():
+        learn(function)
+    code, recipe = RECIPES.get(function, (None, None))
+    if recipe is None or code is not function.__code__:
+        return None
+    (name, *attributes), options = recipe
+    value = function.__globals__.get(name)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return None if value is function else activation_kind(value, options)
+
+
+# --- what a rewritten expression calls ----------------------------------------------------------
+
+
+def is_begun(value: object) -> bool:
+    return type(value) is tuple and len(value) == 6 and value[0] is Begun
+
+
+def begin(layer, input):
+    """In place of ``layer(x)`` where an activation follows."""
+    if not is_dynamo_compiling():
+        begun = direct.begin(layer, input)
+        if begun is not None:
+            return begun
+    begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
+    return layer(input) if begun is None else begun
+
+
+def begin_named(layer, *, input):
+    """In place of ``layer(input=x)``."""
+    begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
+    return layer(input=input) if begun is None else begun
+
+
+def through(function, /, *args, **kwargs):
+    """In place of ``dropout(h)`` between the two."""
+    h = args[0] if args else None
+    if not is_begun(h):
+        return function(*args, **kwargs)
+    acts = dropout_acts(function, args[1:], kwargs)
+    if acts is None:
+        return function(value(h), *args[1:], **kwargs)
+    return (*h[:5], (*h[5], (function, args[1:], kwargs))) if acts else h
+
+
+def dropout_acts(function, args, kwargs) -> bool | None:
+    """Whether it drops something now; None if it is neither dropout nor identity."""
+    if function is F.dropout:
+        p, training, _ = _dropout_arguments(*args, **kwargs)
+    elif type(function) is nn.Dropout and not hooks_objection(function):
+        p, training = function.p, function.training
+    else:
+        is_identity = type(function) is nn.Identity and not hooks_objection(function)
+        return False if is_identity and not _has_any_global_hook() else None
+    if _has_any_global_hook() or type(p) not in (int, float) or not 0 <= p <= 1:
+        return None
+    return bool(training) and p > 0
+
+
+def _dropout_arguments(p=0.5, training=True, inplace=False):
+    return p, training, inplace
+
+
+def drop(h: Tensor, dropout: tuple) -> Tensor:
+    """Not in place: the operator before has kept its output for the backward."""
+    function, args, kwargs = dropout
+    if isinstance(function, nn.Dropout):
+        return F.dropout(h, function.p, True)
+    return F.dropout(h, _dropout_arguments(*args, **kwargs)[0], True)
+
+
+def activate(function, h):
+    """In place of ``act(h)``, where h may be a begun call."""
+    if not is_dynamo_compiling():
+        result = direct.activate(function, h, "default")
+        if result is not None:
+            return result
+    return _activate("default", function, (h,), {})
+
+
+def activate_low(function, h):
+    """The same, with what is kept for the backward as in ``memory="low"``."""
+    return _activate("low", function, (h,), {})
+
+
+def activate_with(function, /, *args, **kwargs):
+    """In place of ``act(h, ...)``."""
+    return _activate("default", function, args, kwargs)
+
+
+def activate_low_with(function, /, *args, **kwargs):
+    return _activate("low", function, args, kwargs)
+
+
+def _activate(memory, function, args, kwargs):
+    h = args[0] if args else kwargs["input"]
+    if not is_begun(h):
+        return function(*args, **kwargs)
+    options = {name: v for name, v in kwargs.items() if name != "input"} if kwargs else None
+    if len(args) == 2 and function is F.relu and options is None:
+        options = {"inplace": args[1]}
+    elif len(args) > 1:
+        options = {"more": args}
+    kind = activation_kind(function, options)
+    watched = isinstance(function, nn.Module) and (
+        hooks_objection(function) or _has_any_global_hook()
+    )
+    _, layer, input, weight, bias, dropouts = h
+    if kind is None or watched or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d)):
+        if not args:
+            return function(**{**kwargs, "input": value(h)})
+        return function(value(h), *args[1:], **kwargs)
+    if type(layer) is nn.Conv2d:
+        result = FusedConv2dReLU.forward(layer, input)
+    elif kind == "relu":
+        result = linear_relu(input, weight, bias, memory)
+    else:
+        result = linear_gelu(input, weight, bias, "tanh" if kind == "gelu_tanh" else "none", memory)
+    for dropout in dropouts:
+        result = drop(result, dropout)
+    return result
+
+
+def value(h):
+    """What a begun call would have returned at once; anything else as it is."""
+    if not is_begun(h):
+        return h
+    result = h[1](h[2])
+    for function, args, kwargs in h[5]:
+        result = function(result, *args, **kwargs)
+    return result
+
+
+def follow(layer, input):
+    """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
+    return _end(begin(layer, input), True)
+
+
+def follow_named(layer, *, input):
+    """In place of ``layer(input=x)``."""
+    return _end(begin_named(layer, input=input), True)
+
+
+def unless(owner, layer):
+    """A layer that ``filter_fn`` would not have, as something that is called as it is."""
+    config = getattr(type(owner), "__fused__", None)
+    for path in config.refused if config else ():
+        here = owner
+        for name in path.split("."):
+            here = getattr(here, "_modules", {}).get(name)
+        if here is layer:
+            return layer.__call__
+    return layer
+
+
+def run_sequential(self, input):
+    """In place of nn.Sequential's forward: its children as they are at this moment."""
+    config = getattr(type(self), "__fused__", None)
+    if config is None:  # a bound method that somebody kept from before unfuse_
+        return nn.Sequential.forward(self, input)
+    last = ""  # the name of the layer that is begun
+    for name, child in self._modules.items():
+        cls = type(child)
+        if is_begun(input):
+            if cls is nn.Dropout or cls is nn.Identity:
+                input = through(child, input)
+                continue
+            if cls not in LAYERS:
+                input = activate_low(child, input) if last in config.low else activate(child, input)
+                continue
+            input = _end(input, last in config.follows)
+        if cls in LAYERS and name not in config.refused:
+            input, last = begin(child, input), name
+        else:
+            input = child(input)
+    return _end(input, last in config.follows)
+
+
+def _end(h, follows: bool):
+    if follows and is_begun(h) and not h[5] and type(h[1]) is not nn.Conv2d:
+        return linear(*h[2:5])
+    return value(h)

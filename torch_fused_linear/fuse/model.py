@@ -1,0 +1,126 @@
+"""The modules of a model, and the chains of calls in their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..nn.mlp import FusedMLP
+from . import fit
+from .call import hooks_objection
+from .chains import Chain, Element, is_sequential
+from .classes import SEQUENTIAL, functions_of, origin
+from .reading import Text, Unreadable, names
+from .resolve import Resolver, Value
+
+
+class Model:
+    """What there is to know before anything is decided.
+
+    Attributes:
+        paths: the first path to each module.
+        modules: by path.
+        frozen: of each module that was not entered, why.
+        unread: of a module whose code cannot be believed, why.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.paths: dict[nn.Module, str] = {}
+        self.frozen: dict[str, str] = {}
+        self.unread: dict[nn.Module, str] = {}
+        self._texts: dict = {}
+        self._functions: dict[type, list] = {}
+        self._visit(root, "")
+        self.modules = {path: module for module, path in self.paths.items()}
+
+    def _visit(self, module: nn.Module, path: str) -> None:
+        if module in self.paths:
+            return
+        if path and (reason := frozen_reason(module)):
+            self.frozen[path] = f"{type(module).__name__} {reason}"
+            return
+        self.paths[module] = path
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, join(path, name))
+
+    def chains(self, module: nn.Module) -> Iterator[Chain]:
+        if is_sequential(module):
+            if not self._is_inner(module):
+                yield self._flatten(module)
+            return
+        if isinstance(module, FusedMLP) or not any(fit.is_layer(m) for m in module.modules()):
+            return
+        for base, name, function in self.functions_of(module):
+            if (base, name) == SEQUENTIAL:
+                yield self._flatten(module)
+            elif self._mentions_activation(module, function):
+                yield from self.read(module, base, function)
+
+    def read(self, module: nn.Module, base: type, function) -> list[Chain]:
+        try:
+            text = self._texts.get(function) or Text(function)
+        except Unreadable as error:
+            self.unread.setdefault(module, str(error))
+            return []
+        self._texts[function] = text
+        resolver, chains = Resolver(module, text), []
+        for number, run in enumerate(text.runs):
+            chain = []
+            for k, step in enumerate(run):
+                values = [] if step.callee is None else resolver.values(step.callee)
+                values = [Value(join(self.paths[module], v.path), v.value) for v in values]
+                chain.append(Element(module, values, text, (number, k), step, base))
+            chains.append(chain)
+        return chains
+
+    def _mentions_activation(self, module: nn.Module, function) -> bool:
+        for name in names(function.__code__) | set(function.__code__.co_freevars):
+            held = vars(module).get(name, module._modules.get(name))
+            if name in ("relu", "relu_", "getattr") or fit.is_activation(held):
+                return True
+            if fit.is_activation(function.__globals__.get(name)):
+                return True
+            if isinstance(held, nn.Module) and any(map(fit.is_activation, held._modules.values())):
+                return True  # block.act, or a list of them
+        return False
+
+    def _flatten(self, sequential: nn.Module) -> Chain:
+        chain = []
+        for name, child in sequential._modules.items():
+            if self._is_inner(child) and child is not sequential:
+                chain += self._flatten(child)
+            else:
+                path = join(self.paths[sequential], name)
+                chain.append(Element(sequential, [Value(path, child)], None, name))
+        return chain
+
+    def _is_inner(self, module: nn.Module) -> bool:
+        """Whether it stands for its children in the nn.Sequential around it."""
+        return (
+            is_sequential(module)
+            and is_sequential(self.modules.get(self.paths.get(module, "").rpartition(".")[0]))
+            and self.paths.get(module) != ""
+            and not hooks_objection(module)
+        )
+
+    def functions_of(self, module: nn.Module) -> list:
+        cls = origin(type(module))
+        if cls not in self._functions:
+            self._functions[cls] = functions_of(cls)
+        return self._functions[cls]
+
+
+def frozen_reason(module: nn.Module) -> str | None:
+    """Why a change of the module's class would not reach the code that is run, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted or traced"
+    if isinstance(module, torch.fx.GraphModule):
+        return "is traced or exported to a graph"
+    return None
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name

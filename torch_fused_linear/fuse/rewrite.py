@@ -1,0 +1,292 @@
+"""Puts the calls of call.py into the text of a function, and makes it a function again.
+
+Nothing else changes: the lines, the globals, the closure, the defaults. The text is found by its
+name in linecache, so that tracebacks and debuggers show it.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+import hashlib
+import linecache
+from functools import reduce
+from types import CellType, FunctionType
+from typing import NamedTuple
+
+import torch
+
+from .. import functional
+from . import call
+from .reading import Run, Step, Text
+
+HELPERS = {
+    "fused_begin": call.begin,
+    "fused_begin_named": call.begin_named,
+    "fused_through": call.through,
+    "fused_act": call.activate,
+    "fused_act_with": call.activate_with,
+    "fused_act_low": call.activate_low,
+    "fused_act_low_with": call.activate_low_with,
+    "fused_follow": call.follow,
+    "fused_follow_named": call.follow_named,
+    "fused_unless": call.unless,
+    "fused_method_relu": call.METHODS["relu"],
+    "fused_method_relu_": call.METHODS["relu_"],
+    "fused_is_scripting": torch.jit.is_scripting,
+    "fused_run_sequential": call.run_sequential,
+    "fused_linear": functional.linear,
+    "fused_linear_relu": functional.linear_relu,
+    "fused_linear_gelu": functional.linear_gelu,
+    "fused_conv2d_relu": functional.conv2d_relu,
+}
+FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
+FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
+
+
+class Mark(NamedTuple):
+    """Steps of a run that become one call, from a layer to its activation; or a layer alone.
+
+    Attributes:
+        run: its number in the function.
+        first: the number of the layer's step.
+        last: of the activation's; the same for a layer alone.
+        low: whether less is kept for the backward.
+        script: what TorchScript runs, an operator and its arguments after the parameters; empty
+            for the original; None while the model is not scripted.
+    """
+
+    run: int
+    first: int
+    last: int
+    low: bool = False
+    script: tuple[str, ...] | None = None
+
+
+class Rewritten(NamedTuple):
+    function: FunctionType
+    text: str  # of the function alone
+    name: str  # of the whole text in linecache
+
+
+def unwrapped(function: object) -> FunctionType | None:
+    """The function under decorators that keep it in their closure and nowhere else."""
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        inner = function.__wrapped__
+        held = [n for n, c in cells(function).items() if c is inner]
+        code = dis.get_instructions(function.__code__)
+        stored = {i.argval for i in code if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
+        if not held or stored & set(held):
+            return None
+        function = inner
+    return function if isinstance(function, FunctionType) else None
+
+
+def cells(function: FunctionType) -> dict[str, object]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # is filled later
+            found[name] = None
+    return found
+
+
+def can_change(text: Text, step: Step) -> bool:
+    """Whether the call is written in a way that pieces can be put into."""
+    node, cut = step.node, _Cut(text)
+    if step.callee is None:
+        return cut.between(step.data, node).lstrip().startswith(b".")
+    first = node.args[0] if node.args else node.keywords[0]
+    return cut.between(node.func, first, to_start=True).lstrip().startswith(b"(")
+
+
+class _Cut:
+    """The text of a function as bytes, which is how the syntax tree counts."""
+
+    def __init__(self, text: Text) -> None:
+        self.first = text.start
+        lines = [line.encode() for line in text.lines[text.start - 1 : text.node.end_lineno]]
+        self.source, self.starts = b"".join(lines), [0]
+        for line in lines:
+            self.starts.append(self.starts[-1] + len(line))
+
+    def start(self, node) -> int:
+        return self.starts[node.lineno - self.first] + node.col_offset
+
+    def end(self, node) -> int:
+        return self.starts[node.end_lineno - self.first] + node.end_col_offset
+
+    def between(self, a, b, to_start: bool = False) -> bytes:
+        return self.source[self.end(a) : self.start(b) if to_start else self.end(b)]
+
+
+class _Edits:
+    """Pieces that replace others: (start, end, text), those of an outer call before an inner's."""
+
+    def __init__(self, text: Text) -> None:
+        self.cut, self.all = _Cut(text), []
+
+    def put(self, start: int, end: int, piece: str) -> None:
+        self.all.append((start, end, piece.encode()))
+
+    def call(self, step: Step, helper: str, unless: bool = False) -> None:
+        """``f(x)`` becomes ``helper(f, x)``."""
+        node, cut = step.node, self.cut
+        if step.callee is None:
+            self.put(cut.start(node), cut.start(node), f"{helper}(fused_method_{step.method}, ")
+            self.put(cut.end(step.data), cut.end(node), ")")
+            return
+        self.put(cut.start(node), cut.start(node), helper + "(" + "fused_unless(self, " * unless)
+        bracket = cut.source.index(b"(", cut.end(node.func))
+        self.put(bracket, bracket + 1, "), " if unless else ", ")
+
+    def around(self, step: Step, before: str, after: str) -> None:
+        """``f(x)`` becomes ``before x after``."""
+        cut = self.cut
+        self.put(cut.start(step.node), cut.start(step.data), before)
+        self.put(cut.end(step.data), cut.end(step.node), after)
+
+    def render(self, start: int, end: int) -> bytes:
+        pieces, at = [], start
+        for a, b, piece in sorted(self.all, key=lambda edit: (edit[0], edit[1] > edit[0])):
+            if start <= a and b <= end and a >= at:
+                pieces += [self.cut.source[at:a], piece]
+                at = b
+        return b"".join([*pieces, self.cut.source[at:end]])
+
+
+def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
+    """The function with its marked steps as calls of ours.
+
+    Args:
+        text: of the function.
+        marks: what to change.
+        refuses: whether there are layers that are to be called as they are.
+    """
+    edits, script = _Edits(text), _Edits(text)
+    expressions = []
+    chosen = sorted(marks, key=lambda m: _order(text.runs[m.run], m))
+    for mark in chosen:
+        steps = text.runs[mark.run][mark.first : mark.last + 1]
+        guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
+        named = "" if steps[0].node.args else "_named"
+        begin = ("fused_begin" if len(steps) > 1 else "fused_follow") + named
+        if guard is not None:
+            begin = f"(fused_begin{named} if {ast.unparse(guard)} else fused_follow{named})"
+        for step in reversed(steps):
+            if step is steps[0]:
+                edits.call(step, begin, refuses)
+            elif step is steps[-1]:
+                given = "_with" * (len(step.node.args) + len(step.node.keywords) > 1 or
+                                   bool(step.node.keywords))  # fmt: skip
+                edits.call(step, ("fused_act_low" if mark.low else "fused_act") + given)
+            else:
+                edits.call(step, "fused_through")
+        if mark.script and guard is None:
+            _script(script, steps, *mark.script)
+        expressions += [step.node for step in steps]
+    if any(mark.script is not None for mark in marks):
+        edits = _both(text, edits, script, expressions)
+    return _compile(text, edits)
+
+
+def _order(run: Run, mark: Mark) -> tuple[int, int]:
+    node = run[mark.last].node
+    return node.lineno, node.col_offset, -node.end_lineno, -node.end_col_offset
+
+
+def _script(edits: _Edits, steps: Run, operator: str, options: str) -> None:
+    """What TorchScript gets: the layer's expression is its input, the activation's the operator."""
+    layer = ast.unparse(steps[0].callee)
+    between = [ast.unparse(step.callee) for step in steps[1:-1]]
+    head = "".join(f"{name}(" for name in between[::-1]) + f"{operator}("
+    tail = f", {layer}.weight, {layer}.bias{options})" + ")" * len(between)
+    if len(steps) == 1:
+        return edits.around(steps[0], head, tail)
+    edits.around(steps[-1], head, tail)
+    for step in steps[-2::-1]:
+        edits.around(step, "(", ")")
+
+
+def _both(text: Text, edits: _Edits, script: _Edits, nodes: list[ast.AST]) -> _Edits:
+    """Of every outermost expression: one text for TorchScript, which compiles no other, and one
+    for Python."""
+    both, end = _Edits(text), -1
+    spans = sorted({(edits.cut.start(n), -edits.cut.end(n)) for n in nodes})
+    for start, stop in ((a, -b) for a, b in spans):
+        if stop > end:
+            one, other = (e.render(start, stop).decode() for e in (script, edits))
+            both.put(start, stop, f"({one} if fused_is_scripting() else {other})")
+            end = stop
+    return both
+
+
+def _compile(text: Text, edits: _Edits) -> Rewritten:
+    function, source = text.function, edits.render(0, len(edits.cut.source)).decode()
+    indented = source[:1].isspace()
+    tree = ast.parse("if 1:\n" + source if indented else source)
+    node = tree.body[0].body[0] if indented else tree.body[0]
+    ast.increment_lineno(tree, text.start - (2 if indented else 1))
+    node.decorator_list, node_name = [], node.name
+    free = [*HELPERS, *(n for n in function.__code__.co_freevars if n != "__class__")]
+    # Names with two underscores are made longer by the class's, less its leading underscores; with
+    # more of these it hides no name that the function reads.
+    scope = text.class_name and f"___{text.class_name}"
+    if scope:
+        node = ast.ClassDef(name=scope, bases=[], keywords=[], body=[node], decorator_list=[])
+    elif "__class__" in function.__code__.co_freevars:
+        free.append("__class__")
+    outer = ast.parse("def outer(): pass").body[0]
+    outer.args.args, outer.body = [ast.arg(n) for n in free], [node]
+    tree = ast.fix_missing_locations(ast.Module([outer], []))
+    lines = source.splitlines(keepends=True)
+    whole = [*text.lines[: text.start - 1], *lines, *text.lines[text.node.end_lineno :]]
+    digest = hashlib.sha256("".join(whole).encode()).hexdigest()[:8]
+    name = f"<fused {function.__module__}.{function.__qualname__} {digest}>"
+    flags = function.__code__.co_flags & FUTURE
+    code = compile(tree, name, "exec", flags=flags, dont_inherit=True)
+    levels = ["outer", *([scope] if scope else []), node_name]
+    for level in levels:
+        code = next(c for c in code.co_consts if getattr(c, "co_name", None) == level)
+    if hasattr(code, "co_qualname"):
+        code = code.replace(co_qualname=function.__code__.co_qualname)
+    linecache.cache[name] = sum(map(len, whole)), None, whole, name
+    own = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    closure = tuple(own[n] if n in own else CellType(HELPERS[n]) for n in code.co_freevars)
+    new = FunctionType(code, function.__globals__, function.__name__, None, closure)
+    return Rewritten(dressed(new, function), "".join(lines), name)
+
+
+def generated(text: str, like: FunctionType) -> Rewritten:
+    """A function of a text of ours, which calls no others than ours."""
+    name = f"<fused {like.__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
+    scope = dict(HELPERS)
+    exec(compile(text, name, "exec", dont_inherit=True), scope)
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    return Rewritten(scope[like.__name__], text, name)
+
+
+def dressed(new: FunctionType, old: FunctionType) -> FunctionType:
+    new.__defaults__, new.__kwdefaults__ = old.__defaults__, old.__kwdefaults__
+    new.__module__, new.__qualname__ = old.__module__, old.__qualname__
+    new.__doc__, new.__annotations__ = old.__doc__, old.__annotations__
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def wrapped(outer: FunctionType, inner: FunctionType, new: FunctionType) -> FunctionType:
+    """The decorated function `outer` with `new` where it had `inner`."""
+    if outer is inner:
+        return new
+    below = wrapped(outer.__wrapped__, inner, new)
+    held = cells(outer)
+    closure = tuple(
+        CellType(below) if held[name] is outer.__wrapped__ else cell
+        for name, cell in zip(outer.__code__.co_freevars, outer.__closure__)
+    )
+    copy = FunctionType(outer.__code__, outer.__globals__, outer.__name__, None, closure)
+    copy = dressed(copy, outer)
+    copy.__wrapped__ = below
+    return copy

@@ -1,0 +1,122 @@
+"""What TorchScript gets, which compiles text and cannot decide anything when it runs.
+
+So it is decided when the model is scripted: where layer and activation are plain then, the text has
+the operator, and anywhere else what it always had. Python goes on running the decisions of call.py.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from . import fit
+from .call import _has_any_global_hook, activation_kind
+from .classes import SEQUENTIAL, Config, origin
+from .families import CONV1D, full_name
+from .reading import Text
+from .resolve import Resolver
+from .rewrite import Mark, unwrapped
+
+SEQUENTIAL_TEXT = """def forward(self, input):
+    if fused_is_scripting():
+{}
+        return input
+    else:
+        return fused_run_sequential(self, input)
+"""
+
+
+def script_config(module: nn.Module, config: Config) -> Config:
+    """The same with what is fused now, layer by layer."""
+    functions = []
+    for entry in config.functions:
+        base = next(c for c in origin(type(module)).__mro__ if full_name(c) == entry.cls)
+        if (base, entry.name) == SEQUENTIAL:
+            config = config._replace(script=sequential_text(module, config))
+            functions.append(entry)
+            continue
+        text = Text(unwrapped(vars(base)[entry.name]))
+        resolver = Resolver(module, text)
+        marks = tuple(
+            mark._replace(script=(not config.refused and chosen(text, resolver, mark)) or ())
+            for mark in entry.marks
+        )
+        functions.append(entry._replace(marks=marks))
+    return config._replace(functions=tuple(functions))
+
+
+def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None:
+    """The operator for a mark and its arguments after the parameters; None for the original."""
+    steps = text.runs[mark.run][mark.first : mark.last + 1]
+    layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
+    between = [resolver.values(step.callee) for step in steps[1:-1] if step.callee is not None]
+    between = [v.value for values in between for v in values]
+    if len(between) != max(len(steps) - 2, 0) or _has_any_global_hook():
+        return None
+    kind = None
+    if mark.last > mark.first:
+        options = {k: getattr(v, "value", v) for k, v in steps[-1].options().items()} or None
+        if steps[-1].callee is None:
+            kinds = {"relu"}
+        else:
+            found = [v.value for v in resolver.values(steps[-1].callee)]
+            kinds = {
+                None if fit.activation_objection(v, options) else activation_kind(v, options)
+                for v in found
+                if fit.is_activation(v)
+            }
+        if len(kinds) != 1 or kinds == {None}:
+            return None
+        (kind,) = kinds
+    found = {operator(layer, kind, between, mark.low) for layer in layers}
+    return found.pop() if len(found) == 1 else None
+
+
+def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
+    if fit.is_layer(layer) is False or fit.linear_objection(layer):
+        return None
+    if not all(isinstance(d, nn.Module) and fit.is_passed(d) for d in between):
+        return None
+    if full_name(type(layer)) == CONV1D:
+        return None
+    if kind != "relu" and any(type(d) is not nn.Identity and d.p != 0 for d in between):
+        return None
+    memory = ", 'low'" if low else ", 'default'"
+    if isinstance(layer, nn.Conv2d):
+        if kind != "relu" or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return None
+        numbers = map(list, (layer.stride, layer.padding, layer.dilation))
+        return "fused_conv2d_relu", ", {}, {}, {}, {}".format(*numbers, layer.groups)
+    if kind is None:
+        return "fused_linear", ""
+    if kind == "relu":
+        return "fused_linear_relu", memory
+    return "fused_linear_gelu", f", {'tanh' if kind == 'gelu_tanh' else 'none'!r}{memory}"
+
+
+def sequential_text(module: nn.Module, config: Config) -> str:
+    """The children of an nn.Sequential one by one."""
+    lines, children, k = [], list(module._modules.items()), 0
+    while k < len(children):
+        name, child = children[k]
+        end = k + 1
+        while end < len(children) and fit.is_passed(children[end][1]):
+            end += 1
+        call = None
+        if fit.is_layer(child) and name not in config.refused and not _has_any_global_hook():
+            if end < len(children) and fit.is_activation(children[end][1]):
+                act = children[end][1]
+                kind = None if fit.activation_objection(act) else activation_kind(act)
+                between = [m for _, m in children[k + 1 : end]]
+                call = kind and operator(child, kind, between, name in config.low)
+            if call is None:
+                end = k
+                call = operator(child, None, [], False) if name in config.follows else None
+        layer = f"getattr(self, {name!r})"
+        if call is None:
+            lines.append(f"input = {layer}(input)")
+            k += 1
+            continue
+        lines.append(f"input = {call[0]}(input, {layer}.weight, {layer}.bias{call[1]})")
+        lines += [f"input = getattr(self, {n!r})(input)" for n, _ in children[k + 1 : end]]
+        k = end + 1
+    return SEQUENTIAL_TEXT.format("\n".join(f"        {line}" for line in lines) or "        pass")
