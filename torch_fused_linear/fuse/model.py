@@ -23,13 +23,13 @@ class Model:
         paths: the first path to each module.
         modules: by path.
         frozen: of each module that was not entered, why.
-        unread: of a module whose code cannot be believed, why.
+        unread: of a module whose code cannot be believed, why, and where it is.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}
-        self.unread: dict[nn.Module, str] = {}
+        self.unread: dict[nn.Module, tuple[str, str]] = {}
         self._texts: dict = {}
         self._functions: dict[type, list] = {}
         self._visit(root, "")
@@ -63,7 +63,8 @@ class Model:
         try:
             text = self._texts.get(function) or Text(function)
         except Unreadable as error:
-            self.unread.setdefault(module, str(error))
+            place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+            self.unread.setdefault(module, (str(error), place))
             return []
         self._texts[function] = text
         resolver, chains = Resolver(module, text), []

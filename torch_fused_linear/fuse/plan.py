@@ -337,7 +337,7 @@ class Plan:
             if is_sequential(module) or isinstance(module, FusedMLP):
                 continue  # no linear layer before that activation; fused already
             if module in self.model.unread:
-                self.skipped[path] = self.model.unread[module], ""
+                self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
                 forward = getattr(type(module).forward, "__code__", None)
                 place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""

@@ -54,7 +54,7 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
         return None
     kind = None
     if mark.last > mark.first:
-        options = {k: getattr(v, "value", v) for k, v in steps[-1].options().items()} or None
+        options = steps[-1].options() or None
         if steps[-1].callee is None:
             kinds = {"relu"}
         else:
