@@ -20,6 +20,7 @@ OPERATORS = {  # of each activation: the operator before, and the fused one
     "relu": ("ReLU", "linear_relu"),
     "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
     "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
+    "gelu": ("GELU", "linear_gelu"),  # which of the two is known when it runs
 }
 
 

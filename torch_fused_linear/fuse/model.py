@@ -12,6 +12,7 @@ from . import fit
 from .call import hooks_objection
 from .chains import Chain, Element, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
+from .families import NAMES
 from .reading import Text, Unreadable, names
 from .resolve import Resolver, Value
 
@@ -80,7 +81,7 @@ class Model:
     def _mentions_activation(self, module: nn.Module, function) -> bool:
         for name in names(function.__code__) | set(function.__code__.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
-            if name in ("relu", "relu_", "getattr") or fit.is_activation(held):
+            if name in (*NAMES, "relu_", "getattr") or fit.is_activation(held):
                 return True
             if fit.is_activation(function.__globals__.get(name)):
                 return True

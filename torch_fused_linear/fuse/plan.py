@@ -152,6 +152,8 @@ class Plan:
             change.refused |= refused
         if fitting:
             layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
+            if activation.step and any(map(is_expression, activation.step.options().values())):
+                layer.kind = layer.kind.partition("_")[0]
             for value in activation.values:
                 learn(value.value)
             layer.layers = fitting
@@ -380,6 +382,10 @@ class Plan:
         if any(base is SEQUENTIAL[0] for base in cls.__mro__):
             change.marks.setdefault((full_name(nn.Sequential), "forward", ""), {})
         return subclass(cls, change.config())
+
+
+def is_expression(value: object) -> bool:
+    return isinstance(value, ast.AST)
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
