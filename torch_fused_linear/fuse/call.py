@@ -184,7 +184,10 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         known = function.func is F.relu or function.func is F.gelu
         return activation_kind(function.func, function.keywords) if known and not function.args \
             else None  # fmt: skip
-    return recipe_kind(function) if type(function) is FunctionType else None
+    if type(function) is not FunctionType:
+        return None
+    value, inner = called_by(function)
+    return None if value is None else activation_kind(value, inner)
 
 
 def gelu_kind(approximate: object) -> str | None:
@@ -193,18 +196,19 @@ def gelu_kind(approximate: object) -> str | None:
     return "gelu_tanh" if approximate == "tanh" else None
 
 
-def recipe_kind(function: FunctionType) -> str | None:
-    """The kind of a function that does no more than call an activation."""
-    if not is_dynamo_compiling():
+def called_by(function: FunctionType) -> tuple[object, object]:
+    """What a function calls with its argument, if it does no more, and the options of that call."""
+    known = RECIPES.get(function)
+    if known is None and not is_dynamo_compiling():
         learn(function)
-    code, recipe = RECIPES.get(function, (None, None))
-    if recipe is None or code is not function.__code__:
-        return None
-    (name, *attributes), options = recipe
+        known = RECIPES[function]
+    if known is None or known[1] is None or known[0] is not function.__code__:
+        return None, None
+    (name, *attributes), options = known[1]
     value = function.__globals__.get(name)
     for attribute in attributes:
         value = getattr(value, attribute, None)
-    return None if value is function else activation_kind(value, options)
+    return (None, None) if value is function else (value, options)
 
 
 # --- what a rewritten expression calls ----------------------------------------------------------
@@ -212,6 +216,15 @@ def recipe_kind(function: FunctionType) -> str | None:
 
 def is_begun(value: object) -> bool:
     return type(value) is tuple and len(value) == 6 and value[0] is Begun
+
+
+def call(function, layer, input):
+    """In place of ``act(layer(x))``."""
+    if not is_dynamo_compiling():
+        result = direct.call(function, layer, input)
+        if result is not None:
+            return result
+    return activate(function, begin(layer, input))
 
 
 def begin(layer, input):
@@ -271,6 +284,9 @@ def activate(function, h):
     """In place of ``act(h)``, where h may be a begun call."""
     if not is_dynamo_compiling():
         result = direct.activate(function, h, "default")
+        if result is None and type(function) is FunctionType and is_begun(h):
+            called, options = called_by(function)
+            result = None if options else direct.activate(called, h, "default")
         if result is not None:
             return result
     return _activate("default", function, (h,), {})
