@@ -179,7 +179,8 @@ std::string_view kind_of(PyObject* function) {
   return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
 }
 
-PyObject* run(std::string_view kind, const Tensor& x, const Tensor& w, const OptionalTensor& b,
+// By value: another thread may exchange the layer's parameters while this one is in the operator.
+PyObject* run(std::string_view kind, Tensor x, Tensor w, OptionalTensor b,
               std::string_view memory) {
   using Relu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
   using Gelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
