@@ -40,15 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_linear import explain, set_policy
+from torch_fused_linear.demo import training
 from torch_fused_linear.demo.data import Dataset, load_digits, load_mnist
-from torch_fused_linear.demo.training import (
-    CLASSES,
-    TUTORIAL_PUBLISHED,
-    build_networks,
-    sigmoid_loss,
-)
-from torch_fused_linear.demo.training import TUTORIAL_LAST_PRINTED_BATCH as LAST_PRINTED
+from torch_fused_linear.demo.training import CLASSES, build_networks, sigmoid_loss
 
+LAST_PRINTED, PUBLISHED = training.TUTORIAL_LAST_PRINTED_BATCH, training.TUTORIAL_PUBLISHED
 HIDDEN, BATCH, LR, SEED = 30, 256, 0.1, 1234
 STEPS = 60000 // BATCH  # of one epoch of MNIST, whose last, incomplete batch the tutorial drops
 TEST_EVERY = 26
@@ -190,7 +186,7 @@ def main(arguments: list[str] | None = None) -> dict:
     print(f"\n{'':14} {'first loss':>14} {f'batch {LAST_PRINTED}':>14} {'accuracy':>14}")
     print(f"{'fused':>14}" + "".join(f" {number:14.4f}" for number in ours))
     if given.data:
-        print(f"{'published':>14}" + "".join(f" {number:14.4f}" for number in TUTORIAL_PUBLISHED))
+        print(f"{'published':>14}" + "".join(f" {number:14.4f}" for number in PUBLISHED))
     print(f"fused and unfused losses are never more than {apart:.1e} apart")
     times = time_steps(network, plain, unfused, data)
     print("a step: " + ", ".join(f"{some:.0f} us {name}" for name, some in times.items()))

@@ -99,45 +99,59 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
                     input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
 }
 
-// begin(layer, input) -> (Begun, layer, input, weight, bias, ()) or None
-PyObject* begin(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
+// A plain layer's call that is ready to run.
+struct Ready {
+  const Tensor& input;
+  PyObject *weight, *bias;  // borrowed
+  OptionalTensor transposed;
+  const Tensor& matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
+  OptionalTensor vector() const {
+    return bias == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias));
+  }
+};
+
+std::optional<Ready> ready(PyObject* layer, PyObject* input) {
   static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
                          *const bias_name = intern("bias"), *const groups_name = intern("groups");
-  if (count != 2 || layers == nullptr || !THPVariable_CheckExact(given[1])) Py_RETURN_NONE;
-  PyObject *layer = given[0], *cls = reinterpret_cast<PyObject*>(Py_TYPE(layer));
+  if (layers == nullptr || !THPVariable_CheckExact(input)) return std::nullopt;
+  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(layer));
   PyObject* forward = item(layers, cls);
-  if (forward == nullptr) Py_RETURN_NONE;
+  if (forward == nullptr) return std::nullopt;
   const Reference dict(PyObject_GenericGetDict(layer, nullptr));
   if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
     PyErr_Clear();
-    Py_RETURN_NONE;
+    return std::nullopt;
   }
   PyObject* held = item(dict.object, parameters);
   PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
   PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
   if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
       !(bias == Py_None || THPVariable_CheckExact(bias))) {
-    Py_RETURN_NONE;
+    return std::nullopt;
   }
-  const Tensor& x = THPVariable_Unpack(given[1]);
+  Ready call{THPVariable_Unpack(input), weight, bias, {}};
   const Tensor& w = THPVariable_Unpack(weight);
+  bool fit = false;
   if (cls == conv_class) {
     PyObject* groups = item(dict.object, groups_name);
-    if (groups == nullptr || !PyLong_CheckExact(groups) || w.dim() != 4 || x.dim() > 4 ||
-        !fits(x, w, bias, 3, w.size(1) * PyLong_AsLong(groups))) {
-      Py_RETURN_NONE;
-    }
-    return Py_BuildValue("(OOOOO())", begun, layer, given[1], weight, bias);
+    fit = groups != nullptr && PyLong_CheckExact(groups) && w.dim() == 4 && call.input.dim() <= 4 &&
+          fits(call.input, w, bias, 3, w.size(1) * PyLong_AsLong(groups));
+  } else if (w.dim() == 2) {
+    // transformers' Conv1D; the operators take any strides
+    if (cls != linear_class) call.transposed = w.t();
+    fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
   }
-  if (w.dim() != 2) Py_RETURN_NONE;
-  if (cls == linear_class) {
-    if (!fits(x, w, bias, 1, w.size(1))) Py_RETURN_NONE;
-    return Py_BuildValue("(OOOOO())", begun, layer, given[1], weight, bias);
-  }
-  const Tensor transposed = w.t();  // transformers' Conv1D; the operators take any strides
-  if (!fits(x, transposed, bias, 1, transposed.size(1))) Py_RETURN_NONE;
-  return Py_BuildValue("(OOONO())", begun, layer, given[1], THPVariable_Wrap(transposed), bias);
+  return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
+}
+
+// begin(layer, input) -> (Begun, layer, input, weight, bias, ()) or None
+PyObject* begin(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const auto found = count == 2 ? ready(given[0], given[1]) : std::nullopt;
+  if (!found) Py_RETURN_NONE;
+  PyObject* weight =
+      found->transposed ? THPVariable_Wrap(*found->transposed) : Py_NewRef(found->weight);
+  return Py_BuildValue("(OOONO())", begun, given[0], given[1], weight, found->bias);
   END_HANDLE_TH_ERRORS
 }
 
@@ -165,33 +179,15 @@ std::string_view kind_of(PyObject* function) {
   return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
 }
 
-// activate(function, begun call, memory) -> the operator's result or None
-PyObject* activate(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != 3 || layers == nullptr || !PyTuple_CheckExact(given[1]) ||
-      PyTuple_GET_SIZE(given[1]) != 6 || PyTuple_GET_ITEM(given[1], 0) != begun ||
-      !torch_is_plain()) {
-    Py_RETURN_NONE;
-  }
-  const auto part = [&](Py_ssize_t k) { return PyTuple_GET_ITEM(given[1], k); };
-  if (PyTuple_GET_SIZE(part(5)) != 0 ||
-      reinterpret_cast<PyObject*>(Py_TYPE(part(1))) == conv_class) {
-    Py_RETURN_NONE;
-  }
-  const std::string_view kind = kind_of(given[0]);
-  if (kind.empty() || !THPVariable_CheckExact(part(2)) || !THPVariable_CheckExact(part(3)) ||
-      !(part(4) == Py_None || THPVariable_CheckExact(part(4)))) {
-    Py_RETURN_NONE;
-  }
-  const Tensor& x = THPVariable_Unpack(part(2));
-  const Tensor& w = THPVariable_Unpack(part(3));
-  const OptionalTensor b =
-      part(4) == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(part(4)));
-  const std::string_view memory = PyUnicode_AsUTF8(given[2]);
-  static const auto relu =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear_relu", "").typed<dispatch::LinearRelu>();
-  static const auto gelu =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear_gelu", "").typed<dispatch::LinearGelu>();
+// By value: another thread may exchange the layer's parameters while this one is in the operator.
+PyObject* run(std::string_view kind, Tensor x, Tensor w, OptionalTensor b,
+              std::string_view memory) {
+  static const auto relu = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fused::linear_relu", "")
+                               .typed<dispatch::LinearRelu>();
+  static const auto gelu = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fused::linear_gelu", "")
+                               .typed<dispatch::LinearGelu>();
   Tensor result;
   {
     const pybind11::gil_scoped_release released;
@@ -199,6 +195,41 @@ PyObject* activate(PyObject*, PyObject* const* given, Py_ssize_t count) {
                             : gelu.call(x, w, b, kind == "gelu_tanh" ? "tanh" : "none", memory);
   }
   return THPVariable_Wrap(std::move(result));
+}
+
+// activate(function, begun call, memory) -> the operator's result or None. That nobody has put
+// other functions into torch was seen when the call began, and nothing that could runs in between.
+PyObject* activate(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || layers == nullptr || !PyTuple_CheckExact(given[1]) ||
+      PyTuple_GET_SIZE(given[1]) != 6 || PyTuple_GET_ITEM(given[1], 0) != begun) {
+    Py_RETURN_NONE;
+  }
+  const auto part = [&](Py_ssize_t k) { return PyTuple_GET_ITEM(given[1], k); };
+  if (PyTuple_GET_SIZE(part(5)) != 0 || !THPVariable_CheckExact(part(2)) ||
+      reinterpret_cast<PyObject*>(Py_TYPE(part(1))) == conv_class ||
+      !THPVariable_CheckExact(part(3)) ||
+      !(part(4) == Py_None || THPVariable_CheckExact(part(4)))) {
+    Py_RETURN_NONE;
+  }
+  const std::string_view kind = kind_of(given[0]);
+  if (kind.empty()) Py_RETURN_NONE;
+  const Ready call{THPVariable_Unpack(part(2)), part(3), part(4), {}};
+  return run(kind, call.input, call.matrix(), call.vector(), PyUnicode_AsUTF8(given[2]));
+  END_HANDLE_TH_ERRORS
+}
+
+// call(function, layer, input) -> the operator's result or None: both in one step
+PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || layers == nullptr ||
+      reinterpret_cast<PyObject*>(Py_TYPE(given[1])) == conv_class) {
+    Py_RETURN_NONE;
+  }
+  const std::string_view kind = kind_of(given[0]);
+  const auto found = kind.empty() ? std::nullopt : ready(given[1], given[2]);
+  if (!found) Py_RETURN_NONE;
+  return run(kind, found->input, found->matrix(), found->vector(), "default");
   END_HANDLE_TH_ERRORS
 }
 
@@ -219,9 +250,10 @@ PyCFunction function(F* f) {
 
 }  // namespace
 
-PyMethodDef expression_methods[4] = {
+PyMethodDef expression_methods[5] = {
     {"begin", function(begin), METH_FASTCALL, nullptr},
     {"activate", function(activate), METH_FASTCALL, nullptr},
+    {"call", function(call), METH_FASTCALL, nullptr},
     {"know_plain", know_plain, METH_VARARGS, nullptr},
     {},
 };

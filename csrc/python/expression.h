@@ -5,7 +5,7 @@
 
 namespace fused {
 
-// begin, activate and know_plain, for PyModule_AddFunctions.
-extern PyMethodDef expression_methods[4];
+// begin, activate, call and know_plain, for PyModule_AddFunctions.
+extern PyMethodDef expression_methods[5];
 
 }  // namespace fused

@@ -44,6 +44,13 @@ class Keywords(Base):
         return F.relu(self.fc2(x), inplace=True)
 
 
+class Named(Base):
+    form = "tanh"
+
+    def forward(self, x):
+        return F.gelu(self.fc1(x), approximate=self.form)
+
+
 class Positional(Base):
     def forward(self, x):
         return F.relu(self.fc1(x), True)
@@ -161,6 +168,7 @@ FORMS = {
     Torch: [RELU, ALONE],
     Method: [RELU, RELU],
     Keywords: [TANH, RELU],
+    Named: [TANH],
     Positional: [RELU],
     Statements: [RELU, ALONE],
     OtherNames: [ERF, ALONE],
@@ -246,7 +254,7 @@ def test_scripted(form):
     text = str(scripted.inlined_graph)
     if form is Conditional:  # each layer with both ends of the condition
         assert text.count("fused::linear_relu(") == text.count("fused::linear(") == 3
-    elif form not in (Guarded, DropoutFunctionBetween):  # which are left as they are
+    elif form not in (Guarded, Named, DropoutFunctionBetween):  # which are left as they are
         for name in set(FORMS[form]):
             assert text.count(f"fused::{name}(") == FORMS[form].count(name), text
     assert operators(model, x) == FORMS[form], "Python goes on deciding"

@@ -103,7 +103,7 @@ def test_the_text_is_shown_and_its_lines_are_the_files(library):
     assert file == library.__file__
     assert "self.fc1(x)" in (library.__file__ and linecache.getline(file, int(line)))
     assert "h = fused_begin(self.fc1, x)  # the first" in block.text
-    assert "fused_act(F.gelu, fused_begin(self.__hidden, h))" in block.text
+    assert "fused_call(F.gelu, self.__hidden, h)" in block.text
     assert inspect.getsource(model.forward) == block.text
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(4, 5))

@@ -113,8 +113,12 @@ def compare(run, model: nn.Module, inputs: dict, want: list) -> str | bool:
         return f"{type(error).__name__}: {error}"[:300]
 
 
-def check(name: str) -> dict[str, Any]:
-    """The record of one model. ``skipped`` says why there is nothing to compare."""
+def check(name: str, steps: bool | None = None) -> dict[str, Any]:
+    """The record of one model. ``skipped`` says why there is nothing to compare.
+
+    Args:
+        steps: whether a training step is compared as well; by default of small models only.
+    """
     start = time.time()
     record: dict[str, Any] = {"name": name}
     try:
@@ -123,7 +127,7 @@ def check(name: str) -> dict[str, Any]:
         record["skipped"] = f"{type(error).__name__}: {error}"[:200]
         record["seconds"] = round(time.time() - start, 1)
         return record
-    large = is_large(model, inputs)
+    large = is_large(model, inputs) if steps is None else not steps
     if not large:
         model, inputs = in_double(model, inputs)
     record["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32))[6:]

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from inductor import quick_to_compile
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -36,9 +37,6 @@ def step(call, model, x):
 def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
     """Once compiled in an empty cache; then with a new pass, from the cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # In an empty cache these would take longer than the kernels do. (Not through monkeypatch, which
-    # leaves torch's configuration in a state that cannot be set again.)
-    quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
     torch._dynamo.reset()
     model, x = Network(), torch.randn(5, 16)
     want = step(model, model, x)
@@ -47,7 +45,7 @@ def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
         counters.clear()
         options = tfl.compile_options()
         compiled = torch.compile(model, fullgraph=True, options=options)
-        with torch._inductor.config.patch(quick):
+        with quick_to_compile():
             got, code = run_and_get_code(step, compiled, model, x)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -78,13 +78,11 @@ def missing(needs: tuple[str, ...]) -> list[str]:
 
 
 def quick_to_compile(needs: tuple[str, ...]) -> contextlib.AbstractContextManager:
-    """In an empty cache headers and probes would take longer than what is compiled."""
     if "compiler" not in needs:
         return contextlib.nullcontext()
-    from torch._inductor import config
+    import inductor
 
-    names = ("cpp_cache_precompile_headers", "aot_inductor.precompile_headers", "cpp.vec_isa_ok")
-    return config.patch(dict.fromkeys(names, False))
+    return inductor.quick_to_compile("aot_inductor.precompile_headers")
 
 
 class Reader:

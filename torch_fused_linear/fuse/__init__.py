@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..nn.linear import check_memory
+from . import script  # noqa: F401  (what torch.jit.script asks for)
 from .classes import unfuse_class
 from .model import frozen_reason
 from .plan import Plan

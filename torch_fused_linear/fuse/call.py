@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections.abc import Callable
 from types import FunctionType
 
 import torch
@@ -60,9 +61,12 @@ def learn(value: object) -> None:
         elif kind := ACTIVATIONS.get(full_name(cls)):
             MODULES.setdefault(cls, (kind, cls.forward))
     elif cls is FunctionType and value not in RECIPES:
-        from .resolve import recipe
-
         RECIPES[value] = value.__code__, recipe(value)
+
+
+# Reads what a function of one argument calls with it; resolve.py, which imports this file's
+# readers, puts it here.
+recipe: Callable[[FunctionType], tuple | None] | None = None
 
 
 # --- what is plain ------------------------------------------------------------------------------
@@ -187,7 +191,10 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         known = function.func is F.relu or function.func is F.gelu
         return activation_kind(function.func, function.keywords) if known and not function.args \
             else None  # fmt: skip
-    return recipe_kind(function) if type(function) is FunctionType else None
+    if type(function) is not FunctionType:
+        return None
+    value, inner = called_by(function)
+    return None if value is None else activation_kind(value, inner)
 
 
 def gelu_kind(approximate: object) -> str | None:
@@ -196,18 +203,19 @@ def gelu_kind(approximate: object) -> str | None:
     return "gelu_tanh" if approximate == "tanh" else None
 
 
-def recipe_kind(function: FunctionType) -> str | None:
-    """The kind of a function that does no more than call an activation."""
-    if not is_dynamo_compiling():
+def called_by(function: FunctionType) -> tuple[object, object]:
+    """What a function calls with its argument, if it does no more, and the options of that call."""
+    known = RECIPES.get(function)
+    if known is None and not is_dynamo_compiling():
         learn(function)
-    code, recipe = RECIPES.get(function, (None, None))
-    if recipe is None or code is not function.__code__:
-        return None
-    (name, *attributes), options = recipe
+        known = RECIPES[function]
+    if known is None or known[1] is None or known[0] is not function.__code__:
+        return None, None
+    (name, *attributes), options = known[1]
     value = function.__globals__.get(name)
     for attribute in attributes:
         value = getattr(value, attribute, None)
-    return None if value is function else activation_kind(value, options)
+    return (None, None) if value is function else (value, options)
 
 
 # --- what a rewritten expression calls ----------------------------------------------------------
@@ -215,6 +223,15 @@ def recipe_kind(function: FunctionType) -> str | None:
 
 def is_begun(value: object) -> bool:
     return type(value) is tuple and len(value) == 6 and value[0] is Begun
+
+
+def call(function, layer, input):
+    """In place of ``act(layer(x))``."""
+    if not is_dynamo_compiling():
+        result = direct.call(function, layer, input)
+        if result is not None:
+            return result
+    return activate(function, begin(layer, input))
 
 
 def begin(layer, input):
@@ -274,6 +291,9 @@ def activate(function, h):
     """In place of ``act(h)``, where h may be a begun call."""
     if not is_dynamo_compiling():
         result = direct.activate(function, h, "default")
+        if result is None and type(function) is FunctionType and is_begun(h):
+            called, options = called_by(function)
+            result = None if options else direct.activate(called, h, "default")
         if result is not None:
             return result
     return _activate("default", function, (h,), {})

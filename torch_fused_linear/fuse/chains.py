@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ OPERATORS = {  # of each activation: the operator before, and the fused one
     "relu": ("ReLU", "linear_relu"),
     "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
     "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
+    "gelu": ("GELU", "linear_gelu"),  # which of the two is known when it runs
 }
 
 
@@ -51,11 +53,9 @@ class Element:
         return "" if self.text is None else self.text.place(self.step.node)
 
     def options(self) -> dict | None:
-        """The constants that are given beside the tensor; of others the kind is not known."""
-        if self.step is None:
-            return None
-        given = {k: getattr(v, "value", v) for k, v in self.step.options().items()}
-        return given or None
+        """The constants that are given beside the tensor; the rest is known when it runs."""
+        given = self.step.options() if self.step is not None else {}
+        return {k: v for k, v in given.items() if not isinstance(v, ast.AST)} or None
 
     def of(self, test: Callable[[object], bool]) -> list[Value]:
         return [v for v in self.values if test(v.value)]

@@ -6,6 +6,7 @@ import abc
 import ast
 import inspect
 import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from .reading import Text, Unreadable
 from .rewrite import Mark, Rewritten, generated, rewrite, unwrapped, wrapped
 
 SEQUENTIAL = (nn.Sequential, "forward")
+# The class for torch.jit.script of a module; script.py, which imports this file, puts it here.
+scripted: Callable[[nn.Module], type] | None = None
 
 
 class Function(NamedTuple):
@@ -62,8 +65,6 @@ class Fused:
         before = getattr(super(type(self).__fused_base__, self), "__prepare_scriptable__", None)
         other = self if before is None else before()
         if other is self:
-            from .plan import scripted
-
             change_class(self, scripted(self))
         return other
 

@@ -63,8 +63,8 @@ REFUSALS = {
 }
 
 # Functions that are activations, fused or not.
-_NAMES = ("relu", "gelu", "silu", "mish", "tanh", "sigmoid", "elu", "selu", "leaky_relu", "relu6")
-ACTIVATION_FUNCTIONS = [getattr(lib, n) for lib in (torch, F) for n in _NAMES if hasattr(lib, n)]
+NAMES = ("relu", "gelu", "silu", "mish", "tanh", "sigmoid", "elu", "selu", "leaky_relu", "relu6")
+ACTIVATION_FUNCTIONS = [getattr(lib, n) for lib in (torch, F) for n in NAMES if hasattr(lib, n)]
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 

@@ -12,6 +12,7 @@ from . import fit
 from .call import hooks_objection
 from .chains import Chain, Element, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
+from .families import NAMES
 from .reading import Text, Unreadable, names
 from .resolve import Resolver, Value
 
@@ -23,13 +24,13 @@ class Model:
         paths: the first path to each module.
         modules: by path.
         frozen: of each module that was not entered, why.
-        unread: of a module whose code cannot be believed, why.
+        unread: of a module whose code cannot be believed, why, and where it is.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}
-        self.unread: dict[nn.Module, str] = {}
+        self.unread: dict[nn.Module, tuple[str, str]] = {}
         self._texts: dict = {}
         self._functions: dict[type, list] = {}
         self._visit(root, "")
@@ -63,7 +64,8 @@ class Model:
         try:
             text = self._texts.get(function) or Text(function)
         except Unreadable as error:
-            self.unread.setdefault(module, str(error))
+            place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+            self.unread.setdefault(module, (str(error), place))
             return []
         self._texts[function] = text
         resolver, chains = Resolver(module, text), []
@@ -79,7 +81,7 @@ class Model:
     def _mentions_activation(self, module: nn.Module, function) -> bool:
         for name in names(function.__code__) | set(function.__code__.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
-            if name in ("relu", "relu_", "getattr") or fit.is_activation(held):
+            if name in (*NAMES, "relu_", "getattr") or fit.is_activation(held):
                 return True
             if fit.is_activation(function.__globals__.get(name)):
                 return True

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .report import Report
-
 WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
 ROW = 1.0
 # The fused box is as wide as what it stands for, so that the eye sees what went into it.
@@ -27,7 +25,7 @@ INK = "#12304a"
 FAINT = "#6b7a86"
 
 
-def draw_blocks(path: str | PathLike, report: Report) -> None:
+def draw_blocks(path: str | PathLike, patterns: dict) -> None:
     """Two rows for each kind of block: the operators before, and after in the same columns."""
     try:
         # Figure without pyplot: no global state
@@ -36,7 +34,6 @@ def draw_blocks(path: str | PathLike, report: Report) -> None:
     except ImportError as error:
         raise ImportError("save_picture: expected matplotlib to be installed, got none") from error
 
-    patterns = report.patterns()
     columns = max((len(before) for before, _ in patterns), default=1)
     width = columns * (WIDTH + GAP) + 1.6
     height = max(len(patterns), 1) * 3 * ROW + 0.3

@@ -152,6 +152,8 @@ class Plan:
             change.refused |= refused
         if fitting:
             layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
+            if activation.step and any(map(is_expression, activation.step.options().values())):
+                layer.kind = layer.kind.partition("_")[0]
             for value in activation.values:
                 learn(value.value)
             layer.layers = fitting
@@ -337,7 +339,7 @@ class Plan:
             if is_sequential(module) or isinstance(module, FusedMLP):
                 continue  # no linear layer before that activation; fused already
             if module in self.model.unread:
-                self.skipped[path] = self.model.unread[module], ""
+                self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
                 forward = getattr(type(module).forward, "__code__", None)
                 place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
@@ -382,6 +384,10 @@ class Plan:
         return subclass(cls, change.config())
 
 
+def is_expression(value: object) -> bool:
+    return isinstance(value, ast.AST)
+
+
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     """Whether a child of `module` may be meant to apply one of its activations.
 
@@ -394,11 +400,3 @@ def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     norms = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in children.values())
     convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
     return "relu" in kinds and not any(norms) and any(convolutions)
-
-
-def scripted(module: nn.Module) -> type:
-    """The class whose code torch.jit.script can compile, fused where the types say so now."""
-    from .script import script_config
-
-    cls = origin(type(module))
-    return subclass(cls, script_config(module, vars(type(module))["__fused__"]))

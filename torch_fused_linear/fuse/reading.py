@@ -61,8 +61,10 @@ class Step:
         """Whether the tensor is all that is given."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
 
-    def options(self) -> dict[str, ast.expr]:
-        return {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
+    def options(self) -> dict[str, object]:
+        """What is given beside the tensor by name; of what is no constant, the expression."""
+        given = {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
+        return {k: v.value if isinstance(v, ast.Constant) else v for k, v in given.items()}
 
 
 Run = tuple[Step, ...]
@@ -322,7 +324,7 @@ class _Reader:
         steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), None)
         if steps:
             yield steps
-            parts = [source, *(v for s in steps for v in s.options().values())]
+            parts = [source, *(k.value for s in steps for k in s.node.keywords if k.arg != "input")]
             parts += [a for s in steps for a in s.node.args if a is not s.data]
         else:
             parts = [p for p in ast.iter_child_nodes(node) if not isinstance(p, ast.stmt)]

@@ -77,7 +77,7 @@ class Report:
         """
         from .picture import draw_blocks
 
-        draw_blocks(path, self)
+        draw_blocks(path, self.patterns())
 
     def __str__(self) -> str:
         blocks = "block" if len(self.fused) == 1 else "blocks"

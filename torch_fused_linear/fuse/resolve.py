@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from . import call
 from .reading import Text, Unreadable, dotted, is_docstring
 from .rewrite import cells
 
@@ -176,3 +177,6 @@ def _at(found: list[Value], index: int | str) -> list[Value]:
     if isinstance(index, str):
         return [v for v in found if v.path.rpartition(".")[2] == index]
     return [found[index]] if -len(found) <= index < len(found) else []
+
+
+call.recipe = recipe

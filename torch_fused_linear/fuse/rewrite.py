@@ -22,6 +22,7 @@ from . import call
 from .reading import Run, Step, Text
 
 HELPERS = {
+    "fused_call": call.call,
     "fused_begin": call.begin,
     "fused_begin_named": call.begin_named,
     "fused_through": call.through,
@@ -142,6 +143,12 @@ class _Edits:
         bracket = cut.source.index(b"(", cut.end(node.func))
         self.put(bracket, bracket + 1, "), " if unless else ", ")
 
+    def spread(self, step: Step) -> None:
+        """``f(x)`` becomes ``f, x``."""
+        bracket = self.cut.source.index(b"(", self.cut.end(step.node.func))
+        self.put(bracket, bracket + 1, ", ")
+        self.put(self.cut.end(step.node) - 1, self.cut.end(step.node), "")
+
     def around(self, step: Step, before: str, after: str) -> None:
         """``f(x)`` becomes ``before x after``."""
         cut = self.cut
@@ -175,7 +182,11 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
         begin = ("fused_begin" if len(steps) > 1 else "fused_follow") + named
         if guard is not None:
             begin = f"(fused_begin{named} if {ast.unparse(guard)} else fused_follow{named})"
-        for step in reversed(steps):
+        is_one = len(steps) == 2 and not refuses and is_simple(steps, mark)
+        if is_one:
+            edits.call(steps[1], "fused_call")
+            edits.spread(steps[0])
+        for step in reversed(steps if not is_one else ()):
             if step is steps[0]:
                 edits.call(step, begin, refuses)
             elif step is steps[-1]:
@@ -190,6 +201,13 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     if any(mark.script is not None for mark in marks):
         edits = _both(text, edits, script, expressions)
     return _compile(text, edits)
+
+
+def is_simple(steps: Run, mark: Mark) -> bool:
+    """Whether it is ``act(layer(x))`` and no more."""
+    layer, act = steps
+    is_nested = act.data is layer.node and act.callee is not None and act.guard is None
+    return is_nested and not mark.low and all(s.node.args and s.is_bare for s in steps)
 
 
 def _order(run: Run, mark: Mark) -> tuple[int, int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import fit
+from . import classes, fit
 from .call import _has_any_global_hook, activation_kind
-from .classes import SEQUENTIAL, Config, origin
+from .classes import SEQUENTIAL, Config, origin, subclass
 from .families import CONV1D, full_name
 from .reading import Text
 from .resolve import Resolver
@@ -54,7 +54,7 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
         return None
     kind = None
     if mark.last > mark.first:
-        options = {k: getattr(v, "value", v) for k, v in steps[-1].options().items()} or None
+        options = steps[-1].options() or None
         if steps[-1].callee is None:
             kinds = {"relu"}
         else:
@@ -120,3 +120,11 @@ def sequential_text(module: nn.Module, config: Config) -> str:
         lines += [f"input = getattr(self, {n!r})(input)" for n, _ in children[k + 1 : end]]
         k = end + 1
     return SEQUENTIAL_TEXT.format("\n".join(f"        {line}" for line in lines) or "        pass")
+
+
+def scripted(module: nn.Module) -> type:
+    """The class whose code torch.jit.script can compile, fused where the types say so now."""
+    return subclass(origin(type(module)), script_config(module, vars(type(module))["__fused__"]))
+
+
+classes.scripted = scripted

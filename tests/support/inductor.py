@@ -1,0 +1,20 @@
+"""Inductor set up to compile little, quickly."""
+
+import contextlib
+
+from torch._inductor import config, cpu_vec_isa
+
+
+@contextlib.contextmanager
+def quick_to_compile(*more):
+    """In an empty cache headers and probes would take longer than what is compiled. (Not through
+    monkeypatch, which leaves torch's configuration in a state that cannot be set again.)
+
+    What the probes find is kept for the process, so it is forgotten again at the end.
+    """
+    names = ("cpp_cache_precompile_headers", "cpp.vec_isa_ok", *more)
+    try:
+        with config.patch(dict.fromkeys(names, False)):
+            yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
