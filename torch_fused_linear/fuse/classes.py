@@ -124,16 +124,36 @@ def class_objection(cls: type) -> str | None:
         return f"{cls.__name__} has __slots__"
     for base, name, function in functions_of(cls):
         known = set(function.__code__.co_names)
-        if name == "__init__" or "super" not in known or not known & {"type", "__class__"}:
+        if name == "__init__" or not known & {"type", "__class__"}:
             continue
         try:
-            calls = [n for n in ast.walk(Text(function).node) if isinstance(n, ast.Call)]
+            node = Text(function).node
         except Unreadable as error:
             return str(error)
+        if asks_for_class(node):
+            return f"{base.__name__}.{name} asks for its own class"
+        calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
         parents = [c.args[0] for c in calls if getattr(c.func, "id", "") == "super" and c.args]
         if not all(isinstance(parent, ast.Name) for parent in parents):
             return f"{base.__name__}.{name} asks super() for the parent of type(self)"
     return None
+
+
+def asks_for_class(function: ast.AST) -> bool:
+    """Whether it says ``type(self)`` or ``self.__class__`` for more than the class's name."""
+    named = set()
+    for n in ast.walk(function):
+        if isinstance(n, ast.Attribute) and n.attr in ("__name__", "__qualname__", "__module__"):
+            named.add(id(n.value))
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "super":
+            named.update(id(inner) for a in n.args for inner in ast.walk(a))  # judged apart
+    for n in ast.walk(function):
+        is_type = isinstance(n, ast.Call) and getattr(n.func, "id", "") == "type" and n.args
+        owner = n.args[0] if is_type else getattr(n, "value", None)
+        is_class = isinstance(n, ast.Attribute) and n.attr == "__class__"
+        if (is_type or is_class) and getattr(owner, "id", "") == "self" and id(n) not in named:
+            return True
+    return False
 
 
 def module_objection(module: nn.Module) -> str | None:

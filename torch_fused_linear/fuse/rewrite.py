@@ -174,7 +174,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     """
     edits, script = _Edits(text), _Edits(text)
     expressions = []
-    chosen = sorted(marks, key=lambda m: _order(text.runs[m.run], m))
+    chosen = sorted(_apart(text, marks), key=lambda m: _order(text.runs[m.run], m))
     for mark in chosen:
         steps = text.runs[mark.run][mark.first : mark.last + 1]
         guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
@@ -208,6 +208,18 @@ def is_simple(steps: Run, mark: Mark) -> bool:
     layer, act = steps
     is_nested = act.data is layer.node and act.callee is not None and act.guard is None
     return is_nested and not mark.low and all(s.node.args and s.is_bare for s in steps)
+
+
+def _apart(text: Text, marks: tuple[Mark, ...]) -> list[Mark]:
+    """The marks without those whose calls are in another: a call may be an activation in one run
+    and a layer in the next."""
+    taken, kept = set(), []
+    for mark in sorted(marks, key=lambda m: m.first == m.last):
+        calls = {id(step.node) for step in text.runs[mark.run][mark.first : mark.last + 1]}
+        if not calls & taken:
+            kept.append(mark)
+            taken |= calls
+    return kept
 
 
 def _order(run: Run, mark: Mark) -> tuple[int, int]:
