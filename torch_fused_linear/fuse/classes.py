@@ -140,18 +140,20 @@ def class_objection(cls: type) -> str | None:
 
 
 def asks_for_class(function: ast.AST) -> bool:
-    """Whether it says ``type(self)`` or ``self.__class__`` for more than the class's name."""
-    named = set()
+    """Whether it compares ``type(self)`` or ``self.__class__`` with others, or looks it up."""
+
+    def is_own(n: ast.AST) -> bool:
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "type" and len(n.args) == 1:
+            return is_self(n.args[0])
+        return isinstance(n, ast.Attribute) and n.attr == "__class__" and is_self(n.value)
+
+    def is_self(n: ast.AST) -> bool:
+        return getattr(n, "id", "") == "self"
+
     for n in ast.walk(function):
-        if isinstance(n, ast.Attribute) and n.attr in ("__name__", "__qualname__", "__module__"):
-            named.add(id(n.value))
-        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "super":
-            named.update(id(inner) for a in n.args for inner in ast.walk(a))  # judged apart
-    for n in ast.walk(function):
-        is_type = isinstance(n, ast.Call) and getattr(n.func, "id", "") == "type" and n.args
-        owner = n.args[0] if is_type else getattr(n, "value", None)
-        is_class = isinstance(n, ast.Attribute) and n.attr == "__class__"
-        if (is_type or is_class) and getattr(owner, "id", "") == "self" and id(n) not in named:
+        if isinstance(n, ast.Compare) and any(map(is_own, (n.left, *n.comparators))):
+            return True
+        if isinstance(n, ast.Subscript) and is_own(n.slice):
             return True
     return False
 
