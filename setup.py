@@ -137,7 +137,6 @@ def library(home, debug):
     openmp = ["-fopenmp"] if torch.backends.openmp.is_available() else []
     ext.extra_link_args += openmp
     if home:
-        ext.define_macros = [("TORCH_FUSED_LINEAR_WITH_CUDA", None)]
         folders = [home, *pip_cuda(torch_versions()[1])]
         system += [str(f / i) for f in folders for i in ("include", "include/cccl")]
         # By path, not by -l: the libraries that pip installs carry no plain .so name.

@@ -32,7 +32,6 @@ def build(source, folder, *flags, libraries=("c10",)):
     command += [flag for path in include_paths() for flag in ("-isystem", path)]
     if WITH_CUDA:
         folders = [setup.find_cuda()[0], *setup.pip_cuda(torch.version.cuda)]
-        command += ["-DTORCH_FUSED_LINEAR_WITH_CUDA"]
         command += [flag for path in folders for flag in ("-isystem", f"{path}/include")]
     command += [str(ROOT / "tests/csrc" / source), "-o", str(target), str(library), f"-L{LIB}"]
     command += [*setup.cxx_runtime(), "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
