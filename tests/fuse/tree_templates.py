@@ -117,6 +117,16 @@ T4b = L44(N4a)
 N4a.mul_(0.5)
 N4c = A(T4b)
 ---
+N4a = (E4) * 1
+T4b = self.fc3(N4a)
+N4a += V4
+N4c = F.relu(T4b)
+---
+N4a = (E4) + 1
+T4b = self.fc3(N4a)
+self.inplace(N4a)
+N4c = F.gelu(T4b)
+---
 T6a = L46(E4)
 N6b = A(T6a)
 del T6a

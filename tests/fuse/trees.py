@@ -37,7 +37,7 @@ class Tree:
 
     def build(self) -> nn.Module:
         rng = random.Random(f"model {self.seed}")
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         model = Grower(rng, self).node(2).double()
         tree_changes.apply(self.before, model)
         return model
@@ -171,7 +171,7 @@ def odd_input(rng: random.Random) -> Tensor:
 def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     """The tree of this seed; its classes come from a file in the folder."""
     rng = random.Random(f"tree {seed}")
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
         usual = rng.choice([torch.randn(3, 4), torch.randn(2, 3, 4)])

@@ -36,6 +36,7 @@ from .classes import (
 )
 from .families import full_name
 from .model import Model
+from .reading import Text
 from .report import Report, Skipped
 from .resolve import Value
 from .rewrite import Mark, can_change
@@ -98,6 +99,7 @@ class Plan:
         self.accepted = False
         self.changes = {module: Change.of(module) for module in self.paths}
         self._asked: dict[str, bool] = {}
+        self._results: dict[tuple[nn.Module, Text], set[str]] = {}
         self._seen: set[int] = set()  # activations that follow a layer somewhere
         self._reasons: dict[type, str | None] = {}
         bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
@@ -304,21 +306,26 @@ class Plan:
             if element.text is None or element.place in self.layers:
                 continue
             name = getattr(element.step.data, "id", None)
-            if name in self._results(element) and is_changeable(element):
+            if name is None or not is_changeable(element):
+                continue
+            key = element.owner, element.text
+            if key not in self._results:
+                self._results[key] = self._results_in(*key)
+            if name in self._results[key]:
                 layers = element.of(fit.is_linear)
                 if any(self._reason(v) is None and self._wants(v) for v in layers):
                     self._mark(element, element.at[1])
 
-    def _results(self, element: Element) -> set[str]:
-        """The names to which its function gives the results of fused calls."""
+    def _results_in(self, owner: nn.Module, text: Text) -> set[str]:
+        """The names to which a function gives the results of fused calls."""
         calls = [
             layer.activation.step.node
             for layer in self.layers.values()
-            if layer.activation and layer.linear.owner is element.owner and layer.linear.text
+            if layer.activation and layer.linear.owner is owner and layer.linear.text
         ]
         return {
             getattr(target, "id", "")
-            for node in (ast.walk(element.text.node) if calls else ())
+            for node in (ast.walk(text.node) if calls else ())
             if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value))
             for target in node.targets
         }
