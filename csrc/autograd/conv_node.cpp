@@ -2,116 +2,124 @@
 // ReLU's mask, so that neither the pre-activation nor the bias is kept.
 
 #include "autograd/arguments.h"
+#include "autograd/double_backward.h"
 #include "core/conv.h"
 #include "dispatch/conv_kernels.h"
 #include "fused_linear.h"
-
-#include <torch/csrc/autograd/custom_function.h>
-
-#include <algorithm>
 
 namespace fused::autograd {
 namespace {
 
 using c10::SymInt, c10::SymIntArrayRef;
 using conv::Geometry, conv::batched, conv::op_name;
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
 using Formula = reference::ConvFormula;
 
-// What a node remembers beside tensors, in one entry: looking one up costs as much as a small
-// allocation.
-struct Traits {
-  bool bias;
-  Geometry geometry;
+// What a backward works on.
+struct State {
+  enum { input, weight, output, tensors };  // the edges' order, but for the last
 
-  static void keep(AutogradContext& ctx, bool bias, const Geometry& g) {
-    ctx.saved_data["conv"] =
-        std::vector<SymInt>{bias ? 1 : 0, g.groups,     g.stride[0],   g.stride[1],
-                            g.padding[0], g.padding[1], g.dilation[0], g.dilation[1]};
-  }
-  static Traits of(AutogradContext& ctx) {
-    const auto kept = ctx.saved_data["conv"].toSymIntVector();
-    const SymIntArrayRef all = kept;
-    return {kept[0] == 1, {all.slice(2, 2), all.slice(4, 2), all.slice(6, 2), kept[1]}};
-  }
+  Geometry geometry;
+  std::array<bool, 3> wanted;  // gradients of input, weight, bias
+  variable_list variables;
 };
 
-struct Conv2dReLU : Function<Conv2dReLU> {
-  enum Edge { input_edge, weight_edge, bias_edge };
-  static constexpr size_t arguments = 7;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, SymIntArrayRef stride, SymIntArrayRef padding,
-                        SymIntArrayRef dilation, const SymInt& groups) {
-    Tensor output;
-    {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      output = conv2d_relu_symint(input, weight, bias, stride, padding, dilation, groups);
-    }
-    Traits::keep(*ctx, has_value(bias), {stride, padding, dilation, groups});
-    ctx->set_materialize_grads(false);
+template <typename ReluBackward>
+Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
+  const auto& g = state.geometry;
+  const auto& wanted = state.wanted;
+  // On the CPU the library sums the bias gradient while it computes the weight's.
+  const bool summed_by_library = wanted[1] && grad.device().is_cpu();
+  auto [dz, grad_bias] = relu_backward(batched(grad), batched(state.variables[State::output]),
+                                       wanted[2] && !summed_by_library);
+  if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
+  const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
+  auto [grad_input, grad_weight, library_bias] = at::convolution_backward_symint(
+      dz, batched(state.variables[State::input]), state.variables[State::weight],
+      SymIntArrayRef(bias_sizes), g.stride, g.padding, g.dilation, /*transposed=*/false,
+      conv::no_padding, g.groups, {wanted[0], wanted[1], wanted[2] && summed_by_library});
+  return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
+}
+
+Gradients usual(const State& state, const Tensor& grad) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return gradients(state, grad, steps::channels_relu_backward);
+}
+
+variable_list run(const State& state, const Tensor& grad) {
+  variable_list result(3);
+  if (!grad.defined()) return result;
+  auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.variables)
+                                                  ? gradients(state, grad, Formula::relu_backward)
+                                                  : usual(state, grad);
+  if (state.wanted[0]) result[0] = conv::like(grad, grad_input);
+  if (state.wanted[1]) result[1] = grad_weight;
+  if (state.wanted[2]) result[2] = grad_bias;
+  return result;
+}
+
+class Conv2dReLUNode final : public Node {
+ public:
+  Conv2dReLUNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                 const Geometry& geometry)
+      : Node({edge_of(input), edge_of(weight), edge_of(bias)}), geometry_(geometry) {}
+
+  void keep(const Tensor& input, const Tensor& weight, const Tensor& output) {
     // Each product's gradient needs the shape of one and the values of the other.
-    const bool products = input.requires_grad() || weight.requires_grad();
-    ctx->save_for_backward({products ? input : Tensor(), products ? weight : Tensor(), output});
-    return output;
+    if (input.requires_grad() || weight.requires_grad()) {
+      kept_[State::input] = SavedVariable(input, /*is_output=*/false);
+      kept_[State::weight] = SavedVariable(weight, /*is_output=*/false);
+    }
+    kept_[State::output] = SavedVariable(output, /*is_output=*/true);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(arguments);
-    if (!grads[0].defined()) return result;
-    const auto saved = ctx->get_saved_variables();
-    const auto traits = Traits::of(*ctx);
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(input_edge),
-                                     ctx->needs_input_grad(weight_edge),
-                                     traits.bias && ctx->needs_input_grad(bias_edge)};
-    // create_graph, or forward over reverse: the gradients must be differentiable themselves.
-    const bool differentiable =
-        at::GradMode::is_enabled() || has_tangent(grads[0]) ||
-        std::ranges::any_of(saved, [](const Tensor& t) { return has_tangent(t); });
-    auto [grad_input, grad_weight, grad_bias] =
-        differentiable ? gradients(traits, grads[0], saved, wanted, formula_relu_backward)
-                       : usual(traits, grads[0], saved, wanted);
-    if (wanted[0]) result[input_edge] = conv::like(grads[0], grad_input);
-    if (wanted[1]) result[weight_edge] = grad_weight;
-    if (wanted[2]) result[bias_edge] = grad_bias;
+  std::string name() const override { return "FusedConv2dReluBackward"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const auto all = wanted();
+    return run({geometry_, {all[0], all[1], all[2]}, unpack()}, grads[0]);
+  }
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override {
+    std::vector<int64_t> result;
+    const auto add = [&](const SymInt& n) { result.push_back(n.guard_int(__FILE__, __LINE__)); };
+    const auto& g = geometry_;
+    for (const auto* pair : {&g.stride, &g.padding, &g.dilation}) add((*pair)[0]), add((*pair)[1]);
+    add(g.groups);
     return result;
   }
+  Backward backward() const override { return run_detached; }
 
  private:
-  using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-  // The mask is a constant: ReLU's second derivative is zero.
-  static std::tuple<Tensor, Tensor> formula_relu_backward(const Tensor& grad, const Tensor& output,
-                                                          bool bias_grad) {
-    return Formula::relu_backward(grad, output.detach(), bias_grad);
+  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+    const std::vector<SymInt> traits(node.traits.begin(), node.traits.end());
+    const SymIntArrayRef all = traits;
+    const auto& wanted = node.wanted;
+    return run({{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]},
+                {wanted[0], wanted[1], wanted[2]},
+                node.variables},
+               grads[0]);
   }
 
-  static Gradients usual(const Traits& traits, const Tensor& grad, const variable_list& saved,
-                         std::array<bool, 3> wanted) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    return gradients(traits, grad, saved, wanted, steps::channels_relu_backward);
-  }
-
-  template <typename ReluBackward>
-  static Gradients gradients(const Traits& traits, const Tensor& grad, const variable_list& saved,
-                             std::array<bool, 3> wanted, const ReluBackward& relu_backward) {
-    const auto& g = traits.geometry;
-    // On the CPU the library sums the bias gradient while it computes the weight's.
-    const bool summed_by_library = wanted[1] && grad.device().is_cpu();
-    auto [dz, grad_bias] =
-        relu_backward(batched(grad), batched(saved[2]), wanted[2] && !summed_by_library);
-    if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
-    const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
-    auto [grad_input, grad_weight, library_bias] = at::convolution_backward_symint(
-        dz, batched(saved[0]), saved[1], SymIntArrayRef(bias_sizes), g.stride, g.padding,
-        g.dilation, /*transposed=*/false, conv::no_padding, g.groups,
-        {wanted[0], wanted[1], wanted[2] && summed_by_library});
-    return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
-  }
+  const Geometry geometry_;
+  std::array<SavedVariable, State::tensors> kept_;
 };
+
+Tensor conv2d_relu_with_gradient(const Tensor& input, const Tensor& weight,
+                                 const OptionalTensor& bias, const Geometry& g) {
+  const auto node = make_node<Conv2dReLUNode>(input, weight, bias, g);
+  Tensor output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    output = conv2d_relu_symint(input, weight, bias, g.stride, g.padding, g.dilation, g.groups);
+  }
+  set_history(output, node);
+  node->keep(input, weight, output);
+  return output;
+}
 
 Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
@@ -128,9 +136,7 @@ Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
     explain::append("reference");
     return Formula::forward(input, weight, bias, geometry);
   }
-  return Conv2dReLU::apply(input, weight, bias, SymIntArrayRef(geometry.stride),
-                           SymIntArrayRef(geometry.padding), SymIntArrayRef(geometry.dilation),
-                           groups);
+  return conv2d_relu_with_gradient(input, weight, bias, geometry);
 }
 
 }  // namespace

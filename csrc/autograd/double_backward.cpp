@@ -2,38 +2,56 @@
 
 #include "reference/linear.h"
 
-#include <torch/csrc/autograd/custom_function.h>
+#include <algorithm>
+#include <array>
 
 namespace fused::autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
+class ReconnectNode final : public Node {
+ public:
+  using Node::Node;
 
-struct Reconnect : Function<Reconnect> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& preactivation, const Tensor& input,
-                        const Tensor& weight, const OptionalTensor& bias) {
-    ctx->save_for_backward({input, weight});
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["bias"] = has_value(bias);
-    return preactivation.detach();
+  void keep(const Tensor& input, const Tensor& weight) {
+    kept_ = {SavedVariable(input, false), SavedVariable(weight, false)};
   }
+  std::string name() const override { return "FusedPreactivationBackward"; }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool bias = ctx->saved_data["bias"].toBool();
-    if (!grads[0].defined()) return variable_list(4);
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted{ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                                     bias && ctx->needs_input_grad(3)};
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    return run(grads, {{}, unpack(), wanted()});
+  }
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override { return {}; }
+  Backward backward() const override { return run; }
+
+ private:
+  static variable_list run(const variable_list& grads, const Detached& node) {
+    variable_list result(3);
+    if (!grads[0].defined()) return result;
+    const auto& saved = node.variables;
     const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-        {grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted});
-    return {Tensor(), wanted[0] ? grad_input : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
+        {grads[0],
+         saved[0],
+         saved[1],
+         std::nullopt,
+         Activation::none,
+         {node.wanted[0], node.wanted[1], node.wanted[2]}});
+    if (node.wanted[0]) result[0] = grad_input;
+    if (node.wanted[1]) result[1] = grad_weight;
+    if (node.wanted[2]) result[2] = grad_bias;
+    return result;
   }
+
+  std::array<SavedVariable, 2> kept_;  // input, weight
 };
 
 }  // namespace
+
+bool must_be_differentiable(const Tensor& grad, const variable_list& variables) {
+  return at::GradMode::is_enabled() || has_tangent(grad) ||
+         std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });
+}
 
 Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   const std::vector<c10::SymInt> strides(sizes.size(), 0);  // one element, however many are meant
@@ -53,17 +71,25 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
   return result;
 }
 
-Tensor at_edge(const Tensor& values, size_t edge) {
+Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge) {
   auto tensor = values.detach();
-  if (const auto node = torch::autograd::get_current_node()) {
-    torch::autograd::impl::set_gradient_edge(tensor, node->next_edge(edge));
-  }
+  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(tensor, edge);
   return tensor;
 }
 
 Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor& weight,
-                 const OptionalTensor& bias) {
-  return Reconnect::apply(preactivation, input, weight, bias);
+                 edge_list edges) {
+  const auto result = preactivation.detach();
+  const bool linked = std::ranges::any_of(edges, [](const auto& edge) { return edge.is_valid(); });
+  if (!linked || !at::GradMode::is_enabled()) return result;
+  const auto node = make_node<ReconnectNode>(std::move(edges));
+  node->keep(input, weight);
+  set_history(result, node);
+  return result;
+}
+
+Tensor signs_of_mask(const Tensor& mask, const Tensor& grad, const c10::SymInt& features) {
+  return reference::unpack_mask(mask, features).to(grad.scalar_type());
 }
 
 }  // namespace fused::autograd

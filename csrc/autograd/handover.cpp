@@ -8,16 +8,14 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <typeinfo>
 #include <unordered_map>
 
 namespace fused::autograd::handover {
 namespace {
 
-using torch::autograd::Node;
+using Graph = torch::autograd::Node;  // any node, of ours or not
 
 std::atomic<bool>& switched_on() {
   static std::atomic<bool> value = [] {
@@ -27,41 +25,27 @@ std::atomic<bool>& switched_on() {
   return value;
 }
 
-struct Notes {
-  std::mutex mutex;
-  // By run of the engine, then by producer. A run's entry lives as long as the run.
-  std::map<int, std::map<const Node*, Note>> waiting;
-  std::atomic<size_t> count{0};  // lets a layer that has no note pass without the lock
-};
-
-Notes& notes() {
-  static auto* value = new Notes;  // outlives the engine's threads
-  return *value;
-}
-
-// Held by the run of the engine: when that ends, well or not, its notes go.
-struct EndOfRun {
-  int graph_task;
-
-  explicit EndOfRun(int graph_task) : graph_task(graph_task) {}
+// Held by the run of the engine: when that ends, well or not, the note goes.
+class EndOfRun {
+ public:
+  EndOfRun(std::weak_ptr<torch::autograd::Node> node, int graph_task)
+      : node_(std::move(node)), graph_task_(graph_task) {}
   EndOfRun(const EndOfRun&) = delete;
   EndOfRun& operator=(const EndOfRun&) = delete;
   ~EndOfRun() {
-    std::map<const Node*, Note> left;  // freed after the lock is
-    const std::lock_guard lock(notes().mutex);
-    const auto it = notes().waiting.find(graph_task);
-    if (it == notes().waiting.end()) return;
-    left = std::move(it->second);
-    notes().count -= left.size();
-    notes().waiting.erase(it);
+    if (const auto node = node_.lock()) static_cast<Producer&>(*node).take(graph_task_);
   }
+
+ private:
+  std::weak_ptr<torch::autograd::Node> node_;
+  int graph_task_;
 };
 
-int64_t version_of(const at::Tensor& tensor) {
+int64_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
 }
 
-int edges_between(const Node& from, const Node* to) {
+int edges_between(const Graph& from, const Graph* to) {
   int count = 0;
   for (const auto& edge : from.next_edges()) count += edge.function.get() == to;
   return count;
@@ -71,9 +55,9 @@ int edges_between(const Node& from, const Node* to) {
 // counted once per run of the engine. The root of a graph is not among its nodes; where it is
 // another consumer, two gradients arrive at the producer, which then sees that its note speaks of
 // only one of them.
-bool has_other_consumers(const Node* producer, const Node& consumer, int graph_task) {
+bool has_other_consumers(const Graph* producer, const Graph& consumer, int graph_task) {
   thread_local int counted_task = -1;
-  thread_local std::unordered_map<const Node*, int> counts;
+  thread_local std::unordered_map<const Graph*, int> counts;
   const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
   if (counted_task != graph_task) {
     counts.clear();
@@ -87,13 +71,13 @@ bool has_other_consumers(const Node* producer, const Node& consumer, int graph_t
     counted_task = graph_task;
   }
   const int own = edges_between(consumer, producer);
-  const bool counted = nodes.count(const_cast<Node*>(&consumer)) != 0;
+  const bool counted = nodes.count(const_cast<Graph*>(&consumer)) != 0;
   const auto it = counts.find(producer);
   const int all = it == counts.end() ? 0 : it->second;
   return own != 1 || all != (counted ? 1 : 0);
 }
 
-bool captured(Node* node) {
+bool captured(Graph* node) {
   const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
   if (exec_info == nullptr) return false;
   const auto it = exec_info->find(node);
@@ -105,47 +89,46 @@ bool captured(Node* node) {
 bool enabled() { return switched_on().load(std::memory_order_relaxed); }
 void set_enabled(bool enabled) { switched_on() = enabled; }
 
-Note::Note(at::Tensor dz, at::Tensor grad_bias, torch::autograd::variable_list saved)
-    : dz(std::move(dz)), grad_bias(std::move(grad_bias)), saved(std::move(saved)) {
-  for (const auto& tensor : this->saved) versions_.push_back(version_of(tensor));
-}
+Note::Note(Tensor dz, Tensor grad_bias, Tensor saved)
+    : dz(std::move(dz)),
+      grad_bias(std::move(grad_bias)),
+      saved(std::move(saved)),
+      version_(version_of(this->saved)) {}
 
-bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
+bool Note::is_unchanged() const { return version_of(saved) == version_; }
 
-void leave(const Node* producer, int graph_task, Note note) {
-  auto& waiting = notes().waiting;
-  bool first_of_run;
+void Producer::leave(int graph_task, Note note) {
   {
-    const std::lock_guard lock(notes().mutex);
-    const auto [run, inserted] = waiting.try_emplace(graph_task);
-    first_of_run = inserted;
-    notes().count += run->second.insert_or_assign(producer, std::move(note)).second;
+    const std::lock_guard lock(notes_mutex_);
+    if (const auto it = find(graph_task); it != notes_.end()) {
+      it->second = std::move(note);
+    } else {
+      notes_.emplace_back(graph_task, std::move(note));
+      ++waiting_;
+    }
   }
+  if (graph_task == -1 || torch::autograd::get_current_graph_task_id() != graph_task) return;
   // A callback does nothing but be there: the engine drops it with the run.
-  const bool running =
-      graph_task != -1 && torch::autograd::get_current_graph_task_id() == graph_task;
-  if (first_of_run && running) {
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::make_shared<EndOfRun>(graph_task)] {});
-  }
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [end = std::make_shared<EndOfRun>(weak_from_this(), graph_task)] {});
 }
 
-std::optional<Note> take(const Node* producer, int graph_task) {
-  if (notes().count == 0) return std::nullopt;
-  const std::lock_guard lock(notes().mutex);
-  const auto run = notes().waiting.find(graph_task);
-  if (run == notes().waiting.end()) return std::nullopt;
-  const auto it = run->second.find(producer);
-  if (it == run->second.end()) return std::nullopt;
+std::vector<std::pair<int, Note>>::iterator Producer::find(int graph_task) {
+  return std::ranges::find(notes_, graph_task, &std::pair<int, Note>::first);
+}
+
+std::optional<Note> Producer::take(int graph_task) {
+  if (waiting_ == 0) return std::nullopt;
+  const std::lock_guard lock(notes_mutex_);
+  const auto it = find(graph_task);
+  if (it == notes_.end()) return std::nullopt;
   std::optional<Note> note(std::move(it->second));
-  run->second.erase(it);
-  --notes().count;
+  notes_.erase(it);
+  --waiting_;
   return note;
 }
 
-size_t waiting() { return notes().count; }
-
-const char* objection(Node& consumer) {
+const char* objection(torch::autograd::Node& consumer) {
   if (!enabled()) return "switched off";
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";

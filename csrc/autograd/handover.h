@@ -14,10 +14,13 @@
 //
 // A hook that is put on the tensor by another hook, after the consumer has run, sees dz.
 
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
+#include "autograd/node.h"
 
+#include <atomic>
+#include <mutex>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace fused::autograd::handover {
 
@@ -25,27 +28,38 @@ bool enabled();
 void set_enabled(bool enabled);
 
 struct Note {
-  Note(at::Tensor dz, at::Tensor grad_bias, torch::autograd::variable_list saved);
+  Note(Tensor dz, Tensor grad_bias, Tensor saved);
 
-  at::Tensor dz;         // what the consumer passed on. Holding it keeps the engine from adding
-                         // another gradient to it in place, which would go unseen.
-  at::Tensor grad_bias;  // [out] or undefined
-  torch::autograd::variable_list saved;  // the producer's, already unpacked: checkpoint allows
-                                         // each to be unpacked only once
+  Tensor dz;         // what the consumer passed on. Holding it keeps the engine from adding another
+                     // gradient to it in place, which would go unseen.
+  Tensor grad_bias;  // [out] or undefined
+  Tensor saved;      // what the producer's act' is read from, already unpacked: checkpoint allows
+                     // it to be unpacked only once
 
-  // Whether nobody has written to the saved tensors since.
+  // Whether nobody has written to it since.
   bool is_unchanged() const;
 
  private:
-  std::vector<int64_t> versions_;
+  int64_t version_;
 };
 
-// Left for one node in one run of the engine.
-void leave(const torch::autograd::Node* producer, int graph_task, Note note);
-std::optional<Note> take(const torch::autograd::Node* producer, int graph_task);
+// A node that notes may be left for, each in one run of the engine.
+class Producer : public Node {
+ public:
+  using Node::Node;
 
-// How many notes wait. A run of the engine takes its notes with it when it ends, or is broken off.
-size_t waiting();
+  // The note goes with the run, if the run ends before it is taken.
+  void leave(int graph_task, Note note);
+  std::optional<Note> take(int graph_task);
+  size_t waiting() const { return waiting_; }
+
+ private:
+  std::vector<std::pair<int, Note>>::iterator find(int graph_task);
+
+  std::mutex notes_mutex_;
+  std::vector<std::pair<int, Note>> notes_;
+  std::atomic<size_t> waiting_{0};  // lets a node without notes pass without the lock
+};
 
 // Why the gradient that `consumer` is about to pass along its first edge must stay the true one,
 // or nullptr: then that edge's node, and nobody else, will receive it. Whether the node is one of

@@ -1,7 +1,6 @@
 #include "autograd/linear_node.h"
 
 #include "autograd/double_backward.h"
-#include "autograd/handover.h"
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "core/policy.h"
@@ -11,49 +10,38 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
-
 namespace fused::autograd {
 namespace {
 
 using reference::as_rows;
-using torch::autograd::AutogradContext;
-using torch::autograd::CppNode;
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-using Edge = LinearActivation::Edge;
+using Edge = LinearNode::Edge;
 
 struct Gradients {
   Tensor input, weight, bias;
+
+  variable_list list(const std::array<bool, 3>& wanted) && {
+    variable_list result(3);
+    if (wanted[Edge::input_edge]) result[Edge::input_edge] = std::move(input);
+    if (wanted[Edge::weight_edge]) result[Edge::weight_edge] = std::move(weight);
+    if (wanted[Edge::bias_edge]) result[Edge::bias_edge] = std::move(bias);
+    return result;
+  }
 };
 
-// What a node's backward works on.
+// What a backward works on.
 struct State {
+  LinearNode* node;  // none in compiled autograd
+  bool is_running;   // the engine runs the node, which is not called by hand
   Activation activation;
-  bool has_bias;
+  Activation input_is_of;  // none, or the GELU whose pre-activation is kept for the input
   std::array<bool, 3> wanted;
   variable_list variables;  // input, weight, saved; undefined where not kept
-  Activation input_is_of;   // none, or the GELU whose pre-activation is kept for the input
-};
 
-// What a node remembers beside tensors, in one integer: looking an entry up costs as much as a
-// small allocation.
-struct Traits {
-  Activation activation;
-  bool bias;
-  bool lends;              // the next layer may keep this one's pre-activation for its input
-  Activation input_is_of;  // none, or the GELU whose pre-activation is kept for the input
-
-  // A byte for each.
-  int64_t packed() const {
-    return static_cast<int64_t>(activation) << 24 | static_cast<int64_t>(input_is_of) << 16 |
-           lends << 8 | bias;
+  torch::autograd::Edge edge(size_t index) const {
+    return node != nullptr ? node->next_edge(index) : torch::autograd::Edge();
   }
-  static Traits of(const AutogradContext& ctx) {
-    const auto packed = ctx.saved_data.find("layer")->second.toInt();
-    const auto byte = [packed](int n) { return packed >> 8 * n & 0xff; };
-    return {static_cast<Activation>(byte(3)), byte(0) != 0, byte(1) != 0,
-            static_cast<Activation>(byte(2))};
+  torch::autograd::Edge output() const {
+    return node != nullptr ? torch::autograd::Edge(node->getptr(), 0) : torch::autograd::Edge();
   }
 };
 
@@ -62,23 +50,21 @@ struct Traits {
 // What a node keeps to have its input in the backward.
 struct KeptInput {
   Tensor tensor;
-  Activation is_of = Activation::none;  // see Traits
+  Activation is_of = Activation::none;
 };
 
 // The input, or where a layer of low memory has just computed it, the pre-activation that it was
 // computed from, which that layer keeps anyway.
 KeptInput input_to_keep(const Tensor& input) {
-  KeptInput itself{input};
-  if (input.is_leaf() || input.is_view() || input.output_nr() != 0) return itself;
-  const auto* producer = dynamic_cast<CppNode<LinearActivation>*>(input.grad_fn().get());
-  if (producer == nullptr) return itself;
-  const auto traits = Traits::of(producer->ctx_);
-  if (!traits.lends || input._version() != 0) return itself;
-  try {
-    return {producer->ctx_.get_saved_variables()[2], traits.activation};
-  } catch (const c10::Error&) {
-    return itself;  // a backward has freed them, or one of them was written to since
+  if (input.is_leaf() || input.is_view() || input.output_nr() != 0 || input._version() != 0) {
+    return {input};
   }
+  if (auto* producer = dynamic_cast<LinearNode*>(input.grad_fn().get())) {
+    if (auto preactivation = producer->lend_preactivation(); preactivation.defined()) {
+      return {std::move(preactivation), producer->activation()};
+    }
+  }
+  return {input};
 }
 
 // Whether the next layer may do so. Hooks on saved tensors may keep them in another place and may
@@ -96,26 +82,7 @@ Tensor relu_bits(const Tensor& output) {
   return steps::relu_mask(output);
 }
 
-// create_graph: gradients that are themselves differentiable.
-Gradients differentiable(const State& state, const Tensor& grad) {
-  auto kept = state.variables;
-  if (state.input_is_of != Activation::none) {
-    kept[0] = at_edge(gelu(kept[0], state.input_is_of, "ATen gelu, recomputed"), Edge::input_edge);
-  }
-  const auto [input, weight] = fill_in(kept[0], kept[1], grad);
-  auto saved = kept[2];
-  if (saved_for(state.activation) == Saved::preactivation) {
-    OptionalTensor bias;
-    if (state.has_bias) bias = at_edge(placeholder(grad, {grad.sym_size(-1)}), Edge::bias_edge);
-    saved = reconnect(saved, kept[0].defined() ? input : at_edge(input, Edge::input_edge),
-                      kept[1].defined() ? weight : at_edge(weight, Edge::weight_edge), bias);
-  }
-  const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-      {grad, input, weight, saved, state.activation, state.wanted});
-  return {grad_input, grad_weight, grad_bias};
-}
-
-// ---- the usual backward, with hand-over (handover.h) -------------------------------------------
+// ---- the backward, with hand-over (handover.h) -------------------------------------------------
 
 // What arrived at a node, with its own activation dealt with if the consumer has done so.
 struct Arrived {
@@ -124,61 +91,77 @@ struct Arrived {
   Tensor grad_bias;  // known already, or undefined
 };
 
-Arrived read_note(const State& state, const Tensor& grad,
-                  const std::optional<handover::Note>& note) {
+// `activation_gradient` is act' of this layer, in the way of the branch that asks.
+template <typename ActivationGradient>
+Arrived arrive(const State& state, const Tensor& grad, const std::optional<handover::Note>& note,
+               const ActivationGradient& activation_gradient) {
   if (!note) return {grad, state.activation, {}};
   if (grad.is_same(note->dz)) return {grad, Activation::none, note->grad_bias};
   // Another gradient was added to the one that had been dealt with (the tensor was a root of this
   // backward as well): the rest still has to pass through the derivative.
-  const auto [rest, unused] =
-      steps::activation_backward(grad - note->dz, state.variables[2], state.activation,
-                                 /*bias_grad=*/false);
+  const auto rest = activation_gradient(grad - note->dz);
   // Beside an infinity the rest is lost, and does not matter.
   const auto dz = at::where(note->dz.isfinite(), note->dz + rest, note->dz);
-  return {dz, Activation::none, state.wanted[2] ? as_rows(dz).sum(0) : Tensor()};
+  return {dz, Activation::none, {}};
 }
 
-// The node of ours that produced this node's input and can be served, or why there is none.
-std::pair<CppNode<LinearActivation>*, const char*> find_producer(Node& consumer) {
-  auto* producer =
-      dynamic_cast<CppNode<LinearActivation>*>(consumer.next_edge(Edge::input_edge).function.get());
-  if (producer == nullptr) return {nullptr, "the input is not a fused layer's output"};
-  if (Traits::of(producer->ctx_).activation == Activation::none) {
-    return {nullptr, "no activation before"};
+// create_graph: gradients that are themselves differentiable.
+Gradients differentiable(const State& state, const Tensor& grad,
+                         const std::optional<handover::Note>& note) {
+  auto kept = state.variables;
+  if (state.input_is_of != Activation::none) {
+    kept[0] = at_edge(gelu(kept[0], state.input_is_of, "ATen gelu, recomputed"),
+                      state.edge(Edge::input_edge));
   }
-  const char* objection = handover::objection(consumer);
-  return {objection ? nullptr : producer, objection};
+  const auto [input, weight] = fill_in(kept[0], kept[1], grad);
+  auto saved = kept[2];
+  // ReLU's second derivative, of zeros, goes by way of the output, and so past its hooks.
+  if (saved.defined() && saved.scalar_type() == at::kByte) {
+    saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), state.output());
+  } else if (saved_for(state.activation) == Saved::preactivation) {
+    saved = reconnect(
+        saved, input, weight,
+        {state.edge(Edge::input_edge), state.edge(Edge::weight_edge), state.edge(Edge::bias_edge)});
+  }
+  const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
+    return reference::gradient_from_saved(others, saved, state.activation);
+  });
+  const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
+      {arrived.grad, input, weight, saved, arrived.still_to_apply, state.wanted});
+  return {grad_input, grad_weight, grad_bias};
 }
 
 // The producer's side of a hand-over, read before the consumer does its work.
 struct Receiver {
-  Node* node;
-  Activation activation;
+  LinearNode* node;
   bool wants_bias;
-  variable_list saved;
+  Tensor saved;
 };
 
 // Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state, Node* consumer) {
-  if (consumer == nullptr) return {std::nullopt, "no run of the eager engine"};
+std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state) {
+  if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
   if (!state.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
-  const auto [producer, reason] = find_producer(*consumer);
-  if (producer == nullptr) return {std::nullopt, reason};
+  auto* producer = dynamic_cast<LinearNode*>(state.edge(Edge::input_edge).function.get());
+  if (producer == nullptr) return {std::nullopt, "the input is not a fused layer's output"};
+  if (producer->activation() == Activation::none) return {std::nullopt, "no activation before"};
+  if (const char* objection = handover::objection(*state.node)) return {std::nullopt, objection};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
   // must be switched off around it.
-  const auto traits = Traits::of(producer->ctx_);
-  return {Receiver{producer, traits.activation,
-                   traits.bias && producer->task_should_compute_output(Edge::bias_edge),
-                   producer->ctx_.get_saved_variables()},
-          nullptr};
+  auto saved = producer->lend_saved();
+  if (!saved.defined()) return {std::nullopt, "its saved tensors were freed"};
+  const bool wants_bias = producer->task_should_compute_output(Edge::bias_edge);
+  return {Receiver{producer, wants_bias, std::move(saved)}, nullptr};
 }
 
-Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note,
-                Node* node) {
-  auto [receiver, reason] = find_receiver(state, node);
+Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
+  auto [receiver, reason] = find_receiver(state);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const auto arrived = read_note(state, grad, note);
+  const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
+    return std::get<0>(steps::activation_backward(others, state.variables[2], state.activation,
+                                                  /*bias_grad=*/false));
+  });
   // Where the weight's gradient is not wanted only the shape is read, which is the same.
   const bool recompute = state.input_is_of != Activation::none && state.wanted[Edge::weight_edge];
   const auto [input, weight] =
@@ -199,17 +182,29 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
     return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
   }
   auto [dz, grad_weight, grad_bias, receivers_bias] = steps::linear_backward_across(
-      layer, {receiver->saved[2], receiver->activation, receiver->wants_bias});
-  handover::leave(receiver->node, torch::autograd::get_current_graph_task_id(),
-                  handover::Note(dz, receiver->wants_bias ? receivers_bias : Tensor(),
-                                 std::move(receiver->saved)));
+      layer, {receiver->saved, receiver->node->activation(), receiver->wants_bias});
+  receiver->node->leave(torch::autograd::get_current_graph_task_id(),
+                        {dz, receiver->wants_bias ? receivers_bias : Tensor(), receiver->saved});
   return {dz, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
 }
 
-// Gradients that must be differentiable themselves: create_graph, or forward over reverse.
-bool must_be_differentiable(const State& state, const Tensor& grad) {
-  return at::GradMode::is_enabled() || has_tangent(grad) ||
-         std::ranges::any_of(state.variables, [](const Tensor& t) { return has_tangent(t); });
+variable_list gradients(const State& state, const Tensor& grad,
+                        const std::optional<handover::Note>& note) {
+  auto result = must_be_differentiable(grad, state.variables) ? differentiable(state, grad, note)
+                                                              : usual(state, grad, note);
+  return std::move(result).list(state.wanted);
+}
+
+variable_list run_detached(const variable_list& grads, const Detached& node) {
+  if (!grads[0].defined()) return variable_list(3);
+  const auto& traits = node.traits;
+  return gradients({nullptr,
+                    /*is_running=*/false,
+                    static_cast<Activation>(traits[0]),
+                    static_cast<Activation>(traits[1]),
+                    {node.wanted[0], node.wanted[1], node.wanted[2]},
+                    node.variables},
+                   grads[0], std::nullopt);
 }
 
 }  // namespace
@@ -266,51 +261,77 @@ Tensor gelu(const Tensor& preactivation, Activation activation, const char* how)
   return activate(preactivation, activation);
 }
 
-Tensor LinearActivation::forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                                 const OptionalTensor& bias, Activation activation, Memory memory) {
+// ---- the node ----------------------------------------------------------------------------------
+
+LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       Activation activation, Memory memory)
+    : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
+      activation_(activation),
+      lends_(lends_preactivation(activation, memory)) {}
+
+void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& output,
+                      const Tensor& saved) {
+  if (weight.requires_grad()) {
+    const auto kept = input_to_keep(input);
+    kept_[input_index] = SavedVariable(kept.tensor, /*is_output=*/false);
+    input_is_of_ = kept.is_of;
+  }
+  if (input.requires_grad()) kept_[weight_index] = SavedVariable(weight, /*is_output=*/false);
+  kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
+}
+
+Tensor LinearNode::lend_preactivation() {
+  if (!lends_) return {};
+  try {
+    return lend(saved_index);
+  } catch (const c10::Error&) {
+    return {};  // it was written to since
+  }
+}
+
+std::string LinearNode::name() const {
+  return std::string("FusedLinear_") + fused::name(activation_) + "_Backward";
+}
+
+std::vector<int64_t> LinearNode::traits() const {
+  return {static_cast<int64_t>(activation_), static_cast<int64_t>(input_is_of_)};
+}
+
+Node::Backward LinearNode::backward() const { return run_detached; }
+
+variable_list LinearNode::apply(variable_list&& grads) {
+  const auto& grad = grads[0];
+  if (!grad.defined()) return variable_list(3);
+  // A hook may call the node by hand while the engine runs another one.
+  const bool is_running = torch::autograd::get_current_node().get() == this;
+  std::optional<handover::Note> note;
+  if (is_running) note = take(torch::autograd::get_current_graph_task_id());
+  // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
+  const bool has_saved = note && note->is_unchanged();
+  auto variables = unpack(0, has_saved ? size_t{saved_index} : kept_.size());
+  if (has_saved) variables.push_back(note->saved);
+  return gradients(
+      {this,
+       is_running,
+       activation_,
+       input_is_of_,
+       {task_should_compute_output(input_edge), task_should_compute_output(weight_edge),
+        task_should_compute_output(bias_edge)},
+       std::move(variables)},
+      grad, note);
+}
+
+Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            Activation activation, Memory memory) {
+  const auto node = make_node<LinearNode>(input, weight, bias, activation, memory);
   Tensor output, saved;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(output, saved) = forward_for_training(input, weight, bias, activation, memory);
   }
-  const auto kept = weight.requires_grad() ? input_to_keep(input) : KeptInput();
-  ctx->saved_data["layer"] =
-      Traits{activation, has_value(bias), lends_preactivation(activation, memory), kept.is_of}
-          .packed();
-  ctx->set_materialize_grads(false);
-  // No more is kept than torch keeps for the layer and its activation.
-  ctx->save_for_backward({kept.tensor, input.requires_grad() ? weight : Tensor(), saved});
+  set_history(output, node);
+  node->keep(input, weight, output, saved);
   return output;
-}
-
-variable_list LinearActivation::backward(AutogradContext* ctx, const variable_list& grads) {
-  const auto& grad = grads[0];
-  if (!grad.defined()) return variable_list(arguments);
-  const auto traits = Traits::of(*ctx);
-  State state{traits.activation,
-              traits.bias,
-              {ctx->needs_input_grad(input_edge), ctx->needs_input_grad(weight_edge),
-               traits.bias && ctx->needs_input_grad(bias_edge)},
-              {},
-              traits.input_is_of};
-
-  std::optional<handover::Note> note;
-  const auto node = torch::autograd::get_current_node();
-  if (node && state.activation != Activation::none) {
-    note = handover::take(node.get(), torch::autograd::get_current_graph_task_id());
-  }
-  // Where something has changed them since they were unpacked for the note, asking once more gives
-  // torch's own error.
-  state.variables =
-      note && note->is_unchanged() ? std::move(note->saved) : ctx->get_saved_variables();
-
-  const auto gradients = must_be_differentiable(state, grad) ? differentiable(state, grad)
-                                                             : usual(state, grad, note, node.get());
-  variable_list result(arguments);
-  if (state.wanted[0]) result[input_edge] = gradients.input;
-  if (state.wanted[1]) result[weight_edge] = gradients.weight;
-  if (state.wanted[2]) result[bias_edge] = gradients.bias;
-  return result;
 }
 
 }  // namespace fused::autograd

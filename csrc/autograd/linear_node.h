@@ -2,25 +2,52 @@
 
 // The autograd node of one layer. The activation is a value: one class serves them all.
 
+#include "autograd/handover.h"
 #include "core/activation.h"
-#include "core/check.h"
 #include "core/memory.h"
 
-#include <torch/csrc/autograd/custom_function.h>
+#include <array>
 
 namespace fused::autograd {
 
-struct LinearActivation : torch::autograd::Function<LinearActivation> {
-  // Edges of the node, in the order of the tensor arguments.
+// A layer of which a gradient is wanted.
+Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            Activation activation, Memory memory);
+
+class LinearNode final : public handover::Producer {
+ public:
   enum Edge { input_edge, weight_edge, bias_edge };
-  static constexpr size_t arguments = 5;
 
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& input,
-                        const Tensor& weight, const OptionalTensor& bias, Activation activation,
-                        Memory memory);
+  LinearNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+             Activation activation, Memory memory);
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads);
+  // Saves what the backward needs, no more than torch keeps for the layer and its activation.
+  void keep(const Tensor& input, const Tensor& weight, const Tensor& output, const Tensor& saved);
+
+  Activation activation() const { return activation_; }
+
+  // What act' is read from; undefined where it has been released.
+  Tensor lend_saved() { return lend(saved_index); }
+
+  // GELU's pre-activation, where the next layer may keep it in place of the output: with low memory
+  // nobody keeps that.
+  Tensor lend_preactivation();
+
+  std::string name() const override;
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override;
+  Backward backward() const override;
+
+ private:
+  enum { input_index, weight_index, saved_index };
+
+  const Activation activation_;
+  const bool lends_;
+  Activation input_is_of_ = Activation::none;  // or the GELU whose pre-activation is kept instead
+  std::array<SavedVariable, 3> kept_;          // input, weight, saved
 };
 
 // One layer's forward for training, as a node runs it: the output, and what its activation's

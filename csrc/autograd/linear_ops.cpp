@@ -10,8 +10,6 @@
 #include "fused_linear.h"
 #include "reference/linear.h"
 
-#include <torch/csrc/autograd/custom_function.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -33,7 +31,7 @@ Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
     explain::append("reference");
     return reference::LinearFormula::forward(input, weight, bias, activation);
   }
-  return LinearActivation::apply(input, weight, bias, activation, memory);
+  return linear_with_gradient(input, weight, bias, activation, memory);
 }
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {

@@ -9,229 +9,306 @@
 #include "fused_linear.h"
 #include "reference/linear.h"
 
-#include <torch/csrc/autograd/custom_function.h>
-
 #include <algorithm>
 
 namespace fused::autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Function;
-using torch::autograd::variable_list;
-
 // Where the tensors of a chain of n layers stand among the node's edges: input, weights, biases.
 struct Edges {
-  size_t layers;
-  std::vector<bool> has_bias;
-
   static constexpr size_t input = 0;
+
+  size_t layers;
+
+  static Edges of(size_t edges) { return {(edges - 1) / 2}; }
   size_t weight(size_t layer) const { return 1 + layer; }
-  size_t bias(size_t layer) const {
-    return 1 + layers + std::count(has_bias.begin(), has_bias.begin() + layer, true);
-  }
-  size_t count() const { return bias(layers); }
+  size_t bias(size_t layer) const { return 1 + layers + layer; }
+  size_t count() const { return 1 + 2 * layers; }
 };
 
-Edges edges_of(AutogradContext& ctx) {
-  Edges edges;
-  for (bool bias : ctx.saved_data["has_bias"].toBoolList()) edges.has_bias.push_back(bias);
-  edges.layers = edges.has_bias.size();
-  return edges;
-}
+// Of one layer what the node keeps: its input, its weight and, if hidden, what act' is read from.
+// Each is undefined where torch would not keep it either, or where low memory computes it again.
+struct Layer {
+  enum { input_index, weight_index, saved_index, indices };
 
-// What the node keeps: per layer its input and its weight, per hidden layer what act' is read from;
-// undefined where torch would not keep it either. With low memory also an input that is GELU of
-// what the layer below has kept.
-struct Kept {
-  variable_list inputs, weights, saved;
-
-  explicit Kept(size_t layers) : inputs(layers), weights(layers), saved(layers) {}
-  Kept(const variable_list& flat, size_t layers) : Kept(layers) {
-    for (size_t i = 0; i < layers; ++i) {
-      inputs[i] = flat[3 * i], weights[i] = flat[3 * i + 1], saved[i] = flat[3 * i + 2];
-    }
-  }
-  variable_list flat() const {
-    variable_list result;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      result.insert(result.end(), {inputs[i], weights[i], saved[i]});
-    }
-    return result;
-  }
+  Tensor input, weight, saved;
 };
 
-struct Mlp : Function<Mlp> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weights,
-                        at::TensorList biases, const std::vector<bool>& has_bias,
-                        Activation hidden_activation, Memory memory) {
-    const size_t layers = weights.size();
-    Kept kept(layers);
-    auto hidden = input;
-    auto next_bias = biases.begin();
-    bool below = input.requires_grad();  // whether a gradient goes into the layer's input
-    for (size_t i = 0; i < layers; ++i) {
-      const bool last = i + 1 == layers;
-      const auto activation = last ? Activation::none : hidden_activation;
-      const OptionalTensor bias = has_bias[i] ? OptionalTensor(*next_bias++) : std::nullopt;
-      const bool recomputable = i > 0 && memory == Memory::low &&
-                                saved_for(hidden_activation) == Saved::preactivation &&
-                                kept.saved[i - 1].defined();
-      if (weights[i].requires_grad() && !recomputable) kept.inputs[i] = hidden;
-      if (below) kept.weights[i] = weights[i];
-      below = below || weights[i].requires_grad() || (bias && bias->requires_grad());
-
-      // The output of ReLU that the next layer keeps serves this one as well.
-      const bool output_kept =
-          saved_for(activation) == Saved::output && weights[i + 1].requires_grad();
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      if (below) {
-        std::tie(hidden, kept.saved[i]) = forward_for_training(
-            hidden, weights[i], bias, activation, output_kept ? Memory::standard : memory);
-      } else {
-        hidden = forward_for_inference(hidden, weights[i], bias, activation);
-      }
+// The gradients of a node's first layers, given that of what comes out of the last of them, with
+// its activation. Compiled autograd asks without a node.
+class Chain {
+ public:
+  Chain(const std::shared_ptr<Node>& node, Edges edges, Activation activation, size_t layers,
+        std::vector<bool> wanted)
+      : node_(node),
+        edges_(edges),
+        activation_(activation),
+        wanted_(std::move(wanted)),
+        layers_(layers),
+        kept_(layers) {
+    while (lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
+           !wants_bias(lowest_)) {
+      ++lowest_;
     }
-    c10::List<bool> flags;
-    for (bool flag : has_bias) flags.push_back(flag);
-    ctx->saved_data["has_bias"] = flags;
-    ctx->saved_data["activation"] = static_cast<int64_t>(hidden_activation);
-    ctx->set_materialize_grads(false);
-    ctx->save_for_backward(kept.flat());
-    return hidden;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto edges = edges_of(*ctx);
-    // One gradient for each tensor, and three holes for the arguments that are none.
-    variable_list result(edges.count() + 3);
-    if (!grads[0].defined()) return result;
-    const auto activation = static_cast<Activation>(ctx->saved_data["activation"].toInt());
-    const auto flat = ctx->get_saved_variables();
-    const Kept kept(flat, edges.layers);
-    const Wanted wanted(*ctx, edges);
-    if (at::GradMode::is_enabled() || has_tangent(grads[0]) ||
-        std::ranges::any_of(flat, [](const Tensor& t) { return has_tangent(t); })) {
-      differentiable(edges, wanted, kept, grads[0], activation, result);
+  // The saved tensors that the wanted gradients are made of: a layer further down may have been
+  // written to, or not be asked for.
+  std::pair<size_t, size_t> needed() const {
+    const size_t first = Layer::indices * lowest_;
+    // The activation of the layer below gives the lowest layer's input where that is not kept.
+    return {lowest_ == 0 ? 0 : first - 1, Layer::indices * layers_};
+  }
+
+  variable_list gradients(const Tensor& grad, const variable_list& variables) {
+    const auto [first, last] = needed();
+    for (size_t i = first; i < last; ++i) {
+      auto& layer = kept_[i / Layer::indices];
+      (i % Layer::indices == Layer::input_index    ? layer.input
+       : i % Layer::indices == Layer::weight_index ? layer.weight
+                                                   : layer.saved) = variables[i - first];
+    }
+    if (must_be_differentiable(grad, variables)) {
+      differentiable(grad);
     } else {
-      usual(edges, wanted, kept, grads[0], activation, result);
+      usual(grad);
     }
-    return result;
+    return std::move(result_);
   }
 
  private:
-  struct Wanted {
-    bool input;
-    std::vector<bool> weight, bias;
-    size_t lowest = 0;  // the lowest layer with anything to do
+  bool wants_input() const { return wanted_[Edges::input]; }
+  bool wants_weight(size_t layer) const { return wanted_[edges_.weight(layer)]; }
+  bool wants_bias(size_t layer) const { return wanted_[edges_.bias(layer)]; }
+  bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
+  bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
 
-    Wanted(AutogradContext& ctx, const Edges& edges) : input(ctx.needs_input_grad(Edges::input)) {
-      for (size_t i = 0; i < edges.layers; ++i) {
-        weight.push_back(ctx.needs_input_grad(edges.weight(i)));
-        bias.push_back(edges.has_bias[i] && ctx.needs_input_grad(edges.bias(i)));
-      }
-      while (!input && lowest + 1 < edges.layers && !weight[lowest] && !bias[lowest]) ++lowest;
-    }
-    bool goes_below(size_t layer) const { return layer > lowest || input; }
-  };
+  torch::autograd::Edge edge(size_t index) const {
+    return node_ ? node_->next_edge(index) : torch::autograd::Edge();
+  }
 
-  static void usual(const Edges& edges, const Wanted& wanted, const Kept& kept, const Tensor& grad,
-                    Activation activation, variable_list& result) {
+  void usual(const Tensor& grad) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     auto dz = grad;
-    for (size_t i = edges.layers; i-- > wanted.lowest;) {
+    if (const size_t top = layers_ - 1; is_hidden(top)) {
+      Tensor grad_bias;
+      std::tie(dz, grad_bias) =
+          steps::activation_backward(grad, kept_[top].saved, activation_, wants_bias(top));
+      if (wants_bias(top)) result_[edges_.bias(top)] = grad_bias;
+    }
+    for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
-      const std::array<bool, 3> mask{wanted.goes_below(i), wanted.weight[i],
-                                     wanted.bias[i] && i + 1 == edges.layers};
-      auto kept_input = kept.inputs[i];
+      const std::array<bool, 3> mask{goes_below(i), wants_weight(i),
+                                     wants_bias(i) && !is_hidden(i)};
+      auto kept_input = kept_[i].input;
       if (mask[1] && !kept_input.defined()) {
-        kept_input = gelu(kept.saved[i - 1], activation, "ATen gelu, recomputed");
+        kept_input = gelu(kept_[i - 1].saved, activation_, "ATen gelu, recomputed");
       }
-      const auto [input, weight] = fill_in(kept_input, kept.weights[i], dz);
+      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz);
       const auto grad_output = dz;
       const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
                                         Activation::none, mask};
       Tensor grad_weight, grad_bias, grad_bias_below;
-      if (i > wanted.lowest) {
+      if (i > lowest_) {
         std::tie(dz, grad_weight, grad_bias, grad_bias_below) = steps::linear_backward_across(
-            layer, {kept.saved[i - 1], activation, wanted.bias[i - 1]});
-        if (wanted.bias[i - 1]) result[edges.bias(i - 1)] = grad_bias_below;
+            layer, {kept_[i - 1].saved, activation_, wants_bias(i - 1)});
+        if (wants_bias(i - 1)) result_[edges_.bias(i - 1)] = grad_bias_below;
       } else {
         std::tie(dz, grad_weight, grad_bias) = steps::linear_backward(layer);
       }
-      if (mask[1]) result[edges.weight(i)] = grad_weight;
-      if (mask[2]) result[edges.bias(i)] = grad_bias;
+      if (mask[1]) result_[edges_.weight(i)] = grad_weight;
+      if (mask[2]) result_[edges_.bias(i)] = grad_bias;
     }
-    if (wanted.input) result[Edges::input] = dz;
+    if (wants_input()) result_[Edges::input] = dz;
   }
 
   // create_graph: the same steps in differentiable ATen, on tensors put back into the graph.
-  static void differentiable(const Edges& edges, const Wanted& wanted, const Kept& kept,
-                             const Tensor& grad, Activation activation, variable_list& result) {
-    variable_list inputs = kept.inputs, weights = kept.weights, saved = kept.saved;
-    // Also below the lowest layer whose gradients are wanted now: they depend on those layers.
-    size_t first = 0;  // with a gradient at all
-    while (first + 1 < edges.layers && !kept.saved[first].defined()) ++first;
-    for (size_t i = first; i < edges.layers; ++i) {
-      const bool last = i + 1 == edges.layers;
-      const auto& shaped = last ? grad : saved[i];  // [*, out] of this layer
-      const auto like = shaped.scalar_type() == at::kByte ? hidden_of_mask(kept, i, grad) : shaped;
-      const auto [input, weight] = fill_in(inputs[i], weights[i], like);
-      // The lowest layer's input is the node's own, if anything of it is known at all.
-      if (!inputs[i].defined()) inputs[i] = i == 0 ? at_edge(input, Edges::input) : input;
-      if (!weights[i].defined()) weights[i] = at_edge(weight, edges.weight(i));
-      if (last) break;
-      OptionalTensor bias;
-      if (edges.has_bias[i]) {
-        bias = at_edge(placeholder(like, {like.sym_size(-1)}), edges.bias(i));
-      }
-      const auto preactivation = reconnect(like, inputs[i], weights[i], bias);
-      const auto hidden = activate(preactivation, activation);
-      saved[i] = saved_for(activation) == Saved::output ? hidden : preactivation;
-      inputs[i + 1] = hidden;
+  void differentiable(const Tensor& grad) {
+    variable_list inputs(layers_ + 1), weights(layers_), saved(layers_);
+    inputs[lowest_] = lowest_input();
+    for (size_t i = lowest_; i < layers_; ++i) {
+      const auto like = is_hidden(i) ? hidden_of(i, grad) : grad;  // [*, out] of this layer
+      std::tie(inputs[i], weights[i]) = fill_in(inputs[i], kept_[i].weight, like);
+      if (i == lowest_ && i > 0) inputs[i] = above_lower_layers(inputs[i]);
+      if (!is_hidden(i)) break;
+      const auto from = i == 0 ? edge(Edges::input) : edge_of(inputs[i]);
+      const auto preactivation = reconnect(like, inputs[i], weights[i],
+                                           {from, edge(edges_.weight(i)), edge(edges_.bias(i))});
+      inputs[i + 1] = activate(preactivation, activation_);
+      saved[i] = saved_for(activation_) == Saved::output ? inputs[i + 1] : preactivation;
     }
-    auto dz = grad;
-    for (size_t i = edges.layers; i-- > wanted.lowest;) {
+    auto dz = is_hidden(layers_ - 1)
+                  ? reference::gradient_from_saved(grad, saved[layers_ - 1], activation_)
+                  : grad;
+    for (size_t i = layers_; i-- > lowest_;) {
       const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
           {dz,
            inputs[i],
            weights[i],
            std::nullopt,
            Activation::none,
-           {wanted.goes_below(i), wanted.weight[i], wanted.bias[i]}});
-      if (wanted.weight[i]) result[edges.weight(i)] = grad_weight;
-      if (wanted.bias[i]) result[edges.bias(i)] = grad_bias;
-      if (i > wanted.lowest) {
-        dz = reference::gradient_from_saved(grad_input, saved[i - 1], activation);
-      } else if (wanted.input) {
-        result[Edges::input] = grad_input;
+           {goes_below(i), wants_weight(i), wants_bias(i)}});
+      if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
+      if (wants_bias(i)) result_[edges_.bias(i)] = grad_bias;
+      if (i > lowest_) {
+        dz = reference::gradient_from_saved(grad_input, saved[i - 1], activation_);
+      } else if (wants_input()) {
+        result_[Edges::input] = grad_input;
       }
     }
   }
 
-  // A hidden layer of ReLU of which only the bit mask was kept, as an output: its own values where
-  // the next layer has kept them, else any with the same signs.
-  static Tensor hidden_of_mask(const Kept& kept, size_t layer, const Tensor& grad) {
-    const auto& output = kept.inputs[layer + 1];
-    if (output.defined()) return output;
-    const auto features = kept.weights[layer + 1].sym_size(1);
-    return reference::unpack_mask(kept.saved[layer], features).to(grad.scalar_type());
+  // What goes into the lowest layer; undefined where nobody reads its values.
+  Tensor lowest_input() const {
+    const auto& input = kept_[lowest_].input;
+    if (input.defined() || !wants_weight(lowest_)) return input;
+    return activate(kept_[lowest_ - 1].saved, activation_);
   }
+
+  // The same as a function of all that lies below.
+  Tensor above_lower_layers(const Tensor& input) const;
+
+  // A hidden layer's output or pre-activation. Where only ReLU's bit mask was kept: the output that
+  // the next layer has kept, else any with the same signs.
+  Tensor hidden_of(size_t layer, const Tensor& grad) const {
+    const auto& saved = kept_[layer].saved;
+    if (saved.scalar_type() != at::kByte) return saved;
+    if (layer + 1 == layers_) return signs_of_mask(saved, grad, grad.sym_size(-1));
+    const auto& above = kept_[layer + 1];
+    return above.input.defined() ? above.input
+                                 : signs_of_mask(saved, grad, above.weight.sym_size(1));
+  }
+
+  std::shared_ptr<Node> node_;
+  Edges edges_;
+  Activation activation_;
+  std::vector<bool> wanted_;
+  size_t layers_;
+  size_t lowest_ = 0;  // the lowest layer with anything to do
+  std::vector<Layer> kept_;
+  variable_list result_ = variable_list(edges_.count());
 };
+
+class MlpNode final : public Node {
+ public:
+  MlpNode(edge_list&& edges, Activation activation)
+      : Node(std::move(edges)),
+        activation_(activation),
+        kept_(Layer::indices * Edges::of(num_outputs()).layers) {}
+
+  void keep(const std::vector<Layer>& layers) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+      auto* kept = &kept_[Layer::indices * i];
+      kept[Layer::input_index] = SavedVariable(layers[i].input, /*is_output=*/false);
+      kept[Layer::weight_index] = SavedVariable(layers[i].weight, /*is_output=*/false);
+      kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
+    }
+  }
+
+  // Of the first `layers`, as far as `wanted` says.
+  variable_list gradients(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
+    const auto self = std::static_pointer_cast<Node>(getptr());
+    Chain chain(self, Edges::of(num_outputs()), activation_, layers, std::move(wanted));
+    const auto [first, last] = chain.needed();
+    return chain.gradients(grad, unpack(first, last));
+  }
+
+  std::string name() const override { return "FusedMlpBackward"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    if (!grads[0].defined()) return variable_list(num_outputs());
+    return gradients(Edges::of(num_outputs()).layers, grads[0], wanted());
+  }
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override { return {static_cast<int64_t>(activation_)}; }
+  Backward backward() const override { return run_detached; }
+
+ private:
+  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+    const auto edges = Edges::of(node.wanted.size());
+    if (!grads[0].defined()) return variable_list(edges.count());
+    Chain chain(nullptr, edges, static_cast<Activation>(node.traits[0]), edges.layers, node.wanted);
+    const auto [first, last] = chain.needed();
+    const auto& all = node.variables;
+    return chain.gradients(grads[0], {all.begin() + first, all.begin() + last});
+  }
+
+  const Activation activation_;
+  std::vector<SavedVariable> kept_;
+};
+
+// The lower layers of a chain as a node of their own, for the second derivative of those above.
+class LowerLayersNode final : public torch::autograd::Node {
+ public:
+  LowerLayersNode(std::shared_ptr<MlpNode> whole, size_t layers)
+      : torch::autograd::Node(edge_list(whole->next_edges())),
+        whole_(std::move(whole)),
+        layers_(layers) {}
+
+  std::string name() const override { return "FusedMlpLowerLayersBackward"; }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    if (!grads[0].defined()) return variable_list(num_outputs());
+    std::vector<bool> wanted(num_outputs());
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
+    return whole_->gradients(layers_, grads[0], std::move(wanted));
+  }
+
+ private:
+  std::shared_ptr<MlpNode> whole_;
+  size_t layers_;
+};
+
+Tensor Chain::above_lower_layers(const Tensor& input) const {
+  const bool has_gradient = kept_[lowest_].weight.defined();
+  if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;
+  const auto result = input.detach();
+  auto whole = std::static_pointer_cast<MlpNode>(node_);
+  set_history(result, make_node<LowerLayersNode>(std::move(whole), lowest_));
+  return result;
+}
 
 }  // namespace
 
 Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
                          const c10::List<OptionalTensor>& biases, Activation activation,
                          Memory memory) {
-  std::vector<Tensor> present;
-  std::vector<bool> has_bias;
-  for (const OptionalTensor& bias : biases) {
-    has_bias.push_back(has_value(bias));
-    if (has_bias.back()) present.push_back(*bias);
+  const size_t count = weights.size();
+  edge_list edges{edge_of(input)};
+  for (const auto& weight : weights) edges.push_back(edge_of(weight));
+  for (const OptionalTensor& bias : biases) edges.push_back(edge_of(bias));
+  const auto node = make_node<MlpNode>(std::move(edges), activation);
+
+  std::vector<Layer> kept(count);
+  auto hidden = input;
+  bool below = input.requires_grad();  // whether a gradient goes into the layer's input
+  for (size_t i = 0; i < count; ++i) {
+    const bool last = i + 1 == count;
+    const OptionalTensor bias = biases.get(i);
+    const bool recomputable = i > 0 && memory == Memory::low &&
+                              saved_for(activation) == Saved::preactivation &&
+                              kept[i - 1].saved.defined();
+    if (weights[i].requires_grad() && !recomputable) kept[i].input = hidden;
+    if (below) kept[i].weight = weights[i];
+    below = below || weights[i].requires_grad() || (has_value(bias) && bias->requires_grad());
+
+    // The output of ReLU that the next layer keeps serves this one as well.
+    const auto own = last ? Activation::none : activation;
+    const bool output_kept = saved_for(own) == Saved::output && weights[i + 1].requires_grad();
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (below) {
+      std::tie(hidden, kept[i].saved) = forward_for_training(
+          hidden, weights[i], bias, own, output_kept ? Memory::standard : memory);
+    } else {
+      hidden = forward_for_inference(hidden, weights[i], bias, own);
+    }
   }
-  return Mlp::apply(input, weights, at::TensorList(present), has_bias, activation, memory);
+  set_history(hidden, node);
+  node->keep(kept);
+  return hidden;
 }
 
 }  // namespace fused::autograd

@@ -13,7 +13,7 @@
 namespace fused::cpu {
 namespace {
 
-using reference::as_rows, reference::dense;
+using reference::as_rows, reference::dense, reference::is_column_major, reference::weight_gradient;
 using S = Shapes<ConcreteAllocator>;
 
 bool takes_product(const Tensor& input, const Tensor& weight) {
@@ -54,6 +54,18 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
   onednn::product(left, onednn::parts_of(right), {}, [&](const Tensor& some, int64_t first) {
     result.narrow(0, first, some.size(0)).copy_(some);
   });
+}
+
+// gradᵀ · input, into `result`
+void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tensor& input,
+                            const Tensor& weight) {
+  const auto type = grad.scalar_type();
+  if (!is_column_major(weight) ||
+      onednn::takes_product(type, grad.size(1), grad.size(0), input.size(1))) {
+    return multiply_into(result, grad.t(), input.t());
+  }
+  explain::append("ATen mm");
+  result.copy_(weight_gradient(grad, input, weight));
 }
 
 Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
@@ -143,7 +155,9 @@ struct Linear : reference::Linear {
     const auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
     const auto grad_weight = S::grad_weight(layer.weight, layer.wanted[1]);
     if (layer.wanted[0]) multiply_into(as_rows(grad_input), as_rows(dz), layer.weight.t());
-    if (layer.wanted[1]) multiply_into(grad_weight, as_rows(dz).t(), as_rows(layer.input).t());
+    if (layer.wanted[1]) {
+      multiply_gradient_into(grad_weight, as_rows(dz), as_rows(layer.input), layer.weight);
+    }
     return {grad_input, grad_weight, grad_bias};
   }
 

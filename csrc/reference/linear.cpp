@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
   const auto rows = as_rows(gradient);
   const auto none = [&] { return unwanted(layer.grad_output); };
   return {layer.wanted[0] ? at::matmul(gradient, layer.weight) : none(),
-          layer.wanted[1] ? at::mm(rows.t(), as_rows(layer.input)) : none(),
+          layer.wanted[1] ? weight_gradient(rows, as_rows(layer.input), layer.weight) : none(),
           layer.wanted[2] ? rows.sum(0) : none()};
 }
 

@@ -73,9 +73,22 @@ Tensor pad_rows(const Tensor& tensor);
 // What stands in for a gradient that nobody asked for.
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
 
-// [*, features] -> [rows, features]
+// [*, features] -> [rows, features]. By reshape, as batched gradients have no rule for flatten.
 inline Tensor as_rows(const Tensor& tensor) {
-  return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
+  if (tensor.dim() == 2) return tensor;
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) rows *= tensor.sym_size(d);
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
+inline bool is_column_major(const Tensor& matrix) {
+  return !matrix.is_contiguous() && matrix.t().is_contiguous();
+}
+
+// gradᵀ · input, [out, in]: the product whose sums torch's own backward takes for a weight of this
+// layout.
+inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
+  return is_column_major(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
 
 // oneDNN, which ATen calls for some of its operators, refuses strides that overlap.

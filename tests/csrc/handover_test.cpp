@@ -1,7 +1,7 @@
 // The protocol of csrc/handover.h, kept and broken on purpose, through LibTorch.
 // `handover_test NAME` runs one test and exits with 1 where it fails.
 
-#include "autograd/handover.h"
+#include "autograd/linear_node.h"
 #include "expect.h"
 #include "fused_linear.h"
 
@@ -18,7 +18,7 @@
 #include <thread>
 
 using at::Tensor;
-using fused::autograd::handover::Note;
+using fused::autograd::LinearNode;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -53,8 +53,7 @@ struct Layer {
   Tensor slope = derivative(z);
 
   variable_list leaves() const { return {x, w, b}; }
-  variable_list saved() const { return {x.detach(), w.detach(), z}; }
-  const torch::autograd::Node* node() const { return y.grad_fn().get(); }
+  LinearNode* node() const { return dynamic_cast<LinearNode*>(y.grad_fn().get()); }
 };
 
 // A consumer of a layer's output, y -> 2 y, that lets a test do what it likes in the backward.
@@ -85,7 +84,7 @@ variable_list run(const Layer& layer, std::function<Tensor(const Tensor&)> actio
 // What an honest consumer does: passes dz on and says so.
 Tensor honest(const Layer& layer, const Tensor& grad) {
   auto dz = grad * layer.slope;
-  fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+  layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z});
   return dz;
 }
 
@@ -93,7 +92,7 @@ void an_honest_note_is_trusted() {
   const Layer layer;
   const auto want = run(layer, plain);
   EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(layer.node()->waiting() == 0);
 }
 
 // Trust is really placed in a note: one with a wrong content gives a wrong result, which the
@@ -103,7 +102,7 @@ void a_lie_is_believed_and_found() {
   const auto want = run(layer, plain);
   const auto wrong_dz = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope + 1e-6;
-    fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), layer.saved()});
+    layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z});
     return dz;
   });
   for (size_t i = 0; i < want.size(); ++i) EXPECT(!same(wrong_dz[i], want[i]));
@@ -111,20 +110,23 @@ void a_lie_is_believed_and_found() {
   const auto bias = torch::randn({5}, torch::kDouble);
   const auto wrong_bias = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope;
-    fused::autograd::handover::leave(layer.node(), running_task(), {dz, bias, layer.saved()});
+    layer.node()->leave(running_task(), {dz, bias, layer.z});
     return dz;
   });
   EXPECT(same(wrong_bias[0], want[0]) && same(wrong_bias[1], want[1]));
   EXPECT(!same(wrong_bias[2], want[2]) && same(wrong_bias[2], bias));
 
-  auto others = layer.saved();
-  others[0] = others[0] * 2;
-  const auto wrong_saved = run(layer, [&](const Tensor& grad) {
-    auto dz = grad * layer.slope;
-    fused::autograd::handover::leave(layer.node(), running_task(), {dz, dz.sum(0), others});
-    return dz;
-  });
-  EXPECT(!same(wrong_saved[1], want[1]) && same(wrong_saved[1], want[1] * 2));
+  // What is left for the derivative of the rest, where another gradient is added.
+  const auto extra = torch::randn({3, 5}, torch::kDouble);
+  const auto wrong_saved = run(
+      layer,
+      [&](const Tensor& grad) {
+        auto dz = grad * layer.slope;
+        layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z * 2});
+        return dz;
+      },
+      extra);
+  EXPECT(!same(wrong_saved, run(layer, plain, extra)));
 
   // Passing dz on without a word is as wrong.
   const auto silent = run(layer, [&](const Tensor& grad) { return grad * layer.slope; });
@@ -143,15 +145,13 @@ void a_stale_note_is_ignored() {
   });
   EXPECT(earlier >= 0);
   for (int task : {-1, earlier, earlier + 1000}) {
-    fused::autograd::handover::leave(layer.node(), task, {lie, bias, layer.saved()});
+    layer.node()->leave(task, {lie, bias, layer.z});
   }
   EXPECT(same(run(layer, plain), want));
   EXPECT(same(run(layer,
                   [&](const Tensor& grad) {
-                    fused::autograd::handover::leave(other.node(), running_task(),
-                                                     {lie, bias, other.saved()});
-                    fused::autograd::handover::leave(layer.node(), running_task() + 1,
-                                                     {lie, bias, layer.saved()});
+                    other.node()->leave(running_task(), {lie, bias, other.z});
+                    layer.node()->leave(running_task() + 1, {lie, bias, layer.z});
                     return grad;
                   }),
               want));
@@ -171,7 +171,7 @@ void another_gradient_was_added() {
   const auto handle = layer.y.register_hook([&](const Tensor& grad) { return grad + extra; });
   EXPECT(same(run(layer, consumer), want));
   layer.y.remove_hook(handle);
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(layer.node()->waiting() == 0);
 }
 
 // The note's own reference keeps the engine from adding in place to the tensor that it names.
@@ -210,7 +210,7 @@ void aborted_runs_leave_nothing() {
   const auto want = backward();
   fused::autograd::handover::set_enabled(true);
   EXPECT(same(backward(), want));
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(layer.node()->waiting() == 0);
 
   const auto handle = w2.register_hook([](const Tensor& grad) -> Tensor {
     throw std::runtime_error("on purpose");
@@ -224,35 +224,35 @@ void aborted_runs_leave_nothing() {
       thrown = std::string(error.what()).find("on purpose") != std::string::npos;
     }
     EXPECT(thrown);
-    EXPECT(fused::autograd::handover::waiting() == 0);
+    EXPECT(layer.node()->waiting() == 0);
   }
   w2.remove_hook(handle);
   EXPECT(same(backward(), want));
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(layer.node()->waiting() == 0);
 }
 
 void notes_are_kept_by_node_and_run() {
   const Layer a, b;
   const auto t = torch::ones({1}), u = torch::zeros({1});
-  EXPECT(!fused::autograd::handover::take(a.node(), 1));
-  fused::autograd::handover::leave(a.node(), 1, {t, {}, {}});
-  fused::autograd::handover::leave(a.node(), 2, {u, {}, {}});
-  EXPECT(fused::autograd::handover::waiting() == 2);
-  EXPECT(!fused::autograd::handover::take(b.node(), 1));
-  EXPECT(!fused::autograd::handover::take(a.node(), 3));
-  EXPECT(fused::autograd::handover::take(a.node(), 2)->dz.is_same(u));
-  EXPECT(!fused::autograd::handover::take(a.node(), 2));
-  EXPECT(fused::autograd::handover::take(a.node(), 1)->dz.is_same(t));
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(!a.node()->take(1));
+  a.node()->leave(1, {t, {}, {}});
+  a.node()->leave(2, {u, {}, {}});
+  EXPECT(a.node()->waiting() == 2);
+  EXPECT(!b.node()->take(1));
+  EXPECT(!a.node()->take(3));
+  EXPECT(a.node()->take(2)->dz.is_same(u));
+  EXPECT(!a.node()->take(2));
+  EXPECT(a.node()->take(1)->dz.is_same(t));
+  EXPECT(a.node()->waiting() + b.node()->waiting() == 0);
   // A note that nobody shares the tensor of is none of a run that is over: the engine lets go of
   // the tensor as soon as it has added another to it, while the note is still to be read.
-  fused::autograd::handover::leave(a.node(), 1, {torch::ones({1}), {}, {}});
-  fused::autograd::handover::leave(b.node(), 2, {torch::ones({1}), {}, {}});
-  fused::autograd::handover::leave(b.node(), 1, {torch::ones({1}), {}, {}});
-  EXPECT(fused::autograd::handover::take(b.node(), 2));
-  EXPECT(fused::autograd::handover::take(a.node(), 1));
-  EXPECT(fused::autograd::handover::take(b.node(), 1));
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  a.node()->leave(1, {torch::ones({1}), {}, {}});
+  b.node()->leave(2, {torch::ones({1}), {}, {}});
+  b.node()->leave(1, {torch::ones({1}), {}, {}});
+  EXPECT(b.node()->take(2));
+  EXPECT(a.node()->take(1));
+  EXPECT(b.node()->take(1));
+  EXPECT(a.node()->waiting() + b.node()->waiting() == 0);
 
   std::vector<std::thread> threads;
   std::atomic<int> wrong{0};
@@ -260,16 +260,16 @@ void notes_are_kept_by_node_and_run() {
     threads.emplace_back([&, k] {
       const auto mine = torch::full({1}, k);
       for (int i = 0; i < 2000; ++i) {
-        const auto* node = i % 2 ? a.node() : b.node();
-        fused::autograd::handover::leave(node, 10 * k, {mine, {}, {}});
-        const auto note = fused::autograd::handover::take(node, 10 * k);
+        auto* node = i % 2 ? a.node() : b.node();
+        node->leave(10 * k, {mine, {}, {}});
+        const auto note = node->take(10 * k);
         if (!note || !note->dz.is_same(mine)) ++wrong;
       }
     });
   }
   for (auto& thread : threads) thread.join();
   EXPECT(wrong == 0);
-  EXPECT(fused::autograd::handover::waiting() == 0);
+  EXPECT(a.node()->waiting() + b.node()->waiting() == 0);
 }
 
 struct Watcher : torch::autograd::FunctionPreHook {

@@ -1,0 +1,87 @@
+#include "autograd/node.h"
+
+#include <torch/csrc/autograd/functions/utils.h>
+
+namespace fused::autograd {
+
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::get_input_metadata;
+using torch::dynamo::autograd::getPyCompilerInterface;
+using torch::dynamo::autograd::IValuePacker;
+using torch::dynamo::autograd::PackedArgs;
+using torch::dynamo::autograd::SwapSavedVariables;
+
+std::vector<bool> Node::wanted() const {
+  std::vector<bool> result(num_outputs());
+  for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
+  return result;
+}
+
+variable_list Node::unpack(size_t first, size_t last) {
+  const std::lock_guard lock(mutex_);
+  variable_list result;
+  result.reserve(last - first);
+  for (const auto& saved : kept().subspan(first, last - first)) {
+    result.push_back(saved.unpack(getptr()));
+  }
+  return result;
+}
+
+Tensor Node::lend(size_t index) {
+  const std::lock_guard lock(mutex_);
+  return released_ ? Tensor() : kept()[index].unpack(getptr());
+}
+
+void Node::release_variables() {
+  const std::lock_guard lock(mutex_);
+  for (auto& saved : kept()) saved.reset_data();
+  released_ = true;
+}
+
+void Node::compiled_args(CompiledNodeArgs& args) const {
+  args.collect(std::string(typeid(*this).name()));
+  args.collect(traits());
+  for (const auto& saved : kept()) args.collect(saved, /*is_output=*/true);
+}
+
+variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariables& swap) {
+  for (auto& saved : kept()) swap.before(saved);
+  PackedArgs packed;
+  packed.pack(traits());
+  packed.pack(unpack());
+  packed.pack(wanted());
+  std::vector<at::TypePtr> schema;
+  for (const auto& value : packed.vec()) {
+    schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
+  }
+  const auto& compiler = getPyCompilerInterface();
+  const auto function = compiler->bind_function(
+      swap.get_py_compiler(), typeid(*this).name(),
+      [run = backward()](const variable_list& inputs, const std::vector<at::IValue>& values) {
+        return detached(run, inputs, values);
+      },
+      schema, /*is_custom_function=*/true, /*is_traceable=*/true);
+  const auto metadata =
+      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+          get_input_metadata(next_edges()));
+  auto result = compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
+                                        packed.vec(), metadata);
+  for (auto& saved : kept()) swap.after(saved);
+  return result;
+}
+
+variable_list Node::detached(Backward backward, const variable_list& grads,
+                             const std::vector<at::IValue>& packed) {
+  PackedArgs args(packed);
+  Detached node;
+  node.traits = args.unpack<std::vector<int64_t>>();
+  node.variables = args.unpack<variable_list>();
+  node.wanted = args.unpack<std::vector<bool>>();
+  return backward(grads, node);
+}
+
+void set_history(const Tensor& output, const std::shared_ptr<torch::autograd::Node>& node) {
+  torch::autograd::set_history(output, node);
+}
+
+}  // namespace fused::autograd

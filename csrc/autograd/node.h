@@ -1,0 +1,82 @@
+#pragma once
+
+// The base of our autograd nodes. A node owns its state: typed members, and saved tensors that are
+// read, lent and released under the node's lock.
+
+#include "core/check.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace fused::autograd {
+
+using torch::autograd::edge_list;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// Node for node what autograd knows of a tensor argument; no edge for one that is not there.
+inline torch::autograd::Edge edge_of(const Tensor& tensor) {
+  return tensor.defined() ? torch::autograd::impl::gradient_edge(tensor) : torch::autograd::Edge();
+}
+inline torch::autograd::Edge edge_of(const OptionalTensor& tensor) {
+  return tensor ? edge_of(*tensor) : torch::autograd::Edge();
+}
+
+// A node's work apart from the node: what compiled autograd runs in its place.
+struct Detached {
+  std::vector<int64_t> traits;
+  variable_list variables;
+  std::vector<bool> wanted;  // by edge
+};
+
+class Node : public torch::autograd::Node {
+ public:
+  explicit Node(edge_list&& edges) : torch::autograd::Node(std::move(edges)) {}
+
+  std::vector<bool> wanted() const;  // by edge, in the running backward
+
+  // The saved tensors [first, last). Throws torch's own errors where they have been released, or
+  // written to since.
+  variable_list unpack(size_t first, size_t last);
+  variable_list unpack() { return unpack(0, kept().size()); }
+
+  // One of them for another node, undefined where it has been released.
+  Tensor lend(size_t index);
+
+  void release_variables() final;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) final;
+
+ protected:
+  using Backward = variable_list (*)(const variable_list& grads, const Detached& node);
+
+  virtual std::span<SavedVariable> kept() = 0;
+  virtual std::vector<int64_t> traits() const = 0;  // all that is no tensor
+  virtual Backward backward() const = 0;
+
+ private:
+  std::span<const SavedVariable> kept() const { return const_cast<Node*>(this)->kept(); }
+  static variable_list detached(Backward backward, const variable_list& grads,
+                                const std::vector<at::IValue>& packed);
+
+  bool released_ = false;
+};
+
+// A new node with these edges.
+template <typename T, typename... Args>
+std::shared_ptr<T> make_node(Args&&... args) {
+  // torch's deleter takes long chains apart without recursion
+  return std::shared_ptr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+
+// Makes `output` the node's.
+void set_history(const Tensor& output, const std::shared_ptr<torch::autograd::Node>& node);
+
+}  // namespace fused::autograd
