@@ -1,0 +1,80 @@
+"""20,000 random graphs: all that can be asked of autograd, equal to plain torch's, in threads."""
+
+import collections
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers import one_thread, policy  # noqa: F401
+from random_graphs import Graph, Parameters, scaled
+from stacks import assert_same
+
+import torch_fused_linear as tfl
+
+THREADS, CHUNK, GRAPHS = 8, 1000, 20_000
+# Of every twenty chunks these run under another policy, or without hand-over.
+POLICIES = {3: "cublaslt", 8: "cublaslt", 13: "eager", 18: "auto, no hand-over"}
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    return Parameters()
+
+
+def results(parameters, seed, is_fused):
+    return scaled(Graph(parameters, seed, is_fused).run())
+
+
+@pytest.mark.parametrize("start", range(0, GRAPHS, CHUNK))
+def test_equal_to_plain_torch(start, parameters):
+    name = POLICIES.get(start // CHUNK, "auto")
+    seeds = range(start, start + CHUNK)
+    want = {seed: results(parameters, seed, is_fused=False) for seed in seeds}
+    barrier = threading.Barrier(THREADS)
+
+    def work(thread: int) -> None:
+        barrier.wait()
+        for seed in seeds[thread::THREADS]:
+            got = results(parameters, seed, is_fused=True)
+            assert_same(got, want[seed], f"graph of seed {seed}:")
+
+    with (
+        policy(name.split(",")[0]),
+        tfl.handover("no" not in name),
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        for finished in [pool.submit(work, thread) for thread in range(THREADS)]:
+            finished.result()
+
+
+def test_the_graphs_meet_every_reason(parameters):
+    """They are no test of the hand-over if none is made, or no reason against one is met."""
+    with tfl.explain() as report:
+        for seed in range(600):
+            results(parameters, seed, is_fused=True)
+    assert report.handed_over > 300, report.handed_over
+    met = collections.Counter(call.handover.removeprefix("plain: ") for call in report.calls)
+    for reason in (
+        *("a hook on the tensor", "a hook on the node", "retain_grad", "another consumer"),
+        "its gradient was asked for",
+    ):
+        assert met[reason] > 3, met
+
+
+def test_the_same_seed_is_the_same_graph(parameters):
+    for seed in range(50):
+        for is_fused in (False, True):
+            again = results(parameters, seed, is_fused)
+            assert_same(results(parameters, seed, is_fused), again, f"seed {seed}")
+
+
+def test_the_comparison_finds_one_wrong_gradient(parameters):
+    """One of all the results of a graph is off by 10^-9 of its size."""
+    right = results(parameters, 5, is_fused=True)
+    places = [k for k, t in enumerate(right) if t is not None and t.abs().max() > 0]
+    assert places
+    for k in places:
+        wrong = list(right)
+        wrong[k] = wrong[k] * (1 + 1e-9)
+        with pytest.raises(AssertionError):
+            assert_same(wrong, right)
