@@ -1,4 +1,4 @@
-# make demo | test | test-models | gpu-test | docs | build | lint | format | clean
+# make demo | test | test-models | gpu-test | asan | tsan | docs | build | lint | format | clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
@@ -18,7 +18,7 @@ MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
 endif
 
-.PHONY: demo test test-models gpu-test docs build lint format clean
+.PHONY: demo test test-models gpu-test asan tsan docs build lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
@@ -33,6 +33,13 @@ test-models: build $(MODELS)
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
 gpu-test: build
 	$(PYTHON) tests/support/gpu_record.py $(ARGS)
+
+# The C++ tests under the compiler's sanitizers: addresses, and races of threads.
+asan: build
+	$(PYTHON) tests/support/sanitized.py address $(ARGS)
+
+tsan: build
+	$(PYTHON) tests/support/sanitized.py thread $(ARGS)
 
 # Warnings are errors; the front page is build/docs/docs/index.html.
 docs: build $(DOCS)

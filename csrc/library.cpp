@@ -95,9 +95,9 @@ TORCH_LIBRARY(fused, m) {
   m.def("_handover() -> bool", fused::autograd::handover::enabled);
   m.def("_set_handover(bool enabled) -> ()", fused::autograd::handover::set_enabled);
 
-  // Whether weights that stay as they are are kept packed, on a CPU.
-  m.def("_pack_weights() -> bool", fused::cpu::packed::enabled);
-  m.def("_set_pack_weights(bool enabled) -> ()", fused::cpu::packed::set_enabled);
+  // Declares a frozen weight, which a CPU may then keep packed; takes that back.
+  m.def("_pack_weight(Tensor weight) -> ()", fused::cpu::packed::declare);
+  m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
 
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);

@@ -12,7 +12,8 @@ if _library.load():
     from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU
     from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
-    from .policy import get_policy, handover, pack_weights, set_policy
+    from .packing import pack_weights, unpack_weights
+    from .policy import get_policy, handover, set_policy
     from .report import explain
 
     flops.register_when_imported()
@@ -40,6 +41,7 @@ if _library.load():
         "plans",
         "set_policy",
         "unfuse_",
+        "unpack_weights",
     ]
 
     # A file that cannot be used is told of now, not in the middle of the work.

@@ -77,32 +77,3 @@ class handover(_Switch):
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)
-
-
-class pack_weights(_Switch):
-    """Switches on or off whether weights are kept as a CPU likes to multiply with them best.
-
-    oneDNN multiplies with a weight in a layout of its own. With this switched on, a copy in that
-    layout is made at the second call with a weight that has not changed since the first, and used
-    from then on: in bf16, above all with few tokens, and in fp32 where oneDNN is used at all
-    (processors with AVX-512 that are not Intel's, from about 128 tokens). It has no effect on GPUs,
-    on the backward, or on parameters and ``state_dict``. It takes the memory of one more copy,
-    which is freed when the next weight is met after the first has died, or on switching off.
-
-    A weight that has changed is packed again: after ``optimizer.step()``, ``load_state_dict()``,
-    ``.to()``, ``weight.data = ...`` and whatever is written in place. What leaves no trace is not
-    noticed, and the old weight would be used: ``weight.data.copy_()`` and other writing through
-    ``.data``, through NumPy, or by another process into shared memory. That is why it is off by
-    default.
-
-    A plain call sets it; as a context manager it is put back at the end. The environment variable
-    ``TORCH_FUSED_LINEAR_PACK_WEIGHTS=1`` switches it on before the first call.
-
-    Args:
-        enabled: whether to pack.
-    """
-
-    _get, _set = "_pack_weights", "_set_pack_weights"
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)

@@ -1,11 +1,9 @@
 #include "cpu/packed_weights.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
-#include <string_view>
 #include <unordered_map>
 
 namespace fused::cpu::packed {
@@ -29,7 +27,7 @@ class Weight {
       : counter_(weight.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         storage_(weight.storage().getWeakStorageImpl()),
-        offset_(weight.storage_offset()),
+        data_(weight.const_data_ptr()),
         sizes_(weight.sizes().vec()),
         strides_(weight.strides().vec()) {}
 
@@ -38,7 +36,7 @@ class Weight {
   bool is_unchanged(const Tensor& weight) const {
     return version_ == weight._version() &&
            storage_._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
-           offset_ == weight.storage_offset() && sizes_ == weight.sizes() &&
+           data_ == weight.const_data_ptr() && sizes_ == weight.sizes() &&
            strides_ == weight.strides();
   }
 
@@ -46,70 +44,80 @@ class Weight {
   c10::VariableVersion counter_;
   uint32_t version_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
-  int64_t offset_;
+  const void* data_;
   std::vector<int64_t> sizes_, strides_;
 };
 
 struct Entry {
   Weight weight;
-  Parts parts;  // null: met once
+  Parts parts;  // null until the first call
 };
 
-struct Cache {
+struct Declared {
   std::shared_mutex mutex;
   std::unordered_map<const void*, Entry> entries;
+  std::atomic<size_t> count{0};  // lets a program that declares none pass without the lock
 };
 
-Cache& cache() {
-  static Cache* const it = new Cache;  // tensors must not be freed at exit, after torch is gone
+Declared& declared() {
+  static Declared* const it =
+      new Declared;  // tensors must not be freed at exit, after torch is gone
   return *it;
 }
 
-std::atomic<bool>& switched_on() {
-  static std::atomic<bool> value = [] {
-    const char* wish = std::getenv("TORCH_FUSED_LINEAR_PACK_WEIGHTS");
-    return wish && std::string_view(wish) == "1";
-  }();
-  return value;
-}
-
-// Inference tensors count no versions; a view is a new tensor each time it is taken.
-bool can_be_watched(const Tensor& weight) { return !weight.is_inference() && !weight.is_view(); }
-
-void keep(const Tensor& weight, Entry entry) {
-  const std::unique_lock lock(cache().mutex);
-  if (!enabled()) return;
-  auto& entries = cache().entries;
+// With the lock held.
+void forget_the_dead() {
+  auto& entries = declared().entries;
   std::erase_if(entries, [](const auto& item) { return !item.second.weight.is_alive(); });
-  entries.insert_or_assign(identity(weight), std::move(entry));
+  declared().count = entries.size();
 }
 
 }  // namespace
 
-bool enabled() { return switched_on().load(std::memory_order_relaxed); }
+void declare(const Tensor& weight) {
+  constexpr auto op = "pack_weights";
+  check_floating(op, weight, "weight");
+  TORCH_CHECK_VALUE(weight.device().is_cpu(), op, ": weight must be on the CPU, got ",
+                    weight.device());
+  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight must have shape [out_features, in_features], ",
+                    "got ", weight.sizes());
+  TORCH_CHECK_VALUE(!weight.requires_grad(), op,
+                    ": weight must be frozen (requires_grad False), got requires_grad True");
+  TORCH_CHECK_VALUE(!weight.is_inference(), op, ": weight must be a tensor that counts what is ",
+                    "written to it, got an inference tensor");
+  TORCH_CHECK_VALUE(!weight.is_view(), op, ": weight must be a tensor of its own, got a view");
+  const std::unique_lock lock(declared().mutex);
+  declared().entries.try_emplace(identity(weight), Entry{Weight(weight), nullptr});
+  forget_the_dead();
+}
 
-void set_enabled(bool enabled) {
-  switched_on() = enabled;
-  if (enabled) return;
-  decltype(Cache::entries) freed;
-  const std::unique_lock lock(cache().mutex);
-  freed.swap(cache().entries);
+bool drop(const Tensor& weight) {
+  const std::unique_lock lock(declared().mutex);
+  const bool found = declared().entries.erase(identity(weight)) != 0;
+  declared().count = declared().entries.size();
+  return found;
 }
 
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack) {
-  if (!enabled() || !can_be_watched(weight)) return nullptr;
-  bool met_before = false;
+  if (declared().count == 0) return nullptr;
   {
-    const std::shared_lock lock(cache().mutex);
-    const auto found = cache().entries.find(identity(weight));
-    met_before = found != cache().entries.end() && found->second.weight.is_unchanged(weight);
-    if (met_before && found->second.parts) return found->second.parts;
+    const std::shared_lock lock(declared().mutex);
+    const auto found = declared().entries.find(identity(weight));
+    if (found == declared().entries.end()) return nullptr;
+    const Entry& entry = found->second;
+    const bool is_current = entry.parts && entry.weight.is_unchanged(weight);
+    if (is_current && !weight.requires_grad()) return entry.parts;
   }
+  // What is trained is no longer what was declared.
+  if (weight.requires_grad()) return drop(weight), nullptr;
   // Looked at before it is packed: what another thread writes meanwhile is then noticed.
   Entry entry{Weight(weight), nullptr};
-  if (met_before) entry.parts = std::make_shared<const std::vector<Tensor>>(pack());
+  entry.parts = std::make_shared<const std::vector<Tensor>>(pack());
   const Parts parts = entry.parts;
-  keep(weight, std::move(entry));
+  const std::unique_lock lock(declared().mutex);
+  const auto found = declared().entries.find(identity(weight));
+  if (found != declared().entries.end()) found->second = std::move(entry);
+  forget_the_dead();
   return parts;
 }
 

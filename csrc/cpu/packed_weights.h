@@ -1,7 +1,7 @@
 #pragma once
 
-// Weights in the layout that oneDNN multiplies with, made once instead of in every call. On request
-// only: a weight may be written to in ways that leave no trace.
+// Weights in the layout that oneDNN multiplies with, made once instead of in every call. Only of
+// weights that were declared to be frozen: one may be written to in ways that leave no trace.
 
 #include "core/check.h"
 
@@ -12,12 +12,14 @@
 
 namespace fused::cpu::packed {
 
-bool enabled();
-void set_enabled(bool enabled);  // what is kept is let go of when it is switched off
+// Lets calls with this very weight keep it packed, until it is dropped, dies or asks for gradients.
+// Throws where torch could not tell whether it has changed.
+void declare(const Tensor& weight);
 
-// What `pack` has made of this very weight, as it is now. Null, and the weight is multiplied with
-// as it is, where packing is off and when the weight is met for the first time: one that is
-// computed or trained anew for each call is not worth it.
+// Whether it had been declared.
+bool drop(const Tensor& weight);
+
+// What `pack` has made of this very weight, as it is now. Null for one that was not declared.
 using Parts = std::shared_ptr<const std::vector<Tensor>>;
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack);
 

@@ -3,14 +3,12 @@
 import copy
 import gc
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import RELU, Tally, add_checked, assert_bits, op_param, random_case, run
+from helpers import RELU, Tally, add_checked, assert_bits, op_param, random_case
 
 import torch_fused_linear as tfl
 
@@ -19,10 +17,10 @@ SIZES = {BF16: (7, 256, 96), FP32: (512, 400, 512)}  # tokens, inputs, outputs
 
 
 @pytest.fixture(autouse=True)
-def packing():
+def inference():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with tfl.pack_weights(True), torch.no_grad():
+    with torch.no_grad():
         yield
     torch.set_num_threads(threads)
 
@@ -33,12 +31,16 @@ def path(call, *arguments):
     return report.calls[-1].path
 
 
+def frozen(layer):
+    tfl.pack_weights(layer.requires_grad_(False))
+    return layer
+
+
 def packs(dtype):
     """Whether this processor has anything to gain from it."""
     tokens, inputs, outputs = SIZES[dtype]
-    layer = tfl.FusedLinear(inputs, outputs, dtype=dtype)
-    x = torch.randn(tokens, inputs, dtype=dtype)
-    return "packed" in [layer(x), path(layer, x)][1]
+    layer = frozen(tfl.FusedLinear(inputs, outputs, dtype=dtype))
+    return "packed" in path(layer, torch.randn(tokens, inputs, dtype=dtype))
 
 
 @pytest.fixture(params=[BF16, FP32], ids=["bf16", "fp32"])
@@ -51,7 +53,8 @@ def dtype(request):
 def layer_and_input(dtype, layer=tfl.FusedLinearReLU):
     tokens, inputs, outputs = SIZES[dtype]
     torch.manual_seed(0)
-    return layer(inputs, outputs, dtype=dtype), torch.randn(tokens, inputs, dtype=dtype)
+    made = layer(inputs, outputs, dtype=dtype).requires_grad_(False)
+    return made, torch.randn(tokens, inputs, dtype=dtype)
 
 
 def assert_right(layer, x):
@@ -62,7 +65,7 @@ def assert_right(layer, x):
 
 def packed_layer(dtype):
     layer, x = layer_and_input(dtype)
-    layer(x)
+    frozen(layer)
     assert "packed" in path(layer, x)
     return layer, x
 
@@ -78,7 +81,7 @@ def test_error_is_no_worse_than_eagers(dtype, op, bias):
     for seed, lead in enumerate([(tokens,), (1,), (2, 3 * tokens)]):
         case = random_case(lead, inputs, outputs, dtype, bias=bias, seed=seed)
         x, w, b = case.x, case.w, case.b
-        op.call(x, w, b)
+        torch.ops.fused._pack_weight(w)
         mine = op.call(x, w, b)
         wide = [t if t is None else t.double() for t in (x, w, b)]
         truth = op.eager(*wide)
@@ -94,6 +97,7 @@ def test_any_strides(dtype, op):
     wide_input = torch.cat([case.x, case.x], 1)[:, :inputs]
     weight = torch.empty_strided(case.w.shape, (1, outputs), dtype=dtype).copy_(case.w)
     want = op.call(case.x, case.w, case.b)
+    torch.ops.fused._pack_weight(weight)
     for _ in range(3):
         got = op.call(wide_input, weight, bias)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -103,6 +107,7 @@ def test_nan_is_passed_on(dtype):
     tokens, inputs, outputs = SIZES[dtype]
     case = random_case((tokens,), inputs, outputs, dtype)
     case.x[3, 5] = torch.nan
+    torch.ops.fused._pack_weight(case.w)
     for _ in range(3):
         y = RELU.call(case.x, case.w, case.b)
         assert y[3].isnan().all() and not y[4].isnan().any()
@@ -137,8 +142,18 @@ def new_data_twice(layer):
 
 
 def swapped(layer):
-    other = torch.nn.Parameter(2 * layer.weight)
+    other = torch.nn.Parameter(2 * layer.weight, requires_grad=False)
     torch.utils.swap_tensors(layer.weight, other)
+
+
+def refill(layer):
+    """As the full weight of a sharded model comes and goes."""
+    storage = layer.weight.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)
+    layer.others = [torch.empty(size, dtype=torch.uint8) for _ in range(3)]  # in its old place
+    storage.resize_(size)
+    layer.weight.data.normal_()
 
 
 CHANGES = {
@@ -153,6 +168,7 @@ CHANGES = {
     "new data twice": new_data_twice,
     "to and back": lambda layer: layer.double(),  # the test takes it back
     "swap_tensors": swapped,
+    "other memory, without a trace": refill,
     "a new parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(-layer.weight)),
     "set_": lambda layer: layer.weight.set_(-layer.weight.clone()),
     "init": lambda layer: torch.nn.init.normal_(layer.weight),
@@ -170,7 +186,8 @@ def test_a_changed_weight_is_noticed(dtype, change):
             assert not torch.equal(before, layer.weight), "nothing has changed"
         for _ in range(3):
             assert_right(layer, x)
-    assert "packed" in path(layer, x), "and is packed again"
+    if change not in ("load_state_dict, assigned", "swap_tensors", "a new parameter"):
+        assert "packed" in path(layer, x), "and is packed again"
 
 
 def test_a_fresh_weight_at_the_address_of_a_dead_one(dtype):
@@ -178,7 +195,7 @@ def test_a_fresh_weight_at_the_address_of_a_dead_one(dtype):
     x = torch.randn(tokens, inputs, dtype=dtype)
     addresses = set()
     for _ in range(50):
-        layer = tfl.FusedLinearReLU(inputs, outputs, dtype=dtype)
+        layer = frozen(tfl.FusedLinearReLU(inputs, outputs, dtype=dtype))
         addresses.add(layer.weight.data_ptr())
         for _ in range(3):
             assert_right(layer, x)
@@ -188,7 +205,7 @@ def test_a_fresh_weight_at_the_address_of_a_dead_one(dtype):
 
 def test_threads_share_a_layer_while_it_changes(dtype):
     """Between changes every thread sees the new weight, whoever packs it."""
-    layer, x = layer_and_input(dtype)
+    layer, x = packed_layer(dtype)
 
     def work(_):
         with torch.no_grad():
@@ -207,67 +224,96 @@ def test_threads_share_a_layer_while_it_changes(dtype):
 
 
 @op_param
-def test_gradients_of_a_packed_weight(dtype, op):
+def test_gradients_beside_a_packed_weight(dtype, op):
+    """As for an adapter beside a frozen layer: the input and the bias are trained."""
     tokens, inputs, outputs = SIZES[dtype]
     case = random_case((tokens,), inputs, outputs, dtype)
-    with torch.enable_grad(), tfl.pack_weights(False):
-        want = run(op.call, case)
     with torch.enable_grad():
-        leaves = [t.clone().requires_grad_() for t in (case.x, case.w, case.b)]
-        for _ in range(3):
-            y = op.call(*leaves)
-            got = [y.detach(), *torch.autograd.grad(y, leaves, case.g)]
-            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        x, b = case.x.clone().requires_grad_(), case.b.clone().requires_grad_()
+        want = torch.autograd.grad(op.call(x, case.w, b), [x, b], case.g)
+        torch.ops.fused._pack_weight(case.w)
+        got = torch.autograd.grad(op.call(x, case.w, b), [x, b], case.g)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def test_a_weight_in_training_is_not_packed(dtype):
-    layer, x = layer_and_input(dtype)
-    for _ in range(4):
-        assert "packed" not in path(layer, x)
-        optimizer_step(layer)
-
-
-def test_views_and_inference_tensors_are_not_packed(dtype):
-    tokens, inputs, outputs = SIZES[dtype]
-    case = random_case((tokens,), inputs, outputs, dtype)
-    with torch.inference_mode():
-        inference = case.w.clone()
-    for weight in (case.w[:], case.w.t().contiguous().t(), inference):
-        for _ in range(3):
-            assert "packed" not in path(RELU.call, case.x, weight, case.b)
-
-
-def test_off_by_default_and_switched_by_the_environment(dtype):
-    code = (
-        "import torch, torch_fused_linear as tfl; torch.set_grad_enabled(False);"
-        f"layer = tfl.FusedLinear{SIZES[dtype][1:]}.to({dtype}); torch.set_num_threads(1);"
-        f"x = torch.randn({SIZES[dtype][:2]}).to({dtype}); layer(x)\n"
-        "with tfl.explain() as report: layer(x)\n"
-        "print('packed' in report.calls[0].path)"
-    )
-    for value, answer in ((None, "False"), ("0", "False"), ("1", "True")):
-        environment = {k: v for k, v in os.environ.items() if "PACK_WEIGHTS" not in k}
-        if value is not None:
-            environment["TORCH_FUSED_LINEAR_PACK_WEIGHTS"] = value
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-        )
-        assert result.stdout.strip() == answer, result.stderr
-
-
-def test_nested_and_put_back(dtype):
+@pytest.mark.parametrize("optimizer", ["single tensor", "foreach", "fused"])
+def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, optimizer):
+    """A fused optimizer writes without a trace."""
     layer, x = packed_layer(dtype)
-    with tfl.pack_weights(False):
+    layer.requires_grad_(True)
+    options = {} if optimizer == "single tensor" else {optimizer: True}
+    steps = torch.optim.SGD(layer.parameters(), lr=0.5, **options)
+    for _ in range(2):
+        with torch.enable_grad():
+            layer(x).square().mean().backward()
+        steps.step()
         assert "packed" not in path(layer, x)
-        with tfl.pack_weights(True):
-            layer(x)
-            assert "packed" in path(layer, x)
+        assert_right(layer, x)
+    layer.requires_grad_(False)
+    assert "packed" not in path(layer, x), "it must be asked for again"
+    assert_right(layer, x)
+
+
+def test_nothing_is_packed_that_was_not_asked_for(dtype):
+    layer, x = layer_and_input(dtype)
+    other, _ = packed_layer(dtype)
+    for _ in range(3):
         assert "packed" not in path(layer, x)
+    assert tfl.unpack_weights(layer) == 0 and tfl.unpack_weights(other) == 1
+    assert "packed" not in path(other, x)
+
+
+def linear(weight):
+    layer = torch.nn.Linear(4, 3)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=weight.requires_grad)
+    return layer
+
+
+def in_inference_mode():
+    with torch.inference_mode():
+        return torch.nn.Linear(4, 3).requires_grad_(False)
+
+
+REFUSED = {
+    "requires_grad": (lambda: torch.nn.Linear(4, 3), ValueError, "frozen"),
+    "meta": (lambda: linear(torch.empty(3, 4, device="meta")), ValueError, "on the CPU, got meta"),
+    "inference": (in_inference_mode, ValueError, "inference tensor"),
+    "integer": (lambda: linear(torch.ones(3, 4, dtype=torch.int8)), TypeError, "got Char"),
+    "subclass": (
+        lambda: linear(torch.ones(3, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
+        TypeError,
+        "plain tensor, got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_name_of_the_weight(name):
+    make, kind, text = REFUSED[name]
+    first = torch.nn.Linear(4, 4).requires_grad_(False)
+    model = torch.nn.Sequential(first, make())
+    with pytest.raises(kind, match=rf"pack_weights: '1.weight' must.*{text}"):
+        tfl.pack_weights(model)
+    assert tfl.unpack_weights(first) == 0, "the first was declared all the same"
+
+
+def test_views_are_refused():
+    with pytest.raises(ValueError, match="a tensor of its own, got a view"):
+        torch.ops.fused._pack_weight(torch.ones(4, 4)[:2])
+
+
+def test_a_model_is_packed_once_for_each_weight():
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).requires_grad_(False)
+    model[2].weight = model[0].weight
+    assert tfl.pack_weights(model) == 2
+    assert tfl.pack_weights(model) == 2, "asking again changes nothing"
+    assert tfl.unpack_weights(model[1]) == 1 and tfl.unpack_weights(model) == 1
 
 
 def test_the_module_is_untouched(dtype):
     layer, x = layer_and_input(dtype)
     before = copy.deepcopy(layer.state_dict())
+    frozen(layer)
     layer(x), layer(x)
     after = layer.state_dict()
     assert list(before) == list(after)
@@ -280,9 +326,8 @@ def test_a_dead_weight_is_let_go_of(dtype):
     resident = []
     tokens, _, _ = SIZES[dtype]
     for _ in range(6):
-        layer = tfl.FusedLinear(2048, 4096, dtype=dtype)
+        layer = frozen(tfl.FusedLinear(2048, 4096, dtype=dtype))
         x = torch.randn(max(tokens, 512), 2048, dtype=dtype)
-        layer(x), layer(x)
         assert "packed" in path(layer, x)
         del layer, x
         gc.collect()

@@ -255,13 +255,21 @@ def conditions_of(name: str, case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_packed(
-    conditions: Callable[[], contextlib.AbstractContextManager], calls: Sequence[Call]
+    conditions: Callable[[], contextlib.AbstractContextManager],
+    layers: Sequence[nn.Module],
+    calls: Sequence[Call],
 ) -> Iterator[None]:
-    """The conditions, with all weights packed: that takes two calls, which are not timed."""
-    with conditions(), tfl.pack_weights(True):
-        for call in (*calls, *calls):
-            call()
-        yield
+    """The conditions, with all weights packed: that takes a call with each, which is not timed."""
+    with conditions():
+        for layer in layers:
+            tfl.pack_weights(layer)
+        try:
+            for call in calls:
+                call()
+            yield
+        finally:
+            for layer in layers:
+                tfl.unpack_weights(layer)
 
 
 def in_turns(calls: Sequence[Call]) -> Call:
@@ -287,5 +295,6 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
         else:
             calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
     if name == "packed":
-        conditions = partial(weights_packed, conditions, calls)
+        layers = [layer for operands in sets for layer in operands.layers]
+        conditions = partial(weights_packed, conditions, layers, calls)
     return Contender(name, in_turns(calls), conditions)

@@ -1,0 +1,74 @@
+"""Weights kept as a CPU multiplies with them best, for modules that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def pack_weights(module: nn.Module) -> int:
+    """Lets the frozen weights of a module be kept in the layout that oneDNN multiplies with.
+
+    The copy is made at the first call with each weight: in bf16, above all with few tokens, and in
+    fp32 where oneDNN is used at all (processors with AVX-512 that are not Intel's, from about 128
+    tokens). Parameters and ``state_dict`` stay as they are. It takes the memory of one more copy,
+    until the weight dies or :func:`unpack_weights`.
+
+    A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``,
+    ``weight.data = ...``, ``swap_tensors`` and whatever is written in place. One that asks for
+    gradients again, or another parameter put in its place, is used as it is.
+
+    Warning:
+        What leaves no trace in torch is not noticed, and the old weight is used: writing through
+        ``weight.data`` (``weight.data.copy_()``), NumPy or DLPack, by a collective of
+        ``torch.distributed`` into the weight, by another process into shared memory, or by a kernel
+        that torch does not know. Call :func:`unpack_weights` before, and this function again after.
+
+    Args:
+        module: its :class:`torch.nn.Linear` layers, fused ones among them, are meant.
+
+    Returns:
+        How many weights were declared.
+
+    Raises:
+        ValueError: if a weight is not frozen (``requires_grad`` False), not on the CPU, a view or
+            an inference tensor; nothing is packed then.
+        TypeError: if a weight is no plain tensor of dtype float64, float32, float16 or bfloat16.
+    """
+    names = []
+    for name, weight in _weights(module):
+        try:
+            if type(weight) not in (Tensor, nn.Parameter):
+                raise TypeError(
+                    f"pack_weights: weight must be a plain tensor, got {type(weight).__name__}"
+                )
+            torch.ops.fused._pack_weight(weight)
+        except (RuntimeError, TypeError, ValueError) as error:
+            for _, declared in names:
+                torch.ops.fused._unpack_weight(declared)
+            text = str(error).partition("\n")[0].replace("weight must", f"{name!r} must", 1)
+            raise type(error)(text) from None
+        names.append((name, weight))
+    return len(names)
+
+
+def unpack_weights(module: nn.Module) -> int:
+    """Takes :func:`pack_weights` back and frees the copies.
+
+    Args:
+        module: the same, or a part of it.
+
+    Returns:
+        How many weights had been declared.
+    """
+    return sum(torch.ops.fused._unpack_weight(weight) for _, weight in _weights(module))
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    seen = set()
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and id(layer.weight) not in seen:
+            seen.add(id(layer.weight))
+            yield f"{name}.weight".lstrip("."), layer.weight
