@@ -23,8 +23,11 @@ endif
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
 
+# One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
+# each other's.
 test: build $(MODELS) $(DOCS)
-	$(PYTHON) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
+	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n auto --dist loadfile) $(ARGS)
 
 # Hours on one core; an interrupted run goes on where it was. ARGS="--only timm/vit" takes a part.
 test-models: build $(MODELS)
