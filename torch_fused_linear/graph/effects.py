@@ -88,7 +88,7 @@ def _writes(node: Node, schema: torch.FunctionSchema) -> bool:
 
 
 def _named(node: Node, schemas: list[torch.FunctionSchema]) -> dict[str, Any] | None:
-    """The arguments by name, as any of the schemas or the function itself has them, and defaults."""
+    """The arguments by name, as any of the schemas or the function itself has them."""
     if node.op == "call_method" or (schemas and not inspect.isfunction(node.target)):
         return {
             **{s.arguments[k].name: v for s in schemas for k, v in enumerate(node.args)
