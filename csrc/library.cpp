@@ -87,6 +87,9 @@ TORCH_LIBRARY(fused, m) {
       "Tensor grad_bias, Tensor grad_previous_bias)",
       tags);
 
+  // Whether any of the tensors is of a Python class that has to be asked: Python has the kernel.
+  m.def("_any_foreign(Tensor[] tensors) -> bool");
+
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
@@ -110,7 +113,8 @@ TORCH_LIBRARY(fused, m) {
   m.def("_plans_show() -> str[]", fused::plans::show);
   m.def("_plans_from_environment() -> ()", fused::plans::from_environment);
 
-  // A report of what ran: the rows between the two calls.
-  m.def("_explain_start() -> ()", fused::explain::start);
-  m.def("_explain_stop() -> str[]", fused::explain::stop);
+  // A report of what ran: the rows between the two calls. A row of what Python does instead.
+  m.def("_explain_start() -> int", fused::explain::start);
+  m.def("_explain_stop(int report) -> str[]", fused::explain::stop);
+  m.def("_explain_note(str row) -> ()", fused::explain::note);
 }

@@ -11,6 +11,7 @@ from torch._jit_internal import BroadcastingList2
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_scripting
 
+from . import subclasses
 from ._library import direct
 
 
@@ -19,6 +20,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The same as :func:`torch.nn.functional.linear`. As the layer after a fused one it takes part in
     the fused backward, which torch's own does not.
+
+    What the kernels do not take (other dtypes and layouts, a one-dimensional weight, a bias that is
+    broadcast, nested and quantised tensors, any subclass of tensors) goes the way of torch's own
+    functions, with their result; :class:`explain` says so.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -29,14 +34,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype is not supported or does not fit.
-        RuntimeError: the arguments are on different devices.
+        RuntimeError: shapes, dtypes or devices do not fit: as torch's own function raises it.
+        NotImplementedError: torch's own has no kernel for a dtype or layout either.
     """
-    if not is_scripting() and not is_dynamo_compiling():
-        result = direct.linear(input, weight, bias)
-        if result is not None:
-            return result
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear(input, weight, bias)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            return subclasses.linear(input, weight, bias)
     return torch.ops.fused.linear(input, weight, bias)
 
 
@@ -64,12 +71,16 @@ def linear_relu(
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`linear`.
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting() and not is_dynamo_compiling():
-        result = direct.linear_relu(input, weight, bias, memory)
-        if result is not None:
-            return result
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear_relu(input, weight, bias, memory)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            return subclasses.linear_relu(input, weight, bias, memory)
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -105,12 +116,16 @@ def linear_gelu(
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`linear`.
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting() and not is_dynamo_compiling():
-        result = direct.linear_gelu(input, weight, bias, approximate, memory)
-        if result is not None:
-            return result
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear_gelu(input, weight, bias, approximate, memory)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            return subclasses.linear_gelu(input, weight, bias, approximate, memory)
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
@@ -149,12 +164,17 @@ def mlp(
         :math:`(*, \text{features}_n)`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`linear`.
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
+            of these.
     """
-    if not is_scripting() and not is_dynamo_compiling():
-        result = direct.mlp(input, weights, biases, activation, memory)
-        if result is not None:
-            return result
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.mlp(input, weights, biases, activation, memory)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, [input, *weights, *biases])):
+            return subclasses.mlp(input, weights, biases, activation, memory)
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
@@ -193,16 +213,19 @@ def conv2d_relu(
         ``weight`` is, else contiguous.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`linear`; ``stride``, ``padding``,
-            ``dilation`` or ``groups`` out of range is a ValueError, and no number a TypeError:
-            ``padding='same'`` is for the layer, :class:`FusedConv2dReLU`.
+        RuntimeError, NotImplementedError: as :func:`torch.nn.functional.conv2d`.
+        TypeError: ``stride``, ``padding`` or ``dilation`` is no number: ``padding='same'`` is for
+            the layer, :class:`FusedConv2dReLU`.
     """
     stride, padding = _pair("stride", stride), _pair("padding", padding)
     dilation = _pair("dilation", dilation)
-    if not is_scripting() and not is_dynamo_compiling():
-        result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
-        if result is not None:
-            return result
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
     return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
 
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._switch import Switch as _Switch
+
 
 def save(path: str | os.PathLike) -> None:
     """Writes this process's plans for the current GPU to a file, at once and as a whole.
@@ -73,10 +75,10 @@ def verbose(level: int) -> None:
     torch.ops.fused._plans_set_verbosity(level)
 
 
-class budget:
+class budget(_Switch):
     """Sets how long a problem may be measured, for the whole process.
 
-    A plain call sets it; as a context manager it is put back at the end::
+    A plain call sets it; as a context manager or a decorator it is put back at the end::
 
         with plans.budget(0):  # nothing is measured
             ...
@@ -87,17 +89,14 @@ class budget:
 
     Raises:
         ValueError: it is negative.
+        TypeError: it is no number.
     """
 
+    _get, _set = "_plans_budget", "_plans_set_budget"
+    _argument, _expected, _types = "milliseconds", "a number", (int, float)
+
     def __init__(self, milliseconds: float) -> None:
-        self.previous = get_budget()
-        torch.ops.fused._plans_set_budget(milliseconds)
-
-    def __enter__(self) -> "budget":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        torch.ops.fused._plans_set_budget(self.previous)
+        super().__init__(milliseconds)
 
 
 def get_budget() -> float:

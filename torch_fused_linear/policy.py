@@ -1,35 +1,22 @@
 """How the work is to be done: process-wide choices."""
 
-from typing import Any
-
 import torch
 
-
-class _Switch:
-    """A process-wide setting: set by making the object, put back at the end of a ``with``."""
-
-    _get: str
-    _set: str
-
-    def __init__(self, value: Any) -> None:
-        self.previous = getattr(torch.ops.fused, self._get)()
-        getattr(torch.ops.fused, self._set)(value)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        getattr(torch.ops.fused, self._set)(self.previous)
+from ._switch import Switch
 
 
-class set_policy(_Switch):
+class set_policy(Switch):
     """Chooses how the fused operators do their work, for the whole process.
 
-    A plain call sets it; as a context manager it is put back at the end::
+    A plain call sets it. As a context manager, which may be entered again and within itself, and as
+    a decorator, what was in force before is put back at the end::
 
         set_policy("cublaslt")
         with set_policy("eager"):
             ...
+
+        @set_policy("eager")
+        def reference(x): ...
 
     The environment variable ``TORCH_FUSED_LINEAR_POLICY`` sets it before the first call.
 
@@ -44,9 +31,11 @@ class set_policy(_Switch):
 
     Raises:
         ValueError: the name is not one of these.
+        TypeError: it is no name.
     """
 
     _get, _set = "_policy", "_set_policy"
+    _argument, _expected, _types = "policy", "'auto', 'cublaslt' or 'eager'", (str,)
 
     def __init__(self, policy: str) -> None:
         super().__init__(policy)
@@ -57,7 +46,7 @@ def get_policy() -> str:
     return torch.ops.fused._policy()
 
 
-class handover(_Switch):
+class handover(Switch):
     """Switches on or off whether separate fused layers hand gradients over to each other.
 
     In ``loss.backward()`` a fused layer whose input came straight from another fused layer applies
@@ -66,14 +55,19 @@ class handover(_Switch):
     ``retain_grad``, second consumer, ``create_graph`` and so on; :class:`explain` names the reason
     where it does not. It is on by default.
 
-    A plain call sets it; as a context manager it is put back at the end. The environment variable
+    A plain call sets it; as a context manager or a decorator it is put back at the end, as with
+    :class:`set_policy`. The environment variable
     ``TORCH_FUSED_LINEAR_HANDOVER=0`` switches it off before the first call.
 
     Args:
         enabled: whether to hand over.
+
+    Raises:
+        TypeError: it is neither ``True`` nor ``False``.
     """
 
     _get, _set = "_handover", "_set_handover"
+    _argument, _expected, _types = "enabled", "True or False", (bool,)
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)

@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass, fields
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,20 @@ class Call:
     handover: str
 
 
+_DTYPES = {torch.float64: "Double", torch.float32: "Float", torch.float16: "Half"}
+_DTYPES |= {torch.bfloat16: "BFloat16"}
+_open_blocks = 0
+
+
+def note(operator: str, input: Tensor, weight: Tensor, path: str) -> None:
+    """Adds a row, if any are recorded, for what is done without the operator's kernels."""
+    if _open_blocks:
+        shapes = f"{list(input.shape)} x {list(weight.shape)}"
+        dtype = _DTYPES.get(input.dtype, str(input.dtype))
+        row = Call(operator, shapes, dtype, str(input.device), path, "")
+        torch.ops.fused._explain_note("\t".join(astuple(row)))
+
+
 class explain:
     """Records what the fused operators do inside a ``with`` block::
 
@@ -37,19 +52,27 @@ class explain:
         print(report)
 
     The report is a list of :class:`~torch_fused_linear.report.Call` (``report.calls``), printed as
-    a table. Recording is process-wide, one block at a time; outside of a block it costs nothing. A
-    call replayed from a CUDA graph, or compiled into one kernel with others, does not show.
+    a table. Recording is process-wide; outside of a block it costs nothing. Blocks may lie within
+    each other and in several threads: each has all that ran while it was open. Entered again, the
+    object has what ran in the last block. A call replayed from a CUDA graph, or compiled into one
+    kernel with others, does not show.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self._open: list[int] = []
 
     def __enter__(self) -> "explain":
-        torch.ops.fused._explain_start()
+        global _open_blocks
+        _open_blocks += 1
+        self._open.append(torch.ops.fused._explain_start())
         return self
 
     def __exit__(self, *exc_info) -> None:
-        self.calls = [Call(*row.split("\t")) for row in torch.ops.fused._explain_stop()]
+        global _open_blocks
+        _open_blocks -= 1
+        rows = torch.ops.fused._explain_stop(self._open.pop())
+        self.calls = [Call(*row.split("\t")) for row in rows]
 
     @property
     def handed_over(self) -> int:

@@ -25,7 +25,10 @@ Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
     return forward_for_inference(input, weight, bias, activation);
   }
   // Here and not only in the kernels below, whose names the user has not called.
-  check_linear(op, input, weight, bias);
+  if (const char* why = objection(input, weight, bias)) {
+    return reference::as_torch_does(op, why, input, weight, bias, activation);
+  }
+  check_devices(op, input, weight, bias);
   if (formula) {
     const explain::Row row(op, input, weight);
     explain::append("reference");
@@ -67,7 +70,12 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
     at::AutoDispatchBelowADInplaceOrView guard;
     return fused::mlp(input, weights, biases, text);
   }
-  check_mlp(input, weights, biases);
+  check_mlp(weights, biases);
+  if (const char* why = objection(input, weights, biases)) {
+    return reference::mlp_as_torch_does(why, input, weights, biases, activation);
+  }
+  for (size_t i = 0; i < weights.size(); ++i)
+    check_devices("mlp", input, weights[i], biases.get(i));
   if (formula) {
     const explain::Row row("mlp", input, weights[0]);
     explain::append("reference");

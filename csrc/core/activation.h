@@ -50,7 +50,7 @@ inline Activation parse_hidden_activation(const char* op, const char* what, std:
 inline Activation parse_approximate(const char* op, std::string_view approximate) {
   if (approximate == "tanh") return Activation::gelu_tanh;
   if (approximate == "none") return Activation::gelu_erf;
-  TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
+  TORCH_CHECK(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
 // The same back; nullptr for what is no GELU.

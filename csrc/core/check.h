@@ -10,6 +10,8 @@
 #include <ATen/core/List.h>
 
 #include <optional>
+#include <sstream>
+#include <string>
 
 namespace fused {
 
@@ -24,66 +26,134 @@ inline bool has_tangent(const Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(0).defined();
 }
 
-inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
-                                   const Tensor& input) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), op, ": ", what,
-                   " must have the dtype of input, ", input.scalar_type(), ", got ",
-                   tensor.scalar_type());
-  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", what,
-              " must be a strided tensor, got layout ", tensor.layout());
+inline bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
+}
+
+// Why no kernel of ours takes the tensor, or nullptr.
+inline const char* objection(const Tensor& tensor) {
+  if (tensor.is_nested()) return "(no kernel: nested tensor)";
+  if (tensor.layout() != at::kStrided) return "(no kernel: layout)";
+  return is_supported(tensor.scalar_type()) ? nullptr : "(no kernel: dtype)";
+}
+
+// The same of a layer's arguments: input [*, features], weight [out, features], bias [out] or
+// nothing. What is objected to goes the way of torch's own functions, which take it or raise.
+inline const char* objection(at::ScalarType dtype, const c10::SymInt& features,
+                             const Tensor& weight, const OptionalTensor& bias) {
+  if (const char* why = objection(weight)) return why;
+  if (weight.scalar_type() != dtype) return "(no kernel: dtypes differ)";
+  if (weight.dim() != 2 || weight.sym_size(1) != features) return "(no kernel: shape of weight)";
+  if (!has_value(bias)) return nullptr;
+  if (const char* why = objection(*bias)) return why;
+  if (bias->scalar_type() != dtype) return "(no kernel: dtypes differ)";
+  const bool fits = bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0);
+  return fits ? nullptr : "(no kernel: shape of bias)";
+}
+
+inline const char* objection(const Tensor& input, const Tensor& weight,
+                             const OptionalTensor& bias) {
+  if (const char* why = objection(input)) return why;
+  if (input.dim() < 1) return "(no kernel: shape of input)";
+  return objection(input.scalar_type(), input.sym_size(-1), weight, bias);
+}
+
+inline const char* objection(const Tensor& input, at::TensorList weights,
+                             const c10::List<OptionalTensor>& biases) {
+  if (const char* why = objection(input, weights[0], biases.get(0))) return why;
+  for (size_t i = 1; i < weights.size(); ++i) {
+    const char* why =
+        objection(input.scalar_type(), weights[i - 1].sym_size(0), weights[i], biases.get(i));
+    if (why != nullptr) return why;
+  }
+  return nullptr;
+}
+
+// What a message says of a tensor.
+inline std::string describe(const OptionalTensor& tensor) {
+  if (!has_value(tensor)) return "None";
+  std::ostringstream text;
+  text << tensor->scalar_type() << ' ';
+  if (tensor->is_nested()) {
+    text << "(nested)";
+  } else {
+    text << tensor->sym_sizes();
+  }
+  if (tensor->layout() != at::kStrided) text << ' ' << tensor->layout();
+  text << " on " << tensor->device();
+  return text.str();
+}
+
+inline std::string describe_linear(const char* op, const Tensor& input, const Tensor& weight,
+                                   const OptionalTensor& bias) {
+  return std::string(op) +
+         ": expected input [*, in], weight [out, in] and bias [out] or None, of one dtype and "
+         "device, got input " +
+         describe(input) + ", weight " + describe(weight) + ", bias " + describe(bias);
+}
+
+// Runs what is torch's own. Its error keeps class and words, and says besides what `text` gives.
+template <typename Run, typename Text>
+auto in_context(const Run& run, const Text& text) {
+  try {
+    return run();
+  } catch (c10::Error& error) {
+    error.add_context(text());
+    throw;
+  }
+}
+
+inline void check_device(const char* op, const char* what, const Tensor& tensor,
+                         const Tensor& input) {
   TORCH_CHECK(tensor.device() == input.device(), op, ": ", what,
               " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }
 
+// Torch does not notice everywhere that a tensor on the meta device has no data.
+inline void check_devices(const char* op, const Tensor& input, const Tensor& weight,
+                          const OptionalTensor& bias) {
+  check_device(op, "weight", weight, input);
+  if (has_value(bias) && bias->dim() > 0) check_device(op, "bias", *bias, input);
+}
+
+inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
+                                   const Tensor& input) {
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", what,
+              " must have the dtype of input, ", input.scalar_type(), ", got ",
+              tensor.scalar_type());
+  TORCH_CHECK(tensor.layout() == at::kStrided, op, ": ", what,
+              " must be a strided tensor, got layout ", tensor.layout());
+  check_device(op, what, tensor, input);
+}
+
 inline void check_floating(const char* op, const Tensor& input, const char* what = "input") {
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_TYPE(
-      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble,
-      op, ": ", what, " must have dtype Double, Float, Half or BFloat16, got ", dtype);
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported(input.scalar_type()), op, ": ", what,
+                              " must have dtype Double, Float, Half or BFloat16, got ",
+                              input.scalar_type());
   TORCH_CHECK(input.layout() == at::kStrided, op, ": ", what,
               " must be a strided tensor, got layout ", input.layout());
 }
 
 inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight) {
   check_dtype_and_device(op, "bias", bias, weight);
-  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), op,
-                    ": bias must have shape [", weight.sym_size(0), "] to match weight ",
-                    weight.sym_sizes(), ", got ", bias.sym_sizes());
+  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), op,
+              ": bias must have shape [", weight.sym_size(0), "] to match weight ",
+              weight.sym_sizes(), ", got ", bias.sym_sizes());
 }
 
-// input [*, in], weight [out, in], bias [out] or nothing.
+// Of a step, which torch has no function for.
 inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias) {
-  check_floating(op, input);
-  check_dtype_and_device(op, "weight", weight, input);
-  TORCH_CHECK_VALUE(input.dim() >= 1, op,
-                    ": input must have shape [..., in_features], got a 0-dimensional tensor");
-  const auto in_features = input.sym_size(-1);
-  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight must have shape [out_features, ", in_features,
-                    "], got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(weight.sym_size(1) == in_features, op,
-                    ": weight must have shape [out_features, ", in_features,
-                    "] to match input [..., ", in_features, "], got ", weight.sym_sizes());
-  if (has_value(bias)) check_bias(op, *bias, weight);
+  TORCH_CHECK(objection(input, weight, bias) == nullptr, describe_linear(op, input, weight, bias));
+  check_devices(op, input, weight, bias);
 }
 
-// input [*, in], weights [hidden, in], [.., hidden] ..., one bias or None for each
-inline void check_mlp(const Tensor& input, at::TensorList weights,
-                      const c10::List<OptionalTensor>& biases) {
+// One bias or None for each of the weights.
+inline void check_mlp(at::TensorList weights, const c10::List<OptionalTensor>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",
                     "each of the ", weights.size(), " weights, got ", biases.size());
-  check_linear("mlp", input, weights[0], biases.get(0));
-  for (size_t i = 1; i < weights.size(); ++i) {
-    const auto& weight = weights[i];
-    check_dtype_and_device("mlp", "weight", weight, input);
-    const auto& features = weights[i - 1].sym_size(0);
-    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) == features, "mlp: weight ", i,
-                      " must have shape [features, ", features, "] to follow weight ", i - 1, " ",
-                      weights[i - 1].sym_sizes(), ", got ", weight.sym_sizes());
-    const auto bias = biases.get(i);
-    if (has_value(bias)) check_bias("mlp", *bias, weight);
-  }
 }
 
 // tensor [*leading of like, features]
@@ -93,9 +163,8 @@ inline void check_rows(const char* op, const char* what, const Tensor& tensor, c
   for (int64_t d = 0; same && d + 1 < like.dim(); ++d) {
     same = tensor.sym_size(d) == like.sym_size(d);
   }
-  TORCH_CHECK_VALUE(same, op, ": ", what, " must have ", features,
-                    " features and the leading shape", " of ", like.sym_sizes(), ", got ",
-                    tensor.sym_sizes());
+  TORCH_CHECK(same, op, ": ", what, " must have ", features, " features and the leading shape of ",
+              like.sym_sizes(), ", got ", tensor.sym_sizes());
 }
 
 // What act' of `activation` is read from: ReLU's output or its bit mask, a pre-activation.

@@ -29,7 +29,7 @@ struct Geometry {
     check_least("stride", stride, 1);
     check_least("padding", padding, 0);
     check_least("dilation", dilation, 1);
-    TORCH_CHECK_VALUE(groups >= 1, op_name, ": groups must be at least 1, got ", groups);
+    TORCH_CHECK(groups >= 1, op_name, ": groups must be at least 1, got ", groups);
   }
 
   Pair stride, padding, dilation;
@@ -37,14 +37,14 @@ struct Geometry {
 
  private:
   static Pair pair(const char* what, SymIntArrayRef values) {
-    TORCH_CHECK_VALUE(values.size() == 1 || values.size() == 2, op_name, ": ", what,
-                      " must be one number or a pair (height, width), got ", values);
+    TORCH_CHECK(values.size() == 1 || values.size() == 2, op_name, ": ", what,
+                " must be one number or a pair (height, width), got ", values);
     return {values.front(), values.back()};
   }
 
   static void check_least(const char* what, const Pair& values, int64_t least) {
-    TORCH_CHECK_VALUE(values[0] >= least && values[1] >= least, op_name, ": ", what,
-                      " must be at least ", least, ", got ", SymIntArrayRef(values));
+    TORCH_CHECK(values[0] >= least && values[1] >= least, op_name, ": ", what, " must be at least ",
+                least, ", got ", SymIntArrayRef(values));
   }
 };
 
@@ -76,36 +76,44 @@ inline std::vector<SymInt> output_sizes(const Tensor& image, const Tensor& weigh
   return sizes;
 }
 
+// Why no kernel of ours takes these, whatever their shapes, or nullptr.
+inline const char* objection(const Tensor& input, const Tensor& weight,
+                             const OptionalTensor& bias) {
+  if (const char* why = fused::objection(input)) return why;
+  if (const char* why = fused::objection(weight)) return why;
+  return has_value(bias) ? fused::objection(*bias) : nullptr;
+}
+
 inline void check(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                   const Geometry& g) {
   check_floating(op_name, input);
   check_dtype_and_device(op_name, "weight", weight, input);
-  TORCH_CHECK_VALUE(input.dim() == 3 || input.dim() == 4, op_name,
-                    ": input must have shape [batch, channels, height, width] or [channels, "
-                    "height, width], got ",
-                    input.sym_sizes());
+  TORCH_CHECK(input.dim() == 3 || input.dim() == 4, op_name,
+              ": input must have shape [batch, channels, height, width] or [channels, "
+              "height, width], got ",
+              input.sym_sizes());
   const auto channels = input.sym_size(-3);
-  TORCH_CHECK_VALUE(weight.dim() == 4, op_name,
-                    ": weight must have shape [out_channels, channels / groups, kernel_height, "
-                    "kernel_width], got ",
-                    weight.sym_sizes());
+  TORCH_CHECK(weight.dim() == 4, op_name,
+              ": weight must have shape [out_channels, channels / groups, kernel_height, "
+              "kernel_width], got ",
+              weight.sym_sizes());
   for (int d = 0; d < 4; ++d) {
-    TORCH_CHECK_VALUE(weight.sym_size(d) >= 1, op_name,
-                      ": weight must have at least one element along each dimension, got ",
-                      weight.sym_sizes());
+    TORCH_CHECK(weight.sym_size(d) >= 1, op_name,
+                ": weight must have at least one element along each dimension, got ",
+                weight.sym_sizes());
   }
-  TORCH_CHECK_VALUE(weight.sym_size(1) * g.groups == channels, op_name,
-                    ": weight must have shape [out_channels, channels / groups, ...] to match ",
-                    channels, " channels of input ", input.sym_sizes(), " in ", g.groups,
-                    " groups, got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(weight.sym_size(0) % g.groups == 0, op_name, ": groups must divide the ",
-                    weight.sym_size(0), " out_channels of weight, got ", g.groups);
+  TORCH_CHECK(weight.sym_size(1) * g.groups == channels, op_name,
+              ": weight must have shape [out_channels, channels / groups, ...] to match ", channels,
+              " channels of input ", input.sym_sizes(), " in ", g.groups, " groups, got ",
+              weight.sym_sizes());
+  TORCH_CHECK(weight.sym_size(0) % g.groups == 0, op_name, ": groups must divide the ",
+              weight.sym_size(0), " out_channels of weight, got ", g.groups);
   for (int d = 0; d < 2; ++d) {
     const auto size = input.sym_size(d - 2) + 2 * g.padding[d];
     const auto reach = g.dilation[d] * (weight.sym_size(d + 2) - 1) + 1;
-    TORCH_CHECK_VALUE(size >= reach, op_name, ": input must have, with its padding, a ",
-                      d == 0 ? "height" : "width", " of at least the dilated kernel's, ", reach,
-                      ", got ", size);
+    TORCH_CHECK(size >= reach, op_name, ": input must have, with its padding, a ",
+                d == 0 ? "height" : "width", " of at least the dilated kernel's, ", reach, ", got ",
+                size);
   }
   if (has_value(bias)) check_bias(op_name, *bias, weight);
 }
@@ -113,12 +121,12 @@ inline void check(const Tensor& input, const Tensor& weight, const OptionalTenso
 inline void check_backward(const char* op, const Tensor& grad_output, const Tensor& output) {
   check_floating(op, grad_output);
   check_dtype_and_device(op, "output", output, grad_output);
-  TORCH_CHECK_VALUE(grad_output.dim() == 4, op,
-                    ": grad_output must have shape [batch, channels, height, width], got ",
-                    grad_output.sym_sizes());
-  TORCH_CHECK_VALUE(output.sym_sizes() == grad_output.sym_sizes(), op,
-                    ": output must have the shape of grad_output, ", grad_output.sym_sizes(),
-                    ", got ", output.sym_sizes());
+  TORCH_CHECK(grad_output.dim() == 4, op,
+              ": grad_output must have shape [batch, channels, height, width], got ",
+              grad_output.sym_sizes());
+  TORCH_CHECK(output.sym_sizes() == grad_output.sym_sizes(), op,
+              ": output must have the shape of grad_output, ", grad_output.sym_sizes(), ", got ",
+              output.sym_sizes());
 }
 
 // Of a result.

@@ -5,18 +5,25 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace fused::explain {
 
 bool enabled();
 
-void start();
-// The rows since start(), in order; fields separated by tabs: operator, shapes, dtype, device,
-// steps, remark.
-std::vector<std::string> stop();
+// Begins a report, whatever others are being taken, and says by which number to end it.
+int64_t start();
+// The rows since then, in order, those of reports within it too; fields separated by tabs:
+// operator, shapes, dtype, device, steps, remark.
+std::vector<std::string> stop(int64_t report);
 
+// A row for what is done elsewhere, in Python.
+void note(std::string_view row);
+
+// Rows of one thread may lie within each other. A row that ends in an exception is not reported.
 class Row {
  public:
   Row(const char* op, const at::Tensor& input, const at::Tensor& weight);
@@ -25,8 +32,8 @@ class Row {
   Row& operator=(const Row&) = delete;
 
  private:
-  bool active_;
-  std::string head_;
+  struct Open;
+  std::unique_ptr<Open> open_;  // null where nothing is reported
 };
 
 // Adds to the path of the row that is open on this thread: an epilogue, "own kernel", "reference",
@@ -45,7 +52,8 @@ class Quiet {
   bool before_;
 };
 
-// Says something about the row that this thread opens next: why it is handed over, or not.
+// Says something about the row that this thread opens next: why it is handed over, or not. Lost
+// where that row is not reported.
 void remark(const std::string& text);
 
 }  // namespace fused::explain

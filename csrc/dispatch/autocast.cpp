@@ -1,7 +1,9 @@
 // Under autocast the operators run in the user's autocast dtype, as torch's own linear does.
-// Casts of the weights are cached for the length of the autocast region.
+// Casts of the weights are cached for the length of the autocast region. The steps keep the dtypes
+// that they are given: what they call of ATen's would cast again.
 
 #include "core/check.h"
+#include "dispatch/signatures.h"
 #include "fused_linear.h"
 
 #include <ATen/autocast_mode.h>
@@ -9,6 +11,17 @@
 
 namespace fused::dispatch {
 namespace {
+
+template <auto step>
+struct Kept;
+
+template <typename Result, typename... Args, Result (*step)(Args...)>
+struct Kept<step> {
+  static Result call(Args... args) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return step(args...);
+  }
+};
 
 template <c10::DeviceType device>
 struct Autocast {
@@ -65,6 +78,15 @@ struct Autocast {
     m.impl("linear_gelu", linear_gelu);
     m.impl("mlp", mlp);
     m.impl("conv2d_relu", conv2d_relu);
+    m.impl("_linear_relu_aux", Kept<&steps::linear_relu_aux>::call);
+    m.impl("_linear_gelu_aux", Kept<&steps::linear_gelu_aux>::call);
+    m.impl("_relu_mask", Kept<&steps::relu_mask>::call);
+    m.impl("_activation_backward",
+           flat_activation_backward<Kept<&steps::activation_backward>::call>);
+    m.impl("_channels_relu_backward", Kept<&steps::channels_relu_backward>::call);
+    m.impl("_linear_backward", flat_linear_backward<Kept<&steps::linear_backward>::call>);
+    m.impl("_linear_backward_across",
+           flat_linear_backward_across<Kept<&steps::linear_backward_across>::call>);
   }
 };
 

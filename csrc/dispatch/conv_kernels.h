@@ -25,16 +25,19 @@ struct ConvKernels {
                         c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
                         c10::SymIntArrayRef dilation, c10::SymInt groups) {
     const conv::Geometry geometry(stride, padding, dilation, groups);
-    conv::check(input, weight, bias, geometry);
+    if (const char* why = conv::objection(input, weight, bias)) {
+      return reference::conv_as_torch_does(why, input, weight, bias, geometry);
+    }
     const explain::Row row(conv::op_name, input, weight);
+    conv::check(input, weight, bias, geometry);
     return way([&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
   }
 
   static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
                                                   bool bias_grad) {
     constexpr auto op = "_channels_relu_backward";
-    conv::check_backward(op, grad_output, output);
     const explain::Row row(op, grad_output, {});
+    conv::check_backward(op, grad_output, output);
     return way([&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
   }
 };

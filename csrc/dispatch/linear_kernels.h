@@ -27,8 +27,11 @@ struct LinearKernels {
 
   static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation) {
-    check_linear(op, input, weight, bias);
+    if (const char* why = objection(input, weight, bias)) {
+      return reference::as_torch_does(op, why, input, weight, bias, activation);
+    }
     const explain::Row row(op, input, weight);
+    check_devices(op, input, weight, bias);
     return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
@@ -52,8 +55,8 @@ struct LinearKernels {
 
   static Pair forward_aux(const char* op, const Tensor& input, const Tensor& weight,
                           const OptionalTensor& bias, Activation activation) {
-    check_linear(op, input, weight, bias);
     const explain::Row row(op, input, weight);
+    check_linear(op, input, weight, bias);
     return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
   }
 
@@ -70,21 +73,21 @@ struct LinearKernels {
 
   static Tensor relu_mask(const Tensor& output) {
     constexpr auto op = "_relu_mask";
-    TORCH_CHECK_VALUE(output.dim() >= 1, op,
-                      ": output must have shape [..., features], got a 0-dimensional tensor");
-    check_floating(op, output, "output");
     const explain::Row row(op, output, {});
+    TORCH_CHECK(output.dim() >= 1, op,
+                ": output must have shape [..., features], got a 0-dimensional tensor");
+    check_floating(op, output, "output");
     return way([&](auto w) { return decltype(w)::relu_mask(output); });
   }
 
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                                   Activation activation, bool bias_grad) {
     constexpr auto op = "_activation_backward";
-    TORCH_CHECK_VALUE(grad_output.dim() >= 1, op,
-                      ": grad_output must have shape [..., features], got a 0-dimensional tensor");
+    const explain::Row row(op, grad_output, {});
+    TORCH_CHECK(grad_output.dim() >= 1, op,
+                ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, grad_output);
     check_saved(op, grad_output, saved, activation);
-    const explain::Row row(op, grad_output, {});
     return way([&](auto w) {
       return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad);
     });
@@ -92,17 +95,17 @@ struct LinearKernels {
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
     constexpr auto op = "_linear_backward";
-    check_linear_backward(op, layer);
     const explain::Row row(op, layer.input, layer.weight);
+    check_linear_backward(op, layer);
     return way([&](auto w) { return decltype(w)::linear_backward(layer); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
     constexpr auto op = "_linear_backward_across";
+    const explain::Row row(op, layer.input, layer.weight);
     check_linear_backward(op, layer);
     check_saved(op, layer.input, previous.saved, previous.activation);
-    const explain::Row row(op, layer.input, layer.weight);
     return way([&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
   }
 
@@ -111,7 +114,12 @@ struct LinearKernels {
                     std::string_view memory) {
     parse_memory("mlp", memory);
     const auto activation = parse_hidden_activation("mlp", "activation", text);
-    check_mlp(input, weights, biases);
+    check_mlp(weights, biases);
+    if (const char* why = objection(input, weights, biases)) {
+      return reference::mlp_as_torch_does(why, input, weights, biases, activation);
+    }
+    for (size_t i = 0; i < weights.size(); ++i)
+      check_devices("mlp", input, weights[i], biases.get(i));
     auto hidden = input;
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);

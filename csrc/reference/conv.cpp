@@ -27,6 +27,19 @@ std::tuple<Tensor, Tensor> ConvFormula::relu_backward(const Tensor& grad_output,
   return {std::move(gradient), std::move(grad_bias)};
 }
 
+Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
+                          const OptionalTensor& bias, const Geometry& geometry) {
+  const explain::Row row(conv::op_name, input, weight);
+  explain::append(objection);
+  explain::append("reference");
+  check_devices(conv::op_name, input, weight, bias);
+  return in_context([&] { return ConvFormula::forward(input, weight, bias, geometry); },
+                    [&] {
+                      return std::string(conv::op_name) + ": got input " + describe(input) +
+                             ", weight " + describe(weight) + ", bias " + describe(bias);
+                    });
+}
+
 // oneDNN's convolution with ReLU as a post-op is not used: it turns NaN into 0.
 Tensor Conv::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      const Geometry& geometry) {

@@ -31,6 +31,11 @@ struct Conv {
                                                   bool bias_grad);
 };
 
+// What no kernel of ours takes, for the reason that conv::objection gave: by torch's own functions.
+// A row of explain.
+Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
+                          const OptionalTensor& bias, const conv::Geometry& geometry);
+
 // Without bias and ReLU's share: at::convolution.
 Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const conv::Geometry& geometry);

@@ -112,6 +112,57 @@ Tensor LinearFormula::mlp(const Tensor& input, at::TensorList weights,
   return hidden;
 }
 
+// ---- what no kernel takes ----------------------------------------------------------------------
+
+namespace {
+
+// What torch refuses in any case, though on the meta device it may not notice, or in Python.
+void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
+                            const OptionalTensor& bias) {
+  for (const auto& tensor : {input, weight}) {
+    // a class of its own may have its own rules
+    const bool foreign = tensor.key_set().has(c10::DispatchKey::PythonTLSSnapshot);
+    if (foreign || tensor.is_nested() || tensor.layout() != at::kStrided) return;
+  }
+  const auto dim = weight.dim();
+  TORCH_CHECK(input.dim() >= 1 && (dim == 1 || dim == 2) &&
+                  weight.sym_size(-1) == input.sym_size(-1) &&
+                  weight.scalar_type() == input.scalar_type(),
+              describe_linear(op, input, weight, bias));
+}
+
+Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
+                       const OptionalTensor& bias, Activation activation) {
+  check_devices(op, input, weight, bias);
+  check_sizes_and_dtypes(op, input, weight, bias);
+  return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
+                    [&] { return describe_linear(op, input, weight, bias); });
+}
+
+}  // namespace
+
+Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
+                     const Tensor& weight, const OptionalTensor& bias, Activation activation) {
+  const explain::Row row(op, input, weight);
+  explain::append(objection);
+  explain::append("reference");
+  return in_torchs_words(op, input, weight, bias, activation);
+}
+
+Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
+                         const c10::List<OptionalTensor>& biases, Activation activation) {
+  const explain::Row row("mlp", input, weights[0]);
+  explain::append(objection);
+  explain::append("reference");
+  auto hidden = input;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const bool last = i + 1 == weights.size();
+    hidden = in_torchs_words("mlp", hidden, weights[i], biases.get(i),
+                             last ? Activation::none : activation);
+  }
+  return hidden;
+}
+
 // ---- as kernels --------------------------------------------------------------------------------
 
 Tensor Linear::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

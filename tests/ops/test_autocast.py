@@ -130,6 +130,57 @@ def test_weight_is_cast_once_per_region(op, device):
     assert casts.shapes.count(tuple(w.shape)) == 1
 
 
+def steps(lead, features, dtype, device):
+    """Every private operator's call with tensors of one dtype."""
+    gen = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=gen).to(dtype=dtype, device=device)
+
+    g, x, z = normal(lead, features), normal(lead, features), normal(lead, features)
+    w, b, image = normal(features, features), normal(features), normal(2, 3, 4, 4)
+    fused, wanted = torch.ops.fused, [True, True, True]
+    return {
+        "_linear_relu_aux": lambda: fused._linear_relu_aux(x, w, b),
+        "_linear_gelu_aux": lambda: fused._linear_gelu_aux(x, w, b),
+        "_relu_mask": lambda: fused._relu_mask(z),
+        "_activation_backward": lambda: fused._activation_backward(g, z, "gelu_erf", True),
+        "_channels_relu_backward": lambda: fused._channels_relu_backward(image, image, True),
+        "_linear_backward": lambda: fused._linear_backward(g, x, w, z, "gelu_tanh", wanted),
+        "_linear_backward_across": lambda: fused._linear_backward_across(
+            g, x, w, z, "relu", wanted, z, "gelu_tanh", True
+        ),
+    }
+
+
+@pytest.mark.parametrize("where", [*DEVICES, "meta"])
+@pytest.mark.parametrize("size", [8, 512])
+def test_steps_keep_the_dtypes_they_are_given(size, where):
+    """Of every size and on every path, though ATen's products within them would be cast."""
+    device = "cuda" if where == "cuda" else "cpu"
+    for name, call in steps(size, size, torch.float32, where).items():
+        want = call()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            got = call()
+        if isinstance(got, torch.Tensor):
+            got, want = [got], [want]
+        assert [t.dtype for t in got] == [t.dtype for t in want], name
+        if where != "meta":
+            for a, b in zip(got, want):
+                torch.testing.assert_close(a, b, msg=f"{name} computes in another dtype")
+
+
+def test_a_step_that_is_differentiated_keeps_its_dtypes():
+    """The formula takes over there, whose products autocast would cast."""
+    g, x, w, z = (torch.randn(8, 8).requires_grad_() for _ in range(4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.ops.fused._linear_backward(g, x, w, z, "gelu_erf", [True] * 3)
+    want = torch.ops.fused._linear_backward(g, x, w, z, "gelu_erf", [True] * 3)
+    for a, b in zip(got, want):
+        assert a.dtype == torch.float32 and a.requires_grad
+        torch.testing.assert_close(a, b)
+
+
 @device_param
 def test_training_under_autocast_learns(device):
     """A few steps of SGD with fp32 parameters: the loss falls as it does for eager layers."""

@@ -1,4 +1,7 @@
-"""Bad arguments: the message names the operator, what was expected and what was got."""
+"""Bad arguments: the message names the operator, what was expected and what was got.
+
+What is bad, and of which class the error is, torch's own functions say: test_as_torch.py.
+"""
 
 import pytest
 import torch
@@ -13,15 +16,10 @@ def _float(*shape, dtype=torch.float32, device="cpu"):
 BAD = {
     "in_features": (lambda: (_float(5, 64), _float(128, 32), None), ["64", "128, 32"]),
     "weight transposed": (lambda: (_float(5, 64), _float(64, 128), None), ["64", "64, 128"]),
-    "weight 1-D": (lambda: (_float(5, 64), _float(64), None), ["weight", "64"]),
     "weight 3-D": (lambda: (_float(5, 64), _float(2, 3, 64), None), ["weight", "2, 3, 64"]),
     "input 0-D": (lambda: (_float(), _float(3, 1), None), ["input"]),
     "bias length": (lambda: (_float(5, 4), _float(6, 4), _float(7)), ["bias", "6", "7"]),
     "bias of in_features": (lambda: (_float(5, 4), _float(6, 4), _float(4)), ["bias", "6", "4"]),
-    "bias 2-D": (lambda: (_float(5, 4), _float(6, 4), _float(5, 6)), ["bias", "6", "5, 6"]),
-    "bias 2-D row": (lambda: (_float(5, 4), _float(6, 4), _float(1, 6)), ["bias", "1, 6"]),
-    "bias scalar": (lambda: (_float(5, 4), _float(6, 4), _float()), ["bias", "6"]),
-    "bias of one": (lambda: (_float(5, 4), _float(6, 4), _float(1)), ["bias", "6", "1"]),
     "weight dtype": (
         lambda: (_float(5, 4), _float(6, 4, dtype=torch.bfloat16), None),
         ["weight", "oat", "BFloat16|bfloat16"],
@@ -30,26 +28,14 @@ BAD = {
         lambda: (_float(5, 4), _float(6, 4), _float(6, dtype=torch.float64)),
         ["bias", "Double|double|float64"],
     ),
-    "integer": (
-        lambda: tuple(torch.zeros(s, 4, dtype=torch.int64) for s in (5, 6)) + (None,),
-        ["input", "Long|long|int64"],
-    ),
-    "complex": (
-        lambda: tuple(torch.zeros(s, 4, dtype=torch.complex64) for s in (5, 6)) + (None,),
-        ["input", "omplex"],
-    ),
     "bool": (
         lambda: tuple(torch.zeros(s, 4, dtype=torch.bool) for s in (5, 6)) + (None,),
         ["input", "Bool|bool"],
     ),
-    "fp8": (
-        lambda: tuple(torch.zeros(s, 4).to(torch.float8_e4m3fn) for s in (5, 6)) + (None,),
-        ["input", "8_e4m3fn"],
-    ),
 }
-# with gradients it is another path to the same checks; integers cannot have any
+# with gradients it is another path to the same checks; booleans cannot have any
 CASES = [(wrong, training) for wrong in BAD for training in (False, True)]
-CASES = [case for case in CASES if case not in [("integer", True), ("bool", True)]]
+CASES.remove(("bool", True))
 
 
 def assert_raises(op, args, shown):
@@ -75,7 +61,7 @@ def test_bad_arguments_name_op_expected_and_got(wrong, training, op, device):
 
 
 @op_param
-@pytest.mark.parametrize("wrong", ["in_features", "bias 2-D", "weight dtype", "integer"])
+@pytest.mark.parametrize("wrong", ["in_features", "weight 3-D", "weight dtype"])
 def test_shape_inference_checks_the_same(wrong, op):
     """On the meta device (and so under torch.compile) the same mistakes get the same message."""
     make, shown = BAD[wrong]

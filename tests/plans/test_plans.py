@@ -149,7 +149,7 @@ def test_warmup_of_a_function():
 def test_warmup_puts_buffers_back_when_the_module_fails():
     model = Model()
     before = model.norm.running_mean.clone()
-    with pytest.raises(ValueError, match="linear_relu"):
+    with pytest.raises(RuntimeError, match="linear_relu"):
         model.layer = tfl.FusedLinearReLU(3, 8)
         plans.warmup(model, torch.randn(6, 4))
     assert torch.equal(model.norm.running_mean, before)

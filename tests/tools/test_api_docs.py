@@ -151,6 +151,12 @@ def strings(source: str, function: str | None = None) -> list[str]:
 REASONS = {
     "csrc/gemm/strategy.h": strings("csrc/gemm/strategy.h", "objection"),
     "csrc/gemm/problem.h": strings("csrc/gemm/problem.h", "refusal"),
+    "csrc/core/check.h": re.findall(
+        r'"(\(no kernel: [^"]+\))"',
+        "".join(
+            (ROOT / p).read_text() for p in ("csrc/core/check.h", "csrc/dispatch/subclasses.cpp")
+        ),
+    ),
     "csrc/autograd/handover.cpp": strings("csrc/autograd/handover.cpp"),
     "csrc/autograd/linear_node.cpp": strings("csrc/autograd/linear_node.cpp"),
     "csrc/cuda/tune/decide.cpp": re.findall(
@@ -194,6 +200,7 @@ def test_the_reasons_are_found():
     assert "retain_grad" in REASONS["csrc/autograd/handover.cpp"]
     assert "no such epilogue" in REASONS["csrc/gemm/strategy.h"]
     assert "one row or column" in REASONS["csrc/gemm/problem.h"]
+    assert "(no kernel: layout)" in REASONS["csrc/core/check.h"]
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]
     assert "own one-pass kernel" in REASONS["csrc"]
     assert "has a parametrisation" in REASONS["fuse/fit.py"]

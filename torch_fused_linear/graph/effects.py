@@ -1,12 +1,24 @@
 """What a node of a graph of torch calls does beside giving a result."""
 
 import inspect
-import operator
+from collections import defaultdict
+from functools import cache
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 _SWITCHES = ("_enter_", "_exit_", "_set_grad_enabled")
+
+# Of the module operator, and as methods within underscores.
+_IN_PLACE = {"setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul"}
+_IN_PLACE |= {"imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"}
+
+# Whose functions write to nothing but what their names, their schemas or their arguments tell of.
+_KNOWN = (
+    *("torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank"),
+    *("math", "_operator", "builtins"),
+)
 
 
 def switches_mode(node: Node) -> bool:
@@ -19,34 +31,87 @@ def switches_mode(node: Node) -> bool:
 
 
 def may_write(node: Node) -> bool:
-    """Whether the node may write to a tensor that it has not made."""
-    if node.op == "call_method":
-        return node.target.endswith("_") and not node.target.endswith("__")
+    """Whether the node may write to a tensor that it has not made. Numbers drawn at random, as by
+    dropout, are no such thing: our operators draw none."""
     if node.op == "call_module":
         return True
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return False
-    target, kwargs = node.target, node.kwargs
+    target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
+        return target._schema.is_mutable or _writes_undeclared(_named(node, [target._schema]))
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    if isinstance(target, torch._ops.HigherOrderOperator):
+        name, known = target.__name__, True
+        schemas = [getattr(target, overload)._schema for overload in target.overloads()]
+    else:
+        name = target if node.op == "call_method" else getattr(target, "__name__", "")
+        known = node.op == "call_method" or _is_known(target)
+        schemas = _aten().get(name, [])
+    if not known or _in_place_by_name(name) or any(_writes(node, s) for s in schemas):
         return True
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        return True
-    module, name = getattr(target, "__module__", "") or "", getattr(target, "__name__", "_")
-    if module in ("_operator", "operator"):
-        return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
-    if name.endswith("_"):
-        return True
-    return module.startswith("torch.nn") and _is_in_place(target, node.args)
+    arguments = _named(node, schemas)
+    # without a name for every argument nothing is known
+    return arguments is None or _writes_undeclared(arguments)
 
 
-def _is_in_place(function, args: tuple) -> bool:
-    """Whether a positional argument is `inplace=True`."""
+def _is_known(function: Any) -> bool:
+    module = getattr(function, "__module__", None)  # methods in C have none
+    return module is None or module in _KNOWN or module.startswith("torch._C")
+
+
+def _in_place_by_name(name: str) -> bool:
+    if name.startswith("__"):
+        return name.strip("_") in _IN_PLACE
+    return name.endswith("_") or name in _IN_PLACE or name in ("setattr", "delattr")
+
+
+@cache
+def _aten() -> dict[str, list[torch.FunctionSchema]]:
+    """The schemas of ATen's operators, by name."""
+    dispatched = set(torch._C._dispatch_get_all_op_names())  # not TorchScript's of lists and dicts
+    found = defaultdict(list)
+    for schema in torch._C._jit_get_all_schemas():
+        overload = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+        if schema.name.startswith("aten::") and overload in dispatched:
+            found[schema.name.removeprefix("aten::")].append(schema)
+    return found
+
+
+def _writes(node: Node, schema: torch.FunctionSchema) -> bool:
+    """Whether it is given what the schema declares to be written."""
+    return any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and (argument.name in node.kwargs or (k < len(node.args) and not argument.kwarg_only))
+        for k, argument in enumerate(schema.arguments)
+    )
+
+
+def _named(node: Node, schemas: list[torch.FunctionSchema]) -> dict[str, Any] | None:
+    """The arguments by name, as any of the schemas or the function itself has them."""
+    if node.op == "call_method" or (schemas and not inspect.isfunction(node.target)):
+        return {
+            **{s.arguments[k].name: v for s in schemas for k, v in enumerate(node.args)
+               if k < len(s.arguments)},
+            **node.kwargs,
+        }  # fmt: skip
     try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of a function in C
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except TypeError:  # a call that fails
+        return None
+    except ValueError:  # of a function in C
+        return dict(node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _writes_undeclared(arguments: dict[str, Any]) -> bool:
+    """What operators and functions write without declaring it is told by their arguments."""
+    if arguments.get("inplace") or arguments.get("out") is not None:
+        return True
+    if arguments.get("max_norm") is not None:  # of embeddings, whose rows are then normalised
+        return True
+    if arguments.get("running_mean") is None and arguments.get("running_var") is None:
         return False
-    return "inplace" in names[: len(args)] and bool(args[names.index("inplace")])
+    flags = [arguments.get(name) for name in ("training", "train", "use_input_stats")]
+    return not any(flag is False for flag in flags)

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional import conv2d_relu
+from .taking_over import check_plain, converted
 
 
 class FusedConv2dReLU(nn.Conv2d):
@@ -63,23 +64,28 @@ class FusedConv2dReLU(nn.Conv2d):
         )
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv2d) -> "FusedConv2dReLU":
+    def from_conv(cls, conv: nn.Conv2d, *, device=None, dtype=None) -> "FusedConv2dReLU":
         """A fused layer that shares ``conv``'s parameters (the same objects, not copies).
 
         Args:
-            conv: the layer to take over.
+            conv: the layer to take over: exactly an ``nn.Conv2d``, without hooks or anything else
+                that the fused layer would not have.
+            device: where the parameters shall be. Default: where they are.
+            dtype: of the parameters. Default: the one they have. A parameter that is of another
+                device or dtype is copied.
 
         Returns:
             The fused layer, in the mode (training or not) of ``conv``.
 
         Raises:
-            TypeError: ``conv`` is no ``nn.Conv2d``.
+            TypeError: ``conv`` is something else, a subclass, lazy, parametrised, has hooks, other
+                parameters, a ``forward`` set on the object, or was compiled.
         """
-        if not isinstance(conv, nn.Conv2d):
-            raise TypeError(
-                f"{cls.__name__}.from_conv: expected an nn.Conv2d, got {type(conv).__name__}"
-            )
-        return _like(conv, cls)
+        check_plain(f"{cls.__name__}.from_conv", conv, (nn.Conv2d,))
+        layer = _like(conv, cls)
+        layer.weight = converted(conv.weight, device, dtype)
+        layer.bias = converted(conv.bias, device, dtype)
+        return layer
 
     def to_conv(self) -> nn.Conv2d:
         """An ``nn.Conv2d`` that shares this layer's parameters; the ReLU is left out."""

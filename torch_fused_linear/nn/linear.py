@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from ..functional import linear, linear_gelu, linear_relu
+from .taking_over import check_plain, converted
 
 MEMORY = ("default", "low")
 
@@ -50,23 +51,25 @@ class FusedLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **kwargs) -> "FusedLinear":
+    def from_linear(cls, linear: nn.Linear, *, device=None, dtype=None, **kwargs) -> "FusedLinear":
         """A fused layer that shares ``linear``'s parameters (the same objects, not copies).
 
         Args:
-            linear: the layer to take over.
+            linear: the layer to take over: exactly an ``nn.Linear`` or a ``FusedLinear``, without
+                hooks or anything else that the fused layer would not have.
+            device: where the parameters shall be. Default: where they are.
+            dtype: of the parameters. Default: the one they have. A parameter that is of another
+                device or dtype is copied.
             kwargs: what else the class's constructor takes, such as ``approximate``.
 
         Returns:
             The fused layer, in the mode (training or not) of ``linear``.
 
         Raises:
-            TypeError: ``linear`` is not an ``nn.Linear``.
+            TypeError: ``linear`` is something else, a subclass, lazy, parametrised, has hooks,
+                other parameters, a ``forward`` set on the object, or was compiled.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(
-                f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}"
-            )
+        check_plain(f"{cls.__name__}.from_linear", linear, (nn.Linear, FusedLinear))
         # No memory for parameters that are replaced at once.
         layer = cls(
             linear.in_features,
@@ -75,8 +78,8 @@ class FusedLinear(nn.Linear):
             device="meta",
             **kwargs,
         )
-        layer.weight = linear.weight
-        layer.bias = linear.bias
+        layer.weight = converted(linear.weight, device, dtype)
+        layer.bias = converted(linear.bias, device, dtype)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:

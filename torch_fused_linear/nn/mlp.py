@@ -7,6 +7,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
 from .linear import check_memory, memory_repr
+from .taking_over import check_plain
 
 
 def _make_activation(name: str) -> nn.Module:
@@ -93,17 +94,20 @@ class FusedMLP(nn.Sequential):
         """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
 
         Args:
-            sequential: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
-                them.
+            sequential: exactly an ``nn.Sequential`` or ``FusedMLP``, without hooks or parameters of
+                its own: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
+                them. What the modules have besides, hooks too, they keep.
             memory: ``'default'`` or ``'low'``.
 
         Returns:
             The chain, in the mode (training or not) of ``sequential``.
 
         Raises:
+            TypeError: ``sequential`` is something else, a subclass, or has more than its modules.
             ValueError: it is built differently, or ``memory`` is neither of these.
         """
         check_memory("FusedMLP.from_sequential", memory)
+        check_plain("FusedMLP.from_sequential", sequential, (nn.Sequential, cls))
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
         names = {name_of_module(module) for module in between}

@@ -1,0 +1,67 @@
+"""Whether a layer of ours can hold all that a layer of torch's is."""
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None:
+    """Raises a TypeError that names what of the layer would be lost.
+
+    Args:
+        function: who asks.
+        layer: what is to be taken over.
+        classes: what it may be, exactly; the first is named as what was expected.
+    """
+    objection = _objection(layer, classes)
+    if objection:
+        raise TypeError(
+            f"{function}: expected exactly an nn.{classes[0].__name__} with nothing added to it, "
+            f"got {objection}"
+        )
+
+
+def _objection(layer: object, classes: tuple[type, ...]) -> str | None:
+    name = type(layer).__name__
+    if not isinstance(layer, classes):
+        return name
+    if any(is_lazy(parameter) for parameter in layer._parameters.values()):
+        return f"{name} with lazy parameters: run it once to give them their sizes"
+    if hasattr(layer, "parametrizations"):
+        names = ", ".join(layer.parametrizations)
+        return f"{name} with a parametrisation of {names}: torch.nn.utils.parametrize removes it"
+    if type(layer) not in classes:
+        return f"{name}, a subclass, which may compute something else"
+    for kind in _HOOKS:
+        if getattr(layer, kind):
+            return f"{name} with {kind.strip('_').replace('_', ' ')}"
+    if "forward" in layer.__dict__:
+        return f"{name} with a forward of its own, set on the object"
+    if layer._compiled_call_impl is not None:
+        return f"{name} that was compiled: take it over first, and compile the result"
+    chain = isinstance(layer, nn.Sequential)
+    expected = set() if chain else {"weight", "bias"}
+    if layer._parameters.keys() != expected:
+        return f"{name} with the parameters {', '.join(layer._parameters) or 'none'}"
+    more = [*layer._buffers, *(() if chain else layer._modules)]
+    return f"{name} with more in it: {', '.join(more)}" if more else None
+
+
+def converted(parameter: Tensor | None, device, dtype) -> Tensor | None:
+    """The parameter itself where it is of that device and dtype already, else one like it."""
+    if parameter is None or (device is None and dtype is None):
+        return parameter
+    moved = parameter.detach().to(device=device, dtype=dtype)
+    if moved.dtype == parameter.dtype and moved.device == parameter.device:
+        return parameter
+    return nn.Parameter(moved, requires_grad=parameter.requires_grad)
