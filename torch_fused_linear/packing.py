@@ -35,7 +35,8 @@ def pack_weights(module: nn.Module) -> int:
     Raises:
         ValueError: if a weight is not frozen (``requires_grad`` False), not on the CPU, a view or
             an inference tensor; nothing is packed then.
-        TypeError: if a weight is no plain tensor of dtype float64, float32, float16 or bfloat16.
+        TypeError: if a weight is of a class of its own.
+        NotImplementedError: if its dtype is not float64, float32, float16 or bfloat16.
     """
     names = []
     for name, weight in _weights(module):

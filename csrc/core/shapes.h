@@ -88,4 +88,16 @@ struct Shapes {
   }
 };
 
+// Rows whose memory is padded as padded_features says, with zeros there: so that saved tensors
+// compare equal.
+inline Tensor with_zero_padding(const Tensor& rows) {
+  const auto features = rows.size(-1), padded = padded_features(features);
+  if (features != padded) {
+    auto sizes = rows.sizes().vec();
+    sizes.back() = padded;
+    rows.as_strided(sizes, rows.strides()).narrow(-1, features, padded - features).zero_();
+  }
+  return rows;
+}
+
 }  // namespace fused

@@ -22,16 +22,6 @@ bool takes_product(const Tensor& input, const Tensor& weight) {
                                weight.size(0));
 }
 
-Tensor with_zero_padding(const Tensor& rows) {
-  const auto features = rows.size(-1), padded = padded_features(features);
-  if (features != padded) {
-    auto sizes = rows.sizes().vec();
-    sizes.back() = padded;
-    rows.as_strided(sizes, rows.strides()).narrow(-1, features, padded - features).zero_();
-  }
-  return rows;
-}
-
 int64_t rows_of(const Tensor& input) { return input.numel() / input.size(-1); }
 
 // The product of the rows with the weight, in parts, the weight's packed where they are kept.

@@ -131,15 +131,10 @@ struct Linear {
                input);
   }
 
-  // Padding is zero, so that saved tensors compare equal; it exists only for odd widths.
-  static Tensor with_zero_padding(Tensor aux, int64_t features, bool mask) {
-    const auto padded = mask ? mask_bits(features) : padded_features(features);
-    if (features == padded) return aux;
-    if (mask) return aux.zero_();
-    auto sizes = aux.sizes().vec();
-    sizes.back() = padded;
-    aux.as_strided(sizes, aux.strides()).narrow(-1, features, padded - features).zero_();
-    return aux;
+  // Padding exists only for odd widths.
+  static Tensor with_zero_padding(const Tensor& aux, int64_t features, bool mask) {
+    if (!mask) return fused::with_zero_padding(aux);
+    return features == mask_bits(features) ? aux : aux.zero_();
   }
 
   static Tensor mask_of(const Tensor& output) {

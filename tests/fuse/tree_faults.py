@@ -69,7 +69,7 @@ def exchanged_activation_ignored() -> None:
 
 
 def approximate_ignored() -> None:
-    call.gelu_kind = lambda approximate: "gelu_tanh"
+    call.name_of_gelu = lambda approximate: "gelu_tanh"
 
 
 def training_dropout_ignored() -> None:

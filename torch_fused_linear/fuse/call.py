@@ -21,6 +21,8 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules.module import _has_any_global_hook
 
 from .._library import direct
+from ..activations import ACTIVATIONS as BY_NAME
+from ..activations import name_of_gelu
 from ..functional import linear, linear_gelu, linear_relu
 from ..nn.conv import FusedConv2dReLU
 from .families import ACTIVATIONS, CONV1D, full_name
@@ -176,11 +178,11 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         kind, forward = MODULES[cls]
         if not is_untouched(cls, forward):
             return None
-        return gelu_kind(function.approximate) if kind == "gelu" else kind
+        return name_of_gelu(function.approximate) if kind == "gelu" else kind
     if function is F.gelu:
         if options and (len(options) > 1 or "approximate" not in options):
             return None
-        return gelu_kind(options["approximate"] if options else "none")
+        return name_of_gelu(options["approximate"] if options else "none")
     if any(function is known for known in RELU):
         if options and (function is not F.relu or len(options) > 1 or "inplace" not in options):
             return None
@@ -195,12 +197,6 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         return None
     value, inner = called_by(function)
     return None if value is None else activation_kind(value, inner)
-
-
-def gelu_kind(approximate: object) -> str | None:
-    if approximate == "none":
-        return "gelu_erf"
-    return "gelu_tanh" if approximate == "tanh" else None
 
 
 def called_by(function: FunctionType) -> tuple[object, object]:
@@ -339,7 +335,7 @@ def _activate(memory, function, args, kwargs):
     elif kind == "relu":
         result = linear_relu(input, weight, bias, memory)
     else:
-        result = linear_gelu(input, weight, bias, "tanh" if kind == "gelu_tanh" else "none", memory)
+        result = linear_gelu(input, weight, bias, BY_NAME[kind].approximate, memory)
     for dropout in dropouts:
         result = drop(result, dropout)
     return result
