@@ -50,13 +50,15 @@ bool any_foreign(const Tensors& tensors) {
 // ---- what is called instead --------------------------------------------------------------------
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return reference::as_torch_does("linear", why, input, weight, bias, Activation::none);
+  return reference::as_torch_does("linear", why, input, weight, bias, Activation::none,
+                                  /*foreign=*/true);
 }
 
 Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view memory) {
   parse_memory("linear_relu", memory);
-  return reference::as_torch_does("linear_relu", why, input, weight, bias, Activation::relu);
+  return reference::as_torch_does("linear_relu", why, input, weight, bias, Activation::relu,
+                                  /*foreign=*/true);
 }
 
 Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -64,7 +66,7 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
   constexpr auto op = "linear_gelu";
   parse_memory(op, memory);
   const auto activation = parse_approximate(op, approximate);
-  return reference::as_torch_does(op, why, input, weight, bias, activation);
+  return reference::as_torch_does(op, why, input, weight, bias, activation, /*foreign=*/true);
 }
 
 Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
@@ -72,7 +74,8 @@ Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<Optional
   parse_memory("mlp", memory);
   check_mlp(weights, biases);
   return reference::mlp_as_torch_does(why, input, weights, biases,
-                                      parse_hidden_activation("mlp", "activation", activation));
+                                      parse_hidden_activation("mlp", "activation", activation),
+                                      /*foreign=*/true);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -120,9 +120,7 @@ namespace {
 void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
                             const OptionalTensor& bias) {
   for (const auto& tensor : {input, weight}) {
-    // a class of its own may have its own rules
-    const bool foreign = tensor.key_set().has(c10::DispatchKey::PythonTLSSnapshot);
-    if (foreign || tensor.is_nested() || tensor.layout() != at::kStrided) return;
+    if (tensor.is_nested() || tensor.layout() != at::kStrided) return;
   }
   const auto dim = weight.dim();
   TORCH_CHECK(input.dim() >= 1 && (dim == 1 || dim == 2) &&
@@ -132,9 +130,11 @@ void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& w
 }
 
 Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
-                       const OptionalTensor& bias, Activation activation) {
-  check_devices(op, input, weight, bias);
-  check_sizes_and_dtypes(op, input, weight, bias);
+                       const OptionalTensor& bias, Activation activation, bool foreign) {
+  if (!foreign) {
+    check_devices(op, input, weight, bias);
+    check_sizes_and_dtypes(op, input, weight, bias);
+  }
   return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
                     [&] { return describe_linear(op, input, weight, bias); });
 }
@@ -142,23 +142,26 @@ Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight
 }  // namespace
 
 Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
-                     const Tensor& weight, const OptionalTensor& bias, Activation activation) {
+                     const Tensor& weight, const OptionalTensor& bias, Activation activation,
+                     bool foreign) {
   const explain::Row row(op, input, weight);
   explain::append(objection);
   explain::append("reference");
-  return in_torchs_words(op, input, weight, bias, activation);
+  return in_torchs_words(op, input, weight, bias, activation, foreign);
 }
 
 Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation) {
+                         const c10::List<OptionalTensor>& biases, Activation activation,
+                         bool foreign) {
   const explain::Row row("mlp", input, weights[0]);
   explain::append(objection);
   explain::append("reference");
   auto hidden = input;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
-    hidden = in_torchs_words("mlp", hidden, weights[i], biases.get(i),
-                             last ? Activation::none : activation);
+    const auto layer = "mlp, layer " + std::to_string(i);
+    hidden = in_torchs_words(layer.c_str(), hidden, weights[i], biases.get(i),
+                             last ? Activation::none : activation, foreign);
   }
   return hidden;
 }

@@ -242,7 +242,7 @@ def test_keeps_nothing_without_a_gradient(activation, device):
 
 
 def test_wrong_arguments(device):
-    """Before anything runs, with the operator's name, what was expected and what was got."""
+    """With the operator's name, the layer, what was expected and what was got."""
     chain = Chain("relu", 3, device=device)
     x, w, b = chain.x, chain.weights, chain.biases
     bad = [
@@ -250,26 +250,22 @@ def test_wrong_arguments(device):
         ((x, w, b[:2], "relu"), "3 weights", "2"),
         ((x, w, [*b, None], "relu"), "3 weights", "4"),
         ((x, w, b, "swish"), "activation must be", "swish"),
-        ((x, w[1:], b[1:], "relu"), r"\[out_features, 4\]", r"\[6, 5\]"),
-        (
-            (x, [w[0], w[2]], [b[0], b[2]], "relu"),
-            r"weight 1 must have shape \[features, 5\]",
-            "7, 6",
-        ),
-        ((x, [w[0], w[1][0], w[2]], b, "relu"), "weight 1 must have shape", r"\[5\]"),
-        ((x, w, [b[1], b[1], b[2]], "relu"), r"bias must have shape \[5\]", r"\[6\]"),
-        ((x, w, [b[0], b[1], b[1]], "relu"), r"bias must have shape \[7\]", r"\[6\]"),
-        ((x, [w[0], w[1].float(), w[2]], b, "relu"), "Double", "Float"),
-        ((x, w, [b[0], b[1].float(), b[2]], "relu"), "Double", "Float"),
-        ((x.long(), w, b, "relu"), "dtype", "Long"),
-        ((x.sum(), w, b, "relu"), "in_features", "0-dimensional"),
+        ((x, w[1:], b[1:], "relu"), "layer 0: expected", r"weight Double \[6, 5\]"),
+        ((x, [w[0], w[2]], [b[0], b[2]], "relu"), "layer 1: expected", r"weight Double \[7, 6\]"),
+        ((x, [w[0], w[1][0], w[2]], b, "relu"), "layer 1: expected", r"weight Double \[5\]"),
+        ((x, w, [b[1], b[1], b[2]], "relu"), "layer 0: expected", r"bias Double \[6\]"),
+        ((x, w, [b[0], b[1], b[1]], "relu"), "layer 2: expected", r"bias Double \[6\]"),
+        ((x, [w[0], w[1].float(), w[2]], b, "relu"), "layer 1: .* one dtype", "weight Float"),
+        ((x, w, [b[0], b[1].float(), b[2]], "relu"), "layer 1: .* one dtype", "bias Float"),
+        ((x.long(), w, b, "relu"), "layer 0: .* one dtype", "input Long"),
+        ((x.sum(), w, b, "relu"), "layer 0: expected", r"input Double \[\]"),
         ((x, [w[0], w[1].to("meta"), w[2]], b, "relu"), "device", "meta"),
     ]
     for args, expected, got in bad:
         for grad in (True, False):
             with (
                 torch.set_grad_enabled(grad),
-                pytest.raises(ERRORS, match=f"mlp.*{expected}.*got.*{got}"),
+                pytest.raises(ERRORS, match=f"(?s)mlp.*{expected}.*got.*{got}"),
             ):
                 torch.ops.fused.mlp(*args)
 
