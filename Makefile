@@ -1,4 +1,4 @@
-# make demo | test | test-models | gpu-test | docs | build | lint | format | clean
+# make demo | test | test-models | gpu-test | docs | build | wheel | lint | format | clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
@@ -18,7 +18,7 @@ MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
 endif
 
-.PHONY: demo test test-models gpu-test docs build lint format clean
+.PHONY: demo test test-models gpu-test docs build wheel lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
@@ -38,8 +38,22 @@ gpu-test: build
 docs: build $(DOCS)
 	$(PYTHON) -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
+# Where torch runs on GPUs and there is no nvcc, setup.py is an error; here the CPU is better than
+# nothing, and the doctor says what is missing.
 build: $(ENVIRONMENT)
+	@if [ -z "$$TORCH_FUSED_LINEAR_CUDA" ] && \
+	  $(PYTHON) -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
+	  echo 'no fitting nvcc: what follows is built for the CPU only'; \
+	  export TORCH_FUSED_LINEAR_CUDA=0; fi; \
 	$(PYTHON) setup.py -q build_ext --inplace
+
+# For the torch at hand, which its version names; torch's and CUDA's libraries stay outside.
+OUTSIDE = libtorch*.so libc10*.so libcudart.so.* libcublas*.so.* libcudnn*.so.* libgomp.so.1
+wheel: .venv/wheel-ready $(ENVIRONMENT)
+	rm -rf dist/raw
+	TORCH_FUSED_LINEAR_LABEL=1 $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
+	PATH="$$PWD/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist \
+	  $(foreach name,$(OUTSIDE),--exclude '$(name)') dist/raw/*.whl
 
 lint: .venv/lint-ready
 	.venv/bin/ruff check .

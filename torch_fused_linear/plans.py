@@ -96,7 +96,7 @@ class budget:
     def __enter__(self) -> "budget":
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         torch.ops.fused._plans_set_budget(self.previous)
 
 

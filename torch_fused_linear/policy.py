@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 
 class _Switch:
@@ -15,10 +16,10 @@ class _Switch:
         self.previous = getattr(torch.ops.fused, self._get)()
         getattr(torch.ops.fused, self._set)(value)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         getattr(torch.ops.fused, self._set)(self.previous)
 
 

@@ -48,7 +48,7 @@ class explain:
         torch.ops.fused._explain_start()
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.calls = [Call(*row.split("\t")) for row in torch.ops.fused._explain_stop()]
 
     @property

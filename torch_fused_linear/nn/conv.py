@@ -1,9 +1,14 @@
 """The layer that stands where ``nn.Conv2d`` and its ReLU stood."""
 
+from typing import TypeVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ..functional import conv2d_relu
+
+_Conv = TypeVar("_Conv", bound=nn.Conv2d)
 
 
 class FusedConv2dReLU(nn.Conv2d):
@@ -63,7 +68,7 @@ class FusedConv2dReLU(nn.Conv2d):
         )
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv2d) -> "FusedConv2dReLU":
+    def from_conv(cls, conv: nn.Conv2d) -> Self:
         """A fused layer that shares ``conv``'s parameters (the same objects, not copies).
 
         Args:
@@ -90,7 +95,7 @@ class FusedConv2dReLU(nn.Conv2d):
         return nn.Sequential(self.to_conv(), nn.ReLU()).train(self.training)
 
 
-def _like(conv: nn.Conv2d, cls: type) -> nn.Conv2d:
+def _like(conv: nn.Conv2d, cls: type[_Conv]) -> _Conv:
     # No memory for parameters that are replaced at once.
     layer = cls(
         conv.in_channels,

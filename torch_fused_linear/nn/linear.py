@@ -1,6 +1,11 @@
 """Layers that stand where ``nn.Linear`` and its activation stood."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.types import Device
+from typing_extensions import Self
 
 from ..functional import linear, linear_gelu, linear_relu
 
@@ -50,7 +55,7 @@ class FusedLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **kwargs) -> "FusedLinear":
+    def from_linear(cls, linear: nn.Linear, **kwargs: Any) -> Self:
         """A fused layer that shares ``linear``'s parameters (the same objects, not copies).
 
         Args:
@@ -136,8 +141,8 @@ class FusedLinearReLU(FusedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         memory: str = "default",
     ) -> None:
         check_memory("FusedLinearReLU", memory)
@@ -199,8 +204,8 @@ class FusedLinearGELU(FusedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         approximate: str = "tanh",
         memory: str = "default",
     ) -> None:
