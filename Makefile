@@ -59,6 +59,8 @@ lint: .venv/lint-ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: .venv/lint-ready
 	.venv/bin/ruff check --fix .
@@ -88,6 +90,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
 .venv/docs-ready: requirements-docs.txt | .venv/ready
 	$(PIP) -r requirements-docs.txt
+	@touch $@
+
+.venv/wheel-ready: requirements-wheel.txt | .venv/ready
+	$(PIP) -r requirements-wheel.txt
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python
