@@ -16,6 +16,7 @@ PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/ready
 MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
+WHEEL := .venv/wheel-ready
 endif
 
 .PHONY: demo test test-models gpu-test docs build wheel lint format clean
@@ -49,11 +50,14 @@ build: $(ENVIRONMENT)
 
 # For the torch at hand, which its version names; torch's and CUDA's libraries stay outside.
 OUTSIDE = libtorch*.so libc10*.so libcudart.so.* libcublas*.so.* libcudnn*.so.* libgomp.so.1
-wheel: .venv/wheel-ready $(ENVIRONMENT)
-	rm -rf dist/raw
-	TORCH_FUSED_LINEAR_LABEL=1 $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
-	PATH="$$PWD/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist \
+SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+wheel: $(ENVIRONMENT) $(WHEEL)
+	rm -rf dist/raw build/lib.*
+	PATH="$(SCRIPTS):$$PATH" TORCH_FUSED_LINEAR_LABEL=1 \
+	  $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
+	PATH="$(SCRIPTS):$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist \
 	  $(foreach name,$(OUTSIDE),--exclude '$(name)') dist/raw/*.whl
+	rm -rf dist/raw
 
 lint: .venv/lint-ready
 	.venv/bin/ruff check .

@@ -107,6 +107,23 @@ def test_names_device_precision_times_and_pictures(digits_run: tuple[str, Path])
     assert_real_pictures(out)
 
 
+def test_the_last_lines_say_what_was_shown(digits_run: tuple[str, Path]) -> None:
+    shown, missing, speed = digits_run[0].splitlines()[-3:]
+    assert shown.startswith("shown    fused layers learn what nn.Linear")
+    assert missing.startswith("not      speed") and "bench layer" in speed
+
+
+def test_help_names_every_default_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    options, _, examples = text.partition("examples:")
+    assert examples.count("python -m torch_fused_linear.demo") == 3
+    for option in re.split(r"\n  (?=--)", options)[1:]:
+        assert "default" in option, option
+
+
 def test_same_seed_same_numbers(
     digits_run: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +206,38 @@ def test_tutorial_learns_mnist_files(tmp_path: Path) -> None:
     assert_real_pictures(tmp_path)
 
 
+def test_tutorial_runs_on_fashion_mnist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own folder and mean, the names of clothes, and nothing that was published for MNIST."""
+    written = write_mnist(tmp_path / "FashionMNIST" / "raw")
+    data = demo_data.load("fashion-mnist", tmp_path)
+    mean, deviation = demo_data.FASHION_STATISTICS
+    images = data.train_images.double() * deviation + mean
+    expected = written["train_images"].reshape(-1, 784) / 255
+    np.testing.assert_allclose(images.numpy(), expected, atol=1e-6)
+    assert data.classes[9] == "boot" and len(data.classes) == 10
+    arguments = ["--recipe", "tutorial", "--dataset", "fashion-mnist", "--data", str(tmp_path)]
+    assert main(["--device", "cpu", *arguments, "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "Fashion-MNIST: 2700 training and 200 test images of 28x28" in output
+    assert "784-30-10 with ReLU" in output and "on other images" in output
+    assert "published" not in output
+    assert_real_pictures(tmp_path)
+
+
+@pytest.mark.skipif(not demo_data.DEBIAN.exists(), reason="needs Debian's dataset-fashion-mnist")
+def test_reads_the_true_fashion_mnist() -> None:
+    data = demo_data.load("fashion-mnist", Path("data"))
+    assert data.train_images.shape == (60000, 784) and data.test_images.shape == (10000, 784)
+    assert data.train_labels.bincount().tolist() == [6000] * 10
+    assert abs(data.train_images.mean()) < 1e-3 and abs(data.train_images.std() - 1) < 1e-3
+
+
+def test_missing_fashion_mnist_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(demo_data.DataError, match=r"FashionMNIST\(.*download=True") as raised:
+        demo_data.load_mnist(tmp_path, "fashion-mnist")
+    assert "apt install dataset-fashion-mnist" in str(raised.value)
+
+
 def test_tutorial_on_the_digits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--recipe", "tutorial", "--dataset", "digits", "--out", str(tmp_path)]
     assert main(["--device", "cpu", *arguments]) == 0
@@ -233,7 +282,7 @@ def cut(raw: bytes) -> bytes:
         ("train-images-idx3-ubyte", lambda raw: raw[:9], "does not start as an idx file"),
         ("train-images-idx3-ubyte", lambda raw: b"", "does not start as an idx file"),
         ("train-images-idx3-ubyte", lambda raw: b"<!DOCTYPE html>", "does not start as an idx"),
-        ("train-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x0a", "label 10 is not a digit"),
+        ("train-labels-idx1-ubyte", lambda raw: raw[:-1] + b"\x0a", "label 10 is none of ten"),
         ("t10k-images-idx3-ubyte.gz", cut, "cannot be read"),
         ("t10k-images-idx3-ubyte.gz", lambda raw: b"not gzip", "cannot be read"),
     ],
