@@ -177,7 +177,8 @@ def losses(results: Iterable[Result], what: str) -> list[str]:
             compared += 1
             mine, theirs = numbers[name]["median"], numbers[beside]["median"]
             if theirs / mine < LOSS:
-                words = [case.get("model") or shape(case), str(case["tokens"]), case["dtype"]]
+                amount = "×".join(map(str, case["sizes"])) if case.get("model") else case["tokens"]
+                words = [case.get("model") or shape(case), str(amount), case["dtype"]]
                 words += [case["activation"], case["mode"], title]
                 where = f"{case['suite']}: {', '.join(words)}"
                 rows.append([where, duration(mine), duration(theirs), f"{theirs / mine:.2f}"])
