@@ -178,7 +178,7 @@ def test_a_picture_has_four_series_at_most_and_names_them(tmp_path: Path):
     record = Record(case, "us", numbers)
     labels = [handle.get_label() for handle in pictures.legend([record], ["ours", "packed"])]
     assert labels == ["ours: fused layers", "ours, weights packed", "relu bf16"]
-    assert pictures.place(record) == "VGG-16   32×224×224"
+    assert pictures.place(record) == "VGG-16 32×224×224"
     assert len(set(pictures.COLOURS)) == 4
     shown = []
     with pytest.MonkeyPatch.context() as patched:

@@ -97,8 +97,8 @@ def speedup(record: Record, name: str) -> float | None:
 
 def place(record: Record) -> str:
     case = record.case
-    sizes = "×".join(map(str, case.sizes))  # of a model that reads images T would be pixels
-    return f"{case.shape}   {sizes if case.model else case.amount}"
+    # The shape of a model names batch and sizes, and T would be pixels where it reads images.
+    return case.shape if case.model else f"{case.shape}   {case.amount}"
 
 
 def panel(
