@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 
 ROOT = Path(__file__).resolve().parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
@@ -267,6 +267,13 @@ def build_command(parts):
     return BuildLibrary
 
 
+class InTree(Distribution):
+    """A build in the tree needs nothing of pyproject.toml, which setuptools before 77 refuses."""
+
+    def parse_config_files(self, *_):
+        super().parse_config_files([])
+
+
 def main():
     os.chdir(ROOT)
     version = public_version()
@@ -303,6 +310,7 @@ def main():
     print(what, flush=True)
     setup(
         **about,
+        distclass=InTree if "--inplace" in sys.argv else Distribution,
         ext_modules=[library(home, debug) if n == LIBRARY else direct(debug) for n in missing],
         cmdclass={"build_ext": build_command(parts)},
     )

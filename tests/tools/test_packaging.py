@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
-from test_build import SUFFIX, WORKING, build, module_at
+from test_build import SUFFIX, WORKING, build, build_in, copy, module_at
 
 import torch_fused_linear as tfl
+
+__all__ = ["copy"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -256,3 +258,29 @@ def test_the_workflow_runs_what_is_there():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("wish", "built"), [(None, "0"), ("1", "1"), ("0", "0")])
+def test_make_builds_for_the_cpu_without_nvcc_and_says_so(tmp_path, wish, built):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "setup.py").write_text(
+        "import os\ndef lacks_nvcc():\n    return True\n"
+        "if __name__ == '__main__':\n    print(os.environ['TORCH_FUSED_LINEAR_CUDA'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_FUSED_LINEAR_CUDA"}
+    environment |= {"TORCH_FUSED_LINEAR_CUDA": wish} if wish else {}
+    command = ["make", "--no-print-directory", "build", f"PYTHON={sys.executable}"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == built
+    assert ("built for the CPU only" in result.stdout) == (wish is None)
+
+
+def test_a_build_in_the_tree_takes_any_setuptools(copy):
+    """make uses what there is, and setuptools before 77 refuses our pyproject.toml."""
+    (copy / "csrc" / "library.cpp").write_text("int changed;\n")
+    (copy / "pyproject.toml").write_text("[project]\nname = 3\n")
+    result = build_in(copy, WORKING)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "built in" in result.stdout
