@@ -92,6 +92,14 @@ def test_the_sdist_says_what_depends_on_torch(unpacked):
     assert "requires-dist" in about.get_all("Dynamic")
 
 
+def built_wheel(tree, folder, **environment):
+    program = "import sys; sys.path.insert(0, 'build_tools'); import backend; "
+    program += f"backend.build_wheel({str(folder)!r})"
+    run(sys.executable, "-c", program, cwd=tree, **environment)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(unpacked, tmp_path_factory):
     """Built from the source distribution, by a compiler that writes a word instead of code."""
@@ -99,12 +107,8 @@ def wheel(unpacked, tmp_path_factory):
     compiler = folder / "compiler"
     compiler.write_text(WORKING)
     compiler.chmod(0o755)
-    program = "import sys; sys.path.insert(0, 'build_tools'); import backend; "
-    program += f"backend.build_wheel({str(folder)!r})"
     environment = {**FAKE, "CC": str(compiler), "CXX": str(compiler)}
-    run(sys.executable, "-c", program, cwd=unpacked, TORCH_FUSED_LINEAR_LABEL="1", **environment)
-    (path,) = folder.glob("*.whl")
-    return path
+    return built_wheel(unpacked, folder, TORCH_FUSED_LINEAR_LABEL="1", **environment)
 
 
 @needs_setuptools
@@ -127,21 +131,23 @@ def test_the_wheel_has_the_library_and_what_users_need(wheel):
     assert f"-{tag}-{tag}-linux" in wheel.name, "the short way to the operators is of one Python"
 
 
-# In an environment with torch and nothing else, as a user's. Compiles everything.
+# Compiles everything, and tries it in an environment with torch and nothing else, as a user's.
 @pytest.mark.long
 @needs_setuptools
 def test_a_real_wheel_of_the_sdist_works_where_it_is_installed(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (tree,) = (tmp_path / "source").iterdir()
+    path = built_wheel(tree, tmp_path, TORCH_FUSED_LINEAR_CUDA="0")
     venv.create(tmp_path / "env", with_pip=True)
     python, name = tmp_path / "env" / "bin" / "python", f"python{sys.version_info[0]}."
     (packages,) = (tmp_path / "env" / "lib").glob(f"{name}*/site-packages")
     (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    setting = {"TORCH_FUSED_LINEAR_CUDA": "0", "PYTHONPATH": ""}
-    install = ["-m", "pip", "install", "--no-deps", "--no-build-isolation", sdist]
-    run(python, *install, cwd=tmp_path, **setting)
-    doctor = run(python, "-m", "torch_fused_linear.doctor", cwd=tmp_path, **setting)
+    run(python, "-m", "pip", "install", "--no-deps", path, cwd=tmp_path, PYTHONPATH="")
+    doctor = run(python, "-m", "torch_fused_linear.doctor", cwd=tmp_path, PYTHONPATH="")
     assert str(packages) in doctor and doctor.rstrip().endswith("OK")
     shutil.copy(ROOT / "docs" / "start.py", tmp_path)
-    assert "1 block fused" in run(python, "start.py", cwd=tmp_path, **setting)
+    assert "1 block fused" in run(python, "start.py", cwd=tmp_path, PYTHONPATH="")
 
 
 def test_the_version_is_one(tmp_path):
