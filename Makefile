@@ -1,4 +1,5 @@
-# make demo | test | test-models | gpu-test | asan | tsan | docs | build | lint | format | clean
+# make demo | test | test-models | gpu-test | asan | tsan | docs | build | wheel | lint | format
+# make clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
@@ -16,9 +17,10 @@ PYTHON := .venv/bin/python
 ENVIRONMENT := .venv/ready
 MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
+WHEEL := .venv/wheel-ready
 endif
 
-.PHONY: demo test test-models gpu-test asan tsan docs build lint format clean
+.PHONY: demo test test-models gpu-test asan tsan docs build wheel lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
@@ -48,13 +50,32 @@ tsan: build
 docs: build $(DOCS)
 	$(PYTHON) -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
+# Where torch runs on GPUs and there is no nvcc, setup.py is an error; here the CPU is better than
+# nothing, and the doctor says what is missing.
 build: $(ENVIRONMENT)
+	@if [ -z "$$TORCH_FUSED_LINEAR_CUDA" ] && \
+	  $(PYTHON) -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
+	  echo 'no fitting nvcc: what follows is built for the CPU only'; \
+	  export TORCH_FUSED_LINEAR_CUDA=0; fi; \
 	$(PYTHON) setup.py -q build_ext --inplace
+
+# For the torch at hand, which its version names; torch's and CUDA's libraries stay outside.
+OUTSIDE = libtorch*.so libc10*.so libcudart.so.* libcublas*.so.* libcudnn*.so.* libgomp.so.1
+SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+wheel: $(ENVIRONMENT) $(WHEEL)
+	rm -rf dist/raw build/lib.*
+	PATH="$(SCRIPTS):$$PATH" TORCH_FUSED_LINEAR_LABEL=1 \
+	  $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
+	PATH="$(SCRIPTS):$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist \
+	  $(foreach name,$(OUTSIDE),--exclude '$(name)') dist/raw/*.whl
+	rm -rf dist/raw
 
 lint: .venv/lint-ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 format: .venv/lint-ready
 	.venv/bin/ruff check --fix .
@@ -84,6 +105,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
 .venv/docs-ready: requirements-docs.txt | .venv/ready
 	$(PIP) -r requirements-docs.txt
+	@touch $@
+
+.venv/wheel-ready: requirements-wheel.txt | .venv/ready
+	$(PIP) -r requirements-wheel.txt
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python

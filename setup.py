@@ -1,10 +1,12 @@
 """Builds the library of operators, torch_fused_linear/_C.abi3.so, and Python's short way to them.
 
     python setup.py build_ext --inplace       in the tree; returns at once when nothing has changed
-    pip install --no-build-isolation .        (or -e .) against the torch that is installed
+    pip install .                             (or -e .) against the torch that is installed
+    python -m build --sdist                   needs no torch
 
-Environment: TORCH_FUSED_LINEAR_CUDA=0|1 (CPU only | CUDA or an error; unset: CUDA if there is a
-fitting nvcc), CUDA_HOME, TORCH_CUDA_ARCH_LIST, DEBUG=1, MAX_JOBS.
+Environment: TORCH_FUSED_LINEAR_CUDA=0|1 (CPU only | CUDA; unset: what torch is built for),
+TORCH_FUSED_LINEAR_LABEL=1 (torch and CUDA in the wheel's version), CUDA_HOME, TORCH_CUDA_ARCH_LIST,
+DEBUG=1, MAX_JOBS.
 """
 
 import hashlib
@@ -19,14 +21,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 
 ROOT = Path(__file__).resolve().parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
+sys.path.insert(0, str(ROOT / "build_tools"))
 LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
 # Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
 ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd")
 CUDA_ROOMS = ("cuda", "cuda/kernels", "cuda/runtime", "cuda/tune")
+# As torch's own builds for CUDA 13. The last two are known to nvcc from 12.8 on.
+ARCHITECTURES, NEW_ARCHITECTURES = ["7.5", "8.0", "8.6", "9.0"], ["10.0", "12.0"]
 
 
 def torch_versions():
@@ -35,7 +40,9 @@ def torch_versions():
     if spec is None:
         sys.exit(
             f"torch_fused_linear is built against the torch it runs with, and {sys.executable} has "
-            "none. Install torch first, then: pip install --no-build-isolation ."
+            "none. Install torch first, then: pip install .\n"
+            "Where torch is installed, the build is isolated from it: tell the tool not to do that "
+            "(uv pip install --no-build-isolation, python -m build --no-isolation)."
         )
     version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return version["__version__"], version["cuda"]
@@ -73,6 +80,36 @@ def find_cuda(wish=None):
     homes += [on_path and Path(on_path).resolve().parents[1], "/usr/local/cuda"]
     homes += pip_cuda(torch_cuda) if torch_cuda else []
     return choose_cuda(torch_cuda, [Path(home) for home in homes if home], wish)
+
+
+def no_nvcc(why, torch, torch_cuda):
+    """Never a CPU-only library without a word where torch runs on GPUs: both ways out."""
+    lines = (ROOT / "requirements-nvcc.txt").read_text().splitlines()
+    packages = " ".join(line for line in lines if not line.startswith("#"))
+    pip = f" with\n         pip install {packages}\n      or" if torch_cuda[:3] == "13." else ""
+    return (
+        f"torch_fused_linear: torch {torch} runs on GPUs, and the library cannot be built for "
+        f"them: {why}.\n"
+        f"  Either install nvcc of CUDA {torch_cuda}{pip} as NVIDIA's toolkit (CUDA_HOME names its "
+        "folder),\n"
+        "  or build for the CPU only, with TORCH_FUSED_LINEAR_CUDA=0 in the environment."
+    )
+
+
+def default_architectures(cuda):
+    new = tuple(map(int, cuda.split(".")[:2])) >= (12, 8)
+    return ";".join([*ARCHITECTURES, *NEW_ARCHITECTURES * new]) + "+PTX"
+
+
+def public_version():
+    text = (PACKAGE / "__init__.py").read_text()
+    return re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)[1]
+
+
+def labelled(version, torch, cuda):
+    """0.2.0+pt211cu130: a wheel fits one torch only, and of these there may be many."""
+    label = "pt" + "".join(torch.split(".")[:2]) + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
+    return f"{version}+{label}"
 
 
 def lacks_nvcc():
@@ -187,6 +224,7 @@ def is_current(name, about):
 
 
 def build_command(parts):
+    import output
     from torch.utils.cpp_extension import BuildExtension
 
     class BuildLibrary(BuildExtension):
@@ -207,6 +245,10 @@ def build_command(parts):
             if not self.inplace:
                 self.describe(Path(self.build_lib, PACKAGE.name))
 
+        def build_extensions(self):
+            with output.summarised(Path(self.build_temp, "build.log")):
+                super().build_extensions()
+
         def copy_extensions_to_source(self):
             """At no moment is there a library in the tree that looks finished and is not."""
             for ext in self.extensions:
@@ -225,25 +267,50 @@ def build_command(parts):
     return BuildLibrary
 
 
+class InTree(Distribution):
+    """A build in the tree needs nothing of pyproject.toml, which setuptools before 77 refuses."""
+
+    def parse_config_files(self, *_):
+        super().parse_config_files([])
+
+
 def main():
     os.chdir(ROOT)
-    home, cuda, why = find_cuda(os.environ.get("TORCH_FUSED_LINEAR_CUDA"))
-    arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "7.5;8.0;9.0+PTX") if home else None
+    version = public_version()
+    if {"sdist", "egg_info"} & set(sys.argv):
+        return setup(version=version, install_requires=["torch>=2.11"])
+    torch, torch_cuda = torch_versions()
+    wish = os.environ.get("TORCH_FUSED_LINEAR_CUDA")
+    home, cuda, why = find_cuda(wish)
+    if home is None and torch_cuda and wish != "0":
+        sys.exit(no_nvcc(why, torch, torch_cuda))
+    arch_list = home and os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures(cuda))
+    if os.environ.get("TORCH_FUSED_LINEAR_LABEL") == "1":
+        version = labelled(version, torch, torch_cuda if home else None)
+    about = {
+        "version": version,
+        "install_requires": [f"torch=={'.'.join(torch.split('.')[:2])}.*"],
+    }
+    if "dist_info" in sys.argv:
+        return setup(**about)
+
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     debug = os.environ.get("DEBUG", "0") != "0"
-    config = {"torch": torch_versions()[0], "cuda": cuda, "arch_list": arch_list, "debug": debug}
+    config = {"torch": torch, "cuda": cuda, "arch_list": arch_list, "debug": debug}
     sources = fingerprint(config)
     parts = {LIBRARY: {**config, "why": why, "fingerprint": sources}}
     if Path(sysconfig.get_path("include"), "Python.h").exists():
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        parts[DIRECT] = {"torch": config["torch"], "fingerprint": f"{sources}{suffix}"}
+        parts[DIRECT] = {"torch": torch, "fingerprint": f"{sources}{suffix}"}
     what = f"CUDA {cuda} for {arch_list}" if home else "CPU ONLY, nothing of it runs on a GPU"
-    what = f"torch_fused_linear for torch {config['torch']}: {what} ({why})"
+    what = f"torch_fused_linear for torch {torch}: {what} ({why})"
     missing = [n for n in parts if "--inplace" not in sys.argv or not is_current(n, parts[n])]
     if not missing:
         return print(f"{what}: up to date")
     print(what, flush=True)
     setup(
+        **about,
+        distclass=InTree if "--inplace" in sys.argv else Distribution,
         ext_modules=[library(home, debug) if n == LIBRARY else direct(debug) for n in missing],
         cmdclass={"build_ext": build_command(parts)},
     )

@@ -1,11 +1,11 @@
-"""Makes the tables and the figure of docs/performance.md from the results beside this file.
+"""Makes the other tables of docs/performance.md, those of docs/memory.md and docs/cpu.md, a figure.
 
     python benchmarks/make_performance.py            rewrite the tables, draw the figure anew
     python benchmarks/make_performance.py --check    exit with 1 if a table is out of date
 
-The page marks the place of each table, `<!-- results: NAME: begin -->` and `... end -->`. Its prose
-has no numbers of its own, so that nothing on it is older than the results. The tables need nothing
-but Python; the figure needs matplotlib.
+The pages mark the place of each table, `<!-- results: NAME: begin -->` and `... end -->`. Their
+prose has no numbers of its own, so that nothing on them is older than the results beside this file.
+The tables need nothing but Python; the figure needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from make_table import Numbers, Result, by_machine, duration, rewrite, shape, table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
-FIGURE = ROOT / "docs" / "figures" / "when_fusing_helps.png"
+DOCS = ROOT / "docs"
+PAGES = ("performance.md", "memory.md", "cpu.md")
+FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
 CPU_ACTIVATIONS = ("relu", "gelu", "gelu-erf")
@@ -94,19 +96,17 @@ def largest(results: Sequence[Result]) -> list[str]:
     return table(["T x I→O", "", *names], rows, words=2)
 
 
-def memory(results: Sequence[Result]) -> list[str]:
-    cases = find(results, suite="memory", mode="saved")
+def memory(mode: str, results: Sequence[Result]) -> list[str]:
+    cases = find(results, suite="memory", mode=mode)
     wanted = ("ours", "low", "mlp", "mlp-low", "eager")
     names = [n for n in wanted if any(n in case["numbers"] for case in cases)]
     rows = []
-    for saved in cases:
-        case = saved["case"]
-        both = [saved, *find(results, **{**case, "mode": "peak"})]
-        kept = (r["numbers"].get(n) for r in both for n in names)  # "mlp" is of several layers
+    for result in cases:
+        case = result["case"]
+        kept = (result["numbers"].get(n) for n in names)  # "mlp" is of several layers
         numbers = [f"{number['median']:.0f}" if number else "" for number in kept]
         rows.append([shape(case), case["activation"], *numbers])
-    head = ["layers", "activation", *(f"{m}, {n}" for m in ("kept", "peak") for n in names)]
-    return table(head, rows, words=2)
+    return table(["layers", "activation", *names], rows, words=2)
 
 
 def memory_of_models(results: Sequence[Result]) -> list[str]:
@@ -134,25 +134,18 @@ def marked(ratio: str) -> str:
     return f"**{ratio}**" if ratio and float(ratio) < CPU_LOSS else ratio
 
 
-def on_a_cpu(results: Sequence[Result]) -> list[str]:
+def on_a_cpu(mode: str, name: str, results: Sequence[Result]) -> list[str]:
     cases = find(results, suite="cpu")
-    ways = (
-        ("forward", "forward", "ours"),
-        ("packed", "forward", "packed"),
-        ("step", "step", "ours"),
-    )
-    columns = [(*way, a) for way in ways for a in CPU_ACTIVATIONS]
     rows = [
         [shape({"sizes": sizes}), dtype, str(tokens)]
-        + [marked(times_of(found, name, mode=m, activation=a)) for _, m, name, a in columns]
+        + [marked(times_of(found, name, mode=mode, activation=a)) for a in CPU_ACTIVATIONS]
         for dtype in values(cases, "dtype")[::-1]
         for sizes in sorted(values(cases, "sizes"))
         for tokens in sorted(values(cases, "tokens"))
         for found in [find(cases, dtype=dtype, sizes=sizes, tokens=tokens)]
         if found
     ]
-    head = ["I→O", "dtype", "T", *(f"{a}, {way}" for way, _, _, a in columns)]
-    return table(head, rows, words=2)
+    return table(["I→O", "dtype", "T", *CPU_ACTIVATIONS], rows, words=2)
 
 
 def cpu_compiled(results: Sequence[Result]) -> list[str]:
@@ -172,10 +165,13 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by tokens": by_tokens,
     "by dtype": by_dtype,
     "the largest": largest,
-    "memory": memory,
+    "memory kept": partial(memory, "saved"),
+    "memory at the peak": partial(memory, "peak"),
     "memory of models": memory_of_models,
     "one pass": one_pass,
-    "on a CPU": on_a_cpu,
+    "on a CPU, inference": partial(on_a_cpu, "forward", "ours"),
+    "on a CPU, packed": partial(on_a_cpu, "forward", "packed"),
+    "on a CPU, step": partial(on_a_cpu, "step", "ours"),
     "on a CPU, compiled": cpu_compiled,
 }
 
@@ -196,24 +192,29 @@ def render(name: str, paths: Sequence[Path]) -> str:
     return "\n\n".join(parts)
 
 
+MARKS = re.compile(r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL)
+
+
 def replaced(text: str, paths: Sequence[Path]) -> str:
-    """The page with every table made anew; ValueError where the places and the tables differ."""
-    marks = re.compile(
-        r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL
-    )
-    places = [match[2] for match in marks.finditer(text)]
+    """The page with every table made anew."""
+    return MARKS.sub(lambda match: f"{match[1]}\n{render(match[2], paths)}\n\n{match[3]}", text)
+
+
+def misplaced(pages: Sequence[Path]) -> str | None:
+    """Whether each table has its place, once."""
+    places = [match[2] for page in pages for match in MARKS.finditer(page.read_text())]
     if sorted(places) != sorted(TABLES):
-        raise ValueError(f"places for {places}, tables for {list(TABLES)}")
-    return marks.sub(lambda match: f"{match[1]}\n{render(match[2], paths)}\n\n{match[3]}", text)
+        return f"places for {places}, tables for {list(TABLES)}"
+    return None
 
 
-def points(results: Sequence[Result]) -> tuple[list, list, list]:
+def points(results: Sequence[Result], aside: float) -> tuple[list, list, list]:
     """Inner sizes, eager's time over ours, and how far the quartiles reach down and up."""
     at, heights, down, up = [], [], [], []
     for result in results:
         ours, eager = result["numbers"]["ours"], result["numbers"]["eager"]
         middle = eager["median"] / ours["median"]
-        at.append(result["case"]["sizes"][0])
+        at.append(aside * result["case"]["sizes"][0])
         heights.append(middle)
         down.append(middle - eager["q1"] / ours["q3"])
         up.append(eager["q3"] / ours["q1"] - middle)
@@ -231,22 +232,24 @@ def draw(path: Path, paths: Sequence[Path]) -> None:
     figure = Figure(figsize=(10, 4), dpi=130, layout="constrained")
     figure.suptitle(f"One layer with ReLU in bf16: {name}, torch {header['torch']}")
     for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES):
-        for tokens, colour in zip(values(layers, "tokens"), ("#b9d7ee", "#4f8fbf", "#12304a")):
+        colours = ("#e69f00", "#009e73", "#0072b2")
+        # A little beside each other, so that no point hides another.
+        for tokens, colour, aside in zip(values(layers, "tokens"), colours, (0.93, 1, 1.07)):
             some = [r for r in find(layers, mode=mode, tokens=tokens) if times(r["numbers"])]
             some.sort(key=lambda r: r["case"]["sizes"])
             # A layer of few outputs is a case of its own, and no point of the line.
             few = [r for r in some if r["case"]["sizes"][1] < 64]
             wide = [r for r in some if r not in few]
             style = {"color": colour, "marker": "o", "capsize": 2, "elinewidth": 0.8}
-            axes.errorbar(*points(wide), **style, label=f"T = {tokens}")
+            axes.errorbar(*points(wide, aside), **style, label=f"T = {tokens}")
             if few:
-                axes.errorbar(*points(few), **style, markerfacecolor="white", linestyle="")
-        axes.axhline(1, color="#c62828", linewidth=0.9)
-        axes.set(title=mode, xscale="log", xlabel="I, the inner size", ylim=(0.4, 3))
+                axes.errorbar(*points(few, aside), **style, markerfacecolor="white", linestyle="")
+        axes.axhline(1, color="#222222", linewidth=0.9)
+        axes.set(title=mode, xscale="log", xlabel="I, the inputs of the layer", ylim=(0.4, 3))
         axes.set_xticks([64, 256, 1024, 4096], ["64", "256", "1024", "4096"], minor=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    figure.axes[0].set_ylabel("times eager's speed")
+    figure.axes[0].set_ylabel("times as fast as eager")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -254,14 +257,18 @@ def draw(path: Path, paths: Sequence[Path]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--docs", type=Path, default=DOCS)
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
-    paths = sorted(given.results.glob("*.json"))
-    status = rewrite(
-        given.page, lambda text: replaced(text, paths), given.check, "make_performance"
-    )
+    paths, pages = sorted(given.results.glob("*.json")), [given.docs / page for page in PAGES]
+    if wrong := misplaced(pages):
+        print(f"make_performance: {wrong}", file=sys.stderr)
+        return 2
+    status = 0
+    for page in pages:
+        change = partial(replaced, paths=paths)
+        status = max(status, rewrite(page, change, given.check, "make_performance"))
     if status == 0 and not given.check:
         draw(given.figure, paths)
     return status

@@ -1,6 +1,6 @@
-"""Makes the table of benchmarks in README.md from the results beside this file.
+"""Makes the tables of docs/performance.md that list all GPU results, of the files beside this.
 
-    python benchmarks/make_table.py            rewrite the table between the two markers
+    python benchmarks/make_table.py            rewrite what is between the two markers
     python benchmarks/make_table.py --check    exit with 1 if it is not what the results say
 
 It needs nothing but Python: neither torch nor the built library.
@@ -20,13 +20,24 @@ BEGIN = "<!-- benchmark table: begin -->"
 END = "<!-- benchmark table: end -->"
 
 LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
-OURS = {"ours": "layers", "mlp": "`FusedMLP`"}
+# Ways of ours: how they are called, and what each is compared with.
+OURS = {
+    "ours": ("ours", "eager"),
+    "mlp": ("`FusedMLP`", "eager"),
+    "fused": ("`fuse_`", "eager"),
+    "compile+pass": ("our pass", "compile"),
+}
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
 MODEL_PAIRS = {"fused": "eager", "compile+pass": "compile"}  # ours, and what it is compared with
-TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "conv")  # suites that are beside eager
+MODEL_HEADS = {
+    "fused": ["eager", "`fuse_`", "times", "blocks"],
+    "compile+pass": ["compile", "with our pass", "times", "operators"],
+}
+TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
-    "A step is forward and backward with all gradients; times: eager's time over ours; times "
-    "compile: that of the fastest `torch.compile` mode measured."
+    "Blocks of two layers, small networks and single layers. A step is forward and backward with "
+    "all gradients; times: eager's time over ours; times compile: that of the fastest "
+    "`torch.compile` mode measured. `gelu` is the tanh form."
 )
 CONVOLUTIONS_ABOUT = (
     "Convolution, bias and ReLU on images that are channels-last in memory; `@` is their height "
@@ -36,9 +47,10 @@ CONVOLUTIONS_ABOUT = (
 )
 MODELS_ABOUT = (
     "Whole models with random weights and without dropout; a step is loss, backward and all "
-    "gradients. Times: eager's time over that after `fuse_`, and the time of `torch.compile` over "
-    "that of `torch.compile` with `compile_options()`. The last column counts the blocks fused and "
-    "the operators put in. `gelu` is the tanh form."
+    "gradients. Times: eager's time over that after `fuse_`; in the second table the time of "
+    "`torch.compile` over that of `torch.compile` with `compile_options()`. The last columns count "
+    "the blocks fused and the operators put in; a graph that several layers share, as in a step of "
+    "OPT, counts once. `gelu` is the tanh form."
 )
 
 Result = dict[str, Any]
@@ -114,68 +126,68 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> lis
 
 
 def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) -> list[str]:
-    rows: dict[tuple[str, ...], dict[str, Numbers]] = {}
+    """A table of the training steps, and one of the forwards."""
+    rows: dict[str, list[list[str]]] = {"step": [], "forward": []}
     for result in results:
-        case = result["case"]
-        if chosen(case):
-            graph = " in a CUDA graph" if case["mode"] == "graph" else ""
-            label = (shape(case) + graph, str(case["tokens"]), case["activation"])
-            mode = "forward" if case["mode"] == "forward" else "step"
-            rows.setdefault(label, {})[mode] = result.get("numbers", {})
-    if not rows:
-        return []
+        case, numbers = result["case"], result.get("numbers", {})
+        if not chosen(case):
+            continue
+        graph = " in a CUDA graph" if case["mode"] == "graph" else ""
+        row = [shape(case) + graph, str(case["tokens"]), case["activation"], *beside_eager(numbers)]
+        if case["mode"] == "forward":
+            rows["forward"].append(row)
+        else:
+            rows["step"].append([*row, ratio(numbers, COMPILED)])
     lines = []
-    for label, modes in rows.items():
-        step = modes.get("step", {})
-        forward = beside_eager(modes.get("forward", {}))
-        lines.append([*label, *forward, *beside_eager(step), ratio(step, COMPILED)])
-    beside = ["eager", "times"]
-    head = [*what, "activation", "forward", *beside, "step", *beside, "times compile"]
-    return table(head, lines, words=3)
+    for mode, here in rows.items():
+        if here:
+            head = [*what, "activation", mode, "eager", "times", "times compile"][: len(here[0])]
+            lines += [""] * bool(lines) + table(head, here, words=3)
+    return lines
 
 
 def models(results: Iterable[Result]) -> list[str]:
     """Whole models: ours beside what it was put into, and how much of it there was."""
-    rows = []
-    for result in results:
-        case, numbers = result["case"], result.get("numbers", {})
-        mode = "inference" if case["mode"] == "forward" else "step"
-        row = [case["model"], "×".join(map(str, case["sizes"])), case["activation"], mode]
-        for name, beside in MODEL_PAIRS.items():
+    lines = []
+    for name, beside in MODEL_PAIRS.items():
+        rows = []
+        for result in results:
+            case, numbers = result["case"], result.get("numbers", {})
             both = [numbers.get(n, {}).get("median") for n in (beside, name)]
-            row += [duration(x) if x else "" for x in both]
-            row.append(f"{both[0] / both[1]:.2f}" if all(both) else "")
-        found = (result.get("replaced", {}).get(name) for name in MODEL_PAIRS)
-        rows.append([*row, " / ".join("-" if n is None else str(n) for n in found)])
-    head = ["model", "batch × tokens", "activation", "", "eager", "`fuse_`", "times"]
-    head += ["compile", "with our pass", "times", "blocks / operators"]
-    return table(head, rows, words=4)
+            if not all(both):
+                continue
+            mode = "inference" if case["mode"] == "forward" else "step"
+            row = [f"{case['model']}, {case['activation']}", "×".join(map(str, case["sizes"]))]
+            row += [mode, *map(duration, both), f"{both[0] / both[1]:.2f}"]
+            rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
+        if rows:
+            head = ["model", "batch × tokens", "", *MODEL_HEADS[name]]
+            lines += [""] * bool(lines) + table(head, rows, words=3)
+    return lines
 
 
-def losses(results: Iterable[Result], what: Sequence[str]) -> list[str]:
-    """Every case of the whole grid in which a way of ours is slower than eager."""
+def losses(results: Iterable[Result], what: str) -> list[str]:
+    """Every case of the whole grid in which a way of ours is slower than what it replaces."""
     compared, rows = 0, []
     for result in results:
         case, numbers = result["case"], result.get("numbers", {})
-        if case["suite"] not in TIMED or "eager" not in numbers:
-            continue
-        eager = numbers["eager"]["median"]
-        for name, title in OURS.items():
-            if name not in numbers:
+        for name, (title, beside) in OURS.items():
+            if case["suite"] not in TIMED or name not in numbers or beside not in numbers:
                 continue
             compared += 1
-            mine = numbers[name]["median"]
-            if eager / mine < LOSS:
-                words = [case["suite"], shape(case), str(case["tokens"]), case["dtype"]]
+            mine, theirs = numbers[name]["median"], numbers[beside]["median"]
+            if theirs / mine < LOSS:
+                amount = "×".join(map(str, case["sizes"])) if case.get("model") else case["tokens"]
+                words = [case.get("model") or shape(case), str(amount), case["dtype"]]
                 words += [case["activation"], case["mode"], title]
-                rows.append([*words, duration(mine), duration(eager), f"{eager / mine:.2f}"])
-    limit = f"more than {1 - LOSS:.0%} slower than eager"
+                where = f"{case['suite']}: {', '.join(words)}"
+                rows.append([where, duration(mine), duration(theirs), f"{theirs / mine:.2f}"])
+    limit = f"more than {1 - LOSS:.0%} slower than eager (with our pass: than without, compiled)"
     if not rows:
-        return [f"None of {compared} measurements is {limit}."]
-    head = ["suite", *what, "dtype", "activation", "mode", "with", "ours", "eager", "times"]
+        return [f"None of {compared} measurements of {what} is {limit}."]
     verb = "is" if len(rows) == 1 else "are"
-    summary = f"{len(rows)} of {compared} measurements {verb} {limit}:"
-    return [summary, "", *table(head, rows, words=7)]
+    summary = f"{len(rows)} of {compared} measurements of {what} {verb} {limit}:"
+    return [summary, "", *table(["suite: case", "ours", "beside", "times"], rows, words=1)]
 
 
 def measured(results: Iterable[Result]) -> str:
@@ -193,20 +205,24 @@ def measured(results: Iterable[Result]) -> str:
 def section(results: list[Result]) -> list[str]:
     whole = [result for result in results if result["case"]["suite"] == "models"]
     convs = [result for result in results if result["case"]["suite"] == "conv"]
-    # What the suite `cpu` says is told by docs/performance.md.
+    # What the suite `cpu` says is told by docs/cpu.md.
     layers = [r for r in results if r["case"]["suite"] not in ("models", "conv", "cpu")]
-    lines = []
-    if layers:
-        about, what = f"{measured(layers)} {LAYERS_ABOUT}", ["layers", "tokens"]
-        lines += [about, "", *selection(layers, is_selected, what), "", *losses(layers, what)]
-    if convs:
-        about, what = f"{measured(convs)} {CONVOLUTIONS_ABOUT}", ["layer", "images"]
-        lines += [""] * bool(lines) + ["### Convolutions", "", about, ""]
-        lines += [*selection(convs, is_selected_convolution, what), "", *losses(convs, what)]
+    parts = []
     if whole:
         about = f"{measured(whole)} {MODELS_ABOUT}"
-        lines += [""] * bool(lines) + ["### In models", "", about, "", *models(whole)]
-    return lines
+        lost = losses(whole, "whole models")
+        parts.append(["## Whole models", "", about, "", *models(whole), "", *lost])
+    if layers:
+        tables = selection(layers, is_selected, ["layers", "tokens"])
+        about = f"{measured(layers)} {LAYERS_ABOUT}"
+        lost = losses(layers, "layers and blocks")
+        parts.append(["## Blocks and layers", "", about, "", *tables, "", *lost])
+    if convs:
+        tables = selection(convs, is_selected_convolution, ["layer", "images"])
+        about = f"{measured(convs)} {CONVOLUTIONS_ABOUT}"
+        lost = losses(convs, "convolutions")
+        parts.append(["## Convolutions", "", about, "", *tables, "", *lost])
+    return ["\n\n".join("\n".join(part) for part in parts)] if parts else []
 
 
 def render(paths: Iterable[Path]) -> str:
@@ -242,12 +258,12 @@ def rewrite(page: Path, change: Callable[[str], str], check: bool, name: str) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args(arguments)
     paths = sorted(given.results.glob("*.json"))
     return rewrite(
-        given.readme, lambda text: replaced(text, render(paths)), given.check, "make_table"
+        given.page, lambda text: replaced(text, render(paths)), given.check, "make_table"
     )
 
 

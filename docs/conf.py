@@ -10,16 +10,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 import torch_fused_linear
 
 project = "torch_fused_linear"
-author = "the authors of torch_fused_linear"
+author = copyright = "torch_fused_linear contributors"
 release = version = torch_fused_linear.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"]
-include_patterns += ["examples/*/README.md", "benchmarks/*.md"]
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+include_patterns += ["examples/README.md", "examples/*/README.md", "benchmarks/*.md"]
 exclude_patterns = [".*", "build", "dist"]  # not even walked through
 
 html_theme = "furo"
@@ -33,3 +36,25 @@ napoleon_custom_sections = ["Shape"]
 # would need a network.
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|os)\..*")]
+
+
+def visit_math(translator, node):
+    """Formulas as MathML, which browsers show by themselves; MathJax needs a network."""
+    block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
+def front_page(app, failure):
+    """An index.html in the folder itself, which leads to that of docs/."""
+    if failure is None and app.builder.format == "html":
+        leads = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
+        Path(app.outdir, "index.html").write_text(leads)
+
+
+def setup(app):
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
+    app.connect("build-finished", front_page)
+
+
+html_math_renderer = "mathml"

@@ -116,11 +116,12 @@ def draw(path: Path, mask: Tensor, features: int, found: dict[str, dict[str, flo
     left.imshow(bits, cmap="Blues", aspect="auto", interpolation="nearest", vmin=-0.2)
     left.axvline(features - 0.5, color="#c62828", linewidth=1.5)
     left.set(title="ReLU's mask: the padding is right of the line", xlabel="bit", ylabel="row")
-    for offset, (way, error) in enumerate(found.items()):
-        at = [k + 0.38 * offset for k in range(len(NAMES))]
-        right.bar(at, list(error.values()), 0.36, label=way)
-    right.set_xticks([k + 0.19 for k in range(len(NAMES))], [f"d{name}" for name in NAMES])
-    right.set(title="largest error against autograd in fp64", yscale="log", ylabel="relative")
+    # Points, as a bar on a log axis has no length.
+    for colour, (way, error) in zip(("#0072b2", "#e69f00"), found.items()):
+        right.plot(list(error.values()), "o", color=colour, markersize=9, alpha=0.8, label=way)
+    right.set_xticks(range(len(NAMES)), [f"d{name}" for name in NAMES])
+    right.set(title="largest error against autograd in fp64", yscale="log")
+    right.set(ylabel="error / largest value")
     right.margins(y=0.3)
     right.legend(frameon=False)
     figure.savefig(path)

@@ -18,33 +18,39 @@ if _library.load():
 
     flops.register_when_imported()
 
-    __all__ = [
-        "FusedConv2dReLU",
-        "FusedLinear",
-        "FusedLinearGELU",
-        "FusedLinearReLU",
-        "FusedMLP",
-        "compile_backend",
-        "compile_options",
-        "conv2d_relu",
-        "explain",
-        "fuse_",
-        "get_policy",
-        "handover",
-        "library_path",
-        "linear",
-        "linear_gelu",
-        "linear_relu",
-        "mlp",
-        "onnx_translation_table",
-        "pack_weights",
-        "plans",
-        "set_policy",
-        "unfuse_",
-        "unpack_weights",
-    ]
-
     # A file that cannot be used is told of now, not in the middle of the work.
     plans._from_environment()
 
-__version__ = "0.1.0"
+__all__ = [
+    "FusedConv2dReLU",
+    "FusedLinear",
+    "FusedLinearGELU",
+    "FusedLinearReLU",
+    "FusedMLP",
+    "compile_backend",
+    "compile_options",
+    "conv2d_relu",
+    "explain",
+    "flops",
+    "fuse_",
+    "get_policy",
+    "handover",
+    "library_path",
+    "linear",
+    "linear_gelu",
+    "linear_relu",
+    "mlp",
+    "onnx_translation_table",
+    "pack_weights",
+    "plans",
+    "set_policy",
+    "unfuse_",
+    "unpack_weights",
+]
+
+__version__ = "0.2.0"
+
+
+def __dir__() -> list[str]:
+    """What a user may call; the modules behind it are imported by their names."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -104,21 +104,26 @@ def _installed_elsewhere() -> Path | None:
     return None
 
 
-def _message(what: str, built: str | None) -> str:
-    root, installed = _PACKAGE.parent, _installed_elsewhere()
+def rebuild() -> str:
+    """The line that says how to build the library anew."""
+    root, python = _PACKAGE.parent, shlex.quote(sys.executable)
     if (root / "setup.py").exists():
-        python, root = shlex.quote(sys.executable), shlex.quote(str(root))
-        command = f"cd {root} && {python} setup.py build_ext --inplace"
+        command = f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
     else:
         command = (
-            f"{shlex.quote(sys.executable)} -m pip install --no-build-isolation --no-deps "
-            "--force-reinstall SOURCES   (the folder with the sources of torch_fused_linear)"
+            f"{python} -m pip install --no-deps --force-reinstall SOURCES"
+            "   (the folder with the sources of torch_fused_linear)"
         )
+    return f"  to rebuild:      {command}"
+
+
+def _message(what: str, built: str | None) -> str:
+    root, installed = _PACKAGE.parent, _installed_elsewhere()
     return (
         f"torch_fused_linear: {what}\n"
         f"  built for torch: {built or 'nothing'}\n"
         f"  running torch:   {torch.__version__}\n"
-        f"  to rebuild:      {command}"
+        f"{rebuild()}"
         + (
             f"\n  or, since {root} hides\n  {installed}: work in another folder"
             if installed

@@ -1,13 +1,16 @@
 """`python -m torch_fused_linear.doctor`: what is installed, what was built, and does it work.
 
-Exits with 1 when something is broken. It also runs when the library cannot be loaded.
+Exits with 1 when something is broken, or a GPU is there that the build does not use. It also runs
+when the library cannot be loaded.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,7 +108,20 @@ def cublaslt_path(built_cuda: str | None) -> str:
     return "available" if torch.cuda.is_available() else "built, but there is no CUDA device"
 
 
-def main() -> int:
+def parse(arguments: Sequence[str] | None) -> None:
+    """There is nothing to choose; --help says what is done, anything else is an error."""
+    argparse.ArgumentParser(
+        prog="python -m torch_fused_linear.doctor",
+        description="Say what is installed, what was built, and whether it works: a layer's "
+        "forward and backward on each device, compared with fp64.",
+        epilog="Exit status: 0, everything works; 1, something is broken, or there is a GPU that "
+        "the build does not use.",
+    ).parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parse(arguments)
+
     def say(name: str, value: object) -> None:
         print(f"{name:<10}", "none" if value is None else value)
 
@@ -126,8 +142,10 @@ def main() -> int:
     say("oneDNN", onednn_path())
     say("cuBLASLt", cublaslt_path(built["cuda"]))
 
-    working = True
-    # A CPU-only library beside a GPU is a choice, not a fault; the line above tells of it.
+    unused = built["cuda"] is None and torch.cuda.is_available()
+    if unused:
+        say("cuda", f"a GPU is here that this build does not use: FAILED\n{_library.rebuild()}")
+    working = not unused
     for device in ["cpu", *["cuda"] * (built["cuda"] is not None and torch.cuda.is_available())]:
         try:
             error = largest_error(device)
@@ -140,4 +158,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells report Ctrl-C

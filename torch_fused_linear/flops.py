@@ -26,6 +26,8 @@ from math import prod
 
 import torch
 
+__all__ = ["FORMULAS", "register"]
+
 _COUNTER = "torch.utils.flop_counter"
 
 

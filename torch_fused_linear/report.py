@@ -68,7 +68,7 @@ class explain:
         self._open.append(torch.ops.fused._explain_start())
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         global _open_blocks
         _open_blocks -= 1
         rows = torch.ops.fused._explain_stop(self._open.pop())

@@ -278,7 +278,11 @@ REFUSED = {
     "requires_grad": (lambda: torch.nn.Linear(4, 3), ValueError, "frozen"),
     "meta": (lambda: linear(torch.empty(3, 4, device="meta")), ValueError, "on the CPU, got meta"),
     "inference": (in_inference_mode, ValueError, "inference tensor"),
-    "integer": (lambda: linear(torch.ones(3, 4, dtype=torch.int8)), NotImplementedError, "got Char"),
+    "integer": (
+        lambda: linear(torch.ones(3, 4, dtype=torch.int8)),
+        NotImplementedError,
+        "got Char",
+    ),
     "subclass": (
         lambda: linear(torch.ones(3, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
         TypeError,

@@ -31,8 +31,8 @@ def record_of(case: Case = STEP, **medians: float) -> Record:
 
 
 @pytest.fixture
-def readme(tmp_path, make_table):
-    """A README with results of one machine beside it, and how to run the script on them."""
+def page(tmp_path, make_table):
+    """A page with results of one machine beside it, and how to run the script on them."""
     folder = tmp_path / "results"
     folder.mkdir()
     header = {"machine": "NVIDIA X1", "device": "cuda", "torch": "2.11", "cublaslt": "13.1.0"}
@@ -48,10 +48,10 @@ def readme(tmp_path, make_table):
         record_of(Case("ffn", (8, 32, 8), 8192, "bf16", "relu", "step"), ours=1, mlp=4, eager=2),
     ]
     results.save(folder / "x1.json", header, records)
-    path = tmp_path / "README.md"
+    path = tmp_path / "page.md"
     path.write_text(f"before\n{make_table.BEGIN}\n{make_table.END}\nafter\n")
 
     def run(*arguments):
-        return make_table.main([*arguments, "--readme", str(path), "--results", str(folder)])
+        return make_table.main([*arguments, "--page", str(path), "--results", str(folder)])
 
     return path, folder, header, run

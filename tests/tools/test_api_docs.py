@@ -44,7 +44,10 @@ def public() -> dict[str, object]:
             found |= {
                 f"{name}.{key}": value
                 for key, value in vars(module).items()
-                if not key.startswith("_") and is_ours(value) and callable(value)
+                if key in getattr(module, "__all__", vars(module))
+                and not key.startswith("_")
+                and is_ours(value)
+                and callable(value)
             }
     for name, cls in list(found.items()):
         if isinstance(cls, type):
@@ -214,17 +217,19 @@ def test_every_reason_is_explained(source):
     assert not missing, f"docs/fallbacks.md does not say what these mean: {missing}"
 
 
-def test_performance_page_is_of_the_results():
+def test_performance_pages_are_of_the_results():
     command = [sys.executable, "benchmarks/make_performance.py", "--check"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_performance_page_has_no_numbers_of_its_own():
+def test_performance_pages_have_no_numbers_of_its_own():
     """Speeds and times stand in the tables, which are made; sizes are no results."""
-    page = (DOCS / "performance.md").read_text()
-    prose = re.sub(r"<!-- results: .*?: begin -->.*?: end -->", "", page, flags=re.DOTALL)
-    assert not re.findall(r"\d\.\d|\d ?[µm]s\b|\d ?%|×", prose)
+    for name in ("performance.md", "memory.md", "cpu.md"):
+        page = (DOCS / name).read_text()
+        marks = r"<!-- (results|benchmark table)[^>]*: begin -->.*?: end -->"
+        prose = re.sub(marks, "", page, flags=re.DOTALL)
+        assert not re.findall(r"\d\.\d|\d ?[µm]s\b|\d ?%|×", prose), name
 
 
 # --- building ---------------------------------------------------------------------------------
@@ -279,6 +284,21 @@ def test_built_pages_have_every_name(built):
         assert f"{prefix}torch_fused_linear.{name}" in anchors, name
 
 
+def test_built_pages_need_no_network(built):
+    """Formulas are MathML; no script, style or picture comes from elsewhere."""
+    for path in built.rglob("*.html"):
+        fetched = re.findall(
+            r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"(https?:[^\"]*)", path.read_text()
+        )
+        assert not fetched, path.name
+    assert "<math" in (built / "docs" / "api.html").read_text()
+
+
+def test_the_front_page_is_found_from_the_folder(built):
+    leads = re.search(r"url=([^\"]+)", (built / "index.html").read_text())
+    assert (built / leads[1]).exists()
+
+
 def test_built_pages_have_no_broken_links(built):
     pages = {path.resolve(): Page(path) for path in built.rglob("*.html")}
     followed = 0
@@ -297,6 +317,9 @@ def test_built_pages_have_no_broken_links(built):
 
 
 def test_every_page_is_in_the_table_of_contents(built):
-    links = {urlsplit(link).path for link in Page(built / "docs" / "index.html").links}
-    for page in DOCS.glob("*.md"):
-        assert f"{page.stem}.html" in links, page.name
+    navigation = (built / "docs" / "index.html").read_text()
+    navigation = re.search(r'<div class="sidebar-tree">(.*?)</div>', navigation, re.DOTALL)[1]
+    links = re.findall(r'href="([^"#]+)"', navigation)
+    for page in [*DOCS.glob("*.md"), DOCS / "api.rst"]:
+        assert links.count(f"{page.stem}.html") == 1, page.name
+    assert len(links) == len(set(links))

@@ -155,7 +155,7 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
     """The outermost pixels stay white, however long title and legend are."""
     from matplotlib.image import imread
 
-    names = list(pictures.COLOURS)
+    names = [*pictures.NAMES, "eager"]
     records = [
         Record(
             Case("layer", (8, 16), 4, dtype, activation, mode),
@@ -170,6 +170,23 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
     image = imread(tmp_path / "p.png")[..., :3]
     for edge in (image[:, 0], image[:, -1], image[0], image[-1]):
         assert (edge == 1).all()
+
+
+def test_a_picture_has_four_series_at_most_and_names_them(tmp_path: Path):
+    case = Case("models", (32, 224, 224), 1605632, "bf16", "relu", "step", "VGG-16")
+    numbers = {name: Number.once(10.0) for name in [*pictures.NAMES, "eager"]}
+    record = Record(case, "us", numbers)
+    labels = [handle.get_label() for handle in pictures.legend([record], ["ours", "packed"])]
+    assert labels == ["ours: fused layers", "ours, weights packed", "relu bf16"]
+    assert pictures.place(record) == "VGG-16 32×224×224"
+    assert len(set(pictures.COLOURS)) == 4
+    shown = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            pictures, "panel", lambda axes, chosen, places, names, metric: shown.append(names)
+        )
+        pictures.draw(tmp_path / "p.png", "title", [record])
+    assert shown[0] == list(pictures.NAMES)[:4]
 
 
 def test_memory_of_a_step():

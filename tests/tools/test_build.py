@@ -133,12 +133,14 @@ def test_the_public_header_is_installed_beside_the_library():
 def copy(tmp_path):
     """A tree with what a build looks at, and a library that claims to be up to date."""
     shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / "build_tools", tmp_path / "build_tools")
     (tmp_path / "csrc" / "python").mkdir(parents=True)
     (tmp_path / "csrc" / "python" / "direct.cpp").write_text("")
     (tmp_path / "csrc" / "fused_linear.h").write_text("#pragma once\n")
     (tmp_path / "csrc" / "library.cpp").write_text('#include "fused_linear.h"\n')
     package = tmp_path / "torch_fused_linear"
     package.mkdir()
+    (package / "__init__.py").write_text('__version__ = "1.2.3"\n')
     (package / "_C.abi3.so").write_text("finished")
     (package / f"_direct{SUFFIX}").write_text("finished")
     config = {"torch": torch.__version__, "cuda": None, "arch_list": None, "debug": False}
@@ -276,7 +278,7 @@ def test_a_library_for_another_torch_names_both_versions_and_the_command(package
 
 def test_outside_a_source_tree_the_command_is_pips(package):
     (package / "_C.json").unlink()
-    assert f"{sys.executable} -m pip install --no-build-isolation" in import_error(package)
+    assert f"{sys.executable} -m pip install --no-deps" in import_error(package)
 
 
 def test_a_missing_library_is_told(package):

@@ -148,6 +148,13 @@ def test_snippets_are_short():
         assert len(lines) < 10, f"{snippet} has {len(lines)} lines"
 
 
+def test_the_quick_start_is_a_script():
+    """docs/start.py is the snippets of docs/start.md, one after the other, and runs by itself."""
+    page, script = ROOT / "docs" / "start.md", (ROOT / "docs" / "start.py").read_text()
+    pieces = [snippet.text for snippet in PYTHON if snippet.page == page]
+    assert script.partition('"""\n\n')[2] == "\n".join(pieces)
+
+
 # --- links ------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ def test_a_wrong_operator_is_noticed(monkeypatch, capsys, wrong):
         linear_relu = staticmethod(wrong)
 
     monkeypatch.setattr(torch.ops, "fused", Fused)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
@@ -83,5 +83,24 @@ def test_an_operator_that_raises_is_reported(monkeypatch, capsys):
             raise RuntimeError("out of order")
 
     monkeypatch.setattr(torch.ops, "fused", Fused)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert "RuntimeError: out of order: FAILED" in capsys.readouterr().out
+
+
+def test_a_gpu_that_the_build_does_not_use_is_a_failure(monkeypatch, capsys):
+    built = {**doctor._library.build_info(), "cuda": None}
+    monkeypatch.setattr(doctor._library, "build_info", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert doctor.main([]) == 1
+    output = capsys.readouterr().out
+    assert "a GPU is here that this build does not use" in output and "to rebuild:" in output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.main([]) == 0
+
+
+def test_help_names_the_exit_status(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["--help"])
+    assert stopped.value.code == 0
+    assert "Exit status: 0, everything works; 1," in " ".join(capsys.readouterr().out.split())

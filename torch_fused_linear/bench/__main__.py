@@ -35,6 +35,8 @@ from torch_fused_linear.bench.table import Table
 
 EXIT_FAILED = 1
 QUICK_SECONDS = 0.02
+SECONDS = sorted(suite.seconds for suite in SUITES.values() if suite.seconds)
+RUNNING_TIME = f"seconds of rounds; default: {SECONDS[0]:g} to {SECONDS[-1]:g}, by suite"
 JSON_NAME = "bench.json"
 
 
@@ -82,24 +84,29 @@ def suite_name(text: str) -> str:
 
 def parse(arguments: Sequence[str] | None) -> Settings:
     """Read the command line; bad arguments end the program with one line."""
-    about = "\n".join(f"  {name:<11} {suite.about}" for name, suite in SUITES.items())
+    about = "\n".join(f"  {name:<13} {suite.about}" for name, suite in SUITES.items())
     parser = OneLineParser(
         prog="python -m torch_fused_linear.bench",
-        description=f"Time fused layers beside eager and others.\n\nsuites:\n{about}",
+        description="Time fused layers beside eager and others: medians of interleaved rounds, in "
+        f"microseconds.\n\nsuites:\n{about}",
+        epilog="examples:\n"
+        "  python -m torch_fused_linear.bench layer --quick      does everything run?\n"
+        "  python -m torch_fused_linear.bench ffn --list         the names of the cases\n"
+        '  python -m torch_fused_linear.bench layer --only "T=8192 bf16" --out DIR',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
-    add("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
-    add("--threads", type=positive(int), metavar="N", help="of the CPU; as torch has it by default")
-    add("--dtypes", nargs="+", choices=DTYPES, help="instead of each suite's own")
+    add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
+    add("--dtypes", nargs="+", choices=DTYPES, help="default: each suite's own")
     add(
         "--baselines",
         nargs="+",
         choices=BASELINES,
         default=[],
         metavar="NAME",
-        help=f"measure these too: {', '.join(BASELINES)}",
+        help=f"measure these too; default: each suite's own; there are {', '.join(BASELINES)}",
     )
     add(
         "--compile-all",
@@ -111,9 +118,10 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         action="append",
         default=[],
         metavar="TEXT",
-        help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times',
+        help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times; '
+        "default: all",
     )
-    add("--seconds-per-case", type=positive(float), metavar="S", help="time for the rounds")
+    add("--seconds-per-case", type=positive(float), metavar="S", help=RUNNING_TIME)
     add(
         "--cudnn-benchmark",
         action="store_true",
@@ -123,7 +131,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     add("--kernels", action="store_true", help="name the kernels that one call runs")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--json", type=Path, metavar="FILE", help=f"default: {JSON_NAME} in --out")
-    add("--out", type=Path, metavar="DIR", help="directory for pictures and numbers")
+    add("--out", type=Path, metavar="DIR", help="folder for pictures and numbers; default: none")
     given = parser.parse_args(arguments)
     try:
         out = None if given.out is None else output_directory(given.out)
@@ -250,7 +258,11 @@ def run(settings: Settings) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run(parse(arguments))
+    try:
+        return run(parse(arguments))
+    except KeyboardInterrupt:
+        say("\nstopped by Ctrl-C")
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

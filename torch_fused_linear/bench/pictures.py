@@ -1,4 +1,4 @@
-"""A picture a suite: how ours and the baselines compare with eager and with the bare products."""
+"""A picture a suite: how ours and others compare with eager and with the bare products."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from torch_fused_linear.bench.results import Record
 
-COLOURS = {
-    "ours": "#1565c0",
-    "mlp": "#00897b",
-    "fused": "#1565c0",
-    "compile+pass": "#00897b",
-    "packed": "#6d4c41",
-    "cublaslt": "#ef6c00",
-    "mlp-cublaslt": "#c62828",
-    "addmm": "#8d6e63",
-    "compile": "#8e24aa",
-    "max-autotune": "#5e35b1",
-    "reduce-overhead": "#d81b60",
-    "nvmath": "#558b2f",
-    "eager": "#9e9e9e",
+# What is drawn of a suite: at most four of these, the first that took part, eager being the scale.
+NAMES = {
+    "ours": "ours: fused layers",
+    "fused": "the model after fuse_",
+    "mlp": "mlp: FusedMLP, one operator",
+    "compile+pass": "torch.compile with our pass",
+    "packed": "ours, weights packed",
+    "compile": "torch.compile",
+    "max-autotune": "torch.compile, max-autotune",
+    "reduce-overhead": "torch.compile, reduce-overhead",
+    "cublaslt": "ours, policy cublaslt",
+    "mlp-cublaslt": "FusedMLP, policy cublaslt",
+    "addmm": "torch._addmm_activation",
+    "nvmath": "nvmath-python",
 }
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
 MARKERS = {"relu": "o", "gelu": "s", "gelu-erf": "D"}
 FILLED = {"bf16": "full", "fp16": "none", "fp32": "left"}
 LOSING_SIDE = "#fdecea"
-TIMES_EAGER = "times faster than eager"
+TIMES_EAGER = "times as fast as eager (1: equal)"
 
 Metric = Callable[[Record, str], float | None]
 
@@ -43,12 +44,16 @@ def draw(path: Path, title: str, records: Sequence[Record]) -> bool:
     if any("conv" in record.numbers for record in records):
         yardstick = "fraction of the bare convolution"
     metrics: dict[str, Metric] = {TIMES_EAGER: speedup, yardstick: Record.fraction}
-    names = [name for name in COLOURS if any(name in record.numbers for record in records)]
     drawn = {
         label: metric
         for label, metric in metrics.items()
-        if any(metric(record, name) is not None for record in records for name in names)
+        if any(metric(record, name) is not None for record in records for name in NAMES)
     }
+    names = [
+        name
+        for name in NAMES
+        if any(metric(record, name) is not None for record in records for metric in drawn.values())
+    ][: len(COLOURS)]
     if not drawn:
         return False
 
@@ -91,7 +96,9 @@ def speedup(record: Record, name: str) -> float | None:
 
 
 def place(record: Record) -> str:
-    return f"{record.case.shape}   {record.case.amount}"
+    case = record.case
+    # The shape of a model names batch and sizes, and T would be pixels where it reads images.
+    return case.shape if case.model else f"{case.shape}   {case.amount}"
 
 
 def panel(
@@ -116,7 +123,7 @@ def panel(
                 marker=MARKERS[record.case.activation],
                 fillstyle=FILLED[record.case.dtype],
                 markerfacecoloralt="white",
-                color=COLOURS[name],
+                color=COLOURS[index],
                 markersize=5.5,
                 linestyle="none",
             )
@@ -143,7 +150,7 @@ def legend(records: Sequence[Record], names: Sequence[str]) -> list[Line2D]:
 
     kinds = dict.fromkeys((r.case.activation, r.case.dtype) for r in records)
     return [
-        *(key(name, marker="o", color=COLOURS[name]) for name in names),
+        *(key(NAMES[name], marker="o", color=COLOURS[i]) for i, name in enumerate(names)),
         *(
             key(
                 f"{activation} {dtype}",

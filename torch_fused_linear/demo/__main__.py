@@ -1,7 +1,8 @@
-"""Watch a network of fused layers learn handwritten digits beside the same plain PyTorch network.
+"""Watch a network of fused layers learn to read images beside the same plain PyTorch network.
 
     python -m torch_fused_linear.demo
     python -m torch_fused_linear.demo --dataset mnist --data DIR
+    python -m torch_fused_linear.demo --dataset fashion-mnist --data DIR
     python -m torch_fused_linear.demo --recipe tutorial --data DIR
 
 Both networks start from the same weights and see the same batches in the same order; they take
@@ -32,7 +33,7 @@ from torch_fused_linear._command_line import (
     positive,
     seed_number,
 )
-from torch_fused_linear.demo.data import DataError, Dataset, load
+from torch_fused_linear.demo.data import DATASETS, DataError, Dataset, load
 from torch_fused_linear.demo.training import (
     RECIPES,
     TUTORIAL_LAST_PRINTED_BATCH,
@@ -51,31 +52,45 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     """Read the command line; bad arguments end the program with one line."""
     parser = OneLineParser(
         prog="python -m torch_fused_linear.demo",
-        description="Train fused layers beside nn.Linear on handwritten digits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train fused layers beside nn.Linear on images of digits or clothes, and draw "
+        "what they learned.",
+        epilog="examples:\n"
+        "  python -m torch_fused_linear.demo                    digits, about ten seconds\n"
+        "  python -m torch_fused_linear.demo --activation gelu --dtype bfloat16\n"
+        "  python -m torch_fused_linear.demo --recipe tutorial --dataset fashion-mnist --data DIR",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
         "--recipe",
         choices=RECIPES,
         default="mlp",
-        help="tutorial: the 784-30-10 network of nvmath-python's MNIST tutorial",
+        help="mlp (the default), or tutorial: the 784-30-10 network of nvmath-python's notebook",
     )
-    add("--dataset", choices=("digits", "mnist"), help="digits, or what the recipe wants")
-    add("--data", type=Path, default=Path("data"), help="directory of the MNIST files")
-    add("--activation", choices=("relu", "gelu"), default="relu", help="of the hidden layers")
-    add("--epochs", type=positive(int), help="passes over the data")
-    add("--batch-size", type=positive(int), help="images per training step")
-    add("--lr", type=positive(float), help="learning rate of SGD")
-    add("--seed", type=seed_number, default=1234, help="of weights and order")
-    add("--device", help="cpu, cuda or cuda:N; a GPU if there is one")
+    add("--dataset", choices=DATASETS, help="default: digits; mnist for the tutorial")
+    add("--data", type=Path, default=Path("data"), help="folder of MNIST's files; default: data")
+    add(
+        "--activation",
+        choices=("relu", "gelu"),
+        default="relu",
+        help="of the hidden layers; default: relu; gelu is the tanh form",
+    )
+    add(
+        "--epochs",
+        type=positive(int),
+        help="passes over the data; default: 20; mnist 5; tutorial 1",
+    )
+    add("--batch-size", type=positive(int), help="images a step; default: 32; tutorial 256")
+    add("--lr", type=positive(float), help="learning rate of SGD; default: 0.02; tutorial 0.1")
+    add("--seed", type=seed_number, default=1234, help="of weights and order; default: 1234")
+    add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
         default="float32",
-        help="half precision goes through torch.autocast",
+        help="default: float32; half precision goes through torch.autocast",
     )
-    add("--out", type=Path, default=Path(), help="directory for the two pictures")
+    add("--out", type=Path, default=Path(), help="folder for the two pictures; default: this one")
     given = parser.parse_args(arguments)
 
     recipe = RECIPES[given.recipe]
@@ -138,7 +153,8 @@ def introduce(settings: Settings, data: Dataset) -> None:
     )
     say(f"device   {device_name(settings.device)}; {precision_name(settings)}")
     if settings.recipe_name == "tutorial" and settings.dataset != "mnist":
-        say("note     the tutorial's network is 784-30-10 on MNIST; this is its smaller likeness")
+        what = "its smaller likeness" if settings.dataset == "digits" else "on other images"
+        say(f"note     the tutorial's network is 784-30-10 on MNIST; this is {what}")
     say()
     say(f"{'':5}  {'mean loss':^19}  {'test accuracy':^19}  {'seconds so far':>17}")
     say("epoch" + 3 * f"  {'fused':>8}  {'nn.Linear':>9}")
@@ -162,7 +178,8 @@ def summarise(learners: tuple[Learner, Learner]) -> None:
     say()
     if all(math.isfinite(loss) for pair in pairs for loss in pair):
         apart = max(abs(one - other) for one, other in pairs)
-        say(f"losses   never more than {apart:.1e} apart in any batch")
+        equal = "equal in every batch, to the last bit; " if apart == 0 else ""
+        say(f"losses   {equal}never more than {apart:.1e} apart in any batch")
     else:
         say("losses   not finite: the training went astray, a smaller --lr may help")
     # Whatever else the machine does hits single turns; the median of the turns does not see it.
@@ -173,6 +190,16 @@ def summarise(learners: tuple[Learner, Learner]) -> None:
         f"a step   {1e6 * steps[0]:.0f} us fused, {1e6 * steps[1]:.0f} us nn.Linear: "
         f"fused has {speed:.2f} times the speed (medians of {len(fused.step_seconds)} turns)"
     )
+
+
+def conclude(settings: Settings) -> None:
+    """What was shown by this and what was not, where the times alone might mislead."""
+    say("\nshown    fused layers learn what nn.Linear and its activation learn, up to rounding")
+    if settings.device.type == "cpu":
+        say("not      speed: fusing saves little on a CPU, and more on a GPU, in larger layers")
+    else:
+        say("not      the speed of large layers: in networks this small the CPU sets the pace")
+    say("speed    python -m torch_fused_linear.bench layer; measured: docs/performance.md")
 
 
 def compare_with_tutorial(learners: tuple[Learner, Learner], settings: Settings) -> None:
@@ -222,6 +249,7 @@ def draw(learners: tuple[Learner, Learner], settings: Settings, data: Dataset) -
         data.test_images.reshape(-1, *data.image_shape).float().cpu().numpy(),
         learners[0].predict(data.test_images).cpu().numpy(),
         data.test_labels.cpu().numpy(),
+        data.classes,
     )
     say(f"pictures {loss_path.resolve()}\n         {predictions_path.resolve()}")
 
@@ -235,6 +263,8 @@ def report(learners: tuple[Learner, Learner], settings: Settings, data: Dataset)
     if settings.recipe_name == "tutorial":
         compare_with_tutorial(learners, settings)
     draw(learners, settings, data)
+    if all(math.isfinite(learner.losses[-1]) for learner in learners):
+        conclude(settings)
 
 
 @contextmanager

@@ -48,11 +48,11 @@ def draw_learning(path: Path, title: str, loss_name: str, curves: Sequence[Curve
         losses.plot(at, loss, label=curve.name, **style)
         accuracies.plot(curve.accuracy_at, curve.accuracy, label=curve.name, **style, **marker)
     each = f"every {batches} batches" if batches > 1 else "each batch"
-    losses.set(title=f"Training loss, mean of {each}", ylabel=loss_name, yscale="log")
-    accuracies.set(title="Accuracy on the test images", ylabel="accuracy")
+    losses.set(title=f"Training loss, mean of {each}", ylabel=f"{loss_name} (log)", yscale="log")
+    accuracies.set(title="Accuracy on the test images", ylabel="right answers")
     accuracies.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     for axes in (losses, accuracies):
-        axes.set_xlabel("epoch")
+        axes.set_xlabel("epochs (passes over the training images)")
         axes.set_xlim(left=0)
         axes.grid(True, which="both", color="#e6e9ec", linewidth=0.7)
         axes.set_axisbelow(True)
@@ -72,6 +72,7 @@ def draw_predictions(
     images: np.ndarray,
     predicted: np.ndarray,
     true: np.ndarray,
+    classes: Sequence[str] = tuple("0123456789"),
     rows: int = 4,
     columns: int = 10,
 ) -> None:
@@ -85,7 +86,8 @@ def draw_predictions(
     if len(chosen) < rows * columns:  # few are right: fill up with the other misread ones
         chosen = np.concatenate([chosen, misread[columns:]])[: rows * columns]
 
-    figure = Figure(figsize=(columns * 1.05, rows * 1.35 + 0.9), dpi=130, layout="constrained")
+    gap = " " if all(len(name) == 1 for name in classes) else "\n"
+    figure = Figure(figsize=(columns * 1.05, rows * 1.5 + 0.9), dpi=130, layout="constrained")
     figure.suptitle(
         f"{title}\n{len(misread)} of {len(true)} test images misread"
         + (" (framed in red)" if len(misread) else ""),
@@ -100,8 +102,8 @@ def draw_predictions(
         axes.imshow(images[index], cmap="gray_r", interpolation="nearest")
         axes.set(xticks=[], yticks=[])
         axes.set_title(
-            f"read {predicted[index]}, is {true[index]}",
-            fontsize=9,
+            f"read {classes[predicted[index]]},{gap}is {classes[true[index]]}",
+            fontsize=8,
             color=WRONG if wrong else RIGHT,
             fontweight="bold" if wrong else "normal",
         )

@@ -62,7 +62,7 @@ RECIPES = {
     "mlp": Recipe(
         dataset="digits",
         hidden=(512, 256),
-        epochs={"digits": 20, "mnist": 5},
+        epochs={"digits": 20, "mnist": 5, "fashion-mnist": 5},
         batch_size=32,
         lr=0.02,
         momentum=0.9,
@@ -80,7 +80,7 @@ RECIPES = {
     "tutorial": Recipe(
         dataset="mnist",
         hidden=(30,),
-        epochs={"digits": 1, "mnist": 1},
+        epochs={"digits": 1, "mnist": 1, "fashion-mnist": 1},
         batch_size=256,
         lr=0.1,
         momentum=0.0,

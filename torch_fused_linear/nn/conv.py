@@ -1,10 +1,17 @@
 """The layer that stands where ``nn.Conv2d`` and its ReLU stood."""
 
+from typing import TypeVar
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
+from typing_extensions import Self
 
 from ..functional import conv2d_relu
 from .taking_over import check_plain, converted
+
+_Conv = TypeVar("_Conv", bound=nn.Conv2d)
 
 
 class FusedConv2dReLU(nn.Conv2d):
@@ -64,7 +71,9 @@ class FusedConv2dReLU(nn.Conv2d):
         )
 
     @classmethod
-    def from_conv(cls, conv: nn.Conv2d, *, device=None, dtype=None) -> "FusedConv2dReLU":
+    def from_conv(
+        cls, conv: nn.Conv2d, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> Self:
         """A fused layer that shares ``conv``'s parameters (the same objects, not copies).
 
         Args:
@@ -96,7 +105,7 @@ class FusedConv2dReLU(nn.Conv2d):
         return nn.Sequential(self.to_conv(), nn.ReLU()).train(self.training)
 
 
-def _like(conv: nn.Conv2d, cls: type) -> nn.Conv2d:
+def _like(conv: nn.Conv2d, cls: type[_Conv]) -> _Conv:
     # No memory for parameters that are replaced at once.
     layer = cls(
         conv.in_channels,

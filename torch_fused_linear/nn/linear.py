@@ -1,6 +1,11 @@
 """Layers that stand where ``nn.Linear`` and its activation stood."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.types import Device
+from typing_extensions import Self
 
 from ..functional import linear, linear_gelu, linear_relu
 from .taking_over import check_plain, converted
@@ -51,7 +56,14 @@ class FusedLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, device=None, dtype=None, **kwargs) -> "FusedLinear":
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Self:
         """A fused layer that shares ``linear``'s parameters (the same objects, not copies).
 
         Args:
@@ -139,8 +151,8 @@ class FusedLinearReLU(FusedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         memory: str = "default",
     ) -> None:
         check_memory("FusedLinearReLU", memory)
@@ -202,8 +214,8 @@ class FusedLinearGELU(FusedLinear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         approximate: str = "tanh",
         memory: str = "default",
     ) -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.types import Device
 
 from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
@@ -74,8 +75,8 @@ class FusedMLP(nn.Sequential):
         *features: int,
         activation: str = "relu",
         bias: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         memory: str = "default",
     ) -> None:
         if not features:

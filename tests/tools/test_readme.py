@@ -1,0 +1,137 @@
+"""README is short, says things in their order, and its numbers are those of the results."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from bench_records import ROOT
+from test_docs import FENCE, PAGES
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from make_performance import find
+from make_table import by_machine, duration
+
+README = (ROOT / "README.md").read_text()
+TEXT = " ".join(FENCE.sub("", README).split())
+RESULTS = by_machine(sorted((ROOT / "benchmarks" / "results").glob("*.json")))["NVIDIA H200"]
+
+
+def median(name, **case):
+    (result,) = find(RESULTS, **case)
+    return result["numbers"][name]["median"]
+
+
+def times(theirs, ours, **case):
+    return f"{median(theirs, **case) / median(ours, **case):.2f}"
+
+
+def of_model(name, activation, mode, theirs="eager", ours="fused"):
+    return times(theirs, ours, suite="models", model=name, activation=activation, mode=mode)
+
+
+def of_block(width, theirs):
+    case = {"suite": "ffn", "sizes": [width, 4 * width, width], "tokens": 8192}
+    case |= {"dtype": "bf16", "activation": "relu", "mode": "step"}
+    # of the modes of torch.compile the fastest, as in the table
+    found = [times(name, "ours", **case) for name in theirs]
+    return min(found, key=float)
+
+
+def step_of_gpt2(name):
+    case = {"suite": "models", "model": "GPT-2 small", "activation": "gelu", "mode": "step"}
+    return duration(median(name, **case))
+
+
+COMPILED = ("compile", "max-autotune")
+LAYER = {"sizes": [4096, 16384], "tokens": 8192, "dtype": "fp16", "activation": "gelu"}
+# Each sentence with measured numbers, these as groups, and what the results say.
+CLAIMS = [
+    (
+        r"ViT and BERT stay at ([\d.]+); their training steps gain ([\d.]+) and ([\d.]+)\.",
+        of_model("ViT-B/16", "gelu-erf", "forward"),
+        of_model("ViT-B/16", "gelu-erf", "step"),
+        of_model("BERT-base", "gelu-erf", "step"),
+    ),
+    (r"BERT stay at ([\d.]+);", of_model("BERT-base", "gelu-erf", "forward")),
+    (r"A step of 4096→16384→4096 gains ([\d.]+);", of_block(4096, ["eager"])),
+    (
+        r"one of a single layer 4096→16384 with GELU in fp16 is slower than eager, ([\d.]+)\.",
+        times("eager", "ours", suite="layer", mode="step", **LAYER),
+    ),
+    (
+        r"GPT-2 small takes ([\d.]+ ms) after `fuse_` and ([\d.]+ ms) under `torch.compile`, "
+        r"with our pass ([\d.]+ ms)\.",
+        *map(step_of_gpt2, ("fused", "compile", "compile+pass")),
+    ),
+    (
+        r"ResNet-50 with folded normalisations is slower with our pass \(([\d.]+)\)",
+        of_model("ResNet-50, folded", "relu", "forward", "compile", "compile+pass"),
+    ),
+    (
+        r"takes ([\d.]+) times ours \(768→3072→768, bound by the CPU\) to ([\d.]+) \(4096→16384",
+        of_block(768, COMPILED),
+        of_block(4096, COMPILED),
+    ),
+]
+NO_RESULTS = {  # numbers with a point in them that are none: versions, and the contract's bound
+    "2.11": "torch",
+    "3.10": "Python",
+    "3.13": "Python",
+    "7.5": "capability",
+    "13.0": "CUDA",
+    "0.2": "of 0.2.0",
+    "1.1": "times eager's",
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim[0][:40])
+def test_a_number_is_what_the_results_say(claim):
+    sentence, *expected = claim
+    found = re.search(sentence, TEXT)
+    assert found, "README does not say this any more"
+    assert list(found.groups()) == expected
+
+
+def test_no_other_numbers_are_in_the_readme():
+    rest = TEXT
+    for sentence, *_ in CLAIMS:
+        rest = re.sub(sentence, "", rest)
+    found = set(re.findall(r"\d+\.\d+", rest)) | set(re.findall(r"[\d.]+ ?(?:%|µs|us\b)", rest))
+    assert found <= set(NO_RESULTS), found - set(NO_RESULTS)
+
+
+def test_the_chart_is_of_the_results():
+    command = [sys.executable, "benchmarks/make_chart.py", "--check"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def test_the_readme_is_short_and_in_order():
+    assert len(README.splitlines()) <= 150
+    headings = re.findall(r"^## (.*)$", FENCE.sub("", README), re.MULTILINE)
+    assert headings == [
+        "Install",
+        "Models you have",
+        "Layers",
+        "When it does not help",
+        "Compared with",
+        "Guarantees",
+        "Limits",
+        "More",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_table_is_wider_than_a_page(page):
+    for line in FENCE.sub("", page.read_text()).splitlines():
+        if line.startswith("|"):
+            assert line.replace(r"\|", "").count("|") - 1 <= 8, line
+
+
+def test_drop_in_is_not_said_without_gelus_default():
+    """`nn.GELU()` and the default of `FusedLinearGELU` are two functions."""
+    for path in [*PAGES, *(ROOT / "torch_fused_linear").rglob("*.py"), *ROOT.glob("docs/*.rst")]:
+        for paragraph in re.split(r"\n\s*\n", path.read_text()):
+            said = re.search(r"drop-in", paragraph, re.IGNORECASE)
+            assert not said or "approximate=" in paragraph, f"{path}: {paragraph}"
