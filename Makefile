@@ -29,7 +29,7 @@ demo: build
 # each other's.
 test: build $(MODELS) $(DOCS)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
-	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n auto --dist loadfile) $(ARGS)
+	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --dist loadfile') $(ARGS)
 
 # Hours on one core; an interrupted run goes on where it was. ARGS="--only timm/vit" takes a part.
 test-models: build $(MODELS)
