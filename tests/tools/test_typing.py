@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,9 @@ def test_dir_names_what_is_public():
     assert sorted(name for name in dir(tfl) if not name.startswith("__")) == sorted(tfl.__all__)
     assert all(hasattr(tfl, name) for name in tfl.__all__)
     assert "__version__" in dir(tfl)
+
+
+def test_all_is_complete():
+    """Every function and class of the package itself, and the modules that are meant for users."""
+    names = {n for n, v in vars(tfl).items() if not n.startswith("_") and not ismodule(v)}
+    assert names | {"flops", "plans"} == set(tfl.__all__)
