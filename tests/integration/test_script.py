@@ -196,5 +196,5 @@ def test_frozen_script():
 
 def test_script_keeps_its_errors():
     scripted = torch.jit.script(functions)
-    with pytest.raises(RuntimeError, match=r"linear_relu: weight must have shape .* got \[4, 5\]"):
+    with pytest.raises(RuntimeError, match=r"linear_relu: expected .* weight Float \[4, 5\]"):
         scripted(torch.randn(5, 6), torch.randn(4, 5), torch.randn(4), True)
