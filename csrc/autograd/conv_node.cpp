@@ -130,6 +130,9 @@ Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
     return conv2d_relu_symint(input, weight, bias, stride, padding, dilation, groups);
   }
   const Geometry geometry(stride, padding, dilation, groups);
+  if (const char* why = conv::objection(input, weight, bias)) {
+    return reference::conv_as_torch_does(why, input, weight, bias, geometry);
+  }
   conv::check(input, weight, bias, geometry);
   if (formula) {
     const explain::Row row(op_name, input, weight);

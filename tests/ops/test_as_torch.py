@@ -236,7 +236,7 @@ CONV = {
 @pytest.mark.parametrize("name", CONV)
 def test_convolution_does_as_torch_does(name, mode):
     tensors, geometry = CONV[name]()[:3], CONV[name]()[3:]
-    grad = mode == "gradients" and name != "oneDNN's layout"
+    grad = mode == "gradients"
     with MODES[mode]():
         torchs = outcome(lambda *a: F.relu(F.conv2d(*a, *geometry)), tensors, grad)
         for call in (tfl.conv2d_relu, torch.ops.fused.conv2d_relu):

@@ -328,10 +328,7 @@ def _activate(memory, function, args, kwargs):
             return function(**{**kwargs, "input": value(h)})
         return function(value(h), *args[1:], **kwargs)
     if type(layer) is nn.Conv2d:
-        try:
-            result = FusedConv2dReLU.forward(layer, input)
-        except ValueError:  # torch's own complaint is of another class
-            return function(value(h), *args[1:], **kwargs)
+        result = FusedConv2dReLU.forward(layer, input)
     elif kind == "relu":
         result = linear_relu(input, weight, bias, memory)
     else:
