@@ -99,7 +99,7 @@ TORCH_LIBRARY(fused, m) {
   m.def("_set_handover(bool enabled) -> ()", fused::autograd::handover::set_enabled);
 
   // Declares a frozen weight, which a CPU may then keep packed; takes that back.
-  m.def("_pack_weight(Tensor weight) -> ()", fused::cpu::packed::declare);
+  m.def("_pack_weight(Tensor weight, str name) -> ()", fused::cpu::packed::declare);
   m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
 
   // Plans: how long a problem may be measured, what has been decided, files of it.

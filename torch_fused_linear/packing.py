@@ -38,21 +38,20 @@ def pack_weights(module: nn.Module) -> int:
         TypeError: if a weight is of a class of its own.
         NotImplementedError: if its dtype is not float64, float32, float16 or bfloat16.
     """
-    names = []
-    for name, weight in _weights(module):
-        try:
+    declared = []
+    try:
+        for name, weight in _weights(module):
             if type(weight) not in (Tensor, nn.Parameter):
                 raise TypeError(
-                    f"pack_weights: weight must be a plain tensor, got {type(weight).__name__}"
+                    f"pack_weights: {name!r} must be a plain tensor, got {type(weight).__name__}"
                 )
-            torch.ops.fused._pack_weight(weight)
-        except (RuntimeError, TypeError, ValueError) as error:
-            for _, declared in names:
-                torch.ops.fused._unpack_weight(declared)
-            text = str(error).partition("\n")[0].replace("weight must", f"{name!r} must", 1)
-            raise type(error)(text) from None
-        names.append((name, weight))
-    return len(names)
+            torch.ops.fused._pack_weight(weight, name)
+            declared.append(weight)
+    except (RuntimeError, TypeError, ValueError):
+        for weight in declared:
+            torch.ops.fused._unpack_weight(weight)
+        raise
+    return len(declared)
 
 
 def unpack_weights(module: nn.Module) -> int:

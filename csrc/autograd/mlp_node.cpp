@@ -162,7 +162,9 @@ class Chain {
   // What goes into the lowest layer; undefined where nobody reads its values.
   Tensor lowest_input() const {
     const auto& input = kept_[lowest_].input;
-    if (input.defined() || !wants_weight(lowest_)) return input;
+    // The weight's gradient may be asked for later.
+    const bool is_read = wants_weight(lowest_) || edge(edges_.weight(lowest_)).is_valid();
+    if (input.defined() || !is_read) return input;
     return activate(kept_[lowest_ - 1].saved, activation_);
   }
 

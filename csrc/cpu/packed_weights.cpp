@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
+#include <string_view>
 #include <unordered_map>
 
 namespace fused::cpu::packed {
@@ -74,18 +75,22 @@ void forget_the_dead() {
 
 }  // namespace
 
-void declare(const Tensor& weight) {
-  constexpr auto op = "pack_weights";
-  check_floating(op, weight, "weight");
-  TORCH_CHECK_VALUE(weight.device().is_cpu(), op, ": weight must be on the CPU, got ",
-                    weight.device());
-  TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight must have shape [out_features, in_features], ",
-                    "got ", weight.sizes());
-  TORCH_CHECK_VALUE(!weight.requires_grad(), op,
-                    ": weight must be frozen (requires_grad False), got requires_grad True");
-  TORCH_CHECK_VALUE(!weight.is_inference(), op, ": weight must be a tensor that counts what is ",
-                    "written to it, got an inference tensor");
-  TORCH_CHECK_VALUE(!weight.is_view(), op, ": weight must be a tensor of its own, got a view");
+void declare(const Tensor& weight, std::string_view name) {
+  const auto expects = [name](const char* what) {
+    return c10::str("pack_weights: '", name, "' must be ", what, ", got ");
+  };
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported(weight.scalar_type()),
+                              expects("of dtype Double, Float, Half or BFloat16"),
+                              weight.scalar_type());
+  TORCH_CHECK_VALUE(weight.layout() == at::kStrided && weight.dim() == 2,
+                    expects("a strided tensor [out_features, in_features]"), weight.sizes(), ", ",
+                    weight.layout());
+  TORCH_CHECK_VALUE(weight.device().is_cpu(), expects("on the CPU"), weight.device());
+  TORCH_CHECK_VALUE(!weight.requires_grad(), expects("frozen (requires_grad False)"),
+                    "requires_grad True");
+  TORCH_CHECK_VALUE(!weight.is_inference(), expects("a tensor that counts what is written to it"),
+                    "an inference tensor");
+  TORCH_CHECK_VALUE(!weight.is_view(), expects("a tensor of its own"), "a view");
   const std::unique_lock lock(declared().mutex);
   declared().entries.try_emplace(identity(weight), Entry{Weight(weight), nullptr});
   forget_the_dead();

@@ -8,13 +8,14 @@
 #include <c10/util/FunctionRef.h>
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
 namespace fused::cpu::packed {
 
 // Lets calls with this very weight keep it packed, until it is dropped, dies or asks for gradients.
-// Throws where torch could not tell whether it has changed.
-void declare(const Tensor& weight);
+// Throws, with its name, where torch could not tell whether it has changed.
+void declare(const Tensor& weight, std::string_view name);
 
 // Whether it had been declared.
 bool drop(const Tensor& weight);

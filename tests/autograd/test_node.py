@@ -14,11 +14,11 @@ def leaves(op, device="cpu", seed=0):
     return [t.clone().requires_grad_() for t in case.inputs], case.g
 
 
-def mlp(x, weights, biases, activation="gelu_tanh"):
-    return torch.ops.fused.mlp(x, weights, biases, activation)
+def mlp(x, weights, biases, activation="gelu_tanh", memory="default"):
+    return torch.ops.fused.mlp(x, weights, biases, activation, memory=memory)
 
 
-def plain_mlp(x, weights, biases, activation="gelu_tanh"):
+def plain_mlp(x, weights, biases, activation="gelu_tanh", memory="default"):
     act = {"relu": F.relu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}[activation]
     for weight, bias in zip(weights[:-1], biases[:-1]):
         x = act(F.linear(x, weight, bias))
@@ -173,15 +173,18 @@ def test_a_lower_weight_may_change_where_it_is_not_needed(activation, create_gra
 @device_param
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
 @pytest.mark.parametrize("frozen", [(), (1,), (0, 1)], ids=str)
-def test_second_derivatives_reach_the_layers_below(activation, frozen, device):
+@pytest.mark.parametrize("memory", ["default", "low"])
+@pytest.mark.parametrize("upper", ["weight and bias", "bias"])
+def test_second_derivatives_reach_the_layers_below(activation, frozen, memory, upper, device):
     """First only the upper layers' gradients, then those of all."""
     x, weights, biases = chain(device, layers=4)
     for k in frozen:
         weights[k].requires_grad_(False)
     results = []
     for call in (mlp, plain_mlp):
-        y = call(x, weights, biases, activation)
-        first = torch.autograd.grad(y.cos().sum(), [weights[3], biases[2]], create_graph=True)
+        y = call(x, weights, biases, activation, memory)
+        wanted = [weights[3], biases[2]] if upper == "weight and bias" else [biases[1]]
+        first = torch.autograd.grad(y.cos().sum(), wanted, create_graph=True)
         inputs = [t for t in (x, *weights, *biases) if t.requires_grad]
         total = sum(t.sin().sum() for t in first)
         second = torch.autograd.grad(total, inputs, create_graph=True)

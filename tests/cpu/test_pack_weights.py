@@ -81,7 +81,7 @@ def test_error_is_no_worse_than_eagers(dtype, op, bias):
     for seed, lead in enumerate([(tokens,), (1,), (2, 3 * tokens)]):
         case = random_case(lead, inputs, outputs, dtype, bias=bias, seed=seed)
         x, w, b = case.x, case.w, case.b
-        torch.ops.fused._pack_weight(w)
+        torch.ops.fused._pack_weight(w, "weight")
         mine = op.call(x, w, b)
         wide = [t if t is None else t.double() for t in (x, w, b)]
         truth = op.eager(*wide)
@@ -97,7 +97,7 @@ def test_any_strides(dtype, op):
     wide_input = torch.cat([case.x, case.x], 1)[:, :inputs]
     weight = torch.empty_strided(case.w.shape, (1, outputs), dtype=dtype).copy_(case.w)
     want = op.call(case.x, case.w, case.b)
-    torch.ops.fused._pack_weight(weight)
+    torch.ops.fused._pack_weight(weight, "weight")
     for _ in range(3):
         got = op.call(wide_input, weight, bias)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -107,7 +107,7 @@ def test_nan_is_passed_on(dtype):
     tokens, inputs, outputs = SIZES[dtype]
     case = random_case((tokens,), inputs, outputs, dtype)
     case.x[3, 5] = torch.nan
-    torch.ops.fused._pack_weight(case.w)
+    torch.ops.fused._pack_weight(case.w, "weight")
     for _ in range(3):
         y = RELU.call(case.x, case.w, case.b)
         assert y[3].isnan().all() and not y[4].isnan().any()
@@ -231,7 +231,7 @@ def test_gradients_beside_a_packed_weight(dtype, op):
     with torch.enable_grad():
         x, b = case.x.clone().requires_grad_(), case.b.clone().requires_grad_()
         want = torch.autograd.grad(op.call(x, case.w, b), [x, b], case.g)
-        torch.ops.fused._pack_weight(case.w)
+        torch.ops.fused._pack_weight(case.w, "weight")
         got = torch.autograd.grad(op.call(x, case.w, b), [x, b], case.g)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
@@ -303,7 +303,7 @@ def test_refused_with_the_name_of_the_weight(name):
 
 def test_views_are_refused():
     with pytest.raises(ValueError, match="a tensor of its own, got a view"):
-        torch.ops.fused._pack_weight(torch.ones(4, 4)[:2])
+        torch.ops.fused._pack_weight(torch.ones(4, 4)[:2], "weight")
 
 
 def test_a_model_is_packed_once_for_each_weight():

@@ -72,8 +72,8 @@ class Stack:
         return [None if t.grad is None else t.grad.clone() for t in self.leaves]
 
 
-def assert_same(got: Sequence, want: Sequence, label: str = "") -> None:
-    """fp64 to 1e-12; narrower types to their rounding, at the size of what is compared."""
+def assert_same(got: Sequence, want: Sequence, label: str = "", exact: float = 1e-12) -> None:
+    """fp64 to `exact`; narrower types to their rounding, at the size of what is compared."""
     assert len(got) == len(want), label
     for k, (a, b) in enumerate(zip(got, want)):
         where = f"{label} result {k}"
@@ -82,7 +82,7 @@ def assert_same(got: Sequence, want: Sequence, label: str = "") -> None:
             continue
         a, b = a.detach(), b.detach()
         assert a.shape == b.shape and a.dtype == b.dtype, where
-        rounding = 1e-12 if a.dtype == torch.float64 else 32 * torch.finfo(a.dtype).eps
+        rounding = exact if a.dtype == torch.float64 else 32 * torch.finfo(a.dtype).eps
         size = float(b.double().abs().max()) if b.numel() else 0.0
         error = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
         assert error <= rounding * (1 + size), f"{where}: off by {error}, of {size}"

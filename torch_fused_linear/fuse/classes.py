@@ -139,7 +139,7 @@ def class_objection(cls: type) -> str | None:
     return None
 
 
-def asks_for_class(function: ast.AST) -> bool:
+def asks_for_class(function: ast.FunctionDef | ast.Lambda) -> bool:
     """Whether it compares ``type(self)`` or ``self.__class__`` with others, or looks it up."""
 
     def is_own(n: ast.AST) -> bool:
@@ -148,8 +148,10 @@ def asks_for_class(function: ast.AST) -> bool:
         return isinstance(n, ast.Attribute) and n.attr == "__class__" and is_self(n.value)
 
     def is_self(n: ast.AST) -> bool:
-        return getattr(n, "id", "") == "self"
+        return getattr(n, "id", None) in first
 
+    # whatever it is called
+    first = {a.arg for a in [*function.args.posonlyargs, *function.args.args][:1]}
     for n in ast.walk(function):
         if isinstance(n, ast.Compare) and any(map(is_own, (n.left, *n.comparators))):
             return True
