@@ -40,7 +40,7 @@ def compile_one(kind: str, source: Path, folder: Path) -> Path:
     newest = max(p.stat().st_mtime for p in (source, *(ROOT / "csrc").rglob("*.h")))
     if target.exists() and target.stat().st_mtime > newest:
         return target
-    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer"]
+    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-g1", "-fno-omit-frame-pointer"]
     command += [f"-fsanitize={kind}", f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(target)]
     command += [flag for path in include_paths() for flag in ("-isystem", path)]
     subprocess.run(command, check=True)
