@@ -379,7 +379,7 @@ def test_a_quick_run_of_layer_and_host(tmp_path):
         timeout=120,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 90
     header, records = results.load(tmp_path / "bench.json")
     assert header["device"] == "cpu"
     assert header["torch"] == torch.__version__
