@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def main() -> None:
             continue
         for test in cpp_programs.names_in(f"{name}.cpp"):
             command = [*(start if kind == "thread" else []), str(program), test]
-            run = subprocess.run(command, env={**os.environ, **OPTIONS[kind]})
+            with tempfile.TemporaryDirectory() as folder:
+                env = {**os.environ, **OPTIONS[kind]}
+                run = subprocess.run(command, env=env, cwd=folder)
             count += 1
             print(f"{name} {test}: {'failed' if run.returncode else 'clean'}", flush=True)
             failed += [f"{name} {test}"] if run.returncode else []
