@@ -5,6 +5,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from helpers import GELU_TANH, OPS, RELU, device_param, op_param, policy, random_case
+from random_graphs import fused_mlp, plain_mlp
 
 ACTIVATED = pytest.mark.parametrize("op", OPS[1:], ids=repr)
 
@@ -12,17 +13,6 @@ ACTIVATED = pytest.mark.parametrize("op", OPS[1:], ids=repr)
 def leaves(op, device="cpu", seed=0):
     case = random_case((3,), 4, 5, torch.float64, device, seed=seed)
     return [t.clone().requires_grad_() for t in case.inputs], case.g
-
-
-def mlp(x, weights, biases, activation="gelu_tanh", memory="default"):
-    return torch.ops.fused.mlp(x, weights, biases, activation, memory=memory)
-
-
-def plain_mlp(x, weights, biases, activation="gelu_tanh", memory="default"):
-    act = {"relu": F.relu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}[activation]
-    for weight, bias in zip(weights[:-1], biases[:-1]):
-        x = act(F.linear(x, weight, bias))
-    return F.linear(x, weights[-1], biases[-1])
 
 
 def chain(device="cpu", layers=3):
@@ -66,8 +56,8 @@ def test_vectorized_hessian(op, lead, device):
 def test_batched_gradients_that_are_differentiated_again(device):
     x, weights, biases = chain(device)
     results = []
-    for call in (mlp, plain_mlp):
-        y = call(x, weights, biases)
+    for call in (fused_mlp, plain_mlp):
+        y = call(x, weights, biases, "gelu_tanh")
         batch = torch.stack([y.detach().sin(), y.detach().cos()]).requires_grad_()
         inputs = [x, *weights, *biases]
         options = {"is_grads_batched": True, "create_graph": True}
@@ -160,7 +150,7 @@ def test_a_second_derivative_of_zeros_is_zeros(name, memory, device):
 def test_a_lower_weight_may_change_where_it_is_not_needed(activation, create_graph, device):
     x, weights, biases = chain(device)
     results = []
-    for call in (mlp, plain_mlp):
+    for call in (fused_mlp, plain_mlp):
         ws = [w.clone() for w in weights]
         y = call(x, ws, biases, activation)
         ws[0].mul_(1)  # counts as written to; the values are those of before
@@ -181,7 +171,7 @@ def test_second_derivatives_reach_the_layers_below(activation, frozen, memory, u
     for k in frozen:
         weights[k].requires_grad_(False)
     results = []
-    for call in (mlp, plain_mlp):
+    for call in (fused_mlp, plain_mlp):
         y = call(x, weights, biases, activation, memory)
         wanted = [weights[3], biases[2]] if upper == "weight and bias" else [biases[1]]
         first = torch.autograd.grad(y.cos().sum(), wanted, create_graph=True)
@@ -200,7 +190,7 @@ def test_second_derivatives_reach_the_layers_below(activation, frozen, memory, u
 @ACTIVATED
 def test_the_second_backward_is_told_that_it_is_the_second(op, device):
     (x, w, b), _ = leaves(op, device)
-    for y in (op.call(x, w, b), mlp(x, [w, w.mT.contiguous()], [b, None])):
+    for y in (op.call(x, w, b), fused_mlp(x, [w, w.mT.contiguous()], [b, None], "gelu_tanh")):
         y.sum().backward()
         with pytest.raises(RuntimeError, match="a second time"):
             y.sum().backward()

@@ -1,23 +1,27 @@
-"""The notes that layers leave each other, kept and broken on purpose: LibTorch only."""
+"""The notes that layers leave each other, kept and broken on purpose, and several threads over one
+graph: LibTorch only. `make asan` and `make tsan` run these programs under the sanitizers."""
 
 import cpp_programs
 import pytest
 
-NAMES = cpp_programs.names_in("handover_test.cpp")
+PROGRAMS = ("handover_test.cpp", "threads_test.cpp")
+NAMES = [(source, name) for source in PROGRAMS for name in cpp_programs.names_in(source)]
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("handover")
-    return cpp_programs.build(
-        "handover_test.cpp", folder, "-O0", libraries=("torch", "torch_cpu", "c10")
-    )
+    libraries = ("torch", "torch_cpu", "c10")
+    return {
+        source: cpp_programs.build(source, folder, "-O0", libraries=libraries)
+        for source in PROGRAMS
+    }
 
 
 def test_all_are_found():
-    assert len(NAMES) == 10
+    assert len(NAMES) == 14
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_protocol(program, name):
-    cpp_programs.run(program, name)
+@pytest.mark.parametrize("source, name", NAMES)
+def test_protocol(programs, source, name):
+    cpp_programs.run(programs[source], name)

@@ -29,10 +29,10 @@ def build(source, folder, *flags, libraries=("c10",)):
     target = folder / Path(source).stem
     library = next((ROOT / "torch_fused_linear").glob("_C*.so"))
     command = [compiler, "-std=c++20", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", *flags]
-    command += [flag for path in include_paths() for flag in ("-isystem", path)]
+    command += setup.as_system(include_paths())
     if WITH_CUDA:
         folders = [setup.find_cuda()[0], *setup.pip_cuda(torch.version.cuda)]
-        command += [flag for path in folders for flag in ("-isystem", f"{path}/include")]
+        command += setup.as_system(f"{path}/include" for path in folders)
     command += [str(ROOT / "tests/csrc" / source), "-o", str(target), str(library), f"-L{LIB}"]
     command += [*setup.cxx_runtime(), "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
     command += ["-pthread", "-Wl,--allow-shlib-undefined"]

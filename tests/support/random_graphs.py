@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
+from stacks import OPS
 from torch import Tensor
 
 WIDTH = 3
 DUAL = threading.Lock()  # torch has one level of forward mode for all threads
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_erf": F.gelu,
-}
 Results = list[Tensor | None]
 
 
 def plain(x, weight, bias, activation, memory):
-    return ACTS[activation](F.linear(x, weight, bias))
+    return OPS[activation].eager(x, weight, bias)
 
 
 def fused(x, weight, bias, activation, memory):
@@ -40,13 +34,13 @@ def fused(x, weight, bias, activation, memory):
     return ops.linear_gelu(x, weight, bias, approximate=approximate, memory=memory)
 
 
-def plain_mlp(x, weights, biases, activation, memory):
+def plain_mlp(x, weights, biases, activation, memory="default"):
     for k, (weight, bias) in enumerate(zip(weights, biases)):
         x = plain(x, weight, bias, activation if k + 1 < len(weights) else "none", memory)
     return x
 
 
-def fused_mlp(x, weights, biases, activation, memory):
+def fused_mlp(x, weights, biases, activation, memory="default"):
     return torch.ops.fused.mlp(x, weights, biases, activation, memory=memory)
 
 
@@ -97,7 +91,7 @@ class Graph:
         # mostly from the newest, so that there are chains
         x = self.made[-1] if choice.random() < 0.7 else choice.choice(self.made)
         other = choice.choice(self.made)
-        activation = choice.choice(list(ACTS))
+        activation = choice.choice(list(OPS))
         memory = choice.choice(["default", "default", "low"])
         kind = choice.random()
         if kind < 0.6:
@@ -105,7 +99,7 @@ class Graph:
         if kind < 0.72:
             n = choice.choice([1, 2, 2, 3])
             weights, biases = ([f() for _ in range(n)] for f in (self.weight, self.bias))
-            hidden = choice.choice(list(ACTS)[1:])
+            hidden = choice.choice(list(OPS)[1:])
             return self.mlp(x, weights, biases, hidden, memory)
         ways = [
             lambda: x * other,

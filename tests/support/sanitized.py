@@ -44,7 +44,7 @@ def compile_one(kind: str, source: Path, folder: Path) -> Path:
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-g1", "-fno-omit-frame-pointer"]
     command += ["-Wno-return-type"]  # without optimisation it knows less
     command += [f"-fsanitize={kind}", f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(target)]
-    command += [flag for path in include_paths() for flag in ("-isystem", path)]
+    command += setup.as_system(include_paths())
     subprocess.run(command, check=True)
     return target
 
