@@ -5,7 +5,10 @@ eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and `
 eager mode they take a microsecond less than ``torch.ops`` does.
 """
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._jit_internal import BroadcastingList2
 from torch.compiler import is_dynamo_compiling
@@ -43,7 +46,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             if result is not None:
                 return result
         if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.linear(input, weight, bias)
+            return subclasses.layer("linear", None, input, weight, bias)
     return torch.ops.fused.linear(input, weight, bias)
 
 
@@ -80,7 +83,7 @@ def linear_relu(
             if result is not None:
                 return result
         if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.linear_relu(input, weight, bias, memory)
+            return subclasses.layer("linear_relu", F.relu, input, weight, bias, memory)
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -125,7 +128,8 @@ def linear_gelu(
             if result is not None:
                 return result
         if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.linear_gelu(input, weight, bias, approximate, memory)
+            gelu = partial(F.gelu, approximate=approximate)
+            return subclasses.layer("linear_gelu", gelu, input, weight, bias, memory)
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 

@@ -5,6 +5,8 @@ whatever is given one runs ``F.linear`` and the activation: here for the functio
 so that a class may override them as torch's (``__torch_function__``), in C++ for the operators.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,35 +34,25 @@ def _begin(operator: str, input: Tensor, weight: Tensor, memory: str = "default"
         report.note(operator, input, weight, _OBJECTION)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _begin("linear", input, weight)
-    return F.linear(input, weight, bias)
-
-
-def linear_relu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
-) -> Tensor:
-    _begin("linear_relu", input, weight, memory)
-    return F.relu(F.linear(input, weight, bias))
-
-
-def linear_gelu(
+def layer(
+    operator: str,
+    activate: Callable[[Tensor], Tensor] | None,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    approximate: str = "tanh",
+    bias: Tensor | None,
     memory: str = "default",
 ) -> Tensor:
-    _begin("linear_gelu", input, weight, memory)
-    return F.gelu(F.linear(input, weight, bias), approximate=approximate)
+    _begin(operator, input, weight, memory)
+    output = F.linear(input, weight, bias)
+    return output if activate is None else activate(output)
 
 
 def mlp(
     input: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    activation: str = "relu",
-    memory: str = "default",
+    activation: str,
+    memory: str,
 ) -> Tensor:
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -77,11 +69,11 @@ def mlp(
 def conv2d_relu(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    stride: list[int] | int = 1,
-    padding: list[int] | int = 0,
-    dilation: list[int] | int = 1,
-    groups: int = 1,
+    bias: Tensor | None,
+    stride: list[int] | int,
+    padding: list[int] | int,
+    dilation: list[int] | int,
+    groups: int,
 ) -> Tensor:
     _begin("conv2d_relu", input, weight)
     return F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))
