@@ -43,21 +43,17 @@ Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& 
 }
 
 Gradients usual(const State& state, const Tensor& grad) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const KernelsOnly guard;
   return gradients(state, grad, steps::channels_relu_backward);
 }
 
 variable_list run(const State& state, const Tensor& grad) {
-  variable_list result(3);
-  if (!grad.defined()) return result;
+  if (!grad.defined()) return variable_list(3);
   auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.variables)
                                                   ? gradients(state, grad, Formula::relu_backward)
                                                   : usual(state, grad);
-  if (state.wanted[0]) result[0] = conv::like(grad, grad_input);
-  if (state.wanted[1]) result[1] = grad_weight;
-  if (state.wanted[2]) result[2] = grad_bias;
-  return result;
+  if (state.wanted[0]) grad_input = conv::like(grad, grad_input);
+  return by_edge(state.wanted, grad_input, grad_weight, grad_bias);
 }
 
 class Conv2dReLUNode final : public Node {
@@ -79,7 +75,7 @@ class Conv2dReLUNode final : public Node {
 
  protected:
   variable_list apply(variable_list&& grads) override {
-    const auto all = wanted();
+    const auto all = wanted_of(*this);
     return run({geometry_, {all[0], all[1], all[2]}, unpack()}, grads[0]);
   }
   std::span<SavedVariable> kept() override { return kept_; }

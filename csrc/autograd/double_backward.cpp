@@ -19,7 +19,7 @@ class ReconnectNode final : public Node {
 
  protected:
   variable_list apply(variable_list&& grads) override {
-    return run(grads, {{}, unpack(), wanted()});
+    return run(grads, {{}, unpack(), wanted_of(*this)});
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return {}; }
@@ -27,20 +27,12 @@ class ReconnectNode final : public Node {
 
  private:
   static variable_list run(const variable_list& grads, const Detached& node) {
-    variable_list result(3);
-    if (!grads[0].defined()) return result;
+    if (!grads[0].defined()) return variable_list(3);
     const auto& saved = node.variables;
+    const std::array<bool, 3> wanted{node.wanted[0], node.wanted[1], node.wanted[2]};
     const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-        {grads[0],
-         saved[0],
-         saved[1],
-         std::nullopt,
-         Activation::none,
-         {node.wanted[0], node.wanted[1], node.wanted[2]}});
-    if (node.wanted[0]) result[0] = grad_input;
-    if (node.wanted[1]) result[1] = grad_weight;
-    if (node.wanted[2]) result[2] = grad_bias;
-    return result;
+        {grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted});
+    return by_edge(wanted, grad_input, grad_weight, grad_bias);
   }
 
   std::array<SavedVariable, 2> kept_;  // input, weight

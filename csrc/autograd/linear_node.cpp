@@ -18,14 +18,6 @@ using Edge = LinearNode::Edge;
 
 struct Gradients {
   Tensor input, weight, bias;
-
-  variable_list list(const std::array<bool, 3>& wanted) && {
-    variable_list result(3);
-    if (wanted[Edge::input_edge]) result[Edge::input_edge] = std::move(input);
-    if (wanted[Edge::weight_edge]) result[Edge::weight_edge] = std::move(weight);
-    if (wanted[Edge::bias_edge]) result[Edge::bias_edge] = std::move(bias);
-    return result;
-  }
 };
 
 // What a backward works on.
@@ -156,8 +148,7 @@ std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state
 
 Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
   auto [receiver, reason] = find_receiver(state);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const KernelsOnly guard;
   const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
     return std::get<0>(steps::activation_backward(others, state.variables[2], state.activation,
                                                   /*bias_grad=*/false));
@@ -192,7 +183,8 @@ variable_list gradients(const State& state, const Tensor& grad,
                         const std::optional<handover::Note>& note) {
   auto result = must_be_differentiable(grad, state.variables) ? differentiable(state, grad, note)
                                                               : usual(state, grad, note);
-  return std::move(result).list(state.wanted);
+  return by_edge(state.wanted, std::move(result.input), std::move(result.weight),
+                 std::move(result.bias));
 }
 
 variable_list run_detached(const variable_list& grads, const Detached& node) {

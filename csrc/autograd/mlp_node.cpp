@@ -88,8 +88,7 @@ class Chain {
   }
 
   void usual(const Tensor& grad) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const KernelsOnly guard;
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
@@ -221,7 +220,7 @@ class MlpNode final : public Node {
  protected:
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(num_outputs());
-    return gradients(Edges::of(num_outputs()).layers, grads[0], wanted());
+    return gradients(Edges::of(num_outputs()).layers, grads[0], wanted_of(*this));
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return {static_cast<int64_t>(activation_)}; }
@@ -254,9 +253,7 @@ class LowerLayersNode final : public torch::autograd::Node {
  protected:
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(num_outputs());
-    std::vector<bool> wanted(num_outputs());
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
-    return whole_->gradients(layers_, grads[0], std::move(wanted));
+    return whole_->gradients(layers_, grads[0], wanted_of(*this));
   }
 
  private:

@@ -1,7 +1,5 @@
 #include "autograd/node.h"
 
-#include <torch/csrc/autograd/functions/utils.h>
-
 namespace fused::autograd {
 
 using torch::dynamo::autograd::CompiledNodeArgs;
@@ -11,9 +9,9 @@ using torch::dynamo::autograd::IValuePacker;
 using torch::dynamo::autograd::PackedArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
-std::vector<bool> Node::wanted() const {
-  std::vector<bool> result(num_outputs());
-  for (size_t i = 0; i < result.size(); ++i) result[i] = task_should_compute_output(i);
+std::vector<bool> wanted_of(const torch::autograd::Node& node) {
+  std::vector<bool> result(node.num_outputs());
+  for (size_t i = 0; i < result.size(); ++i) result[i] = node.task_should_compute_output(i);
   return result;
 }
 
@@ -49,7 +47,7 @@ variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariab
   PackedArgs packed;
   packed.pack(traits());
   packed.pack(unpack());
-  packed.pack(wanted());
+  packed.pack(wanted_of(*this));
   std::vector<at::TypePtr> schema;
   for (const auto& value : packed.vec()) {
     schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
@@ -80,8 +78,12 @@ variable_list Node::detached(Backward backward, const variable_list& grads,
   return backward(grads, node);
 }
 
-void set_history(const Tensor& output, const std::shared_ptr<torch::autograd::Node>& node) {
-  torch::autograd::set_history(output, node);
+variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias) {
+  variable_list result(wanted.size());
+  if (wanted[0]) result[0] = std::move(input);
+  if (wanted[1]) result[1] = std::move(weight);
+  if (wanted[2]) result[2] = std::move(bias);
+  return result;
 }
 
 }  // namespace fused::autograd

@@ -6,10 +6,12 @@
 #include "core/check.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <array>
 #include <memory>
 #include <span>
 #include <vector>
@@ -35,11 +37,12 @@ struct Detached {
   std::vector<bool> wanted;  // by edge
 };
 
+// What the running backward wants of a node, by edge.
+std::vector<bool> wanted_of(const torch::autograd::Node& node);
+
 class Node : public torch::autograd::Node {
  public:
   explicit Node(edge_list&& edges) : torch::autograd::Node(std::move(edges)) {}
-
-  std::vector<bool> wanted() const;  // by edge, in the running backward
 
   // The saved tensors [first, last). Throws torch's own errors where they have been released, or
   // written to since.
@@ -76,7 +79,16 @@ std::shared_ptr<T> make_node(Args&&... args) {
   return std::shared_ptr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
 }
 
-// Makes `output` the node's.
-void set_history(const Tensor& output, const std::shared_ptr<torch::autograd::Node>& node);
+// Makes an output the node's.
+using torch::autograd::set_history;
+
+// Kernels alone, in the dtypes that they are given.
+struct KernelsOnly {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// A layer's gradients by edge, those that are wanted.
+variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias);
 
 }  // namespace fused::autograd
