@@ -37,6 +37,7 @@ MODELS = (
     ("GPT-2 small", "gelu", (8, 1024)),
     ("OPT-125M", "relu", (8, 1024)),
     ("DLRM top MLP", "relu", (8192, 1)),
+    ("TD3 critic", "relu", (256, 1)),
     ("VGG-16", "relu", (32, 224, 224)),
     ("ResNet-50, folded", "relu", (32, 224, 224)),
 )
@@ -47,6 +48,7 @@ TINY_MODELS = (
     ("GPT-2 tiny", "gelu", (2, 4)),
     ("OPT-tiny", "relu", (2, 4)),
     ("DLRM tiny", "relu", (4, 1)),
+    ("TD3 tiny", "relu", (4, 1)),
     ("VGG-tiny", "relu", (2, 8, 8)),
     ("ResNet-tiny, folded", "relu", (2, 32, 32)),
 )

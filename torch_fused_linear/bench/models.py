@@ -129,6 +129,29 @@ def dlrm(case: Case, config: dict[str, Any]) -> nn.Module:
     return MeanOutput(nn.Sequential(*layers[:-1]))
 
 
+class Critic(nn.Module):
+    """The value of a state and an action, written as reinforcement learning's examples do."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(inputs, hidden)
+        self.fc2 = nn.Linear(hidden, hidden)
+        self.fc3 = nn.Linear(hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x)
+
+
+def critic(case: Case, config: dict[str, Any]) -> nn.Module:
+    return MeanOutput(Critic(**config))
+
+
+def observations(case: Case, module: nn.Module) -> list[Any]:
+    return [torch.randn(case.sizes[0], module.model.fc1.in_features), case.with_gradients]
+
+
 def interactions(case: Case, module: nn.Module) -> list[Any]:
     """Its input has a gradient: it is made of embeddings, which learn as well."""
     x = torch.randn(case.sizes[0], module.model[0].in_features)
@@ -174,6 +197,8 @@ FAMILIES = {
     "DLRM top MLP": Family(
         dlrm, interactions, {"sizes": (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)}
     ),
+    # 17 observations and 6 actions of HalfCheetah.
+    "TD3 critic": Family(critic, observations, {"inputs": 23, "hidden": 256}),
     "VGG-16": Family(vgg, photos, VGG16, conv=True),
     "ResNet-50, folded": Family(folded_resnet, photos, {"layers": [3, 4, 6, 3]}, conv=True),
     "ViT-tiny": Family(vit, images, TINY_VIT),
@@ -181,6 +206,7 @@ FAMILIES = {
     "GPT-2 tiny": Family(gpt2, ids, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "OPT-tiny": Family(opt, ids, {**OPT, **WORDS, **TINY, **TINY_OPT}),
     "DLRM tiny": Family(dlrm, interactions, {"sizes": (16, 24, 24, 24, 16, 16, 8, 8, 1)}),
+    "TD3 tiny": Family(critic, observations, {"inputs": 5, "hidden": 16}),
     "VGG-tiny": Family(vgg, photos, TINY_VGG, conv=True),
     "ResNet-tiny, folded": Family(folded_resnet, photos, TINY_RESNET, conv=True),
 }
