@@ -460,5 +460,5 @@ def test_the_grid_is_the_one_promised():
     assert {case.mode for case in cases_of("mlp-small", CPU)} == {"step"}
     shapes = {(case.tokens, case.sizes[0]) for case in cases_of("activation", cuda)}
     assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
-    assert len(cases_of("models", cuda)) == 8 * 2 + 1  # a folded network is not trained
+    assert len(cases_of("models", cuda)) == 9 * 2 + 1  # a folded network is not trained
     assert len(cases_of("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not cases_of("cpu", cuda)
