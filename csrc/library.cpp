@@ -105,6 +105,8 @@ TORCH_LIBRARY(fused, m) {
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);
   m.def("_plans_set_budget(float milliseconds) -> ()", fused::plans::set_budget);
+  m.def("_plans_patience() -> int", fused::plans::patience);
+  m.def("_plans_set_patience(int calls) -> ()", fused::plans::set_patience);
   m.def("_plans_verbosity() -> int", fused::plans::verbosity);
   m.def("_plans_set_verbosity(int level) -> ()", fused::plans::set_verbosity);
   m.def("_plans_save(str path) -> ()", fused::plans::save);

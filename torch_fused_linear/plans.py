@@ -3,9 +3,9 @@
 cuBLASLt offers several algorithms for a product, and a layer can be done in several ways: with the
 library's fused epilogue, with our own kernel after a plain product, or as eager does it. Which is
 the fastest differs from GPU to GPU and from size to size by up to a half. So the first time that a
-problem is met, the candidates are tried on the spot, on scratch memory, and the fastest that is as
-exact as eager is kept: what NVIDIA's nvmath-python calls plan, autotune and execute, done inside of
-the operator. Token counts between two powers of two share a plan.
+problem is met, the candidates are tried on the spot, and the fastest that is as exact as eager is
+kept: what NVIDIA's nvmath-python calls plan, autotune and execute, done inside of the operator.
+Token counts between two powers of two share a plan.
 
 Nothing is measured while a CUDA graph is captured, under
 ``torch.use_deterministic_algorithms(True)``, and with a budget of 0; the choice is then a fixed
@@ -61,7 +61,7 @@ def clear() -> None:
 
 
 def show() -> str:
-    """A line for each plan: stage, problem (rows x inner x columns), strategy, times, origin."""
+    """A line for each plan: pass, problem (rows x inner x columns), strategy, times, origin."""
     return "\n".join(sorted(torch.ops.fused._plans_show()))
 
 
@@ -84,8 +84,8 @@ class budget(_Switch):
             ...
 
     Args:
-        milliseconds: per problem; 0 switches measuring off. 200 at first. Every candidate is tried
-            a few times even where that takes longer, but none for more than four times the budget.
+        milliseconds: per problem; 0 switches measuring off. 200 at first. Small problems take less;
+            loading kernels for the first time may take some more.
 
     Raises:
         ValueError: it is negative.
@@ -99,22 +99,50 @@ class budget(_Switch):
         super().__init__(milliseconds)
 
 
+class patience(_Switch):
+    """Sets how long a token count goes by the plan of a neighbour before it is measured itself.
+
+    Token counts between two powers of two share a plan. One outside of them whose neighbour, with
+    up to four times or a quarter of the tokens, has been measured takes that plan at first, if it
+    is as exact as eager there; measuring every size at once would not pay where sizes change all
+    the time. A plain call sets it; as a context manager or a decorator it is put back at the end.
+
+    Args:
+        calls: of a problem, until it is measured; 0: at once. 256 at first.
+
+    Raises:
+        ValueError: it is negative.
+        TypeError: it is no integer.
+    """
+
+    _get, _set = "_plans_patience", "_plans_set_patience"
+    _argument, _expected, _types = "calls", "an integer", (int,)
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(calls)
+
+
+def get_patience() -> int:
+    """The patience in force, in calls."""
+    return torch.ops.fused._plans_patience()
+
+
 def get_budget() -> float:
     """The budget in force, in milliseconds per problem."""
     return torch.ops.fused._plans_budget()
 
 
 def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
-    """Runs a module once, so that all plans which it needs are there: for servers, and for before a
-    CUDA graph is captured.
+    """Runs a module once, so that all plans which it needs are there, measured for its very sizes:
+    for servers, and for before a CUDA graph is captured.
 
     Forward only, under the grad mode in force; where gradients are enabled and the output has any,
     backward too. Gradients, buffers and the random state are afterwards as they were.
 
     Args:
         module: any module or callable.
-        inputs: what it is called with, of the sizes that will be used, and values such as will be
-            used: from zeros nothing can be told. Sizes between two powers of two share plans.
+        inputs: what it is called with, of the sizes that will be used. Sizes between two powers of
+            two share plans.
         kwargs: likewise.
     """
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
@@ -124,7 +152,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
     devices = {t.device for t in (*tensors, *buffers) if t.is_cuda}
     before = [buffer.clone() for buffer in buffers]
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), patience(0):
             outputs = _tensors_in(module(*inputs, **kwargs))
             roots = [t for t in outputs if t.requires_grad]
             if roots and leaves and torch.is_grad_enabled():

@@ -25,12 +25,16 @@ void set_policy(Policy policy);
 const char* name(Policy policy);
 Policy parse_policy(std::string_view text, const char* what);
 
-// fn of the backend, or of the reference under the policy "eager", if the backend obeys one. It is
-// asked where the work is done, so that it holds in compiled graphs too.
+// fn of the backend, or of the reference: under the policy "eager", if the backend obeys one, and
+// on a device that the backend cannot use. It is asked where the work is done, so that it holds in
+// compiled graphs too.
 template <class Backend, class Reference, typename Fn>
-auto under_policy(const Fn& fn) {
+auto under_policy(const at::TensorBase& like, const Fn& fn) {
   if constexpr (Backend::obeys_policy) {
     if (policy() == Policy::eager) return fn(Reference());
+  }
+  if constexpr (requires { Backend::is_usable(like); }) {
+    if (!Backend::is_usable(like)) return fn(Reference());
   }
   return fn(Backend());
 }

@@ -25,6 +25,7 @@ kernels::Image image_of(const Tensor& tensor) {
 
 struct Conv {
   static constexpr bool obeys_policy = true;
+  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& geometry) {

@@ -207,16 +207,21 @@ class Verdicts {
     const std::lock_guard lock(mutex_);
     keep_up();
     const auto found = known_.find(key);
-    return found == known_.end() ? std::nullopt : std::optional(found->second);
+    if (found == known_.end()) return std::nullopt;
+    auto& [verdict, calls_left] = found->second;
+    const auto known = verdict;
+    if (calls_left > 0 && --calls_left == 0) known_.erase(found);
+    return known;
   }
-  // Nothing is remembered where all was to be forgotten since `generation`.
-  void add(const Key& key, const Verdict& verdict, uint64_t generation) {
+  // For so many calls, 0: for good. Nothing is remembered where all was to be forgotten since
+  // `generation`.
+  void add(const Key& key, const Verdict& verdict, uint64_t generation, int calls = 0) {
     const std::lock_guard lock(mutex_);
     keep_up();
     if (generation != generation_) return;
     constexpr size_t most = 4096;
     if (known_.size() >= most) known_.clear();
-    known_.emplace(key, verdict);
+    known_.insert_or_assign(key, std::pair(verdict, calls));
   }
 
  private:
@@ -227,7 +232,7 @@ class Verdicts {
 
   std::mutex mutex_;
   uint64_t generation_ = 0;
-  std::map<Key, Verdict> known_;
+  std::map<Key, std::pair<Verdict, int>> known_;
 };
 
 Verdict verdict_of(const Problem& p) {
@@ -244,7 +249,10 @@ Verdict verdict_of(const Problem& p) {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     verdict = found_out(p);
   } catch (const c10::OutOfMemoryError&) {
-    return {Way::own, "(not cuDNN's fused form: no memory to try it)"};  // this time
+    constexpr int calls_until_next_try = 256;
+    const Verdict for_now{Way::own, "(not cuDNN's fused form: no memory to try it)"};
+    verdicts->add(key, for_now, generation, calls_until_next_try);
+    return for_now;
   } catch (const c10::Error&) {
   }
   verdicts->add(key, verdict, generation);

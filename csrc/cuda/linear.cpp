@@ -61,6 +61,7 @@ struct Linear {
   using Reference = reference::Linear;
 
   static constexpr bool obeys_policy = true;
+  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
@@ -192,6 +193,13 @@ struct Linear {
     const bool wants_sums = sums.numel() > 0;
     if (grad.rows == 0 && wants_sums) sums.zero_();
     if (grad.rows == 0 || grad.cols == 0 || (dz == nullptr && !wants_sums)) return;
+    if (activation != Activation::none && dz != nullptr && dz != grad.data) {
+      const Matrix result{grad.rows, grad.cols, grad.cols, false, dz};
+      run_surely(make_call(Pass::activation, grad, {}, result,
+                           wants_sums ? sums.data_ptr() : nullptr, activation, saved, mask),
+                 like);
+      return;
+    }
     one_pass(grad, saved, mask, activation, *gemm_type(like.scalar_type()), dz,
              wants_sums ? sums.data_ptr() : nullptr);
   }

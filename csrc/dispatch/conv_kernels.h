@@ -17,8 +17,8 @@ namespace fused::dispatch {
 template <class Backend>
 struct ConvKernels {
   template <typename Fn>
-  static auto way(const Fn& fn) {
-    return under_policy<Backend, reference::Conv>(fn);
+  static auto way(const Tensor& like, const Fn& fn) {
+    return under_policy<Backend, reference::Conv>(like, fn);
   }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -30,7 +30,7 @@ struct ConvKernels {
     }
     const explain::Row row(conv::op_name, input, weight);
     conv::check(input, weight, bias, geometry);
-    return way([&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
+    return way(input, [&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
   }
 
   static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
@@ -38,7 +38,8 @@ struct ConvKernels {
     constexpr auto op = "_channels_relu_backward";
     const explain::Row row(op, grad_output, {});
     conv::check_backward(op, grad_output, output);
-    return way([&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
+    return way(grad_output,
+               [&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
   }
 };
 

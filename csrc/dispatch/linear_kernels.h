@@ -21,8 +21,8 @@ namespace fused::dispatch {
 template <class Backend>
 struct LinearKernels {
   template <typename Fn>
-  static auto way(const Fn& fn) {
-    return under_policy<Backend, reference::Linear>(fn);
+  static auto way(const Tensor& like, const Fn& fn) {
+    return under_policy<Backend, reference::Linear>(like, fn);
   }
 
   static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
@@ -32,7 +32,8 @@ struct LinearKernels {
     }
     const explain::Row row(op, input, weight);
     check_devices(op, input, weight, bias);
-    return way([&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
+    return way(input,
+               [&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
   static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -57,7 +58,8 @@ struct LinearKernels {
                           const OptionalTensor& bias, Activation activation) {
     const explain::Row row(op, input, weight);
     check_linear(op, input, weight, bias);
-    return way([&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
+    return way(input,
+               [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
   }
 
   static Pair linear_relu_aux(const Tensor& input, const Tensor& weight,
@@ -77,7 +79,7 @@ struct LinearKernels {
     TORCH_CHECK(output.dim() >= 1, op,
                 ": output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, output, "output");
-    return way([&](auto w) { return decltype(w)::relu_mask(output); });
+    return way(output, [&](auto w) { return decltype(w)::relu_mask(output); });
   }
 
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
@@ -88,7 +90,7 @@ struct LinearKernels {
                 ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(op, grad_output);
     check_saved(op, grad_output, saved, activation);
-    return way([&](auto w) {
+    return way(grad_output, [&](auto w) {
       return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad);
     });
   }
@@ -97,7 +99,7 @@ struct LinearKernels {
     constexpr auto op = "_linear_backward";
     const explain::Row row(op, layer.input, layer.weight);
     check_linear_backward(op, layer);
-    return way([&](auto w) { return decltype(w)::linear_backward(layer); });
+    return way(layer.input, [&](auto w) { return decltype(w)::linear_backward(layer); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
@@ -106,7 +108,8 @@ struct LinearKernels {
     const explain::Row row(op, layer.input, layer.weight);
     check_linear_backward(op, layer);
     check_saved(op, layer.input, previous.saved, previous.activation);
-    return way([&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
+    return way(layer.input,
+               [&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
@@ -124,7 +127,7 @@ struct LinearKernels {
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);
       const bool last = i + 1 == weights.size();
-      hidden = way([&](auto w) {
+      hidden = way(hidden, [&](auto w) {
         return decltype(w)::forward(hidden, weights[i], biases.get(i),
                                     last ? Activation::none : activation);
       });

@@ -30,9 +30,10 @@ enum class Epilogue : uint32_t {
 };
 
 enum class Pass {
-  fprop,  // y = act(x Wᵀ + b)
-  dgrad,  // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
-  wgrad,  // dzᵀ x, and, as "bias", the column sums of dz
+  fprop,       // y = act(x Wᵀ + b)
+  dgrad,       // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
+  wgrad,       // dzᵀ x, and, as "bias", the column sums of dz
+  activation,  // dz = act'(saved) · dy without a product, and, as "bias", its column sums
 };
 
 struct EpilogueRow {

@@ -136,13 +136,6 @@ inline const char* refusal(const Problem& p, size_t library_version) {
   return nullptr;
 }
 
-// A forward with ReLU must let NaN through, and not every algorithm does: some compute it with a
-// comparison that is false for NaN.
-inline bool needs_nan_trial(const Problem& p) {
-  return p.epilogue == Epilogue::relu || p.epilogue == Epilogue::relu_bias ||
-         p.epilogue == Epilogue::relu_aux || p.epilogue == Epilogue::relu_aux_bias;
-}
-
 // Sums that long, of so few, want to be split over the card; the schemes that keep their partial
 // sums in fp32 are few, and cuBLAS's own choice is both quicker and more exact.
 inline bool is_long_and_thin(const Problem& p) { return p.k >= 64 * std::max(p.m, p.n); }

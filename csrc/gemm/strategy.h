@@ -1,8 +1,8 @@
 #pragma once
 
-// The ways to do a pass of a layer, as data. A strategy is a matrix product and short steps around
-// it; which strategy is taken, and with which algorithm, is a plan (plans/). Another way is another
-// row here, and a step of its own if it brings a new kernel.
+// The ways to do a pass of a layer, as data. A strategy is short steps, around a matrix product in
+// all passes but one; which strategy is taken, and with which algorithm, is a plan (plans/).
+// Another way is another row here, and a step of its own if it brings a new kernel.
 
 #include "gemm/problem.h"
 
@@ -19,7 +19,7 @@ enum class Step : uint8_t {
   none,
   matmul,           // the provider's, with the epilogue that the strategy fuses
   own_activation,   // act, of a pre-activation
-  own_one_pass,     // act'(saved) and the column sums in one pass, in place
+  own_one_pass,     // act'(saved) and the column sums in one pass
   own_column_sum,   //
   aten_activation,  //
   aten_gradient,    // threshold_backward, gelu_backward
@@ -114,6 +114,21 @@ inline constexpr Strategy strategies[] = {
      false,
      false,
      {Step::matmul, Step::aten_column_sum}},
+
+    {Pass::activation,
+     "one_pass",
+     Provider::own,
+     Role::fallback,
+     false,
+     false,
+     {Step::own_one_pass}},
+    {Pass::activation,
+     "aten",
+     Provider::aten,
+     Role::eager,
+     false,
+     false,
+     {Step::aten_gradient, Step::aten_column_sum}},
 };
 
 // A pass to be done: everything that decides which strategies and algorithms are valid for it.
@@ -228,6 +243,9 @@ inline const Strategy& eager_of(const PassProblem& p, size_t library_version) {
   return fallback_of(p.pass);
 }
 
+inline int64_t& tokens_of(PassProblem& p) {
+  return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
+}
 inline int64_t tokens_of(const PassProblem& p) {
   return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
 }
@@ -253,6 +271,8 @@ inline const char* rule(const PassProblem& p) {
       if (p.literal && p.bias) return "bgradb";
       // Part of the product in fp16 only; elsewhere a slow kernel of its own.
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
+    case Pass::activation:
+      return "one_pass";
   }
   return "aten";
 }
@@ -261,7 +281,7 @@ inline const char* rule(const PassProblem& p) {
 // one, and so do equal devices.
 inline PassProblem bucket_of(const PassProblem& p, int first_equal_device) {
   PassProblem bucket = p;
-  auto& tokens = p.pass == Pass::wgrad ? bucket.matmul.k : bucket.matmul.n;
+  auto& tokens = tokens_of(bucket);
   tokens = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(tokens)));
   bucket.matmul.device = first_equal_device;
   bucket.deterministic = false;
@@ -276,6 +296,8 @@ inline const char* name(Pass pass) {
       return "dgrad";
     case Pass::wgrad:
       return "wgrad";
+    case Pass::activation:
+      return "activation";
   }
   return "?";
 }

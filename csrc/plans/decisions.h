@@ -16,7 +16,7 @@ namespace fused::plans {
 using gemm::Algorithm, gemm::Pass, gemm::PassProblem, gemm::PassProblemHash, gemm::Strategy;
 
 struct Decision {
-  enum class Origin : uint8_t { rule, measured, file };
+  enum class Origin : uint8_t { rule, measured, file, neighbour };
 
   Origin origin = Origin::rule;
   const Strategy* strategy = nullptr;

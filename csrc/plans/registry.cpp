@@ -4,14 +4,13 @@
 
 #include <c10/util/Exception.h>
 
-#include <atomic>
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iostream>
-#include <memory>
-#include <unordered_set>
+#include <unordered_map>
 
 namespace fused::plans {
 namespace {
@@ -45,13 +44,21 @@ std::atomic<int64_t>& verbosity_setting() {
   return value;
 }
 
-struct GivenUp {
+constexpr int64_t default_patience = 256;
+std::atomic<int64_t> patience_setting{default_patience};
+
+// Of buckets that are not measured yet.
+struct Waiting {
+  struct Bucket {
+    CallsLeft calls;
+    int tries = 0;  // to measure it, in vain
+  };
   std::mutex mutex;
-  std::unordered_set<PassProblem, PassProblemHash> buckets;
+  std::unordered_map<PassProblem, Bucket, PassProblemHash> buckets;
 };
 
-GivenUp& given_up_set() {
-  static auto* value = new GivenUp;
+Waiting& waiting() {
+  static auto* value = new Waiting;
   return *value;
 }
 
@@ -60,8 +67,8 @@ std::atomic<std::optional<Machine> (*)(int)> machine_source{nullptr};
 
 void start_generation() {
   {
-    const std::lock_guard lock(given_up_set().mutex);
-    given_up_set().buckets.clear();
+    const std::lock_guard lock(waiting().mutex);
+    waiting().buckets.clear();
   }
   current_generation.fetch_add(1, std::memory_order_release);
 }
@@ -126,14 +133,51 @@ Decisions& ruled() {
   return *value;
 }
 
-bool given_up(const PassProblem& bucket) {
-  const std::lock_guard lock(given_up_set().mutex);
-  return given_up_set().buckets.contains(bucket);
+Decisions& borrowed() {
+  static auto* value = new Decisions(most_measured);
+  return *value;
 }
 
-void give_up(const PassProblem& bucket) {
-  const std::lock_guard lock(given_up_set().mutex);
-  given_up_set().buckets.insert(bucket);
+std::optional<Decision> neighbours_of(const PassProblem& bucket) {
+  const auto tokens = gemm::tokens_of(bucket);
+  for (const int64_t other : {tokens * 2, tokens / 2, tokens * 4, tokens / 4}) {
+    if (other == 0) continue;
+    auto neighbour = bucket;
+    gemm::tokens_of(neighbour) = other;
+    if (auto decision = measured().find(neighbour)) return decision;
+  }
+  return std::nullopt;
+}
+
+int64_t patience() { return patience_setting.load(std::memory_order_relaxed); }
+
+void set_patience(int64_t calls) {
+  TORCH_CHECK_VALUE(calls >= 0, "plans: the patience must be at least 0 calls, got ", calls);
+  if (patience_setting.exchange(calls) != calls) start_generation();
+}
+
+CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour) {
+  auto& all = waiting();
+  const std::lock_guard lock(all.mutex);
+  auto it = all.buckets.find(bucket);
+  if (it == all.buckets.end()) {
+    if (!has_neighbour || patience() == 0) return nullptr;
+    if (all.buckets.size() >= most_measured) all.buckets.clear();
+    const auto calls = std::make_shared<std::atomic<int64_t>>(patience());
+    it = all.buckets.emplace(bucket, Waiting::Bucket{calls}).first;
+  }
+  return it->second.calls->fetch_sub(1) > 0 ? it->second.calls : nullptr;
+}
+
+CallsLeft postpone(const PassProblem& bucket) {
+  constexpr int64_t at_first = 64;
+  constexpr int most_tries = 16;
+  auto& all = waiting();
+  const std::lock_guard lock(all.mutex);
+  if (all.buckets.size() >= most_measured) all.buckets.clear();
+  auto& entry = all.buckets[bucket];
+  const auto calls = at_first << std::min(entry.tries++, most_tries);
+  return entry.calls = std::make_shared<std::atomic<int64_t>>(calls);
 }
 
 double budget() { return budget_setting().load(std::memory_order_relaxed); }
@@ -174,15 +218,17 @@ int64_t load(const std::string& path) {
 
 void clear() {
   measured().clear();
+  borrowed().clear();
   ruled().clear();
   start_generation();
 }
 
 std::vector<std::string> show() {
   std::vector<std::string> lines;
-  for (auto* decisions : {&measured(), &ruled()}) {
+  for (auto* decisions : {&measured(), &borrowed(), &ruled()}) {
     for (const auto& [problem, decision] : decisions->all()) {
-      lines.push_back(summary(problem, decision));
+      const bool is_past = decisions == &borrowed() && measured().find(problem);
+      if (!is_past) lines.push_back(summary(problem, decision));
     }
   }
   return lines;

@@ -5,6 +5,8 @@
 
 #include "plans/decisions.h"
 
+#include <atomic>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,9 +18,21 @@ Decisions& measured();
 // By rule, for the very problem; so that all threads, and captures, do the same.
 Decisions& ruled();
 
-// Problems that could not be measured are not tried again until something changes.
-bool given_up(const PassProblem& bucket);
-void give_up(const PassProblem& bucket);
+// Taken over, by bucket, from a token count nearby: until the bucket is measured itself.
+Decisions& borrowed();
+// What has been measured for the nearest bucket with up to four times, or a quarter of, the tokens.
+std::optional<Decision> neighbours_of(const PassProblem& bucket);
+
+// How many calls a bucket goes by its neighbour's decision before it is measured.
+int64_t patience();
+void set_patience(int64_t calls);
+
+// Calls that are left until a bucket is to be measured, shared by all plans of it.
+using CallsLeft = std::shared_ptr<std::atomic<int64_t>>;
+// Nothing: it is to be measured now.
+CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour);
+// It could not be measured now (too little memory): to be tried again, ever later.
+CallsLeft postpone(const PassProblem& bucket);
 
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
 double budget();

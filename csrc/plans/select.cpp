@@ -21,6 +21,30 @@ double best(const std::vector<double>& values) {
   return values.empty() ? failed : *std::ranges::min_element(values);
 }
 
+// The incumbent, if it is there, unless another's lead is clear.
+size_t winner_of(const std::vector<double>& medians, size_t incumbent, const TuningRules& rules) {
+  const size_t fastest = std::ranges::min_element(medians) - medians.begin();
+  if (incumbent >= medians.size() || !std::isfinite(medians[incumbent])) return fastest;
+  const double old_time = medians[incumbent], new_time = medians[fastest];
+  const bool is_clear =
+      new_time <= old_time * (1 - rules.clear_lead) && new_time <= old_time - rules.least_gain_us;
+  return is_clear ? fastest : incumbent;
+}
+
+double root_mean_square(const PooledError& e) {
+  return e.count > 0 ? std::sqrt(e.squares / e.count) : 0;
+}
+
+bool is_as_exact(const PooledError& error, const PooledError& reference) {
+  if (error.count == 0) return reference.count == 0;
+  constexpr double enough = 2048, none = 1e-6;  // far below any rounding
+  const double by_chance = error.count < enough ? 2 / std::sqrt(error.count) : 0;
+  const double allowed = (1.1 + by_chance) * root_mean_square(reference);
+  const double noise = error.noise / error.count;
+  return root_mean_square(error) <= std::sqrt(allowed * allowed + noise) + none &&
+         error.worst <= 4 * std::max(reference.worst, std::sqrt(noise)) + none;
+}
+
 }  // namespace
 
 Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
@@ -30,9 +54,10 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
   std::iota(running.begin(), running.end(), 0);
 
   Timings result;
+  double last_round = 0;
   while (result.rounds < rules.most_rounds && !running.empty()) {
     const double spent = clock();
-    if (result.rounds > 0 && spent > rules.budget_us * rules.hard_factor) break;
+    if (result.rounds > 0 && spent + last_round > rules.budget_us * rules.hard_factor) break;
     if (result.rounds >= rules.least_rounds && spent > rules.budget_us) break;
     // A lone runner has won, unless it has yet to be compared with the incumbent.
     if (result.rounds >= rules.least_rounds && running.size() == 1) break;
@@ -40,6 +65,7 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
     // Who runs after whom changes, so that nobody always runs behind the hottest.
     std::ranges::rotate(running, running.begin() + (running.size() > 1 ? 1 : 0));
     const auto now = round(running);
+    last_round = clock() - spent;
     ++result.rounds;
     std::vector<size_t> left;
     for (size_t i = 0; i < running.size(); ++i) {
@@ -52,64 +78,58 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
     }
     double leader = failed;
     for (const size_t i : left) leader = std::min(leader, best(times[i]));
-    // The incumbent stays in as long as it runs at all: the others are compared with it.
-    std::erase_if(
-        left, [&](size_t i) { return i != incumbent && best(times[i]) > leader * rules.hopeless; });
+    const double limit = leader * (result.rounds > 1 ? rules.hopeless : rules.out_of_reach);
+    std::erase_if(left, [&](size_t i) { return i != incumbent && best(times[i]) > limit; });
     running = std::move(left);
   }
 
   for (const auto& values : times) result.medians.push_back(median(values));
-  result.winner = std::ranges::min_element(result.medians) - result.medians.begin();
-  const double old_time = result.medians[incumbent], new_time = result.medians[result.winner];
-  if (!std::isfinite(new_time) || new_time > old_time * (1 - rules.clear_lead) ||
-      new_time > old_time - rules.least_gain_us) {
-    result.winner = incumbent;
-  }
   return result;
 }
 
-bool is_as_exact(const SampledErrors& errors, const SampledErrors& reference, double ulp) {
-  const auto mean = [](const SampledError& e) { return e.count > 0 ? e.sum / e.count : 0; };
-  const auto worst_is_fine = [ulp](const SampledError& e, const SampledError& r) {
-    return e.count >= r.count && e.worst <= 1.1 * r.worst + ulp * r.largest;
-  };
-  // In 16 bits the mean is that of rounding the result, about a quarter of an ulp, and shows who
-  // rounds twice. In wider types it is the sum's, where two orders of adding up differ by more than
-  // a tenth, and either is fine.
-  const bool narrow = ulp >= 0x1p-10;
-  const double slack = (narrow ? 1e-4 : 0.1) * ulp * reference.elements.largest;
-  return worst_is_fine(errors.elements, reference.elements) &&
-         worst_is_fine(errors.sums, reference.sums) &&
-         mean(errors.elements) <= 1.1 * mean(reference.elements) + slack;
+bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference) {
+  return errors.missed == 0 && is_as_exact(errors.elements, reference.elements) &&
+         is_as_exact(errors.aux, reference.aux) && is_as_exact(errors.sums, reference.sums);
 }
 
 std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,
-                             const TuningRules& rules) {
-  const auto& reference = candidates.errors[candidates.yardstick];
-  // Where everything is 0, every way is exact.
-  if (!reference || reference->elements.largest == 0) return std::nullopt;
+                             const Judge& judge, const TuningRules& rules) {
   std::vector<size_t> entered;
-  for (size_t i = 0; i < candidates.errors.size(); ++i) {
-    const auto& error = candidates.errors[i];
-    if (error && candidates.eligible[i] && is_as_exact(*error, *reference, candidates.ulp)) {
-      entered.push_back(i);
-    }
+  for (size_t i = 0; i < candidates.eligible.size(); ++i) {
+    if (candidates.eligible[i] || i == candidates.yardstick) entered.push_back(i);
   }
-  if (entered.empty()) return std::nullopt;
-  // Where the incumbent is not sound itself, eager takes its place.
-  auto place = std::ranges::find(entered, candidates.incumbent);
-  if (place == entered.end()) place = std::ranges::find(entered, candidates.yardstick);
-  if (place == entered.end()) --place;
-  const auto result = time_in_rounds(
-      entered.size(), place - entered.begin(),
+  const auto place_of = [&](size_t candidate) -> size_t {
+    return std::ranges::find(entered, candidate) - entered.begin();
+  };
+  const size_t incumbent = place_of(candidates.incumbent);
+  const auto timings = time_in_rounds(
+      entered.size(), incumbent,
       [&](const std::vector<size_t>& running) {
         std::vector<size_t> timed;
         for (const size_t i : running) timed.push_back(entered[i]);
         return round(timed);
       },
       clock, rules);
-  if (!std::isfinite(result.medians[result.winner])) return std::nullopt;
-  return Choice{entered[result.winner], entered.size(), result.rounds};
+
+  auto medians = timings.medians;
+  const size_t yardstick = place_of(candidates.yardstick);
+  if (yardstick < medians.size() && !candidates.eligible[candidates.yardstick]) {
+    medians[yardstick] = failed;
+  }
+  for (int judged = 0; judged < rules.most_judged; ++judged) {
+    // Where the incumbent is not sound itself, eager takes its place.
+    const bool stays = incumbent < medians.size() && std::isfinite(medians[incumbent]);
+    const size_t winner = winner_of(medians, stays ? incumbent : yardstick, rules);
+    if (winner == medians.size() || !std::isfinite(medians[winner])) return std::nullopt;
+    if (winner == yardstick || judge(entered[winner]) == Verdict::sound) {
+      return Choice{entered[winner], timings.rounds};
+    }
+    medians[winner] = failed;
+  }
+  if (yardstick < medians.size() && std::isfinite(medians[yardstick])) {
+    return Choice{candidates.yardstick, timings.rounds};
+  }
+  return std::nullopt;
 }
 
 }  // namespace fused::plans

@@ -1,7 +1,8 @@
 #pragma once
 
-// Which of several candidates is the fastest: decided in rounds, because clocks drift and single
-// timings lie. Pure logic; the caller brings the timer.
+// Which of several candidates is the fastest that is as exact as eager: timed in rounds, because
+// clocks drift and single timings lie, then judged from the fastest on. Pure logic; the caller
+// brings timer and judge.
 
 #include <cstddef>
 #include <functional>
@@ -11,68 +12,68 @@
 namespace fused::plans {
 
 struct TuningRules {
-  double budget_us = 200e3;  // of wall-clock time; asked between rounds
-  int least_rounds = 5;      // also when the budget is used up ...
-  int hard_factor = 4;       // ... but for this many times the budget
+  double budget_us = 200e3;   // of wall-clock time; asked between rounds
+  int least_rounds = 3;       // also when the budget is used up ...
+  double hard_factor = 1.25;  // ... unless they would take longer than so many times the budget
   int most_rounds = 15;
-  double hopeless = 1.15;    // times the leader's best: timed no more
+  double out_of_reach = 3;   // times the leader's best: timed no more, after a single round
+  double hopeless = 1.15;    // the same after two, of which the better counts: one may be disturbed
   double clear_lead = 0.02;  // below this part of its time the incumbent stays
   double least_gain_us = 0.5;
+  int most_judged = 8;  // then eager's way is taken
 };
 
 struct Timings {
-  size_t winner = 0;
   std::vector<double> medians;  // microseconds; infinity where it failed
   int rounds = 0;
 };
 
 // One round: microseconds of each of the named candidates, in their order; infinity: it failed.
 using Round = std::function<std::vector<double>(const std::vector<size_t>& candidates)>;
-// Microseconds since the timing began.
+// Microseconds since the measurement began.
 using Clock = std::function<double()>;
 
-// The incumbent wins unless another is clearly faster. Where all fail, the incumbent is returned
-// with a time of infinity.
+// The incumbent is timed as long as it runs at all: the others are compared with it.
 Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
                        const TuningRules& rules);
 
-// The error of a candidate's result against the exact one, at some of its elements.
-struct SampledError {
-  double sum = 0;      // of |result - exact|
-  double worst = 0;    //
-  double largest = 0;  // |exact|
-  double count = 0;    // elements that were finite
+// Errors of results against exact ones, over many elements: of e / (u·Σ|aₖbₖ| + u·|bias|), where u
+// is the unit roundoff of the result's type.
+struct PooledError {
+  double squares = 0;  // sum of them
+  double worst = 0;
+  double count = 0;  // of elements
+  double noise = 0;  // sum of squares that come of what was summed, not of the summing
 };
 
-struct SampledErrors {
-  SampledError elements;
-  SampledError sums;  // of a bias gradient
+struct TrialErrors {
+  PooledError elements, aux, sums;
+  double missed = 0;  // elements that are not finite but should be, or NaN but are not; mask bits
 };
 
-// Whether errors are no worse than others, up to a tenth and one unit in the last place, which is
-// given for numbers of magnitude 1. Of sums, which some add up before rounding and some after, only
-// the worst case is held against eager's.
-bool is_as_exact(const SampledErrors& errors, const SampledErrors& reference, double ulp);
+// Whether the root mean squares are at most 1.1 times the reference's, the largest errors in their
+// neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for.
+bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference);
+
+// failed: it does not run, or there is no memory to try it, now.
+enum class Verdict { sound, inexact, failed };
+using Judge = std::function<Verdict(size_t candidate)>;
 
 struct Candidates {
-  // By candidate; nothing: it does not run.
-  std::vector<std::optional<SampledErrors>> errors;
   // Whether it may win. The others may be there for comparison.
   std::vector<bool> eligible;
   size_t incumbent;
-  size_t yardstick;  // eager's way
-  double ulp;
+  size_t yardstick;  // eager's way; none: the number of candidates
 };
 
 struct Choice {
   size_t winner;
-  size_t entered;  // candidates that were timed
   int rounds;
 };
 
-// Times the eligible candidates that are as exact as eager's way; nothing where none can be told to
-// be sound.
+// The fastest sound candidate, the incumbent unless another is clearly faster; nothing where none
+// is sound. The yardstick is not judged.
 std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,
-                             const TuningRules& rules);
+                             const Judge& judge, const TuningRules& rules);
 
 }  // namespace fused::plans

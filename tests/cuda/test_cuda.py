@@ -24,6 +24,8 @@ from helpers import (
     run,
 )
 
+from torch_fused_linear import plans
+
 pytestmark = pytest.mark.cuda
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
 HALF_SECOND = 1_000_000_000  # cycles, at the 1 to 2 GHz of a GPU
@@ -302,7 +304,8 @@ def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(col
     grad, output = torch.randint(-8, 9, (2, rows, cols), **options).to(dtype).unbind()
 
     def call():
-        return torch.ops.fused._activation_backward(grad, output, "relu", True)
+        with plans.budget(0):  # by rule: the own kernel, where timing might prefer ATen's three
+            return torch.ops.fused._activation_backward(grad, output, "relu", True)
 
     dz, grad_bias = call()
     want = grad.masked_fill(output <= 0, 0)

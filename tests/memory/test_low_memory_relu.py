@@ -9,6 +9,7 @@ from stacks import assert_same
 from torch.autograd.graph import saved_tensors_hooks
 
 import torch_fused_linear as tfl
+from torch_fused_linear import plans
 
 fused = torch.ops.fused
 
@@ -99,8 +100,9 @@ def test_relu_in_a_chain_keeps_bits_beside_frozen_weights_only(device):
 
     outputs = net.hidden_bytes
     assert kept_bytes(mlp) == kept_bytes(lambda: mlp("default")) == outputs
-    want = torch.autograd.grad(mlp("default"), [net.x, *net.weights[:2]], net.g)
     net.weights[2].requires_grad_(False)
     second = ROWS * 384 * 4
     assert kept_bytes(mlp) == outputs - second + second // 32
-    assert_bits(torch.autograd.grad(mlp(), [net.x, *net.weights[:2]], net.g), want)
+    with plans.budget(0):  # a mask and an output have plans of their own
+        want = torch.autograd.grad(mlp("default"), [net.x, *net.weights[:2]], net.g)
+        assert_bits(torch.autograd.grad(mlp(), [net.x, *net.weights[:2]], net.g), want)

@@ -34,6 +34,17 @@ def test_budget_must_not_be_negative():
         plans.budget(-1)
 
 
+def test_patience_is_set_and_put_back():
+    before = plans.get_patience()
+    with plans.patience(3):
+        assert plans.get_patience() == 3
+    assert plans.get_patience() == before == 256
+    with pytest.raises(ValueError, match=r"patience must be at least 0 calls, got -1"):
+        plans.patience(-1)
+    with pytest.raises(TypeError, match=r"calls must be an integer, got 0\.5"):
+        plans.patience(0.5)
+
+
 def test_budget_from_the_environment():
     code = "import torch_fused_linear as t; print(t.plans.get_budget())"
     assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="7.5").stdout == "7.5\n"

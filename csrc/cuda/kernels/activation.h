@@ -12,6 +12,9 @@
 
 namespace fused::cuda::kernels {
 
+// Whether the kernels were compiled for the current device.
+bool have_code();
+
 // y = act(z); y may be z.
 void activation_forward(Activation activation, gemm::Type type, int64_t rows, int64_t cols,
                         const void* z, int64_t ld_z, void* y, int64_t ld_y, cudaStream_t stream);

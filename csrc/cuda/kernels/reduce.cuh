@@ -65,17 +65,29 @@ __global__ void __launch_bounds__(block_threads)
 constexpr int cluster_arch = 90;
 constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
 
-// Whether the device has clusters and the code that it has loaded was compiled for them, which the
-// list of architectures does not tell: any of this file's kernels does.
+// Whether the current device has clusters, room for the largest, and code that was compiled for
+// them, which the list of architectures does not tell: any of this file's kernels does.
 inline bool has_clusters(int device_arch) {
   if (device_arch < cluster_arch) return false;
   enum Answer : int { unknown, no, yes };
-  static std::array<std::atomic<int>, 256> answers{};  // by architecture
-  auto& answer = answers[device_arch % answers.size()];
+  static std::array<std::atomic<int>, 64> answers{};  // by device
+  int device = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  auto& answer = answers[device % answers.size()];
   if (answer == unknown) {
     cudaFuncAttributes attributes{};
     C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>));
-    answer = attributes.ptxVersion >= cluster_arch ? yes : no;
+    cudaLaunchAttribute shape;
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim = {1, most_blocks_in_cluster, 1};
+    const cudaLaunchConfig_t config{
+        dim3(1, most_blocks_in_cluster), dim3(block_threads), 0, nullptr, &shape, 1};
+    int clusters = 0;
+    const bool fits = attributes.ptxVersion >= cluster_arch &&
+                      cudaOccupancyMaxActiveClusters(&clusters, sum_partials_kernel<float>,
+                                                     &config) == cudaSuccess;
+    static_cast<void>(cudaGetLastError());  // a refusal is an answer
+    answer = fits && clusters > 0 ? yes : no;
   }
   return answer == yes;
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 
 namespace fused::cuda {
 namespace {
@@ -237,95 +236,23 @@ std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& proble
   return found;
 }
 
-namespace {
-
-cublasStatus_t run_scaled(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
-                          cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t d,
-                          const Algorithm& algorithm, const Operands& operands, double alpha,
-                          void* workspace, cudaStream_t stream) {
+cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
+                      const Algorithm& algorithm, const Operands& operands, void* workspace,
+                      cudaStream_t stream) {
   descriptors.set_pointers(operands);
   const auto algo = as_algo(algorithm);
-  const double alpha64 = alpha, beta64 = 0;
-  const float alpha32 = static_cast<float>(alpha), beta32 = 0;
+  const double alpha64 = 1, beta64 = 0;
+  const float alpha32 = 1, beta32 = 0;
   const bool f64 = problem.type == Type::f64;
   // C is passed as D (never read, beta being 0): a null C crashed before CUDA 13.0 Update 2.
   return cublasLtMatmul(handle, descriptors.operation(),
                         f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
                         operands.a, descriptors.a(),                          //
-                        operands.b, b,                                        //
+                        operands.b, descriptors.b(),                          //
                         f64 ? static_cast<const void*>(&beta64) : &beta32,    // beta
-                        operands.d, d,                                        // C
-                        operands.d, d,                                        // D
+                        operands.d, descriptors.d(),                          // C
+                        operands.d, descriptors.d(),                          // D
                         &algo, workspace, static_cast<size_t>(algorithm.workspace), stream);
-}
-
-// What the trial writes: D, then the aux rows, then the workspace, each at 256 bytes.
-struct TrialLayout {
-  int64_t columns, aux, workspace, bytes;
-
-  explicit TrialLayout(const Problem& p) : columns(std::min<int64_t>(p.n, 64)) {
-    const auto round_up = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-    aux = round_up(p.ldd * columns * size_of(p.type));
-    workspace = aux + round_up(p.ld_aux * columns / 8);
-    bytes = workspace + p.workspace_limit;
-  }
-};
-
-template <typename T>
-bool all_nan(const std::vector<char>& host, const Problem& p, int64_t columns, T infinity) {
-  // As unsigned integers without the sign, NaNs are what is larger than infinity.
-  const auto* values = reinterpret_cast<const T*>(host.data());
-  constexpr T sign = T{1} << (8 * sizeof(T) - 1);
-  for (int64_t j = 0; j < columns; ++j) {
-    for (int64_t i = 0; i < p.m; ++i) {
-      if ((values[j * p.ldd + i] & ~sign) <= infinity) return false;
-    }
-  }
-  return true;
-}
-
-}  // namespace
-
-size_t nan_trial_bytes(const Problem& problem) { return TrialLayout(problem).bytes; }
-
-bool passes_nan(cublasLtHandle_t handle, const Problem& p, Descriptors& descriptors,
-                const Algorithm& algorithm, const Operands& operands, void* scratch,
-                cudaStream_t stream) {
-  const TrialLayout trial(p);
-  auto* bytes = static_cast<char*>(scratch);
-  Operands own = operands;
-  own.d = bytes;
-  own.aux = bytes + trial.aux;
-  Problem narrow = p;
-  narrow.n = trial.columns;
-  Descriptors few(narrow);
-  std::vector<char> host(p.ldd * trial.columns * size_of(p.type));
-  if (run_scaled(handle, p, descriptors, few.b(), few.d(), algorithm, own,
-                 std::numeric_limits<double>::quiet_NaN(), bytes + trial.workspace,
-                 stream) != CUBLAS_STATUS_SUCCESS ||
-      cudaMemcpyAsync(host.data(), own.d, host.size(), cudaMemcpyDeviceToHost, stream) !=
-          cudaSuccess ||
-      cudaStreamSynchronize(stream) != cudaSuccess) {
-    return false;
-  }
-  switch (p.type) {
-    case Type::f64:
-      return all_nan<uint64_t>(host, p, trial.columns, 0x7ff0000000000000);
-    case Type::f32:
-      return all_nan<uint32_t>(host, p, trial.columns, 0x7f800000);
-    case Type::f16:
-      return all_nan<uint16_t>(host, p, trial.columns, 0x7c00);
-    case Type::bf16:
-      return all_nan<uint16_t>(host, p, trial.columns, 0x7f80);
-  }
-  return false;
-}
-
-cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
-                      const Algorithm& algorithm, const Operands& operands, void* workspace,
-                      cudaStream_t stream) {
-  return run_scaled(handle, problem, descriptors, descriptors.b(), descriptors.d(), algorithm,
-                    operands, 1, workspace, stream);
 }
 
 }  // namespace fused::cuda

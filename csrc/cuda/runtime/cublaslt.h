@@ -58,13 +58,6 @@ std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& proble
                                   const Descriptors& descriptors, const Algorithm& algorithm,
                                   size_t most);
 
-// Whether the algorithm gives NaN where it should, tried on the first few columns with alpha = NaN;
-// waits for the stream. scratch holds nan_trial_bytes(problem) on the device.
-size_t nan_trial_bytes(const Problem& problem);
-bool passes_nan(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
-                const Algorithm& algorithm, const Operands& operands, void* scratch,
-                cudaStream_t stream);
-
 // d = epilogue(a · b); the workspace holds algorithm.workspace bytes.
 cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descriptors& descriptors,
                       const Algorithm& algorithm, const Operands& operands, void* workspace,

@@ -1,9 +1,12 @@
 #include "cuda/runtime/device.h"
 
+#include "cuda/kernels/activation.h"
+
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <array>
 #include <mutex>
@@ -19,6 +22,7 @@ struct Device {
   cublasLtHandle_t handle = nullptr;
   int arch = 0;
   int64_t workspace_limit = 0;
+  bool has_code = false;
   plans::Machine machine;
   std::mutex measuring;
 };
@@ -42,6 +46,14 @@ Device& device_of(int index) {
     TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: cublasLtCreate failed with ",
                 cublasLtGetStatusName(status));
     const auto* properties = at::cuda::getDeviceProperties(index);
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+    device.has_code = kernels::have_code();
+    if (!device.has_code) {
+      TORCH_WARN("fused: this build has no kernels for ", properties->name, " (capability ",
+                 properties->major, ".", properties->minor,
+                 "), which goes eager's way; build with ",
+                 "TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor);
+    }
     device.arch = properties->major * 10 + properties->minor;
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
@@ -74,6 +86,8 @@ c10::ScalarType scalar_type(gemm::Type type) {
   constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
   return types[static_cast<int>(type)];
 }
+
+bool has_code_for(int device) { return device_of(device).has_code; }
 
 cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
 

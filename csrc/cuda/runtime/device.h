@@ -23,6 +23,9 @@ c10::ScalarType scalar_type(gemm::Type type);
 cublasLtHandle_t lt_handle(int device);
 size_t lt_version();
 
+// Whether our kernels were compiled for the device; a warning, once, where they were not.
+bool has_code_for(int device);
+
 // PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
 

@@ -21,7 +21,7 @@ Matrix transposed(const Matrix& matrix);
 
 struct PassCall {
   PassProblem problem;
-  Matrix left, right;  // of the product, as meant
+  Matrix left, right;  // of the product, as meant; without one left is the gradient that came
   Matrix result;       // rows of unit stride
   Matrix aux;          // forward: written, if problem.aux; input gradient: what act' is read from
   void* bias;          // read forward, its gradient written backward; or nullptr

@@ -1,7 +1,5 @@
 #include "cuda/runtime/prepared_plan.h"
 
-#include "plans/registry.h"
-
 #include <memory>
 #include <unordered_map>
 
@@ -28,9 +26,15 @@ auto& thread_plans() {
 }  // namespace
 
 Plan* known_plan(const PassProblem& problem) {
-  const auto& known = thread_plans();
+  auto& known = thread_plans();
   const auto it = known.find(problem);
-  return it == known.end() ? nullptr : it->second.get();
+  if (it == known.end()) return nullptr;
+  auto* plan = it->second.get();
+  if (plan->calls_left && plan->calls_left->fetch_sub(1) <= 0) {
+    known.erase(it);
+    return nullptr;
+  }
+  return plan;
 }
 
 Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation) {

@@ -5,6 +5,7 @@
 
 #include "cuda/runtime/cublaslt.h"
 #include "gemm/strategy.h"
+#include "plans/registry.h"
 
 #include <optional>
 #include <string>
@@ -21,9 +22,10 @@ struct Plan {
   Problem matmul;
   std::optional<Descriptors> descriptors;
   Algorithm algorithm;
+  plans::CallsLeft calls_left;  // until it is made anew; nothing: it is for good
 };
 
-// This thread's plan, or nullptr.
+// This thread's plan, or nullptr where there is none or its time is over.
 Plan* known_plan(const PassProblem& problem);
 // Nothing is remembered, and nullptr given, where another generation of plans has begun since
 // (plans::generation).

@@ -7,16 +7,25 @@ namespace fused::cuda::tune {
 namespace {
 
 using gemm::Matrix;
-using kernels::widen, kernels::with_type;
-using plans::SampledError;
+using kernels::Accumulator, kernels::narrow, kernels::widen, kernels::with_type;
+using plans::PooledError, plans::TrialErrors;
 
 constexpr int warp = 32;
 constexpr int threads = 256;
+constexpr int most_blocks = 4096;
 
-// Where element (row, col) of the matrix meant lies.
+unsigned blocks_for(int64_t work) {
+  return static_cast<unsigned>(std::clamp<int64_t>((work + threads - 1) / threads, 1, most_blocks));
+}
+
+template <typename T>
+__device__ T* element(const Matrix& m, int64_t row, int64_t col) {
+  return static_cast<T*>(m.data) + (m.transposed ? col * m.ld + row : row * m.ld + col);
+}
+
 template <typename T>
 __device__ double value(const Matrix& m, int64_t row, int64_t col) {
-  return widen(static_cast<const T*>(m.data)[m.transposed ? col * m.ld + row : row * m.ld + col]);
+  return widen(*element<T>(m, row, col));
 }
 
 __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
@@ -30,20 +39,28 @@ __device__ uint64_t scatter(uint64_t i) {  // splitmix64
   return i ^ i >> 31;
 }
 
+// One of each of `samples` equal parts, so that none comes twice.
+__device__ int64_t drawn(int64_t sample, int64_t samples, int64_t total) {
+  const int64_t begin = sample * total / samples, end = (sample + 1) * total / samples;
+  return begin + static_cast<int64_t>(scatter(sample) % static_cast<uint64_t>(end - begin));
+}
+
 // Of numbers that are not negative, the order is that of their bits.
 __device__ void raise(double* to, double at_least) {
   atomicMax(reinterpret_cast<unsigned long long*>(to), __double_as_longlong(at_least));
 }
 
-// Infinities in a user's data say nothing about who computes with them; one where the exact result
-// is finite does, and leaves the count short.
-__device__ void add(SampledError* error, double got, double exact) {
-  const double difference = fabs(got - exact);
-  if (!isfinite(difference)) return;
-  atomicAdd(&error->sum, difference);
-  atomicAdd(&error->count, 1.0);
-  raise(&error->worst, difference);
-  raise(&error->largest, fabs(exact));
+__device__ void add(TrialErrors* errors, PooledError TrialErrors::* of, double difference,
+                    double scale) {
+  const double error = fabs(difference) / scale;
+  if (!isfinite(error)) {
+    atomicAdd(&errors->missed, 1.0);
+    return;
+  }
+  auto& pool = errors->*of;
+  atomicAdd(&pool.squares, error * error);
+  atomicAdd(&pool.count, 1.0);
+  raise(&pool.worst, error);
 }
 
 __device__ double sum_over_warp(double value) {
@@ -79,68 +96,201 @@ __device__ double gradient(Activation activation, double grad, double at) {
   return grad;
 }
 
+template <typename T>
+__global__ void fill_kernel(T* data, int64_t count, double amplitude, bool positive,
+                            uint64_t seed) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const double u = static_cast<double>(scatter(seed + i) >> 11) * 0x1p-52 - 1;
+    data[i] = narrow<T>(static_cast<Accumulator<T>>(positive && u < 0 ? 0 : amplitude * u));
+  }
+}
+
+__global__ void fill_bits_kernel(uint8_t* data, int64_t bytes, uint64_t seed) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    data[i] = static_cast<uint8_t>(scatter(seed + i));
+  }
+}
+
+template <typename T>
+__global__ void spread_kernel(Matrix mask, Matrix values) {
+  const int64_t count = values.rows * values.cols;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t row = i / values.cols, col = i % values.cols;
+    *element<T>(values, row, col) = narrow<T>(bit(mask, row, col) ? 1 : 0);
+  }
+}
+
+template <typename T>
+__global__ void poison_kernel(Matrix matrix) {
+  for (int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; col < matrix.cols;
+       col += int64_t{gridDim.x} * blockDim.x) {
+    *element<T>(matrix, 0, col) = narrow<T>(static_cast<Accumulator<T>>(nan("")));
+  }
+}
+
+__device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.result.cols; }
+__device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.result.cols; }
+
 // A warp for each sample.
 template <typename T>
-__global__ void elements_kernel(AccuracySample s, int samples, SampledError* error) {
+__global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
-  const uint64_t where = scatter(sample);
-  const auto row = static_cast<int64_t>((where >> 32) % s.result.rows);
-  const auto col = static_cast<int64_t>((where & 0xffffffff) % s.result.cols);
-  double z = 0;
-  for (int64_t k = lane; k < s.left.cols; k += warp) {
-    z += value<T>(s.left, row, k) * value<T>(s.right, k, col);
-  }
-  z = sum_over_warp(z);
-  if (lane != 0) return;
-
-  const double got = value<T>(s.result, row, col);
-  if (s.forward) {
-    if (s.bias != nullptr) z += widen(static_cast<const T*>(s.bias)[col]);
-    if (s.aux.data != nullptr && !s.mask) add(error, value<T>(s.aux, row, col), z);
-    // Near 0 the sign is a matter of rounding; what has come out positive has its bit set.
-    if (s.mask && got > 0 && !bit(s.aux, row, col)) return;
-    add(error, got, activated(s.activation, z));
-  } else if (s.mask) {
-    add(error, got, bit(s.aux, row, col) ? z : 0);
+  const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
+  const int64_t row = row_of(d, cell), col = col_of(d, cell);
+  double sum = 0, magnitude = 0;
+  if (d.right.data == nullptr) {
+    if (lane == 0) sum = value<T>(d.left, row, col), magnitude = fabs(sum);
   } else {
-    const double at = s.activation == Activation::none ? 0 : value<T>(s.aux, row, col);
-    add(error, got, gradient(s.activation, z, at));
+    for (int64_t k = lane; k < d.left.cols; k += warp) {
+      const double product = value<T>(d.left, row, k) * value<T>(d.right, k, col);
+      sum += product;
+      magnitude += fabs(product);
+    }
+  }
+  sum = sum_over_warp(sum);
+  magnitude = sum_over_warp(magnitude);
+  if (lane != 0) return;
+  const double bias = d.bias == nullptr ? 0 : widen(static_cast<const T*>(d.bias)[col]);
+  exact[sample] = {sum + bias, magnitude + fabs(bias)};
+}
+
+template <typename T>
+__global__ void elements_kernel(TrialData d, int samples, const Exact* exact, TrialErrors* errors) {
+  const int sample = blockIdx.x * blockDim.x + threadIdx.x;
+  if (sample >= samples) return;
+  const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
+  const int64_t row = row_of(d, cell), col = col_of(d, cell);
+  const auto [z, magnitude] = exact[sample];
+  const double scale = d.unit * magnitude, got = value<T>(d.result, row, col);
+  if (d.forward) {
+    add(errors, &TrialErrors::elements, got - activated(d.activation, z), scale);
+    if (d.aux.data == nullptr) return;
+    if (!d.mask) {
+      add(errors, &TrialErrors::aux, value<T>(d.aux, row, col) - z, scale);
+    } else if (bit(d.aux, row, col) != (z > 0) && fabs(z) > d.sign_error * magnitude) {
+      atomicAdd(&errors->missed, 1.0);
+    }
+  } else if (d.mask) {
+    add(errors, &TrialErrors::elements, got - (bit(d.aux, row, col) ? z : 0), scale);
+  } else {
+    const double at = d.activation == Activation::none ? 0 : value<T>(d.aux, row, col);
+    add(errors, &TrialErrors::elements, got - gradient(d.activation, z, at), scale);
   }
 }
 
 template <typename T>
-__global__ void sums_kernel(AccuracySample s, int samples, SampledError* error) {
+__global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
-  const auto col = static_cast<int64_t>(scatter(sample) % s.summed.cols);
-  double sum = 0;
-  for (int64_t row = lane; row < s.summed.rows; row += warp) sum += value<T>(s.summed, row, col);
+  const int64_t col = drawn(sample, samples, d.summed.cols);
+  double sum = 0, magnitude = 0, squares = 0;
+  for (int64_t row = lane; row < d.summed.rows; row += warp) {
+    const double x = value<T>(d.summed, row, col);
+    sum += x, magnitude += fabs(x), squares += x * x;
+  }
   sum = sum_over_warp(sum);
-  if (lane == 0) add(error, widen(static_cast<const T*>(s.sums)[col]), sum);
+  magnitude = sum_over_warp(magnitude);
+  squares = sum_over_warp(squares);
+  if (lane != 0 || magnitude == 0) return;
+  const double got = widen(static_cast<const T*>(d.sums)[col]);
+  add(errors, &TrialErrors::sums, got - sum, d.unit * magnitude);
+  // Each element has been rounded by up to a unit of its own size, evenly spread.
+  if (d.sums_results) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
-// Fewer samples of longer sums, so that looking does not take longer than working.
-int samples_for(int64_t inner, int most) {
-  constexpr int64_t reads = int64_t{1} << 25;
-  return static_cast<int>(std::clamp<int64_t>(reads / std::max<int64_t>(inner, 1), 64, most));
+template <typename T>
+__global__ void nan_kernel(TrialData d, TrialErrors* errors) {
+  for (int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; col < d.result.cols;
+       col += int64_t{gridDim.x} * blockDim.x) {
+    bool reaches = true;  // a ReLU lets nothing pass where its output was 0
+    if (!d.forward && d.activation == Activation::relu) {
+      reaches = d.mask ? bit(d.aux, 0, col) : value<T>(d.aux, 0, col) > 0;
+    }
+    if (!reaches) continue;
+    bool lost = !isnan(value<T>(d.result, 0, col));
+    if (d.forward && d.aux.data != nullptr && !d.mask) lost |= !isnan(value<T>(d.aux, 0, col));
+    if (d.sums_results && d.sums != nullptr) {
+      lost |= !isnan(widen(static_cast<const T*>(d.sums)[col]));
+    }
+    // A weight gradient's bias gradient sums the left operand itself.
+    if (!d.forward && !d.sums_results && d.sums != nullptr && col == 0) {
+      lost |= !isnan(widen(static_cast<const T*>(d.sums)[0]));
+    }
+    if (lost) atomicAdd(&errors->missed, 1.0);
+  }
 }
-
-int blocks_for(int samples) { return (samples * warp + threads - 1) / threads; }
 
 }  // namespace
 
-void sample_errors(const AccuracySample& sample, plans::SampledErrors* errors,
-                   cudaStream_t stream) {
-  with_type(sample.type, [&](auto element) {
+int samples_of(const TrialData& data) {
+  return static_cast<int>(std::min<int64_t>(data.result.rows * data.result.cols, most_samples));
+}
+
+void fill(gemm::Type type, void* data, int64_t count, double amplitude, bool positive,
+          uint64_t seed, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
     using T = decltype(element);
-    const int elements = samples_for(sample.left.cols, 2048);
-    elements_kernel<T>
-        <<<blocks_for(elements), threads, 0, stream>>>(sample, elements, &errors->elements);
+    fill_kernel<T><<<blocks_for(count), threads, 0, stream>>>(static_cast<T*>(data), count,
+                                                              amplitude, positive, seed);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    if (sample.sums == nullptr) return;
-    const int sums = samples_for(sample.summed.rows, 128);
-    sums_kernel<T><<<blocks_for(sums), threads, 0, stream>>>(sample, sums, &errors->sums);
+  });
+}
+
+void fill_bits(void* data, int64_t bytes, uint64_t seed, cudaStream_t stream) {
+  fill_bits_kernel<<<blocks_for(bytes), threads, 0, stream>>>(static_cast<uint8_t*>(data), bytes,
+                                                              seed);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void spread_bits(gemm::Type type, const Matrix& mask, const Matrix& values, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
+    using T = decltype(element);
+    spread_kernel<T><<<blocks_for(values.rows * values.cols), threads, 0, stream>>>(mask, values);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void poison(gemm::Type type, const Matrix& matrix, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
+    using T = decltype(element);
+    poison_kernel<T><<<blocks_for(matrix.cols), threads, 0, stream>>>(matrix);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream) {
+  const int samples = samples_of(data);
+  with_type(data.type, [&](auto element) {
+    using T = decltype(element);
+    exact_kernel<T>
+        <<<blocks_for(int64_t{samples} * warp), threads, 0, stream>>>(data, samples, exact);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void add_errors(const TrialData& data, const Exact* exact, TrialErrors* errors,
+                cudaStream_t stream) {
+  const int samples = samples_of(data);
+  with_type(data.type, [&](auto element) {
+    using T = decltype(element);
+    elements_kernel<T><<<blocks_for(samples), threads, 0, stream>>>(data, samples, exact, errors);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    if (data.sums == nullptr) return;
+    const auto sums = std::min<int64_t>(data.summed.cols, most_samples);
+    sums_kernel<T>
+        <<<blocks_for(sums * warp), threads, 0, stream>>>(data, static_cast<int>(sums), errors);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+}
+
+void add_lost_nans(const TrialData& data, TrialErrors* errors, cudaStream_t stream) {
+  with_type(data.type, [&](auto element) {
+    using T = decltype(element);
+    nan_kernel<T><<<blocks_for(data.result.cols), threads, 0, stream>>>(data, errors);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-// The error of a pass's results against fp64, at some of their elements.
+// The kernels of a trial: synthetic operands, exact results of some elements in fp64, and how far a
+// pass's results are from them.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -10,10 +11,11 @@
 
 namespace fused::cuda::tune {
 
-struct AccuracySample {
+// A pass on synthetic operands, as it has been run.
+struct TrialData {
   gemm::Type type = gemm::Type::f32;
-  gemm::Matrix left, right, result;
-  bool forward = true;                       // result = act(left · right + bias), else
+  gemm::Matrix left, right, result;  // right.data null: left itself takes the product's place
+  bool forward = true;               // result = act(left · right + bias), else
   Activation activation = Activation::none;  // result = left · right · act'(aux)
   const void* bias = nullptr;                // [cols]; forward only
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
@@ -22,10 +24,33 @@ struct AccuracySample {
   // Backward: column sums of a matrix, if they are there.
   gemm::Matrix summed;
   const void* sums = nullptr;
+  bool sums_results = false;  // the matrix is the result, and may have been summed unrounded
+  double unit = 0;            // roundoff of the type
+  double sign_error = 0;      // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
 };
 
-// Adds the errors of some thousand elements, and of some hundred sums, to *errors, which is on the
-// device and zero at first. An element that is not finite where it should be is not counted.
-void sample_errors(const AccuracySample& sample, plans::SampledErrors* errors, cudaStream_t stream);
+// Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|.
+struct Exact {
+  double value, scale;
+};
+inline constexpr int most_samples = 2048;
+int samples_of(const TrialData& data);
+
+// Uniform numbers in (-amplitude, amplitude), without the negative ones where `positive`.
+void fill(gemm::Type type, void* data, int64_t count, double amplitude, bool positive,
+          uint64_t seed, cudaStream_t stream);
+void fill_bits(void* data, int64_t bytes, uint64_t seed, cudaStream_t stream);
+// values[row, col] = 1 where the mask's bit is set, else 0.
+void spread_bits(gemm::Type type, const gemm::Matrix& mask, const gemm::Matrix& values,
+                 cudaStream_t stream);
+// NaN in all of the matrix's first row, as meant.
+void poison(gemm::Type type, const gemm::Matrix& matrix, cudaStream_t stream);
+
+void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream);
+// Adds the errors of the sampled elements, and of some of the sums, to *errors on the device.
+void add_errors(const TrialData& data, const Exact* exact, plans::TrialErrors* errors,
+                cudaStream_t stream);
+// Counts elements of the first row that are not NaN, though its operand was poisoned.
+void add_lost_nans(const TrialData& data, plans::TrialErrors* errors, cudaStream_t stream);
 
 }  // namespace fused::cuda::tune

@@ -1,7 +1,6 @@
 #pragma once
 
-// cuBLASLt's algorithms that may serve a strategy: offered by its heuristic, or around a good one,
-// without those that swallow NaN.
+// cuBLASLt's algorithms that may serve a strategy: offered by its heuristic, or around a good one.
 
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/runtime/gemm_call.h"
@@ -10,11 +9,8 @@
 
 namespace fused::cuda::tune {
 
-// What the library offers for the strategy's product, best guess first, at most so many; those that
-// swallow NaN are left out, and after `enough` good ones no more are tried. The stream is waited
-// for where a trial is needed.
-std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most,
-                                      size_t enough);
+// What the library offers for the strategy's product, best guess first, at most so many.
+std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most);
 
 // Other configurations of an algorithm (tile, cluster), the most similar first.
 std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& strategy,

@@ -5,6 +5,7 @@
 #include "cuda/runtime/device.h"
 #include "cuda/tune/algorithms.h"
 #include "cuda/tune/measure.h"
+#include "cuda/tune/trial.h"
 #include "plans/registry.h"
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -36,19 +37,40 @@ std::string not_taken(const PassProblem& problem, const Strategy& strategy, cons
          ")";
 }
 
-// The first strategy that applies, with the first algorithm that the library offers for it.
-std::optional<Decision> decide_by_rule(const PassCall& call) {
-  for (const auto* strategy : in_order(call.problem)) {
-    if (gemm::objection(call.problem, *strategy, lt_version())) continue;
-    Decision decision;
-    decision.strategy = strategy;
-    if (strategy->provider != Provider::cublaslt) return decision;
-    const auto offered = algorithms_for(call, *strategy, /*most=*/4, /*enough=*/1);
-    if (offered.empty()) continue;
-    decision.algorithm = offered.front();
-    return decision;
+bool is_eager(const PassProblem& problem, const Strategy& strategy) {
+  return &strategy == &gemm::eager_of(problem, lt_version()) &&
+         (strategy.role == gemm::Role::eager || strategy.role == gemm::Role::eager_fallback);
+}
+
+bool is_sound(const PassCall& call, const Decision& decision, Trial& trial) {
+  return is_eager(call.problem, *decision.strategy) ||
+         trial.judge(decision) == plans::Verdict::sound;
+}
+
+// The strategy with the first algorithm that the library offers for it and that is sound.
+std::optional<Decision> first_sound(const PassCall& call, const Strategy& strategy, Trial& trial) {
+  Decision decision;
+  decision.strategy = &strategy;
+  if (strategy.provider != Provider::cublaslt) {
+    return is_sound(call, decision, trial) ? std::optional(decision) : std::nullopt;
+  }
+  for (const auto& algorithm : algorithms_for(call, strategy, /*most=*/4)) {
+    decision.algorithm = algorithm;
+    if (is_sound(call, decision, trial)) return decision;
   }
   return std::nullopt;
+}
+
+// The first strategy that applies and is sound; eager's own way where none can be told to be.
+std::optional<Decision> decide_by_rule(const PassCall& call, Trial& trial) {
+  for (const auto* strategy : in_order(call.problem)) {
+    if (gemm::objection(call.problem, *strategy, lt_version())) continue;
+    if (const auto decision = first_sound(call, *strategy, trial)) return decision;
+  }
+  Decision eager;
+  eager.strategy = &gemm::eager_of(call.problem, lt_version());
+  if (gemm::objection(call.problem, *eager.strategy, lt_version())) return std::nullopt;
+  return eager;
 }
 
 bool is_capturing() {
@@ -59,7 +81,7 @@ bool is_capturing() {
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   const auto& problem = call.problem;
   if (gemm::objection(problem, *decision.strategy, lt_version())) return std::nullopt;
-  Plan plan{decision.strategy, {}, {}, {}, {}};
+  Plan plan{decision.strategy, {}, {}, {}, {}, {}};
   const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem));
   if (decision.origin == Decision::Origin::rule && decision.strategy != rule) {
     const char* why = gemm::objection(problem, *rule, lt_version());
@@ -76,22 +98,37 @@ std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   return plan;
 }
 
-// What has been measured for the problem's bucket, now if need be; nothing where timing must not
-// decide, or may not be taken now.
-std::optional<Decision> decide_by_measuring(const PassCall& call, bool capturing) {
+// What timing has decided for a bucket: measured, now if need be, or its neighbour's for a while.
+struct Timed {
+  std::optional<Decision> decision;  // nothing where the rule is to decide
+  plans::CallsLeft calls_left;       // of this state of affairs; nothing: for good
+};
+
+Timed decide_by_measuring(const PassCall& call, Trial* trial) {
   const auto& problem = call.problem;
   const auto& machine = machine_of(problem.matmul.device);
   plans::adopt(machine);
   const auto bucket = gemm::bucket_of(problem, machine.first_equal_device);
   const auto known = plans::measured().find(bucket);
   if (problem.deterministic) {
-    return known && known->origin == Decision::Origin::file ? known : std::nullopt;
+    const bool of_file = known && known->origin == Decision::Origin::file;
+    return {of_file ? known : std::nullopt, nullptr};
   }
-  if (known) return known;
-  if (capturing || plans::budget() == 0 || plans::measured().is_full() || plans::given_up(bucket)) {
-    return std::nullopt;
+  if (known) return {known, nullptr};
+  const bool capturing = trial == nullptr;
+  if (capturing) return {plans::borrowed().find(bucket), nullptr};
+  if (plans::budget() == 0 || plans::measured().is_full()) return {};
+  auto neighbours = plans::neighbours_of(bucket);
+  if (const auto calls = plans::calls_left(bucket, neighbours.has_value())) {
+    if (!neighbours || !is_sound(call, *neighbours, *trial)) return {std::nullopt, calls};
+    neighbours->origin = Decision::Origin::neighbour;
+    plans::borrowed().replace(bucket, *neighbours);
+    return {neighbours, calls};
   }
-  return measure(call, bucket, decide_by_rule(call));
+  if (auto measured = measure(call, bucket, decide_by_rule(call, *trial), *trial)) {
+    return {measured, nullptr};
+  }
+  return {std::nullopt, plans::postpone(bucket)};
 }
 
 }  // namespace
@@ -100,7 +137,7 @@ std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   const auto& fallback = gemm::fallback_of(problem.pass);
   if (gemm::objection(problem, fallback, lt_version())) return std::nullopt;
   const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem));
-  return Plan{&fallback, not_taken(problem, *rule, why), {}, {}, {}};
+  return Plan{&fallback, not_taken(problem, *rule, why), {}, {}, {}, {}};
 }
 
 namespace {
@@ -108,30 +145,39 @@ namespace {
 std::optional<Plan> plan_outside_capture(const PassCall& call) {
   // Loading kernels and waiting for the stream would end a capture in another thread.
   const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-  if (auto decision = decide_by_measuring(call, /*capturing=*/false)) {
-    if (auto plan = prepare(call, *decision)) return plan;
+  Trial trial(call);
+  auto timed = decide_by_measuring(call, &trial);
+  const auto until_then = [&timed](std::optional<Plan> plan) {
+    if (plan) plan->calls_left = timed.calls_left;
+    return plan;
+  };
+  if (timed.decision) {
+    if (auto plan = prepare(call, *timed.decision)) return until_then(std::move(plan));
     // Measured for another number of tokens, for which another algorithm serves.
-    const auto offered = algorithms_for(call, *decision->strategy, /*most=*/4, /*enough=*/1);
-    if (!offered.empty()) {
-      decision->algorithm = offered.front();
-      if (auto plan = prepare(call, *decision)) return plan;
+    if (const auto instead = first_sound(call, *timed.decision->strategy, trial)) {
+      if (auto plan = prepare(call, *instead)) return until_then(std::move(plan));
     }
   }
   auto decision = plans::ruled().find(call.problem);
   if (!decision) {
-    decision = decide_by_rule(call);
-    if (decision) decision = plans::ruled().add(call.problem, *decision);
+    decision = decide_by_rule(call, trial);
+    if (trial.lacked_memory()) {
+      const int device = machine_of(call.problem.matmul.device).first_equal_device;
+      timed.calls_left = plans::postpone(gemm::bucket_of(call.problem, device));
+    } else if (decision) {
+      decision = plans::ruled().add(call.problem, *decision);
+    }
   }
   if (decision) {
-    if (auto plan = prepare(call, *decision)) return plan;
+    if (auto plan = prepare(call, *decision)) return until_then(std::move(plan));
   }
-  return fallback_plan(call.problem, "no valid algorithm is known");
+  return until_then(fallback_plan(call.problem, "no valid algorithm is known"));
 }
 
 // Searching would end the capture: what is known, or nothing.
 std::optional<Plan> plan_inside_capture(const PassCall& call) {
-  if (const auto decision = decide_by_measuring(call, /*capturing=*/true)) {
-    if (auto plan = prepare(call, *decision)) return plan;
+  if (const auto timed = decide_by_measuring(call, /*trial=*/nullptr); timed.decision) {
+    if (auto plan = prepare(call, *timed.decision)) return plan;
   }
   const auto decision = plans::ruled().find(call.problem);
   return decision ? prepare(call, *decision) : std::nullopt;

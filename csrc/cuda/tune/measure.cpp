@@ -3,7 +3,6 @@
 #include "core/explain.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
-#include "cuda/tune/accuracy.h"
 #include "cuda/tune/algorithms.h"
 #include "plans/registry.h"
 #include "plans/select.h"
@@ -18,6 +17,7 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 
 namespace fused::cuda::tune {
@@ -27,71 +27,14 @@ using plans::Decision;
 
 constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
 constexpr double failed = std::numeric_limits<double>::infinity();
+// What loading the kernels of a contest may take of the budget.
+constexpr double share_at_first = 0.5, share_around = 0.25;
 constexpr double launch_bound = 20;  // microseconds: below, the CPU's time counts as well
 
 struct Candidate {
   Plan plan;
   Decision decision;
 };
-
-// Where in the scratch memory lies what the candidates write.
-struct Layout {
-  int64_t result = 0, aux = 0, bias = 0, errors = 0, workspace = 0, bytes = 0;
-
-  Layout(const PassCall& call, const std::vector<Candidate>& candidates) {
-    const auto& p = call.problem;
-    const int64_t element = size_of(p.matmul.type);
-    const auto take = [this](int64_t size) {
-      const auto begin = bytes;
-      bytes += (size + 511) / 512 * 512;
-      return begin;
-    };
-    result = take(call.result.rows * call.result.ld * element);
-    if (writes_aux(call)) {
-      const auto row_bytes = p.mask ? p.matmul.ld_aux / 8 : p.matmul.ld_aux * element;
-      aux = take(call.aux.rows * row_bytes);
-    }
-    bias = take(p.bias ? std::max(p.matmul.m, p.matmul.n) * element : 0);
-    errors = take(static_cast<int64_t>(candidates.size() * sizeof(plans::SampledErrors)));
-    int64_t most = 0;
-    for (const auto& c : candidates) most = std::max(most, c.plan.algorithm.workspace);
-    workspace = take(most);
-  }
-
-  static bool writes_aux(const PassCall& call) {
-    return call.problem.pass == gemm::Pass::fprop && call.problem.aux;
-  }
-
-  // The call, writing to scratch memory.
-  PassCall aside(const PassCall& call, char* memory) const {
-    PassCall own = call;
-    own.result.data = memory + result;
-    if (writes_aux(call)) own.aux.data = memory + aux;
-    if (call.bias != nullptr && call.problem.pass != gemm::Pass::fprop) {
-      own.bias = memory + bias;
-    }
-    return own;
-  }
-};
-
-AccuracySample sample_of(const PassCall& call) {
-  const auto& p = call.problem;
-  const bool forward = p.pass == gemm::Pass::fprop;
-  AccuracySample sample;
-  sample.type = p.matmul.type;
-  sample.left = call.left, sample.right = call.right, sample.result = call.result;
-  sample.forward = forward, sample.activation = p.activation;
-  if (forward) {
-    sample.bias = call.bias;
-    if (p.aux) sample.aux = call.aux;
-  } else {
-    sample.aux = call.aux;
-    sample.sums = call.bias;
-    sample.summed = summed(call);
-  }
-  sample.mask = p.mask;
-  return sample;
-}
 
 double microseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
@@ -100,38 +43,19 @@ double microseconds_since(std::chrono::steady_clock::time_point start) {
 
 // ---- one measurement ---------------------------------------------------------------------------
 
+// Runs of the candidates on the call's own operands, into its own results, which the call itself
+// writes afterwards.
 class Measurement {
  public:
-  Measurement(const PassCall& call, std::vector<Candidate>& candidates, const Layout& layout,
-              char* scratch)
-      : call_(layout.aside(call, scratch)),
+  Measurement(const PassCall& call, std::vector<Candidate>& candidates, void* workspace)
+      : call_(call),
         candidates_(candidates),
-        workspace_(scratch + layout.workspace),
-        written_bytes_(layout.errors - layout.result),
-        errors_(reinterpret_cast<plans::SampledErrors*>(scratch + layout.errors)),
+        workspace_(workspace),
         stream_(at::cuda::getCurrentCUDAStream(call.problem.matmul.device)),
         best_(candidates.size()) {}
 
-  // Warms all candidates up; the errors of those that run.
-  std::vector<std::optional<plans::SampledErrors>> errors() {
-    const auto bytes = candidates_.size() * sizeof(plans::SampledErrors);
-    std::vector<bool> runs;
-    C10_CUDA_CHECK(cudaMemsetAsync(errors_, 0, bytes, stream_));
-    for (size_t i = 0; i < candidates_.size(); ++i) {
-      // NaN everywhere: what is not written is not taken for the work of the one before.
-      C10_CUDA_CHECK(cudaMemsetAsync(call_.result.data, 0xff, written_bytes_, stream_));
-      runs.push_back(once(i));
-      if (runs.back()) sample_errors(sample_of(call_), errors_ + i, stream_);
-    }
-    std::vector<plans::SampledErrors> found(candidates_.size());
-    C10_CUDA_CHECK(cudaMemcpyAsync(found.data(), errors_, bytes, cudaMemcpyDeviceToHost, stream_));
-    C10_CUDA_CHECK(cudaStreamSynchronize(stream_));
-    std::vector<std::optional<plans::SampledErrors>> result;
-    for (size_t i = 0; i < runs.size(); ++i) {
-      result.push_back(runs[i] ? std::optional(found[i]) : std::nullopt);
-    }
-    return result;
-  }
+  // The first run of each loads its kernels. Whether it runs.
+  bool warm_up(size_t i) { return once(i); }
 
   // What a call of each costs, in microseconds: the device's time, and where that is so short that
   // the CPU cannot keep up, some of the CPU's.
@@ -188,11 +112,9 @@ class Measurement {
     }
   }
 
-  PassCall call_;
+  const PassCall& call_;
   std::vector<Candidate>& candidates_;
   void* workspace_;
-  int64_t written_bytes_;  // from the result on: all that candidates write but the workspace
-  plans::SampledErrors* errors_;
   c10::cuda::CUDAStream stream_;
   std::vector<Times> best_;
   int repeats_ = 1;
@@ -200,7 +122,7 @@ class Measurement {
 
 Candidate candidate(const PassCall& call, const Strategy& strategy, const Algorithm& algorithm) {
   Decision decision{Decision::Origin::measured, &strategy, algorithm, 0, 0};
-  Plan plan{&strategy, {}, {}, {}, algorithm};
+  Plan plan{&strategy, {}, {}, {}, algorithm, {}};
   if (strategy.provider == Provider::cublaslt) {
     plan.matmul = gemm::matmul_of(call.problem, strategy);
     plan.descriptors.emplace(plan.matmul);
@@ -219,41 +141,35 @@ std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_r
       continue;
     }
     if (call.problem.literal && by_rule != nullptr && &strategy != by_rule) continue;
-    for (const auto& algorithm :
-         algorithms_for(call, strategy, algorithms_asked, algorithms_asked)) {
+    for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
       result.push_back(candidate(call, strategy, algorithm));
     }
   }
   return result;
 }
 
-// Other configurations of the algorithm that has won, between it and eager's way.
+// Other configurations of the algorithm that has won, and itself; nothing where there are none.
 std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
   std::vector<Candidate> result;
   if (winner.strategy->provider != Provider::cublaslt) return result;
-  result.push_back(candidate(call, *winner.strategy, winner.algorithm));
   // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
-  constexpr double load_us = 10e3;
-  const double room = plans::budget() * 1e3 / (load_us + 4 * winner.microseconds);
+  constexpr double load_us = 5e3;
+  const double room = share_around * plans::budget() * 1e3 / (load_us + 4 * winner.microseconds);
   for (const auto& algorithm :
        algorithms_around(call, *winner.strategy, winner.algorithm, static_cast<size_t>(room))) {
     result.push_back(candidate(call, *winner.strategy, algorithm));
   }
-  for (const auto& strategy : gemm::strategies) {
-    if (strategy.provider != Provider::cublaslt &&
-        !gemm::objection(call.problem, strategy, lt_version())) {
-      result.push_back(candidate(call, strategy, {}));
-    }
-  }
+  if (!result.empty()) result.push_back(candidate(call, *winner.strategy, winner.algorithm));
   return result;
 }
 
-// Eager's own way; where ATen has none (a bit mask), the last candidate.
+// Eager's own way; where ATen has none (a bit mask), the number of candidates.
 size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
   const auto& eager = gemm::eager_of(call.problem, lt_version());
+  const bool sound = eager.role == gemm::Role::eager || eager.role == gemm::Role::eager_fallback;
   const auto it =
       std::ranges::find(candidates, &eager, [](const Candidate& c) { return c.decision.strategy; });
-  return it == candidates.end() ? candidates.size() - 1 : it - candidates.begin();
+  return sound ? it - candidates.begin() : candidates.size();
 }
 
 size_t index_of(const std::vector<Candidate>& candidates, const Decision& decision,
@@ -265,73 +181,120 @@ size_t index_of(const std::vector<Candidate>& candidates, const Decision& decisi
   return otherwise;
 }
 
-double ulp_of(const PassCall& call) {
-  constexpr double ulps[] = {0x1p-52, 0x1p-23, 0x1p-10, 0x1p-7};  // f64, f32, f16, bf16
-  return ulps[static_cast<int>(call.problem.matmul.type)];
+int64_t workspace_of(const std::vector<Candidate>& candidates) {
+  int64_t most = 0;
+  for (const auto& c : candidates) most = std::max(most, c.plan.algorithm.workspace);
+  return most;
 }
 
-// The winner of a race; nothing where there is too little memory, or nobody sound.
+// How long a contest may take, in microseconds: the budget, or a number of calls if that is less,
+// so that measuring is worth its time sooner.
+double limit_for(double call_us, double calls) {
+  constexpr double least = 5e3;
+  return std::min(plans::budget() * 1e3, std::max(least, calls * call_us));
+}
+
+void log_times(const std::vector<Candidate>& candidates, const Measurement& measurement,
+               size_t winner) {
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const auto times = measurement.best(i);
+    std::ostringstream line;
+    line << "  " << candidates[i].decision.strategy->name << ": " << times.device << " us, CPU "
+         << times.host << " us" << (i == winner ? " (taken)" : "");
+    plans::log(line.str());
+  }
+}
+
+// The winner of a contest; nothing where there is too little memory, or nobody sound.
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
-                                const Decision& incumbent, const char* what) {
+                                const Decision& incumbent, Trial& trial, double calls, double share,
+                                const char* what) {
   const auto begin = std::chrono::steady_clock::now();
-  const Layout layout(call, candidates);
-  const Scratch scratch(layout.bytes);
-  if (scratch.data() == nullptr) return std::nullopt;
-  Measurement measurement(call, candidates, layout, scratch.data());
+  const auto clock = [begin] { return microseconds_since(begin); };
+  const auto bytes = workspace_of(candidates);
+  const Scratch workspace(std::max<int64_t>(bytes, 1));
+  if (workspace.data() == nullptr) return std::nullopt;
+  Measurement measurement(call, candidates, workspace.data());
 
   const size_t yardstick = yardstick_of(call, candidates);
-  plans::Candidates field{measurement.errors(),
-                          {},
-                          index_of(candidates, incumbent, yardstick),
-                          yardstick,
-                          ulp_of(call)};
-  for (const auto& c : candidates) {
-    field.eligible.push_back(!call.problem.literal || c.decision.strategy == incumbent.strategy);
+  plans::Candidates field{{}, index_of(candidates, incumbent, yardstick), yardstick};
+  // Those that must be timed come first, in case that loading all kernels takes too long.
+  std::vector<size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_partition(order,
+                                [&](size_t i) { return i == field.incumbent || i == yardstick; });
+  field.eligible.resize(candidates.size());
+  for (const size_t i : order) {
+    const bool needed = i == field.incumbent || i == yardstick;
+    const bool wanted =
+        !call.problem.literal || candidates[i].decision.strategy == incumbent.strategy;
+    const bool in_time = clock() < share * plans::budget() * 1e3;
+    field.eligible[i] = (wanted && (needed || in_time) && measurement.warm_up(i));
   }
-  measurement.set_repeats(measurement.round({field.incumbent}).front());
   plans::TuningRules rules;
-  rules.budget_us = plans::budget() * 1e3;
+  if (field.incumbent < candidates.size()) {
+    const double once = measurement.round({field.incumbent}).front();
+    if (std::isfinite(once)) {
+      measurement.set_repeats(once);
+      rules.budget_us = clock() + limit_for(once, calls);
+    }
+  }
+  rules.budget_us = std::min(rules.budget_us, plans::budget() * 1e3);
   const auto choice = plans::choose(
-      field, [&](const std::vector<size_t>& running) { return measurement.round(running); },
-      [begin] { return microseconds_since(begin); }, rules);
+      field, [&](const std::vector<size_t>& running) { return measurement.round(running); }, clock,
+      [&](size_t i) { return trial.judge(candidates[i].decision); }, rules);
   if (!choice) return std::nullopt;
 
   auto decision = candidates[choice->winner].decision;
   decision.microseconds = static_cast<float>(measurement.best(choice->winner).device);
-  const double eager = measurement.best(yardstick).device;
-  const bool is_eager = candidates[yardstick].decision.strategy->provider == Provider::aten;
-  if (is_eager && std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
-  if (plans::verbosity() > 1) {
-    for (size_t i = 0; i < candidates.size(); ++i) {
-      const auto times = measurement.best(i);
-      std::ostringstream line;
-      line << "  " << candidates[i].decision.strategy->name << ": " << times.device << " us, CPU "
-           << times.host << " us" << (i == choice->winner ? " (taken)" : "");
-      plans::log(line.str());
-    }
-  }
+  const double eager = yardstick < candidates.size() ? measurement.best(yardstick).device : failed;
+  if (std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
+  if (plans::verbosity() > 1) log_times(candidates, measurement, choice->winner);
   std::ostringstream line;
-  line << what << choice->entered << " of " << candidates.size() << " candidates sound, "
-       << choice->rounds << " rounds, " << static_cast<int>(microseconds_since(begin) / 1e3)
+  line << what << std::ranges::count(field.eligible, true) << " of " << candidates.size()
+       << " candidates run, " << choice->rounds << " rounds, " << static_cast<int>(clock() / 1e3)
        << " ms, best " << decision.microseconds << " us";
   plans::log(line.str());
   return decision;
 }
 
+// The call on fewer tokens, where a run of all would take longer than several milliseconds: which
+// way is the fastest does not change any more.
+PassCall shortened(const PassCall& call) {
+  const auto& matmul = call.problem.matmul;
+  const double operations = size_of(matmul.type) == 2 ? 2e12 : 2e11;
+  const double per_token =
+      2.0 * static_cast<double>(call.result.cols) *
+      static_cast<double>(call.problem.pass == Pass::wgrad ? call.result.rows : call.left.cols);
+  const auto most = std::max<int64_t>(256, static_cast<int64_t>(operations / per_token));
+  PassCall own = call;
+  if (call.right.data == nullptr || gemm::tokens_of(call.problem) <= most) return own;
+  if (call.problem.pass == Pass::wgrad) {
+    own.left.cols = own.right.rows = own.problem.matmul.k = most;
+  } else {
+    own.left.rows = own.result.rows = own.problem.matmul.n = most;
+    if (own.aux.data != nullptr) own.aux.rows = most;
+  }
+  return own;
+}
+
 }  // namespace
 
-std::optional<Decision> measure(const PassCall& call, const PassProblem& bucket,
-                                const std::optional<Decision>& by_rule) {
-  const std::lock_guard lock(measuring(call.problem.matmul.device));
+std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket,
+                                const std::optional<Decision>& by_rule, Trial& trial) {
+  const std::lock_guard lock(measuring(whole.problem.matmul.device));
   if (const auto known = plans::measured().find(bucket)) return known;  // by another thread
   const explain::Quiet nothing_shown;
 
+  const auto call = shortened(whole);
   auto candidates = candidates_for(call, by_rule ? by_rule->strategy : nullptr);
   if (candidates.empty()) return std::nullopt;
-  const auto incumbent = by_rule ? *by_rule : candidates[yardstick_of(call, candidates)].decision;
-  auto decision = contest(call, candidates, incumbent, "");
-  if (!decision) {
-    plans::give_up(bucket);
+  const size_t yardstick = yardstick_of(call, candidates);
+  const auto incumbent =
+      by_rule ? *by_rule : candidates[std::min(yardstick, candidates.size() - 1)].decision;
+  constexpr double calls = 24, calls_around = 8;
+  auto decision = contest(call, candidates, incumbent, trial, calls, share_at_first, "");
+  if (!decision || trial.lacked_memory()) {
     plans::log("not measured, by rule: " + plans::summary(bucket, incumbent));
     return std::nullopt;
   }
@@ -339,9 +302,10 @@ std::optional<Decision> measure(const PassCall& call, const PassProblem& bucket,
   // takes the time.
   if (decision->microseconds > launch_bound) {
     auto around = candidates_around(call, *decision);
-    if (around.size() > 2) {
+    if (!around.empty()) {
       const auto eager = decision->eager_microseconds;
-      if (const auto better = contest(call, around, *decision, "  further configurations: ")) {
+      if (const auto better = contest(call, around, *decision, trial, calls_around, share_around,
+                                      "further configurations: ")) {
         decision = better;
       }
       decision->eager_microseconds = eager;

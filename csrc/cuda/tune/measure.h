@@ -1,9 +1,10 @@
 #pragma once
 
-// Which strategy and algorithm is the fastest for a pass, on this very device: tried on the call's
-// own operands, with scratch memory for all that is written.
+// Which strategy and algorithm is the fastest for a pass, on this very device: timed on the call's
+// own operands, and judged on synthetic ones.
 
 #include "cuda/runtime/gemm_call.h"
+#include "cuda/tune/trial.h"
 #include "plans/decisions.h"
 
 #include <optional>
@@ -11,9 +12,10 @@
 namespace fused::cuda::tune {
 
 // The winner, remembered under `bucket`; nothing where it could not be found out now (too little
-// memory), and the step then goes on by rule. Nothing but time passes for the caller: results,
-// random numbers, the allocator and the order of the stream are as if it had not been called.
+// memory), and the step then goes on by rule. The call's results are written over; for the rest
+// nothing but time passes for the caller: random numbers, the allocator's statistics and the order
+// of the stream are as if it had not been called.
 std::optional<plans::Decision> measure(const PassCall& call, const PassProblem& bucket,
-                                       const std::optional<plans::Decision>& by_rule);
+                                       const std::optional<plans::Decision>& by_rule, Trial& trial);
 
 }  // namespace fused::cuda::tune

@@ -1,0 +1,39 @@
+#pragma once
+
+// Whether a way to do a pass is as exact as eager's, tried on synthetic operands.
+
+#include "cuda/runtime/gemm_call.h"
+#include "cuda/tune/accuracy.h"
+#include "plans/decisions.h"
+#include "plans/select.h"
+
+#include <memory>
+
+namespace fused::cuda::tune {
+
+// The trial of one problem: operands of a fixed seed at both ends of its bucket, exact results,
+// eager's errors; made when the first verdict is asked for that is not known yet. Rows of the
+// result beyond what a fraction of a millisecond computes are left out: what happens to an element
+// does not depend on them. Used by one thread; results, the allocator's statistics and the random
+// state are as if it had not been.
+class Trial {
+ public:
+  explicit Trial(const PassCall& call);
+  ~Trial();
+
+  // Sound and inexact are remembered for the process, by algorithm and bucket; a failure is not.
+  plans::Verdict judge(const Strategy& strategy, const gemm::Algorithm& algorithm);
+  plans::Verdict judge(const plans::Decision& decision) {
+    return judge(*decision.strategy, decision.algorithm);
+  }
+  // Whether memory was too short for some verdict.
+  bool lacked_memory() const { return lacked_memory_; }
+
+ private:
+  struct Data;
+  const PassCall& call_;
+  std::unique_ptr<Data> data_;
+  bool lacked_memory_ = false;
+};
+
+}  // namespace fused::cuda::tune
