@@ -205,15 +205,16 @@ def call(function, layer, input):
     return activate(function, begin(layer, input))
 
 
-def begin(layer, *args, **kwargs):
+def begin(layer, input=None, /, **named):
     """In place of ``layer(x)`` or ``layer(input=x)`` where an activation follows."""
-    input = args[0] if args else kwargs["input"]
-    begun = None
+    x, begun = named["input"] if named else input, None
     if not is_dynamo_compiling():
-        begun = direct.begin(layer, input)
+        begun = direct.begin(layer, x)
     if begun is None and isinstance(layer, nn.Module):
-        begun = _begun(layer, input)
-    return layer(*args, **kwargs) if begun is None else begun
+        begun = _begun(layer, x)
+    if begun is not None:
+        return begun
+    return layer(**named) if named else layer(input)
 
 
 def through(function, /, *args, **kwargs):
@@ -248,16 +249,16 @@ def _dropout_arguments(p=0.5, training=True, inplace=False):
     return p, training
 
 
-def activate(function, /, *args, **kwargs):
+def activate(function, h=None, /, *more, **named):
     """In place of ``act(h, ...)``, where h may be a begun call."""
-    if not kwargs and len(args) == 1 and not is_dynamo_compiling():
-        result = direct.activate(function, args[0], "default")
-        if result is None and type(function) is FunctionType and is_begun(args[0]):
+    if not more and not named and not is_dynamo_compiling():
+        result = direct.activate(function, h, "default")
+        if result is None and type(function) is FunctionType and is_begun(h):
             called, options = called_by(function)
-            result = None if options else direct.activate(called, args[0], "default")
+            result = None if options else direct.activate(called, h, "default")
         if result is not None:
             return result
-    return _activate("default", function, args, kwargs)
+    return _activate("default", function, () if "input" in named else (h, *more), named)
 
 
 def activate_low(function, /, *args, **kwargs):
@@ -304,9 +305,9 @@ def value(h):
     return result
 
 
-def follow(layer, *args, **kwargs):
+def follow(layer, input=None, /, **named):
     """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
-    return _end(begin(layer, *args, **kwargs), True)
+    return _end(begin(layer, input, **named), True)
 
 
 def unless(owner, layer):
@@ -326,8 +327,15 @@ def run_sequential(self, input):
     config = getattr(type(self), "__fused__", None)
     if config is None:  # a bound method that somebody kept from before unfuse_
         return nn.Sequential.forward(self, input)
-    last = ""  # the name of the layer that is begun
+    last, waiting = "", None  # the name of the layer that is begun, or waits for its activation
     for name, child in self._modules.items():
+        if waiting is not None:
+            both = direct.call(child, waiting, input) if last not in config.low else None
+            input = begin(waiting, input) if both is None else both
+            waiting = None
+            if both is not None:
+                continue
+            child = self._modules[name]  # a hook of the layer before may have exchanged it
         cls = type(child)
         if is_begun(input):
             if cls is nn.Dropout or cls is nn.Identity:
@@ -337,10 +345,14 @@ def run_sequential(self, input):
                 input = activate_low(child, input) if last in config.low else activate(child, input)
                 continue
             input = _end(input, last in config.follows)
-        if cls in LAYERS and name not in config.refused:
+        if cls not in LAYERS or name in config.refused:
+            input = child(input)
+        elif is_dynamo_compiling():
             input, last = begin(child, input), name
         else:
-            input = child(input)
+            waiting, last = child, name
+    if waiting is not None:
+        input = begin(waiting, input)
     return _end(input, last in config.follows)
 
 
