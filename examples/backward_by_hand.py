@@ -32,7 +32,9 @@ mask under `set_policy("cublaslt")` only. By hand you choose: every operator her
 
 from __future__ import annotations
 
-import argparse
+import signal
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
@@ -114,7 +116,7 @@ def draw(path: Path, mask: Tensor, features: int, found: dict[str, dict[str, flo
     left, right = figure.subplots(1, 2)
     bits = unpack(mask, 8 * mask.shape[-1])[:64].cpu().numpy()
     left.imshow(bits, cmap="Blues", aspect="auto", interpolation="nearest", vmin=-0.2)
-    left.axvline(features - 0.5, color="#c62828", linewidth=1.5)
+    left.axvline(features - 0.5, color="#d55e00", linewidth=1.5)
     left.set(title="ReLU's mask: the padding is right of the line", xlabel="bit", ylabel="row")
     # Points, as a bar on a log axis has no length.
     for colour, (way, error) in zip(("#0072b2", "#e69f00"), found.items()):
@@ -129,10 +131,10 @@ def draw(path: Path, mask: Tensor, features: int, found: dict[str, dict[str, flo
 
 def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the picture")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
 
@@ -174,4 +176,5 @@ def main(arguments: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

@@ -30,20 +30,23 @@ mostly the function itself, and oneDNN has quick ones for both.
 
 from __future__ import annotations
 
-import argparse
 import math
+import signal
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from torch_fused_linear import explain, linear_gelu
 from torch_fused_linear.bench.timing import Contender, clock_for, measure
 
 KINDS = {"tanh": "tanh", "erf": "none"}  # by the names that `approximate` has for them
-COLOURS = {"tanh": "#d9822b", "erf": "#12304a"}
+COLOURS = {"tanh": "#e69f00", "erf": "#0072b2"}  # told apart by the colour-blind as well
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -118,52 +121,59 @@ def time_kinds(tokens: int, sizes: tuple[int, int], device: str, seconds: float)
     """Microseconds per inference call in fp32 and bf16: fused and plain, of both kinds."""
     times: dict[str, dict] = {}
     print(f"\n{sizes[0]} → {sizes[1]}, {tokens} tokens, microseconds per call without gradients:")
-    for dtype in (torch.float32, torch.bfloat16):
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype in tqdm(dtypes, "timing", leave=False, disable=None):
         x = torch.randn(tokens, sizes[0], device=device, dtype=dtype)
         w = torch.randn(sizes[1], sizes[0], device=device, dtype=dtype) / sizes[0] ** 0.5
         contenders = contenders_for(x, w, torch.zeros(sizes[1], device=device, dtype=dtype))
         numbers, _ = measure(contenders, clock_for(x.device), seconds)
         found = times[str(dtype)[6:]] = {name: number.median for name, number in numbers.items()}
         spoken = ", ".join(f"{name} {time:.0f}" for name, time in found.items())
-        print(f"  {str(dtype)[6:]:8} {spoken}")
+        tqdm.write(f"  {str(dtype)[6:]:8} {spoken}")
     return times
 
 
 def draw(path: Path, curves: dict[str, Tensor], times: dict[str, dict], where: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(14, 4.4), dpi=130, layout="constrained")
     shapes, errors, bars = figure.subplots(1, 3)
     z = curves["z"].numpy()
     for name, colour in COLOURS.items():
-        style = {"color": colour, "linewidth": 1 if name == "erf" else 4, "label": name}
-        shapes.plot(z, curves[name].numpy(), **style)
-    shapes.set(title="GELU: at this scale they are one", xlim=(-4, 2), ylim=(-0.4, 2))
-    apart = (curves["tanh"] - curves["erf"]).numpy()
-    errors.plot(z, apart, color=COLOURS["tanh"], label="value")
-    apart = (curves["tanh'"] - curves["erf'"]).numpy()
-    errors.plot(z, apart, color="#6b7a86", linewidth=1, label="derivative")
-    errors.set(title="tanh minus erf", xlabel="z")
+        style = {"color": colour, "linewidth": 1.5 if name == "erf" else 5}
+        shapes.plot(z, curves[name].numpy(), label=f"with {name}", **style)
+    shapes.set(title="The two GELUs: by eye they are one", xlim=(-4, 2), ylim=(-0.4, 2))
+    shapes.set(xlabel="z, what the linear layer gives", ylabel="GELU(z)")
+    for label, derivative, style in (("of GELU", "", "-"), ("of its derivative", "'", "--")):
+        apart = curves[f"tanh{derivative}"] - curves[f"erf{derivative}"]
+        errors.plot(z, 1e4 * apart.numpy(), style, color="#009e73" if style == "-" else "#cc79a7",
+                    label=label)  # fmt: skip
+    errors.set(title="How far apart they are: tanh minus erf", xlabel="z")
+    errors.set(ylabel="difference, in ten-thousandths", ylim=(-10, 14))
     ways = [(kind, way) for kind in KINDS for way in ("plain", "fused")]
+    words = {"plain": "F.linear, then F.gelu", "fused": "linear_gelu"}
     for offset, (kind, way) in enumerate(ways):
         heights = [found[f"{kind} {way}"] for found in times.values()]
         at = [k + 0.2 * offset for k in range(len(times))]
         light = 0.45 if way == "plain" else 1.0
-        bars.bar(at, heights, 0.18, color=COLOURS[kind], alpha=light, label=f"{kind} {way}")
+        label = f"{words[way]}, {kind}"
+        drawn = bars.bar(at, heights, 0.18, color=COLOURS[kind], alpha=light, label=label)
+        bars.bar_label(drawn, [f"{height:.0f}" for height in heights], fontsize=8)
     bars.set_xticks([k + 0.3 for k in range(len(times))], list(times))
-    bars.set(title=f"inference on {where}", ylabel="µs per call")
+    bars.set(title=f"What a call takes, {where}", ylabel="microseconds")
+    bars.margins(y=0.45)  # room for the legend
     for axes in (shapes, errors, bars):
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the picture")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--seconds", type=float, default=1.0, help="of measuring, for each dtype")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -176,10 +186,12 @@ def main(arguments: list[str] | None = None) -> dict:
     paths = what_runs(tokens, sizes, given.device)
     times = time_kinds(tokens, sizes, given.device, given.seconds)
     path = given.out / "gelu.png"
-    draw(path, curves, times, given.device)
+    shape = f"inference\n{sizes[0]} → {sizes[1]}, {tokens} tokens, {given.device}"
+    draw(path, curves, times, shape)
     print(path)
     return {"differences": differences, "paths": paths, "times": times}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

@@ -28,13 +28,16 @@ measures all of it.
 
 from __future__ import annotations
 
-import argparse
+import signal
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from torch_fused_linear import FusedLinearReLU, explain
 from torch_fused_linear.bench.timing import Contender, clock_for, measure
@@ -114,7 +117,7 @@ def peak(call: Callable[[], object]) -> int:
 def time_shapes(tokens: int, device: str, seconds: float) -> dict[tuple[int, int], dict]:
     """Microseconds per call for each shape, interleaved: drifting clocks hit both alike."""
     times = {}
-    for shape in SHAPES:
+    for shape in tqdm(SHAPES, "timing", leave=False, disable=None):
         x = torch.randn(tokens, shape[0], device=device)
         contenders = [
             Contender(name, lambda layer=layer, x=x: layer(x), torch.no_grad)
@@ -124,7 +127,7 @@ def time_shapes(tokens: int, device: str, seconds: float) -> dict[tuple[int, int
         times[shape] = {name: number.median for name, number in numbers.items()}
         ratio = times[shape]["unfused"] / times[shape]["fused"]
         spoken = ", ".join(f"{name} {time:7.1f} us" for name, time in times[shape].items())
-        print(f"{shape[0]:5} → {shape[1]}: {spoken}, {ratio:.2f} times the speed")
+        tqdm.write(f"{shape[0]:5} → {shape[1]}: {spoken}, {ratio:.2f} times the speed")
     return times
 
 
@@ -149,10 +152,10 @@ def draw(path: Path, times: dict[tuple[int, int], dict], where: str) -> None:
 
 def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the picture")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--tokens", type=int, help="rows of the input")
     add("--seconds", type=float, default=0.5, help="of measuring, for each shape")
     given = parser.parse_args(arguments)
@@ -188,4 +191,5 @@ def main(arguments: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

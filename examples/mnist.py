@@ -32,12 +32,15 @@ until as many batches have been seen as one epoch of MNIST has.
 
 from __future__ import annotations
 
-import argparse
+import signal
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from torch_fused_linear import explain, set_policy
 from torch_fused_linear.demo import training
@@ -98,9 +101,8 @@ def train(network: nn.Module, unfused: list[Tensor], data: Dataset) -> tuple[dic
     """Both through the same batches, in the order of the file. -> losses, accuracies"""
     whole = len(data.train_labels) // BATCH * BATCH
     losses, accuracies = ({"fused": [], "unfused": []} for _ in range(2))
-    for step in range(STEPS):
-        begin = step * BATCH % whole
-        batch = slice(begin, begin + BATCH)
+    for step in tqdm(range(STEPS), "training", leave=False, disable=None):
+        batch = slice(step * BATCH % whole, step * BATCH % whole + BATCH)
         x, labels = data.train_images[batch], data.train_labels[batch]
         losses["fused"].append(autograd_step(x, labels, network))
         losses["unfused"].append(unfused_step(x, labels, unfused))
@@ -147,9 +149,7 @@ def draw(out: Path, losses: dict, accuracies: dict, read: Tensor, data: Dataset)
     paths = [out / "mnist_loss.png", out / "mnist_predictions.png"]
     epochs = [step / (len(data.train_labels) // BATCH) for step in range(1, STEPS + 1)]
     tested = epochs[TEST_EVERY - 1 :: TEST_EVERY]
-    curves = [
-        pictures.Curve(name, epochs, losses[name], tested, accuracies[name]) for name in losses
-    ]
+    curves = [pictures.Curve(n, epochs, losses[n], tested, accuracies[n]) for n in losses]
     title = f"{data.title}: fused layers and the unfused code"
     pictures.draw_learning(paths[0], title, "binary cross-entropy", curves)
     images = data.test_images.reshape(-1, *data.image_shape)
@@ -160,11 +160,11 @@ def draw(out: Path, losses: dict, accuracies: dict, read: Tensor, data: Dataset)
 
 def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
     add("--data", type=Path, help="folder of MNIST's idx files; without it, scikit-learn's digits")
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the pictures")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
 
@@ -178,9 +178,8 @@ def main(arguments: list[str] | None = None) -> dict:
 
     operators = show_what_ran(network, data)
     losses, accuracies = train(network, unfused, data)
-    with torch.no_grad():
-        read = network(data.test_images).argmax(1)
-    accuracy = float((read == data.test_labels).double().mean())
+    read = network(data.test_images).detach().argmax(1)
+    accuracy = accuracy_of(*network.parameters(), data)
     apart = max(abs(a - b) for a, b in zip(losses["fused"], losses["unfused"], strict=True))
     ours = (losses["fused"][0], losses["fused"][LAST_PRINTED], accuracy)
     print(f"\n{'':14} {'first loss':>14} {f'batch {LAST_PRINTED}':>14} {'accuracy':>14}")
@@ -191,9 +190,10 @@ def main(arguments: list[str] | None = None) -> dict:
     times = time_steps(network, plain, unfused, data)
     print("a step: " + ", ".join(f"{some:.0f} us {name}" for name, some in times.items()))
     print(*draw(given.out, losses, accuracies, read, data), sep="\n")
-    return {"losses": losses, "accuracies": accuracies, "accuracy": accuracy, "apart": apart,
-            "operators": operators}  # fmt: skip
+    found = {"losses": losses, "accuracies": accuracies, "operators": operators}
+    return found | {"accuracy": accuracy, "apart": apart}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

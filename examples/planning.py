@@ -31,8 +31,11 @@ do.
 
 from __future__ import annotations
 
-import argparse
+import math
+import signal
 import time
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
 from pathlib import Path
 from statistics import median
 
@@ -122,31 +125,43 @@ def on_a_gpu(model: nn.Module, x: Tensor, file: Path) -> dict:
     return {"courses": courses, "shown": shown, "loaded": loaded}
 
 
-def draw(path: Path, courses: dict[str, list[float]], where: str) -> None:
+# What the picture calls them. A call with fewer tokens is other work, so it is not drawn.
+DRAWN = {
+    "budget 200": ("200 ms for measuring, of which there is none", "#0072b2"),
+    "budget 0": ("nothing may be measured", "#e69f00"),
+    "measured": ("new to the process: the first call measures", "#d55e00"),
+    "by rule": ("nothing may be measured: plans by rule", "#e69f00"),
+    "from a file": ("plans from a file", "#0072b2"),
+    "after warmup": ("plans.warmup was there before", "#009e73"),
+}
+
+
+def draw(path: Path, courses: dict[str, list[float]], title: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9, 4.4), dpi=130, layout="constrained")
     axes = figure.subplots()
-    for name, times in courses.items():
-        axes.plot(range(1, len(times) + 1), times, marker="o", markersize=3, label=name)
-    axes.set(
-        title=f"A training step, call by call, on {where}",
-        xlabel="call",
-        ylabel="milliseconds",
-        yscale="log",
-    )
+    for name, (label, colour) in DRAWN.items():
+        if name in courses:
+            calls = range(1, len(courses[name]) + 1)
+            axes.plot(calls, courses[name], "o-", color=colour, markersize=4, label=label)
+    axes.set(title=title, xlabel="call, one after the other", yscale="log")
+    axes.set(ylabel="milliseconds", xticks=[1, *range(5, CALLS + 1, 5)])
+    axes.yaxis.set_major_formatter("{x:g}")
+    low, high = axes.get_ylim()
+    axes.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(4 * high)))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="both", color="#e6e9ec", linewidth=0.7)
-    axes.legend(frameon=False)
+    axes.grid(True, color="#e6e9ec", linewidth=0.7)
+    axes.legend(frameon=False, loc="upper right")
     figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
     add("--out", type=Path, default=Path("example_pictures"), help="folder for picture and plans")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -154,17 +169,21 @@ def main(arguments: list[str] | None = None) -> dict:
     budgets = show_budget()
     file = given.out / "plans.txt"
     if given.device == "cpu":
-        model, x = FusedMLP(96, 384, 96), torch.randn(256, 96)
+        sizes, rows, what = (96, 384, 96), 256, "A CPU has no plans, so the budget changes nothing"
+        model, x = FusedMLP(*sizes), torch.randn(rows, sizes[0])
         numbers = on_a_cpu(model, x, file)
     else:
         half = {"device": given.device, "dtype": torch.bfloat16}
-        model, x = FusedMLP(768, 3072, 768, **half), torch.randn(8192, 768, **half)
+        sizes, rows, what = (768, 3072, 768), 8192, "Only the first call of a new size measures"
+        model, x = FusedMLP(*sizes, **half), torch.randn(rows, sizes[0], **half)
         numbers = on_a_gpu(model, x, file)
     path = given.out / "planning.png"
-    draw(path, numbers["courses"], given.device)
+    about = f"training step of {'→'.join(map(str, sizes))}, {rows} rows, {given.device}"
+    draw(path, numbers["courses"], f"{what}\n{about}")
     print(path)
     return {"budgets": budgets, **numbers}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

@@ -17,7 +17,12 @@ when the process ends (several processes may share it); ``TORCH_FUSED_LINEAR_BUD
 budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
 """
 
+import contextlib
 import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -137,7 +142,9 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
     for servers, and for before a CUDA graph is captured.
 
     Forward only, under the grad mode in force; where gradients are enabled and the output has any,
-    backward too. Gradients, buffers and the random state are afterwards as they were.
+    backward too. Gradients, buffers and the random state are afterwards as they were. A terminal is
+    told after two seconds how many plans there are by now; how many there will be is not known
+    before the run is over.
 
     Args:
         module: any module or callable.
@@ -152,7 +159,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
     devices = {t.device for t in (*tensors, *buffers) if t.is_cuda}
     before = [buffer.clone() for buffer in buffers]
     try:
-        with torch.random.fork_rng(devices), patience(0):
+        with _told_on_a_terminal(), torch.random.fork_rng(devices), patience(0):
             outputs = _tensors_in(module(*inputs, **kwargs))
             roots = [t for t in outputs if t.requires_grad]
             if roots and leaves and torch.is_grad_enabled():
@@ -163,6 +170,35 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
         with torch.no_grad():
             for buffer, old in zip(buffers, before):
                 buffer.copy_(old)
+
+
+_SECONDS_UNTOLD = 2.0
+
+
+@contextlib.contextmanager
+def _told_on_a_terminal() -> Iterator[None]:
+    """A line on standard error with the plans and the seconds so far, wiped at the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    begin, over = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        line, wait = "", _SECONDS_UNTOLD
+        while not over.wait(wait):
+            plans, seconds = len(torch.ops.fused._plans_show()), time.monotonic() - begin
+            line, wait = f"plans.warmup: {plans} plans in {seconds:.0f} s", 0.5
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        if line:
+            print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def _from_environment() -> None:

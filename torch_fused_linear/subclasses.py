@@ -18,13 +18,13 @@ from . import report
 from .activations import ACTIVATIONS
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _OBJECTION = "(no kernel: tensor subclass) + reference"
 
 
 def is_foreign(tensor: object) -> bool:
     """Whether it is a tensor of a class that has to be asked what to do with it."""
-    return type(tensor) not in _PLAIN and isinstance(tensor, Tensor)
+    return type(tensor) not in PLAIN and isinstance(tensor, Tensor)
 
 
 def _begin(operator: str, input: Tensor, weight: Tensor, memory: str = "default") -> None:

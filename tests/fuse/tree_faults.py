@@ -73,8 +73,8 @@ def approximate_ignored() -> None:
 
 
 def training_dropout_ignored() -> None:
-    original = call.dropout_acts
-    call.dropout_acts = lambda *args: None if original(*args) is None else False
+    original = call.dropped_share
+    call.dropped_share = lambda *args: None if original(*args) is None else 0
 
 
 def bias_dropped() -> None:

@@ -3,6 +3,9 @@
 Capitals are filled in: ``E4`` an expression of width 4, ``V4`` a local name that exists, ``N4a`` a
 new one that later code may read, ``T4a`` a new one that it may not, ``L46`` a layer from width 4 to
 6, ``A`` an activation, ``C`` a condition, ``OWN`` the name of the class.
+
+No activation in place follows a tensor's hook: on a CPU torch loses that hook where ``F.linear``
+returned a view, which ours does not.
 """
 
 # What torch.jit.script takes, too.
@@ -265,7 +268,7 @@ N4b = A(N4a.detach())
 N4a = L44(E4)
 if N4a.requires_grad:
     N4a.register_hook(lambda g: g * 2)
-N4b = A(N4a)
+N4b = F.gelu(N4a)
 ---
 N4a = A(L44(E4))
 if N4a.requires_grad:

@@ -4,11 +4,14 @@ The programs of examples/cpp have a file of their own, test_examples_cpp.py.
 """
 
 import importlib.util
+import io
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,60 @@ def test_from_the_command_line(tmp_path):
     assert_pictures(tmp_path / "example_pictures", "backward_by_hand.png")
 
 
+def test_help_names_defaults_and_ctrl_c_is_no_traceback(tmp_path):
+    for script in SCRIPTS:
+        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+            load(script.stem).main(["--help"])
+        options = out.getvalue().partition("-h, --help")[2].split("\n  --")[1:]
+        assert len(options) >= 2, script
+        assert all("default: " in " ".join(option.split()) for option in options), script
+    program = (
+        "import os, runpy, signal, sys, torch\n"
+        "torch.manual_seed = lambda seed: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['example', '--device', 'cpu']\n"
+        "runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
+    )
+    assert len({script.read_text().partition("if __name__")[2] for script in SCRIPTS}) == 1
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, str(SCRIPTS[0])]
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == -signal.SIGINT, process.stderr
+    assert "Traceback" not in process.stderr
+
+
+PALETTE = {"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"}  # Okabe and Ito's
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that an example saves."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: figures.append(figure) or save(figure, path)
+    )
+    return figures
+
+
+def assert_understood(figures):
+    """Axes have names, bars begin at 0, there are at most four series in the palette's colours."""
+    from matplotlib.colors import to_hex
+
+    for axes in (axes for figure in figures for axes in figure.axes if axes.axison):
+        assert axes.get_title()
+        assert axes.get_ylabel() or axes.get_xlabel(), axes.get_title()
+        assert len(axes.get_legend_handles_labels()[1]) <= 4, axes.get_title()
+        bars = [bar for container in axes.containers for bar in container]
+        assert all(0 in (bar.get_x(), bar.get_y()) for bar in bars), axes.get_title()
+        colours = {to_hex(p.get_facecolor()) for p in bars} | {
+            to_hex(line.get_color()) for line in axes.lines
+        }
+        assert colours <= PALETTE, axes.get_title()
+
+
 # --- mnist ------------------------------------------------------------------------------------
 
 STEP = ["linear_relu", "linear", "_linear_backward_across", "_linear_backward"]
@@ -163,7 +220,7 @@ def test_mnist_says_what_the_tutorial_published():
 
 
 @device_param
-def test_inference(device, tmp_path):
+def test_inference(device, tmp_path, drawn):
     found = run("inference", device, tmp_path, "--tokens", 512, "--seconds", 0.02)
     assert found["apart"] < 1e-5
     assert found["operators"] == {
@@ -177,13 +234,14 @@ def test_inference(device, tmp_path):
     assert len(found["times"]) == 4
     assert all(time > 0 for times in found["times"].values() for time in times.values())
     assert_pictures(tmp_path, "inference.png")
+    assert_understood(drawn)
 
 
 # --- backward by hand -------------------------------------------------------------------------
 
 
 @device_param
-def test_backward_by_hand(device, tmp_path, capsys):
+def test_backward_by_hand(device, tmp_path, capsys, drawn):
     found = run("backward_by_hand", device, tmp_path)
     for way, errors in found["errors"].items():
         assert set(errors) == {"w1", "b1", "w2", "b2"}
@@ -198,6 +256,7 @@ def test_backward_by_hand(device, tmp_path, capsys):
     if device == "cuda":
         assert "RELU_AUX_BIAS" in output and "DRELU_BGRAD" in output
     assert_pictures(tmp_path, "backward_by_hand.png")
+    assert_understood(drawn)
 
 
 # --- gelu -------------------------------------------------------------------------------------
@@ -210,7 +269,7 @@ def gelu(z, kind):
 
 
 @device_param
-def test_gelu(device, tmp_path):
+def test_gelu(device, tmp_path, drawn):
     found = run("gelu", device, tmp_path, "--seconds", 0.02)
     grid = [k / 1000 for k in range(-6000, 6001)]
     apart = {abs(z): abs(gelu(z, "tanh") - gelu(z, "erf")) for z in grid}
@@ -236,12 +295,13 @@ def test_gelu(device, tmp_path):
     assert all(set(times) == contenders for times in found["times"].values())
     assert set(found["times"]) == {"float32", "bfloat16"}
     assert_pictures(tmp_path, "gelu.png")
+    assert_understood(drawn)
 
 
 # --- planning ---------------------------------------------------------------------------------
 
 
-def test_planning_on_a_cpu(tmp_path, capsys):
+def test_planning_on_a_cpu(tmp_path, capsys, drawn):
     from torch_fused_linear import plans
 
     before = plans.get_budget()
@@ -253,6 +313,7 @@ def test_planning_on_a_cpu(tmp_path, capsys):
         assert "plans are of a GPU" in found["refusal"]
     assert {len(course) for course in found["courses"].values()} == {30}
     assert_pictures(tmp_path, "planning.png")
+    assert_understood(drawn)
 
 
 @pytest.mark.cuda
@@ -275,7 +336,7 @@ def test_planning_on_a_gpu(tmp_path):
 
 
 @device_param
-def test_graph_pass(device, tmp_path):
+def test_graph_pass(device, tmp_path, drawn):
     found = run("graph_pass", device, tmp_path)
     # Three blocks of 4 linear layers, and 2 in the head; chains of two become one operator each.
     before, after = found["before"], found["after"]
@@ -291,3 +352,4 @@ def test_graph_pass(device, tmp_path):
     assert found["fused calls"] == {"fuse_": 8, "unfuse_": 0}
     assert found["apart after unfuse_"] < 1e-5
     assert_pictures(tmp_path, "graph_pass_fuse.png", "graph_pass_graph.png")
+    assert_understood(drawn)

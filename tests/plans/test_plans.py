@@ -1,8 +1,11 @@
 """plans: settings, files that do not fit, warming up. What needs a GPU is in test_plans_cuda.py."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -155,6 +158,25 @@ def test_warmup_of_a_function():
     with tfl.explain() as report:
         plans.warmup(tfl.linear_relu, torch.randn(3, 4), w)
     assert len(report.calls) == 2 and w.grad is None
+
+
+class Terminal(io.StringIO):
+    def __init__(self, is_one):
+        super().__init__()
+        self.isatty = lambda: is_one
+
+
+@pytest.mark.parametrize("is_one, seconds, lines", [(True, 0.8, 2), (True, 0, 0), (False, 0.8, 0)])
+def test_a_long_warmup_is_told_on_a_terminal(monkeypatch, is_one, seconds, lines):
+    terminal, before = Terminal(is_one), threading.active_count()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(plans, "_SECONDS_UNTOLD", 0.1)
+    plans.warmup(lambda x: time.sleep(seconds), torch.randn(3))
+    text = terminal.getvalue()
+    assert text.count("plans.warmup: 0 plans in ") >= lines
+    assert (text == "") == (lines == 0)
+    assert text.rpartition("plans in")[2].rpartition("\r")[0].endswith(" ") or not text, "wiped"
+    assert threading.active_count() == before
 
 
 def test_warmup_puts_buffers_back_when_the_module_fails():

@@ -102,6 +102,21 @@ def test_no_other_numbers_are_in_the_readme():
     assert found <= set(NO_RESULTS), found - set(NO_RESULTS)
 
 
+def test_only_what_the_results_have_is_called_measured():
+    """The table of rivals: who has a number beside ours took part, and nobody else did."""
+    section = README.partition("## Compared with")[2].partition("\n## ")[0]
+    rows = [[c.strip(" `") for c in r.split("|")[1:-1]] for r in section.splitlines() if "|" in r]
+    tried = {name for result in RESULTS for name in result["numbers"]}
+    contenders = {"torch.compile": {"compile", "max-autotune"}}
+    assert len(rows) == 2 + 6
+    for name, _, _, beside in rows[2:]:
+        word = re.split(r"[ `-]", name.lower())[0]
+        took_part = contenders.get(name, {other for other in tried if word in other})
+        assert took_part <= tried
+        assert bool(took_part) == ("times ours" in beside), name
+        assert took_part or beside in ("not measured here", "other layers than ours"), name
+
+
 def test_the_chart_is_of_the_results():
     command = [sys.executable, "benchmarks/make_chart.py", "--check"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

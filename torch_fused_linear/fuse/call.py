@@ -25,6 +25,7 @@ from ..activations import ACTIVATIONS as BY_NAME
 from ..activations import name_of_gelu
 from ..functional import linear, linear_gelu, linear_relu
 from ..nn.conv import FusedConv2dReLU
+from ..subclasses import PLAIN
 from .families import ACTIVATIONS, CONV1D, full_name
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -96,35 +97,23 @@ def is_untouched(cls: type, forward: object) -> bool:
     )
 
 
-def is_tensor(value: object) -> bool:
-    """A tensor or parameter itself, or what stands for one while a model is traced."""
-    cls = type(value)
-    return (
-        cls is Tensor or cls is nn.Parameter or cls.__module__.startswith("torch._subclasses.fa")
-        or cls.__module__.startswith("torch._subclasses.functional_tensor")
-    )  # fmt: skip
-
-
-def fits(input: Tensor, weight: Tensor, bias: Tensor | None, features: int, axis: int) -> bool:
-    """Whether the operators take these; torch's own function shall complain where not."""
-    tensors = (input, weight) if bias is None else (input, weight, bias)
-    device, dtype = weight.device, weight.dtype
-    for tensor in tensors:
-        if not is_tensor(tensor) or tensor.device != device or tensor.layout != torch.strided:
-            return False
-        if tensor.dtype not in DTYPES or tensor.is_nested:
-            return False
-    if any(t.dtype != dtype for t in tensors) and (
-        not torch.is_autocast_enabled(device.type) or any(t.dtype == torch.float64 for t in tensors)
-    ):
-        return False
-    return input.dim() >= axis and input.shape[-axis] == features
-
-
 def plain_modes() -> bool:
     """Whether no function mode of somebody else wants to see torch's own calls."""
     modes = torch.overrides._get_current_function_mode_stack()
     return all(type(mode).__module__.startswith("torch.") for mode in modes)
+
+
+def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """False where torch's own function would raise an error, which then does."""
+    others = (input,) if bias is None else (input, bias)
+    if input.is_nested or any(t.device != weight.device for t in others):
+        return False
+    if any(t.dtype != weight.dtype for t in others):
+        return torch.is_autocast_enabled(weight.device.type)
+    if type(layer) is nn.Conv2d:
+        is_image = weight.dim() == 4 and input.dim() in (3, 4)
+        return is_image and input.shape[-3] == weight.shape[1] * layer.groups
+    return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
 
 def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
@@ -139,27 +128,13 @@ def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
     if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
         return None
     weight, bias = held["weight"], held["bias"]
-    if not is_tensor(input) or not is_tensor(weight) or not (bias is None or is_tensor(bias)):
+    if any(type(t) not in PLAIN for t in (input, weight, *([] if bias is None else [bias]))):
         return None
     if not is_dynamo_compiling() and not plain_modes():
         return None
-    if cls is nn.Conv2d:
-        if weight.dim() != 4 or input.dim() not in (3, 4):
-            return None
-        return _checked(layer, input, weight, bias, weight.shape[1] * layer.groups, 3)
-    if weight.dim() != 2:
-        return None
-    if cls is not nn.Linear:
+    if cls is not nn.Linear and cls is not nn.Conv2d:
         weight = weight.t()  # a view: the operators take any strides
-    return _checked(layer, input, weight, bias, weight.shape[1], 1)
-
-
-def _checked(layer, input, weight, bias, features, axis) -> tuple | None:
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
-        return None
-    if not fits(input, weight, bias, features, axis):
-        return None
-    return Begun, layer, input, weight, bias, ()
+    return (Begun, layer, input, weight, bias, ()) if fits(layer, input, weight, bias) else None
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
@@ -230,20 +205,16 @@ def call(function, layer, input):
     return activate(function, begin(layer, input))
 
 
-def begin(layer, input):
-    """In place of ``layer(x)`` where an activation follows."""
+def begin(layer, input=None, /, **named):
+    """In place of ``layer(x)`` or ``layer(input=x)`` where an activation follows."""
+    x, begun = named["input"] if named else input, None
     if not is_dynamo_compiling():
-        begun = direct.begin(layer, input)
-        if begun is not None:
-            return begun
-    begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
-    return layer(input) if begun is None else begun
-
-
-def begin_named(layer, *, input):
-    """In place of ``layer(input=x)``."""
-    begun = _begun(layer, input) if isinstance(layer, nn.Module) else None
-    return layer(input=input) if begun is None else begun
+        begun = direct.begin(layer, x)
+    if begun is None and isinstance(layer, nn.Module):
+        begun = _begun(layer, x)
+    if begun is not None:
+        return begun
+    return layer(**named) if named else layer(input)
 
 
 def through(function, /, *args, **kwargs):
@@ -251,61 +222,47 @@ def through(function, /, *args, **kwargs):
     h = args[0] if args else None
     if not is_begun(h):
         return function(*args, **kwargs)
-    acts = dropout_acts(function, args[1:], kwargs)
-    if acts is None:
+    p = dropped_share(function, args[1:], kwargs)
+    if p is None:
         return function(value(h), *args[1:], **kwargs)
-    return (*h[:5], (*h[5], (function, args[1:], kwargs))) if acts else h
+    return (*h[:5], (*h[5], (p, function, args[1:], kwargs))) if p else h
 
 
-def dropout_acts(function, args, kwargs) -> bool | None:
-    """Whether it drops something now; None if it is neither dropout nor identity."""
-    if function is F.dropout:
-        p, training, _ = _dropout_arguments(*args, **kwargs)
-    elif type(function) is nn.Dropout and not hooks_objection(function):
-        p, training = function.p, function.training
-    else:
-        is_identity = type(function) is nn.Identity and not hooks_objection(function)
-        return False if is_identity and not _has_any_global_hook() else None
-    if _has_any_global_hook() or type(p) not in (int, float) or not 0 <= p <= 1:
+def dropped_share(function, args, kwargs) -> float | None:
+    """What share of its input it drops now; None if it is neither dropout nor identity."""
+    if _has_any_global_hook() or (isinstance(function, nn.Module) and hooks_objection(function)):
         return None
-    return bool(training) and p > 0
+    if type(function) is nn.Identity:
+        return 0
+    if type(function) is nn.Dropout:
+        p, training = function.p, function.training
+    elif function is F.dropout:
+        p, training = _dropout_arguments(*args, **kwargs)
+    else:
+        return None
+    if type(p) not in (int, float) or not 0 <= p <= 1:
+        return None
+    return p if training else 0
 
 
 def _dropout_arguments(p=0.5, training=True, inplace=False):
-    return p, training, inplace
+    return p, training
 
 
-def drop(h: Tensor, dropout: tuple) -> Tensor:
-    """Not in place: the operator before has kept its output for the backward."""
-    function, args, kwargs = dropout
-    if isinstance(function, nn.Dropout):
-        return F.dropout(h, function.p, True)
-    return F.dropout(h, _dropout_arguments(*args, **kwargs)[0], True)
-
-
-def activate(function, h):
-    """In place of ``act(h)``, where h may be a begun call."""
-    if not is_dynamo_compiling():
+def activate(function, h=None, /, *more, **named):
+    """In place of ``act(h, ...)``, where h may be a begun call."""
+    if not more and not named and not is_dynamo_compiling():
         result = direct.activate(function, h, "default")
         if result is None and type(function) is FunctionType and is_begun(h):
             called, options = called_by(function)
             result = None if options else direct.activate(called, h, "default")
         if result is not None:
             return result
-    return _activate("default", function, (h,), {})
+    return _activate("default", function, () if "input" in named else (h, *more), named)
 
 
-def activate_low(function, h):
+def activate_low(function, /, *args, **kwargs):
     """The same, with what is kept for the backward as in ``memory="low"``."""
-    return _activate("low", function, (h,), {})
-
-
-def activate_with(function, /, *args, **kwargs):
-    """In place of ``act(h, ...)``."""
-    return _activate("default", function, args, kwargs)
-
-
-def activate_low_with(function, /, *args, **kwargs):
     return _activate("low", function, args, kwargs)
 
 
@@ -333,8 +290,8 @@ def _activate(memory, function, args, kwargs):
         result = linear_relu(input, weight, bias, memory)
     else:
         result = linear_gelu(input, weight, bias, BY_NAME[kind].approximate, memory)
-    for dropout in dropouts:
-        result = drop(result, dropout)
+    for p, *_ in dropouts:
+        result = F.dropout(result, p)  # not in place: the backward needs what the operator returned
     return result
 
 
@@ -343,19 +300,14 @@ def value(h):
     if not is_begun(h):
         return h
     result = h[1](h[2])
-    for function, args, kwargs in h[5]:
+    for _, function, args, kwargs in h[5]:
         result = function(result, *args, **kwargs)
     return result
 
 
-def follow(layer, input):
+def follow(layer, input=None, /, **named):
     """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
-    return _end(begin(layer, input), True)
-
-
-def follow_named(layer, *, input):
-    """In place of ``layer(input=x)``."""
-    return _end(begin_named(layer, input=input), True)
+    return _end(begin(layer, input, **named), True)
 
 
 def unless(owner, layer):
@@ -375,8 +327,15 @@ def run_sequential(self, input):
     config = getattr(type(self), "__fused__", None)
     if config is None:  # a bound method that somebody kept from before unfuse_
         return nn.Sequential.forward(self, input)
-    last = ""  # the name of the layer that is begun
+    last, waiting = "", None  # the name of the layer that is begun, or waits for its activation
     for name, child in self._modules.items():
+        if waiting is not None:
+            both = direct.call(child, waiting, input) if last not in config.low else None
+            input = begin(waiting, input) if both is None else both
+            waiting = None
+            if both is not None:
+                continue
+            child = self._modules[name]  # a hook of the layer before may have exchanged it
         cls = type(child)
         if is_begun(input):
             if cls is nn.Dropout or cls is nn.Identity:
@@ -386,10 +345,14 @@ def run_sequential(self, input):
                 input = activate_low(child, input) if last in config.low else activate(child, input)
                 continue
             input = _end(input, last in config.follows)
-        if cls in LAYERS and name not in config.refused:
+        if cls not in LAYERS or name in config.refused:
+            input = child(input)
+        elif is_dynamo_compiling():
             input, last = begin(child, input), name
         else:
-            input = child(input)
+            waiting, last = child, name
+    if waiting is not None:
+        input = begin(waiting, input)
     return _end(input, last in config.follows)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from . import fit
+from .call import activation_kind
 from .classes import SEQUENTIAL, origin
 from .reading import Step, Text
 from .report import Block
@@ -56,6 +57,10 @@ class Element:
         """The constants that are given beside the tensor; the rest is known when it runs."""
         given = self.step.options() if self.step is not None else {}
         return {k: v for k, v in given.items() if not isinstance(v, ast.AST)} or None
+
+    def kinds(self) -> list[str | None]:
+        """What each of its values would be as an activation."""
+        return [activation_kind(v.value, self.options()) for v in self.values]
 
     def of(self, test: Callable[[object], bool]) -> list[Value]:
         return [v for v in self.values if test(v.value)]
@@ -105,14 +110,10 @@ def is_sequential(module: object) -> bool:
     )
 
 
-def is_callable(value: object) -> bool:
-    return callable(value) and fit.is_activation(value)
-
-
 def is_activation(element: Element) -> bool:
     if element.step is not None and element.step.callee is None:
         return True
-    return any(is_callable(value.value) for value in element.values)
+    return bool(element.of(fit.is_activation))
 
 
 def is_changeable(element: Element) -> bool:

@@ -59,6 +59,11 @@ def linear_objection(linear: nn.Module, is_sharded: bool = False) -> str | None:
     return None
 
 
+def plain_kind(value: object, options: dict | None = None) -> str | None:
+    """Which activation it is, unless it must be called as it is."""
+    return None if activation_objection(value, options) else activation_kind(value, options)
+
+
 def activation_objection(value: object, options: dict | None = None) -> str | None:
     """Why this activation must be called as it is, or None."""
     if activation_kind(value, options) is None:

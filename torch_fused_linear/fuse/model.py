@@ -13,7 +13,7 @@ from .call import hooks_objection
 from .chains import Chain, Element, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
-from .reading import Text, Unreadable, names
+from .reading import Text, Unreadable, names, place_of
 from .resolve import Resolver, Value
 
 
@@ -64,8 +64,7 @@ class Model:
         try:
             text = self._texts.get(function) or Text(function)
         except Unreadable as error:
-            place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-            self.unread.setdefault(module, (str(error), place))
+            self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
         self._texts[function] = text
         resolver, chains = Resolver(module, text), []

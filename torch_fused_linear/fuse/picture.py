@@ -23,6 +23,7 @@ COLOURS = {
 }
 INK = "#12304a"
 FAINT = "#6b7a86"
+ARROW = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
 
 
 def draw_blocks(path: str | PathLike, patterns: dict) -> None:
@@ -63,9 +64,7 @@ def draw_pattern(
     lines = {"before": top + 0.75, "after": top + 0.75 + ROW}
     for name, y in lines.items():
         axes.text(0.3, y, name, color=FAINT, fontsize=9, va="center")
-    ends = []
-    for column, operator in enumerate(before):
-        ends.append(draw_box(axes, operator, column, 1, lines["before"]))
+    ends = [draw_box(axes, name, column, 1, lines["before"]) for column, name in enumerate(before)]
     join(axes, ends, lines["before"])
     ends = [
         draw_box(axes, operator, column, span, lines["after"])
@@ -112,9 +111,8 @@ def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tup
 
 
 def join(axes: Axes, ends: list[tuple[float, float]], y: float) -> None:
-    arrow = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
     for (_, start), (end, _) in pairwise(ends):
-        axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+        axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
 
 
 def hand_over(
@@ -125,15 +123,7 @@ def hand_over(
     derivative = "ReLU′" if "relu" in operator else "GELU′"
     low = y + HEIGHT / 2
     right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
-    arrow = {
-        "arrowstyle": "-|>",
-        "color": FAINT,
-        "lw": 1.0,
-        "linestyle": "--",
-        "connectionstyle": "arc3,rad=-0.18",
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
-    axes.annotate("", (left, low), (right, low), arrowprops=arrow)
+    dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}
+    axes.annotate("", (left, low), (right, low), arrowprops=ARROW | dashed)
     text = f"backward: gradient with {derivative} and Σ bias"
     axes.text((left + right) / 2, low + 0.3, text, color=FAINT, fontsize=8, ha="center", va="top")

@@ -19,7 +19,6 @@ from .chains import (
     drops,
     has_parameters,
     is_activation,
-    is_callable,
     is_changeable,
     is_sequential,
     pass_over,
@@ -30,13 +29,14 @@ from .classes import (
     Function,
     change_class,
     class_objection,
+    is_made_here,
     module_objection,
     origin,
     subclass,
 )
 from .families import full_name
 from .model import Model
-from .reading import Text
+from .reading import Text, place_of
 from .report import Report, Skipped
 from .resolve import Value
 from .rewrite import Mark, can_change
@@ -138,23 +138,23 @@ class Plan:
         common = self._place_objection(layer, steps)
         fitting, refused = [], set()
         for value in layer.layers:
-            reason = self._reason(value) or common
-            if reason is None and not self._wants(value):
-                reason = FILTERED
-                refused.add(self._relative(element, value))
-            elif reason is None and self._is_fused(element, steps[-1], value):
+            reason, name = self._objection(value, common), self._relative(element, value)
+            if reason is FILTERED:
+                refused.add(name)
+            elif reason is None and self._is_fused(element, steps[-1], name):
                 reason = "already fused"
                 self.accepted = True
-            elif reason is None:
-                change.refused.discard(self._relative(element, value))
+            if reason is None:
+                change.refused.discard(name)
                 fitting.append(value)
-            if reason is not None:
+            else:
                 self.skipped[value.path] = reason, element.where
         if fitting or element.text is None:
             change.refused |= refused
         if fitting:
-            layer.kind = next(filter(None, map(self._kind(activation), activation.values)), "relu")
-            if activation.step and any(map(is_expression, activation.step.options().values())):
+            layer.kind = next(filter(None, activation.kinds()), "relu")
+            given = activation.step.options().values() if activation.step else ()
+            if any(isinstance(value, ast.AST) for value in given):
                 layer.kind = layer.kind.partition("_")[0]
             for value in activation.values:
                 learn(value.value)
@@ -162,9 +162,6 @@ class Plan:
             if element.text is not None:
                 self._mark(element, steps[-1].at[1])
         return bool(fitting)
-
-    def _kind(self, activation: Element) -> Callable[[Value], str | None]:
-        return lambda value: activation_kind(value.value, activation.options())
 
     def _place_objection(self, layer: Layer, steps: Chain) -> str | None:
         """What stands in the way for whatever layer it is."""
@@ -177,19 +174,15 @@ class Plan:
             return "it is given more than a tensor"
         if linear.text is not None and not all(can_change(linear.text, e.step) for e in steps):
             return "the call is written in a way that cannot be changed"
-        is_method = activation.step is not None and activation.step.callee is None
-        found = ["relu"] if is_method else []
-        reasons = []
-        for _, value in activation.of(is_callable):
-            reason = fit.activation_objection(value, activation.options())
-            reasons += [reason] if reason else []
-            found += [] if reason else [activation_kind(value, activation.options())]
-        if layer.is_convolution and "relu" not in found:
-            name = [type(v.value).__name__ for v in activation.values]
-            return f"{name[0]}: a convolution can be fused with ReLU only"
-        if not found:
-            return reasons[0]
-        if layer.drops_before and "relu" not in found:
+        if activation.step is not None and activation.step.callee is None:  # h.relu()
+            return None
+        options, found = activation.options(), activation.of(fit.is_activation)
+        kinds = {fit.plain_kind(v.value, options) for v in found}
+        if layer.is_convolution and "relu" not in kinds:
+            return f"{type(found[0].value).__name__}: a convolution can be fused with ReLU only"
+        if kinds == {None}:
+            return fit.activation_objection(found[0].value, options)
+        if layer.drops_before and "relu" not in kinds:
             return "a dropout that acts in training stands before the activation"
         return None
 
@@ -199,15 +192,13 @@ class Plan:
             self._reasons[cls] = class_objection(cls)
         return self._reasons[cls] or module_objection(owner)
 
-    def _is_fused(self, element: Element, last: Element, value: Value) -> bool:
-        change = self.changes[element.owner]
+    def _is_fused(self, element: Element, last: Element, name: str) -> bool:
+        before = Change.of(element.owner)
         if element.text is None:
-            is_made = type(element.owner) is not origin(type(element.owner))
-            return is_made and element.at not in change.refused
-        marks = Change.of(element.owner).marks.get(self._key(element), {})
-        return (element.at[0], element.at[1], last.at[1]) in marks and self._relative(
-            element, value
-        ) not in Change.of(element.owner).refused
+            is_there = is_made_here(type(element.owner))
+        else:
+            is_there = (*element.at, last.at[1]) in before.marks.get(self._key(element), {})
+        return is_there and name not in before.refused
 
     def _relative(self, element: Element, value: Value) -> str:
         start = self.paths[element.owner]
@@ -222,8 +213,9 @@ class Plan:
         at = (*element.at, last)
         marks.setdefault(at, Mark(*at))
 
-    def _reason(self, value: Value) -> str | None:
-        return fit.linear_objection(value.value, self.is_sharded)
+    def _objection(self, value: Value, common: str | None = None) -> str | None:
+        reason = fit.linear_objection(value.value, self.is_sharded) or common
+        return reason or (None if self._wants(value) else FILTERED)
 
     def _wants(self, value: Value) -> bool:
         if self.filter_fn is None:
@@ -240,7 +232,7 @@ class Plan:
                 any(isinstance(v.value, nn.Conv2d) for v in layer.values)
                 and any(isinstance(v.value, nn.modules.batchnorm._BatchNorm) for v in norm.values)
                 and is_activation(activation)
-                and "relu" in map(self._kind(activation), activation.values)
+                and "relu" in activation.kinds()
             ):
                 self.skipped[layer.values[0].path] = NORMALISED, layer.where
 
@@ -284,18 +276,16 @@ class Plan:
         if element.place not in self.layers:
             fitting = []
             for value in layers:
-                reason = self._reason(value)
-                if reason is None and self._wants(value):
-                    fitting.append(value)
+                if reason := self._objection(value):
+                    self.skipped.setdefault(value.path, (reason, element.where))
                 else:
-                    self.skipped.setdefault(value.path, (reason or FILTERED, element.where))
+                    fitting.append(value)
             if not fitting or (element.text and not is_changeable(element)):
                 return None
             change = self.changes[element.owner]
             if element.text is None:
                 change.follows.add(element.at)
-            elif not any((*element.at[:1], element.at[1]) == m[:2] for m in change.marks.get(
-                self._key(element), ())):  # fmt: skip
+            elif all(at[:2] != element.at for at in change.marks.get(self._key(element), ())):
                 self._mark(element, element.at[1])
             self.layers[element.place] = Layer(element, fitting)
         return self.layers[element.place]
@@ -313,7 +303,7 @@ class Plan:
                 self._results[key] = self._results_in(*key)
             if name in self._results[key]:
                 layers = element.of(fit.is_linear)
-                if any(self._reason(v) is None and self._wants(v) for v in layers):
+                if not all(map(self._objection, layers)):
                     self._mark(element, element.at[1])
 
     def _results_in(self, owner: nn.Module, text: Text) -> set[str]:
@@ -342,21 +332,17 @@ class Plan:
                 if isinstance(child, nn.Module) and activation_kind(child)
                 and id(child) not in self._seen
             ]  # fmt: skip
-            cls = type(module).__name__
             if is_sequential(module) or isinstance(module, FusedMLP):
                 continue  # no linear layer before that activation; fused already
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
                 forward = getattr(type(module).forward, "__code__", None)
-                place = f"{forward.co_filename}:{forward.co_firstlineno}" if forward else ""
-                self.skipped[path] = (
-                    (
-                        f"the code of {cls} does not show a layer's output going straight to "
-                        f"{names[0]!r} and nowhere else"
-                    ),
-                    place,
+                reason = (
+                    f"the code of {type(module).__name__} does not show a layer's output going "
+                    f"straight to {names[0]!r} and nowhere else"
                 )
+                self.skipped[path] = reason, place_of(forward) if forward else ""
 
     # --- carrying it out ------------------------------------------------------------------------
 
@@ -389,10 +375,6 @@ class Plan:
         if any(base is SEQUENTIAL[0] for base in cls.__mro__):
             change.marks.setdefault((full_name(nn.Sequential), "forward", ""), {})
         return subclass(cls, change.config())
-
-
-def is_expression(value: object) -> bool:
-    return isinstance(value, ast.AST)
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:

@@ -106,8 +106,8 @@ class Text:
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for run in _Reader(self.node, self.function.__code__).read() if run)
 
-    def place(self, node: ast.AST | None = None) -> str:
-        return f"{self.file}:{self.start if node is None else node.lineno}"
+    def place(self, node: ast.AST) -> str:
+        return f"{self.file}:{node.lineno}"
 
 
 @lru_cache(maxsize=32)
@@ -149,6 +149,10 @@ def same(one: CodeType, other: CodeType) -> bool:
             for a, b in zip(one.co_consts, other.co_consts)
         )
     )  # fmt: skip
+
+
+def place_of(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def names(code: CodeType) -> set[str]:

@@ -24,14 +24,10 @@ from .reading import Run, Step, Text
 HELPERS = {
     "fused_call": call.call,
     "fused_begin": call.begin,
-    "fused_begin_named": call.begin_named,
     "fused_through": call.through,
     "fused_act": call.activate,
-    "fused_act_with": call.activate_with,
     "fused_act_low": call.activate_low,
-    "fused_act_low_with": call.activate_low_with,
     "fused_follow": call.follow,
-    "fused_follow_named": call.follow_named,
     "fused_unless": call.unless,
     "fused_method_relu": call.METHODS["relu"],
     "fused_method_relu_": call.METHODS["relu_"],
@@ -178,10 +174,9 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     for mark in chosen:
         steps = text.runs[mark.run][mark.first : mark.last + 1]
         guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
-        named = "" if steps[0].node.args else "_named"
-        begin = ("fused_begin" if len(steps) > 1 else "fused_follow") + named
+        begin = "fused_begin" if len(steps) > 1 else "fused_follow"
         if guard is not None:
-            begin = f"(fused_begin{named} if {ast.unparse(guard)} else fused_follow{named})"
+            begin = f"(fused_begin if {ast.unparse(guard)} else fused_follow)"
         is_one = len(steps) == 2 and not refuses and is_simple(steps, mark)
         if is_one:
             edits.call(steps[1], "fused_call")
@@ -190,9 +185,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
             if step is steps[0]:
                 edits.call(step, begin, refuses)
             elif step is steps[-1]:
-                given = "_with" * (len(step.node.args) + len(step.node.keywords) > 1 or
-                                   bool(step.node.keywords))  # fmt: skip
-                edits.call(step, ("fused_act_low" if mark.low else "fused_act") + given)
+                edits.call(step, "fused_act_low" if mark.low else "fused_act")
             else:
                 edits.call(step, "fused_through")
         if mark.script and guard is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from . import classes, fit
-from .call import _has_any_global_hook, activation_kind
+from .call import _has_any_global_hook
 from .classes import SEQUENTIAL, Config, origin, subclass
 from .families import CONV1D, full_name
 from .reading import Text
@@ -48,35 +48,25 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
     """The operator for a mark and its arguments after the parameters; None for the original."""
     steps = text.runs[mark.run][mark.first : mark.last + 1]
     layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
-    between = [resolver.values(step.callee) for step in steps[1:-1] if step.callee is not None]
-    between = [v.value for values in between for v in values]
+    between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
     if len(between) != max(len(steps) - 2, 0) or _has_any_global_hook():
         return None
-    kind = None
+    kinds = {None}
     if mark.last > mark.first:
-        options = steps[-1].options() or None
-        if steps[-1].callee is None:
-            kinds = {"relu"}
-        else:
-            found = [v.value for v in resolver.values(steps[-1].callee)]
-            kinds = {
-                None if fit.activation_objection(v, options) else activation_kind(v, options)
-                for v in found
-                if fit.is_activation(v)
-            }
-        if len(kinds) != 1 or kinds == {None}:
+        act = steps[-1]
+        found = [v.value for v in resolver.values(act.callee) if fit.is_activation(v.value)]
+        kinds = {fit.plain_kind(value, act.options() or None) for value in found}
+        kinds = kinds if act.callee is not None else {"relu"}
+        if kinds == {None}:
             return None
-        (kind,) = kinds
-    found = {operator(layer, kind, between, mark.low) for layer in layers}
+    found = {operator(layer, kind, between, mark.low) for layer in layers for kind in kinds}
     return found.pop() if len(found) == 1 else None
 
 
 def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
-    if fit.is_layer(layer) is False or fit.linear_objection(layer):
+    if not fit.is_layer(layer) or fit.linear_objection(layer) or full_name(type(layer)) == CONV1D:
         return None
     if not all(isinstance(d, nn.Module) and fit.is_passed(d) for d in between):
-        return None
-    if full_name(type(layer)) == CONV1D:
         return None
     if kind != "relu" and any(type(d) is not nn.Identity and d.p != 0 for d in between):
         return None
@@ -104,8 +94,7 @@ def sequential_text(module: nn.Module, config: Config) -> str:
         call = None
         if fit.is_layer(child) and name not in config.refused and not _has_any_global_hook():
             if end < len(children) and fit.is_activation(children[end][1]):
-                act = children[end][1]
-                kind = None if fit.activation_objection(act) else activation_kind(act)
+                kind = fit.plain_kind(children[end][1])
                 between = [m for _, m in children[k + 1 : end]]
                 call = kind and operator(child, kind, between, name in config.low)
             if call is None:

@@ -1,0 +1,94 @@
+"""What a fused place costs beyond the operator that it calls, with its three tensors at hand.
+
+python tests/fuse/test_fuse_cost.py     prints the numbers that docs/models.md has
+"""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear import _library
+
+pytestmark = pytest.mark.skipif(
+    isinstance(_library.direct, _library._NotDirect), reason="built without Python's headers"
+)
+CALLS, ROUNDS, PLACES = 20, 500, 8
+
+
+class Expression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.relu(self.fc(x))
+
+
+class Statements(Expression):
+    def forward(self, x):
+        h = self.fc(x)
+        h = torch.relu(h)
+        return h
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Of the thread, which other programs do not lengthen, but for what they do to the caches."""
+    start = time.thread_time()
+    for _ in range(CALLS):
+        function()
+    return (time.thread_time() - start) / CALLS
+
+
+def quickest(*functions: Callable[[], object]) -> list[float]:
+    """Microseconds that the quickest of many rounds of each takes, in turns."""
+    with torch.no_grad():
+        rounds = [[seconds(function) for function in functions] for _ in range(ROUNDS)]
+    return [min(times) * 1e6 for times in zip(*rounds)]
+
+
+def costs() -> dict[str, tuple[float, float]]:
+    """By the way in which it is written: microseconds for one place, of the operator alone and
+    beyond it. Calling a forward, and looking up its layer, is there without fuse_ too."""
+    x, found = torch.randn(1, 4), {}
+    layer = nn.Linear(4, 4)
+    weight, bias = layer.weight, layer.bias
+
+    def operator():
+        return tfl.linear_relu(x, weight, bias)
+
+    for cls in (Expression, Statements):
+        model = cls()
+        assert len(tfl.fuse_(model).fused) == 1
+        plain = type("Plain", (nn.Module,), {"forward": lambda self, x: self.fc and operator()})()
+        plain.fc = model.fc
+        ours, theirs = quickest(lambda m=model: m.forward(x), lambda p=plain: p.forward(x))
+        found[cls.__name__] = theirs, ours - theirs
+    layers = [nn.Linear(4, 4) for _ in range(PLACES)]
+    chain = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())))
+    assert len(tfl.fuse_(chain).fused) == 1
+    tensors = [(layer.weight, layer.bias) for layer in layers]
+
+    def operators():
+        h = x
+        for w, b in tensors:
+            h = tfl.linear_relu(h, w, b)
+        return h
+
+    ours, theirs = quickest(lambda: chain.forward(x), operators)
+    found["nn.Sequential"] = theirs / PLACES, (ours - theirs) / PLACES
+    return found
+
+
+def test_a_fused_place_costs_little():
+    """A third of the smallest operator, whatever the machine: a microsecond where that takes 3."""
+    assert all(extra < operator / 3 for operator, extra in costs().values()), costs()
+
+
+if __name__ == "__main__":
+    for name, (operator, extra) in costs().items():
+        print(f"{name}: {extra:.2f} us beyond the operator's {operator:.2f} us")
