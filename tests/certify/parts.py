@@ -46,6 +46,13 @@ ALL = {
             100_000,
             "fuzz",
         ),
+        Part(
+            "faults",
+            "calls into the libraries and the system that fail, at each of their occurrences",
+            "cases",
+            500,
+            "faults",
+        ),
     )
 }
 

@@ -88,8 +88,11 @@ def begin(path: Path, part: Part, device: str, asked: dict, anew: bool) -> dict:
     if anew or not path.exists():
         return fresh
     old = json.loads(path.read_text())
-    same = ("part", "machine", "torch", "tree_hash", "asked")
-    return old if all(old[key] == fresh[key] for key in same) else fresh
+    same = ("part", "machine", "torch", "tree_hash")
+    goes_on = {**old["asked"], "count": asked["count"]} == asked and old["done"] <= asked["count"]
+    if not goes_on or any(old[key] != fresh[key] for key in same):
+        return fresh
+    return {**old, "asked": asked, "finished": False}
 
 
 class Pointer:
@@ -138,9 +141,9 @@ def work(path: Path, trial: Trial, record: dict) -> None:
             if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                 save()
                 saved = time.monotonic()
-        record["verdict"] = trial.verdict(record["found"])
         record["finished"] = True
     finally:
+        record["verdict"] = trial.verdict(record["found"])
         save()
     pointer.remove()
 

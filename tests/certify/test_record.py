@@ -64,8 +64,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
 def test_another_question_or_tree_begins_anew(tmp_path, monkeypatch):
     path = tmp_path / "sample_cpu.json"
     record.work(path, Trial(), begin(path))
-    assert begin(path)["done"] == 10
-    assert begin(path, count=11)["done"] == 0
+    assert begin(path)["done"] == begin(path, count=11)["done"] == 10
+    assert begin(path, count=9)["done"] == 0
+    assert record.begin(path, PART, "cpu", {**asked(), "seed": 2}, anew=False)["done"] == 0
+    assert record.begin(path, PART, "cpu", asked(), anew=True)["done"] == 0
     monkeypatch.setattr(record.gpu_record, "tree_hash", lambda: "another")
     assert begin(path)["done"] == 0
 
