@@ -38,8 +38,8 @@ CLEAR = {
     "cudnnBackendExecute": ("cudnn", "cuDNN", "CUDNN"),
     "cudnnBackendFinalize": ("cudnn", "cuDNN", "CUDNN", "engine"),
 }
-OCCURRENCES = 60  # of one call in one case
-REPEATED = 30  # to see a leak
+OCCURRENCES = 30  # of one call in one case
+REPEATED = 10  # to see a leak
 LEAK = 512  # bytes a call: what Python and the allocator keep on their own is less
 
 

@@ -50,8 +50,15 @@ ALL = {
             "faults",
             "calls into the libraries and the system that fail, at each of their occurrences",
             "cases",
-            500,
+            200,
             "faults",
+        ),
+        Part(
+            "soak",
+            "training with changing shapes in threads, against a serial run and plain torch",
+            "seconds",
+            600,
+            "soak",
         ),
     )
 }
