@@ -157,7 +157,11 @@ def models(results: Iterable[Result]) -> list[str]:
             if not all(both):
                 continue
             mode = "inference" if case["mode"] == "forward" else "step"
-            words = [case["model"], case["activation"], *[case["dtype"]] * (case["dtype"] != "bf16")]
+            words = [
+                case["model"],
+                case["activation"],
+                *[case["dtype"]] * (case["dtype"] != "bf16"),
+            ]
             row = [", ".join(words), "×".join(map(str, case["sizes"]))]
             row += [mode, *map(duration, both), f"{both[0] / both[1]:.2f}"]
             rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
