@@ -3,8 +3,8 @@
     python benchmarks/make_reliability.py            rewrite what is between the markers
     python benchmarks/make_reliability.py --check    exit with 1 if it is not what the records say
 
-The page marks the place of each, `<!-- records: NAME: begin -->` and `... end -->`. It needs nothing
-but Python: neither torch nor the built library.
+The page marks the place of each, `<!-- records: NAME: begin -->` and `... end -->`. This needs nothing
+but Python, neither torch nor the built library.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def fuzz(records: Sequence[Record]) -> list[str]:
                 ]
                 pooled = [""] * 4 if dtype == "float64" else pooled
                 worse = [str(counts["ours worse"]), str(counts["eager worse"])]
-                rows.append([policy, dtype, str(counts["cases"]), *worse, *pooled])
-        head = ["policy", "dtype", "cases", "ours worse", "eager worse"]
+                rows.append([f"{policy}, {dtype}", str(counts["cases"]), *worse, *pooled])
+        head = ["policy, dtype", "cases", "ours worse", "eager worse"]
         head += ["output", "input's gradient", "weight's", "bias's"]
-        lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=2), ""]
+        lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=1), ""]
     return lines[:-1]
 
 
