@@ -1,10 +1,10 @@
 """Makes the tables of docs/reliability.md, of the records in tests.
 
     python benchmarks/make_reliability.py            rewrite what is between the markers
-    python benchmarks/make_reliability.py --check    exit with 1 if it is not what the records say
+    python benchmarks/make_reliability.py --check    exit with 1 if it is out of date
 
-The page marks the place of each, `<!-- records: NAME: begin -->` and `... end -->`. This needs nothing
-but Python, neither torch nor the built library.
+The page marks each place, `<!-- records: NAME: begin -->` and `... end -->`. Nothing but Python
+is needed, neither torch nor the built library.
 """
 
 from __future__ import annotations
@@ -160,11 +160,30 @@ def of_part(name: str, records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r["part"] == name and r["done"]]
 
 
+def checks(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for r in of_part("torch", records):
+        rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
+        lines += [f"{where(r)}:", "", *table(["check", "times"], rows, words=1), ""]
+    for r in of_part("sanitizers", records):
+        clean = ", ".join(f"{tool} {n}" for tool, n in r["found"].get("clean", {}).items())
+        lines += [f"Sanitizers, programs and calls that were clean, {where(r)}: {clean}.", ""]
+    for r in of_part("speed", records):
+        found = r["found"]
+        lines += [
+            f"Speed of random shapes, {where(r)}: {found['below']} of {found['measured']} below "
+            f"0.98 of eager's; the worst {min(found['ratios'])}.",
+            "",
+        ]
+    return lines[:-1]
+
+
 SECTIONS: dict[str, Callable[[Sequence[Record]], list[str]]] = {
     "overview": overview,
     "fuzz": fuzz,
     "faults": faults,
     "soak": soak,
+    "checks": checks,
     "elsewhere": elsewhere,
     "wrong": wrong,
 }

@@ -60,6 +60,28 @@ ALL = {
             600,
             "soak",
         ),
+        Part(
+            "torch",
+            "the generic checks of torch.testing._internal, over every operator and layer",
+            "checks",
+            62,
+            "torch_checks",
+        ),
+        Part(
+            "sanitizers",
+            "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer",
+            "tools",
+            6,
+            "sanitizers",
+        ),
+        Part(
+            "speed",
+            "random shapes, ours beside eager",
+            "shapes",
+            300,
+            "speed",
+            on_gpu_only=True,
+        ),
     )
 }
 
