@@ -80,7 +80,7 @@ def plan_files() -> Found:
             text=True,
             env={**os.environ, "LD_LIBRARY_PATH": libraries},
         )
-    text = run.stdout.strip() + run.stderr
+    text = (run.stdout.strip() + run.stderr).replace(f"{folder}/", "")
     if run.returncode:
         return {"failures": [f"plan files: {text or run.returncode}"]}
     return {"failed calls": {"of the plan file": int(text)}}

@@ -236,7 +236,7 @@ def inputs_of_conv(module_info, device, dtype, requires_grad, training, **kwargs
 
 def inputs_of_mlp(module_info, device, dtype, requires_grad, training, **kwargs):
     (x,) = random_tensors([(3, 5)], device, dtype, requires_grad)
-    for activation in ("relu", "gelu"):
+    for activation in ("relu", "gelu_tanh"):
         yield ModuleInput(FunctionInput(5, 7, 4, activation=activation), FunctionInput(x))
 
 
