@@ -1,4 +1,4 @@
-# make demo | test | test-models | gpu-test | asan | tsan | docs | build | wheel | lint | format
+# make demo | test | test-models | gpu-test | certify | asan | tsan | docs | build | wheel | lint | format
 # make clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
@@ -20,7 +20,7 @@ DOCS := .venv/docs-ready
 WHEEL := .venv/wheel-ready
 endif
 
-.PHONY: demo test test-models gpu-test asan tsan docs build wheel lint format clean
+.PHONY: demo test test-models gpu-test certify asan tsan docs build wheel lint format clean
 
 demo: build
 	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
@@ -38,6 +38,12 @@ test-models: build $(MODELS)
 # Needs a GPU; leaves tests/gpu_record.json as evidence of the run.
 gpu-test: build
 	$(PYTHON) tests/support/gpu_record.py $(ARGS)
+
+# All parts, or PARTS="fuzz faults"; each leaves a record in tests/certify/records, and goes on where
+# it was interrupted. ARGS="--seed 2 --count 1000" says what is tried.
+PARTS ?=
+certify: build
+	$(PYTHON) tests/certify $(PARTS) $(ARGS)
 
 # The C++ tests under the compiler's sanitizers: addresses, and races of threads.
 asan: build

@@ -28,6 +28,7 @@ LEFT_BEHIND = {
     "_C.json",
     "_direct.json",
     RECORD.name,
+    "records",  # of tests/certify
 }
 
 

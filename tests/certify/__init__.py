@@ -1,0 +1,1 @@
+"""What the package is put through: `make certify`, part by part, each with a record."""

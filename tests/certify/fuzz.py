@@ -1,0 +1,211 @@
+"""Random cases of the operators: their errors against fp64, beside eager's.
+
+An error is e / (u * sum |a_k b_k| + u * |bias|), by the same rule through a chain of layers; u is
+half of epsilon. The root mean square of it over a result is what is compared. A case counts against
+one side where that is more than 1.25 times the other's plus a tenth of the rounding of the result.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from certify import fuzz_cases
+from certify.fuzz_cases import Case, bare_step, eager_step
+from certify.parts import Found
+from torch_fused_linear import plans
+
+ALLOWED, SLACK = 1.25, 0.1
+POOLED = 1.1  # over all cases together there is no room for luck
+FAR = 8.0  # so many times eager's error is a wrong result, whatever the statistics say,
+LUCK = 0.5  # unless it is so small that eager's was a lucky number
+EXACT = 4.0  # what fp64, which has no better reference, is held to
+
+
+def results(call, tensors: list[Tensor], grad: Tensor, case: Case) -> list[Tensor]:
+    """The output, and the gradient of each tensor that wants one."""
+    if case.mode != "grad":
+        return [call(tensors)]
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, case.wanted)]
+    wanted = [t for t in leaves if t.requires_grad]
+    output = call(leaves)
+    if not wanted:
+        assert not output.requires_grad
+        return [output]
+    if case.calls_backward:
+        output.backward(grad)
+        return [output.detach(), *(t.grad for t in wanted)]
+    return [output.detach(), *torch.autograd.grad(output, wanted, grad)]
+
+
+def names(case: Case) -> list[str]:
+    found = ["grad_input"]
+    for layer in case.layers:
+        found += ["grad_weight"] * len(layer.weights)
+        found += ["grad_bias"] * sum(b is not None for b in layer.biases)
+    if case.mode != "grad":
+        return ["output"]
+    return ["output", *(name for name, wanted in zip(found, case.wanted) if wanted)]
+
+
+def of_ours(case: Case) -> list[Tensor]:
+    def call(tensors: list[Tensor]) -> Tensor:
+        return fuzz_cases.ours(case, *case.with_tensors(tensors))
+
+    with fuzz_cases.settings(case):
+        return results(call, case.tensors, case.grad, case)
+
+
+def of_plain(case: Case, change, step=eager_step) -> list[Tensor]:
+    def call(tensors: list[Tensor]) -> Tensor:
+        return fuzz_cases.plain(step, *case.with_tensors(tensors))
+
+    with torch.set_grad_enabled(case.mode == "grad"):
+        tensors = [change(t) for t in case.tensors]
+        return results(call, tensors, change(case.grad), case)
+
+
+def of_eager(case: Case) -> tuple[list[Tensor], bool]:
+    """In the layouts at hand, or contiguous where eager refuses those; and whether it did."""
+    try:
+        return of_plain(case, lambda t: t), False
+    except RuntimeError:
+        return of_plain(case, Tensor.contiguous), True
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.double().contiguous()
+
+
+def error_sizes(mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor) -> list[float]:
+    """Sums of squares of our error, eager's and one rounding of the result, and the largest."""
+    info = torch.finfo(mine.dtype)
+    unit = (scale * (info.eps / 2)).clamp_min(info.smallest_normal * info.eps)
+    columns = torch.stack([mine.double() - exact, theirs.double() - exact, exact * (info.eps / 2)])
+    columns = (columns / unit).flatten(1)
+    return torch.cat([columns.square().sum(1), columns.abs().amax(1)]).tolist()
+
+
+class Trial:
+    def __init__(self, device: str, measured: bool) -> None:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        torch.backends.cudnn.allow_tf32 = False
+        plans.budget(200 if measured else 0)
+        self.device = device
+
+    def one(self, seed: int, unit: int) -> Found:
+        return judged(fuzz_cases.Draw(seed, unit, self.device).case())
+
+    def verdict(self, found: Found) -> list[str]:
+        return verdict(found)
+
+
+def judged(case: Case) -> Found:
+    """What a case has shown; see the module's text."""
+    label = str(case.x.dtype)[6:]
+    theirs, refused = of_eager(case)
+    try:
+        mine = of_ours(case)
+    except Exception as error:
+        if refused and case.policy == "eager":  # the same operators, the same error
+            return {"refused as by eager": 1}
+        return {"failures": [f"{type(error).__name__}: {error}".split("\n")[0] + f" in {case}"]}
+    failures, verdicts, pooled, known = [], set(), {}, 0
+    exact = of_plain(case, wide)
+    scale = of_plain(case, lambda t: wide(t).abs(), bare_step)
+    for name, a, b, c, s in zip(names(case), mine, theirs, exact, scale, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            failures.append(f"{name} is {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}")
+            continue
+        if not a.numel():
+            continue
+        if not (case.is_finite and bool(b.isfinite().all())):
+            if not all(torch.equal(f(a), f(b)) for f in (torch.isnan, torch.isinf)):
+                if loses_nan(case):
+                    known += 1
+                else:
+                    failures.append(f"{name}: not finite elsewhere than eager's")
+            continue
+        if not bool(a.isfinite().all()):
+            failures.append(f"{name}: not finite where eager's is")
+            continue
+        words, numbers = compared(a, b, c, s)
+        if "wrong" in words:
+            failures.append(f"{name}: {words}")
+        verdicts.add(words)
+        for key, number in zip(("elements", "ours", "eager"), numbers):
+            pooled.setdefault(name, {}).setdefault(key, 0)
+            pooled[name][key] += number
+    unreliable = bool(failures) and eager_differs(case)
+    counts = {"cases": 1, "ours worse": 0, "eager worse": 0, "results": pooled}
+    for words in ("ours worse", "eager worse"):
+        counts[words] = int(words in verdicts)
+    operators = {layer.operator: 1 for layer in case.layers}
+    return {
+        "failures": [] if unreliable else [f"{text} in {case}" for text in failures],
+        "by": {case.policy: {label: counts}},
+        "operators": operators,
+        "eager differs from call to call": int(unreliable),
+        "not finite on purpose": int(not case.is_finite),
+        "known: no gradient at a NaN of ReLU under policy cublaslt": known,
+    }
+
+
+def eager_differs(case: Case) -> bool:
+    """Whether eager itself gives other bits, or numbers that are not finite, from call to call."""
+    first, _ = of_eager(case)
+    again = [of_eager(case)[0] for _ in range(20)]
+    same = all(torch.equal(a, b) for found in again for a, b in zip(first, found))
+    return case.is_finite and not same
+
+
+def loses_nan(case: Case) -> bool:
+    """The bit mask that policy cublaslt keeps has no bit for a NaN, whose gradient torch passes."""
+    relu = any(layer.activation == "relu" for layer in case.layers)
+    return case.policy == "cublaslt" and not case.is_finite and relu and case.mode == "grad"
+
+
+def compared(mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor) -> tuple[str, list]:
+    count = mine.numel()
+    if mine.dtype == torch.float64:
+        exact = theirs.double()
+    *sums, most, most_eager, most_size = error_sizes(mine, theirs, exact, scale)
+    ours, eager, size = (math.sqrt(s / count) for s in sums)
+    numbers = [count, sums[0], sums[1]]
+    if mine.dtype == torch.float64:
+        limit = EXACT * (1 + size)
+        return (f"wrong: error {ours:.3g} of fp64's rounding" if ours > limit else ""), numbers
+    slack = SLACK * size
+    far = ours > LUCK and ours > FAR * (eager + size)
+    if far or (most > 5 * LUCK and most > FAR * (most_eager + most_size)):
+        text = f"wrong: error {ours:.3g}, eager's {eager:.3g}, largest {most:.3g}, {most_eager:.3g}"
+        return text, numbers
+    if ours > ALLOWED * eager + slack:
+        return "ours worse", numbers
+    return ("eager worse" if eager > ALLOWED * ours + slack else ""), numbers
+
+
+def verdict(found: Found) -> list[str]:
+    """Ours may not be the worse one more often than eager is (three standard deviations of tossing
+    a coin are allowed), nor its error over all cases above 1.1 times eager's."""
+    wrong = []
+    for policy, dtypes in found.get("by", {}).items():
+        for dtype, counts in dtypes.items():
+            ours, eager = counts["ours worse"], counts["eager worse"]
+            if ours - eager > 3 * math.sqrt(ours + eager):
+                wrong.append(f"{policy}, {dtype}: ours worse {ours} times, eager {eager} times")
+            if dtype == "float64":
+                continue
+            for name, sums in counts["results"].items():
+                ratio = ratio_of(sums)
+                if sums["elements"] >= 2048 and ratio > POOLED:
+                    wrong.append(f"{policy}, {dtype}, {name}: {ratio:.3f} times eager's error")
+    return wrong
+
+
+def ratio_of(sums: dict) -> float:
+    return math.sqrt(sums["ours"] / sums["eager"]) if sums["eager"] else float(sums["ours"] > 0)

@@ -1,0 +1,399 @@
+"""Random calls of the fused operators, one after the other, with all that can vary about them.
+
+An operator is a row of OPERATORS. Its plain form goes through `step` for every product and its
+activation, so that the same lines give eager's result, the one in fp64, the scale of rounding
+errors, and how near a pre-activation is to ReLU's kink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS
+from torch import Tensor
+
+import torch_fused_linear as tfl
+
+Step = Callable[..., Tensor]  # (product, x, weight, bias, activation) -> act(product(x, w, b))
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "gelu_erf": F.gelu,
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SAFE = ("contiguous", "transposed", "row_strided", "column_strided", "offset")
+TINY = (1, 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65)
+
+
+@dataclass
+class Layer:
+    """One call of an operator: its parameters, and what else is said."""
+
+    operator: str
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    activation: str
+    memory: str = "default"
+    conv: tuple = ()  # stride, padding, dilation, groups
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (*self.weights, *self.biases) if t is not None]
+
+
+# --- the operators -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`ours` is called with (where, x, layer), `where` being the package or torch.ops.fused."""
+
+    activations: tuple[str, ...]
+    ours: Callable[..., Tensor]
+    plain: Callable[[Step, Tensor, Layer], Tensor]
+
+
+def _linear(step: Step, x: Tensor, layer: Layer) -> Tensor:
+    return step(F.linear, x, layer.weights[0], layer.biases[0], layer.activation)
+
+
+def _mlp(step: Step, x: Tensor, layer: Layer) -> Tensor:
+    last = len(layer.weights) - 1
+    for k, (weight, bias) in enumerate(zip(layer.weights, layer.biases)):
+        x = step(F.linear, x, weight, bias, "none" if k == last else layer.activation)
+    return x
+
+
+def _conv(step: Step, x: Tensor, layer: Layer) -> Tensor:
+    def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.conv2d(x, w, b, *layer.conv)
+
+    return step(product, x, layer.weights[0], layer.biases[0], "relu")
+
+
+def _ours_gelu(where, x: Tensor, layer: Layer) -> Tensor:
+    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[layer.activation]
+    parameters = layer.weights[0], layer.biases[0]
+    return where.linear_gelu(x, *parameters, approximate=approximate, memory=layer.memory)
+
+
+def _ours_linear(where, x: Tensor, layer: Layer) -> Tensor:
+    return where.linear(x, layer.weights[0], layer.biases[0])
+
+
+def _ours_relu(where, x: Tensor, layer: Layer) -> Tensor:
+    return where.linear_relu(x, layer.weights[0], layer.biases[0], memory=layer.memory)
+
+
+def _ours_mlp(where, x: Tensor, layer: Layer) -> Tensor:
+    return where.mlp(x, layer.weights, layer.biases, layer.activation, memory=layer.memory)
+
+
+def _ours_conv(where, x: Tensor, layer: Layer) -> Tensor:
+    return where.conv2d_relu(x, layer.weights[0], layer.biases[0], *layer.conv)
+
+
+OPERATORS = {
+    "linear": Operator(("none",), _ours_linear, _linear),
+    "linear_relu": Operator(("relu",), _ours_relu, _linear),
+    "linear_gelu": Operator(("gelu_tanh", "gelu_erf"), _ours_gelu, _linear),
+    "mlp": Operator(("relu", "gelu_tanh", "gelu_erf"), _ours_mlp, _mlp),
+    "conv2d_relu": Operator(("relu",), _ours_conv, _conv),
+}
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def eager_step(product, x, weight, bias, activation):
+    return ACTIVATIONS[activation](product(x, weight, bias))
+
+
+def bare_step(product, x, weight, bias, activation):
+    """Without activation: of absolute values, the scale of the errors."""
+    return product(x, weight, bias)
+
+
+@dataclass
+class KinkStep:
+    """Runs in fp64 and keeps ReLU's inputs away from 0.
+
+    Near 0 the sign of a pre-activation, and with it ReLU's derivative, is a matter of rounding and
+    no error. Channels of a hidden layer that come near are cut off in the next weight; `near` is
+    where the last layer's do.
+    """
+
+    dtype: torch.dtype
+    near: Tensor | None = None
+    variances: dict[int, Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)  # so that no id is given twice
+
+    def __call__(self, product, x, weight, bias, activation):
+        if self.near is not None and self.near.any():
+            channels = -1 if weight.dim() == 2 else -3
+            near = self.near.movedim(channels, 0)
+            weight[:, near.reshape(len(near), near[:1].numel()).any(1)] = 0
+        u = torch.finfo(self.dtype).eps / 2
+        wide, x = weight.double(), x.double()
+        z = product(x, wide, None if bias is None else bias.double())
+        # of the operand's roundings, and of a sum in fp32
+        squares, sums = wide.square(), min(1.0, 2.0**-24 / u) ** 2 * max(1, weight[:1].numel())
+        before = self.variances.get(id(x), torch.zeros_like(x))
+        variance = product(1.3 * before + sums * x.square(), squares, None)
+        self.near = z.abs() <= 6 * u * variance.sqrt() if activation == "relu" else None
+        h = ACTIVATIONS[activation](z)
+        self.variances[id(h)] = variance + 2 * z.square()
+        self.alive.append(h)
+        return h
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A chain of layers, what it is called with, and under which settings."""
+
+    x: Tensor
+    layers: list[Layer]
+    grad: Tensor
+    wanted: list[bool]  # of x and every parameter, whether it requires a gradient
+    mode: str
+    policy: str
+    through_ops: bool
+    handover: bool
+    deterministic: bool
+    calls_backward: bool
+    words: str  # of how the operands lie, for the report
+    is_finite: bool = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.x, *(t for layer in self.layers for t in layer.tensors)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Layer]]:
+        """The same calls on other tensors."""
+        x, *rest = tensors
+        left = iter(rest)
+        layers = []
+        for layer in self.layers:
+            weights = [next(left) for _ in layer.weights]
+            biases = [None if b is None else next(left) for b in layer.biases]
+            layers.append(
+                Layer(layer.operator, weights, biases, layer.activation, layer.memory, layer.conv)
+            )
+        return x, layers
+
+    def __str__(self) -> str:
+        shapes = []
+        for layer in self.layers:
+            extra = f", {layer.conv}" if layer.conv else ""
+            biases = "".join("-" if b is None else "b" for b in layer.biases)
+            sizes = [tuple(w.shape) for w in layer.weights]
+            shapes.append(
+                f"{layer.operator}({layer.activation}, {layer.memory}, {sizes} {biases}{extra})"
+            )
+        wanted = "".join("1" if w else "0" for w in self.wanted)
+        flags = [self.mode, self.policy, "torch.ops" if self.through_ops else "functions"]
+        flags += [] if self.handover else ["no handover"]
+        flags += ["deterministic"] if self.deterministic else []
+        flags += ["backward()"] if self.calls_backward else []
+        return (
+            f"{str(self.x.dtype)[6:]} {tuple(self.x.shape)} {' '.join(shapes)} wanted {wanted}, "
+            f"{', '.join(flags)}; {self.words}"
+        )
+
+
+def plain(step: Step, x: Tensor, layers: Sequence[Layer]) -> Tensor:
+    for layer in layers:
+        x = OPERATORS[layer.operator].plain(step, x, layer)
+    return x
+
+
+def ours(case: Case, x: Tensor, layers: Sequence[Layer]) -> Tensor:
+    where = torch.ops.fused if case.through_ops else tfl
+    for layer in layers:
+        x = OPERATORS[layer.operator].ours(where, x, layer)
+    return x
+
+
+class Draw:
+    """Draws one case; the same seed and number give the same one on every machine."""
+
+    def __init__(self, seed: int, unit: int, device: str) -> None:
+        self.choice = random.Random(f"{seed} {unit}")
+        self.gen = torch.Generator().manual_seed(self.choice.getrandbits(48))
+        self.device = device
+        self.dtype = self.choice.choices(DTYPES, (40, 25, 25, 10))[0]
+        self.words: list[str] = []
+
+    def chance(self, part: float) -> bool:
+        return self.choice.random() < part
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(*shape, generator=self.gen) * scale
+        return values.to(device=self.device, dtype=self.dtype)
+
+    def laid_out(self, t: Tensor, name: str, layouts: Sequence[str], table: dict) -> Tensor:
+        if t.numel() == 0 or t.dim() == 0 or self.chance(0.5):
+            return t
+        layout = self.choice.choice(layouts)
+        self.words.append(f"{name} {layout}")
+        return table[layout](t)
+
+    def matrix(self, t: Tensor, name: str, keeps_values: bool = False) -> Tensor:
+        if t.dim() < 2:
+            return self.laid_out(t, name, list(VECTOR_LAYOUTS), VECTOR_LAYOUTS)
+        layouts = SAFE if keeps_values else list(MATRIX_LAYOUTS)
+        return self.laid_out(t, name, layouts, MATRIX_LAYOUTS)
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def sizes(self) -> tuple[tuple[int, ...], list[int]]:
+        """The leading sizes of the input and the widths of what may follow."""
+        kind = self.choice.random()
+        if kind < 0.0002:  # so large that a CPU's gradients are taken block by block
+            return (2048,), [3, 2100]
+        if kind < 0.01:  # so large that a CPU's products may go to oneDNN, a GPU's to its kernels
+            widths = [self.choice.randrange(128, 520) for _ in range(3)]
+            return (self.choice.randrange(128, 400),), widths
+        if kind < 0.15:
+            lead = (self.choice.randrange(1, 100),)
+            widths = [self.choice.randrange(1, 200) for _ in range(6)]
+        else:
+            lead = tuple(
+                self.choice.choice(TINY[:16]) for _ in range(self.choice.choice((0, 1, 1, 1, 2)))
+            )
+            widths = [self.choice.choice(TINY) for _ in range(6)]
+        if lead and self.chance(0.03):
+            lead = (*lead[:-1], 0)
+        if self.chance(0.03):
+            widths[self.choice.randrange(len(widths))] = 0
+        return lead, widths
+
+    # --- layers ----------------------------------------------------------------------------------
+
+    def bias(self, out: int) -> Tensor | None:
+        if self.chance(0.25):
+            return None
+        t = self.normal(out, scale=self.choice.choice((1.0, 1.0, 0.1)))
+        return self.laid_out(t, "bias", list(VECTOR_LAYOUTS), VECTOR_LAYOUTS)
+
+    def weight(self, out: int, inner: int, first: bool) -> Tensor:
+        t = self.normal(out, inner, scale=1 / math.sqrt(max(inner, 1)))
+        return self.matrix(t, "weight", keeps_values=not first)
+
+    def linear_layers(self, widths: list[int]) -> list[Layer]:
+        layers, inner = [], widths.pop(0)
+        for number in range(self.choice.choice((1, 1, 1, 2, 2, 3))):
+            if not widths:
+                break
+            name = self.choice.choice([n for n in OPERATORS if n != "conv2d_relu"])
+            operator = OPERATORS[name]
+            depth = min(len(widths), self.choice.choice((1, 2, 2, 3))) if name == "mlp" else 1
+            weights, biases = [], []
+            for k in range(depth):
+                out = widths.pop(0)
+                weights.append(self.weight(out, inner, number == k == 0))
+                biases.append(self.bias(out))
+                inner = out
+            activation = self.choice.choice(operator.activations)
+            memory = self.choice.choice(("default", "default", "low"))
+            layers.append(Layer(name, weights, biases, activation, memory))
+        return layers
+
+    def convolution(self) -> tuple[Tensor, list[Layer]]:
+        choice = self.choice
+        batch, channels = choice.choice((1, 2, 3, 5)), choice.choice((1, 2, 3, 4, 6, 8, 16))
+        size = [choice.randrange(1, 15) for _ in range(2)]
+        images = self.normal(batch, channels, *size)
+        if self.chance(0.1):
+            images = images[0]
+        layers = []
+        for number in range(choice.choice((1, 1, 2))):
+            kernel = [choice.choice((1, 1, 2, 3, 3, 5)) for _ in range(2)]
+            padding, dilation, stride = [], [], []
+            for k in range(2):
+                dilation.append(choice.choice((1, 1, 1, 2)))
+                reach = dilation[k] * (kernel[k] - 1) + 1
+                padding.append(max(choice.randrange(0, 3), -(-(reach - size[k]) // 2)))
+                stride.append(choice.choice((1, 1, 2, 3)))
+                size[k] = (size[k] + 2 * padding[k] - reach) // stride[k] + 1
+            groups = choice.choice([g for g in (1, 1, 1, 2, channels) if channels % g == 0])
+            groups = 1 if number else groups  # whose channels can be cut off
+            out = groups * choice.choice((1, 2, 3, 4, 8))
+            inner = channels // groups
+            scale = 1 / math.sqrt(inner * math.prod(kernel))
+            weight = self.image(self.normal(out, inner, *kernel, scale=scale), "weight")
+            options = (stride, padding, dilation, groups)
+            layers.append(Layer("conv2d_relu", [weight], [self.bias(out)], "relu", conv=options))
+            channels = out
+        return self.image(images, "x"), layers
+
+    def image(self, t: Tensor, name: str) -> Tensor:
+        if t.dim() == 4 and self.chance(0.4):
+            self.words.append(f"{name} channels-last")
+            return t.to(memory_format=torch.channels_last)
+        return self.matrix(t, name, keeps_values=True)
+
+    # --- the whole -------------------------------------------------------------------------------
+
+    def case(self) -> Case:
+        choice = self.choice
+        if self.chance(0.12):
+            x, layers = self.convolution()
+        else:
+            lead, widths = self.sizes()
+            x = self.matrix(self.normal(*lead, widths[0]), "x")
+            layers = self.linear_layers(widths)
+        kinks = KinkStep(self.dtype)
+        with torch.no_grad():
+            result = plain(kinks, x, layers)
+        g = self.normal(*result.shape)
+        if kinks.near is not None and kinks.near.any():
+            g = g.masked_fill(kinks.near, 0)
+        else:
+            keeps = bool(layers[0].conv)
+            g = self.image(g, "grad") if keeps else self.matrix(g, "grad")
+        count = 1 + sum(len(layer.tensors) for layer in layers)
+        case = Case(
+            x,
+            layers,
+            g,
+            wanted=[self.chance(0.8) for _ in range(count)],
+            mode=choice.choices(("grad", "no_grad", "inference_mode"), (8, 1, 1))[0],
+            policy=choice.choices(("auto", "cublaslt", "eager"), (6, 3, 1))[0],
+            through_ops=self.chance(0.4),
+            handover=not self.chance(0.1),
+            deterministic=self.chance(0.1),
+            calls_backward=self.chance(0.5),
+            words=", ".join(self.words),
+        )
+        if self.chance(0.02) and x.numel() and "x" not in case.words.replace("expand", ""):
+            value = choice.choice((math.nan, math.inf, -math.inf))
+            case.x.view(-1)[choice.randrange(x.numel())] = value
+            case.words += f"; {value} in x"
+            case.is_finite = False
+        return case
+
+
+@contextlib.contextmanager
+def settings(case: Case):
+    """The settings of a case, put back at the end."""
+    before = torch.are_deterministic_algorithms_enabled()
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    mode = modes.get(case.mode, contextlib.nullcontext)
+    torch.use_deterministic_algorithms(case.deterministic, warn_only=True)
+    try:
+        with tfl.set_policy(case.policy), tfl.handover(case.handover), mode():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,83 @@
+// Files of plans, while the system's calls fail: `plan_file_faults FOLDER`, with faults.cpp
+// preloaded. Prints the number of calls that failed, or what went wrong, which is exit status 1.
+
+#include "../csrc/problems.h"
+
+#include "plans/plan_file.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <iterator>
+#include <string>
+
+namespace {
+
+using Arm = void (*)(const char*, long, long);
+using Disarm = long (*)();
+
+PlanFile file_of(int count) {
+  PlanFile file{"GPU A", library, {}};
+  for (int i = 1; i <= count; ++i) {
+    auto p = problem_of(Pass::fprop, Activation::relu);
+    p.matmul.m = 8 * i;
+    Decision d;
+    d.origin = Decision::Origin::file;
+    d.strategy = find_strategy(p.pass, "epilogue");
+    d.algorithm.bytes[0] = static_cast<uint64_t>(i);
+    file.decisions.emplace_back(p, d);
+  }
+  return file;
+}
+
+long open_files() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all));
+}
+
+std::string refused(const std::string& path, const PlanFile& plans) {
+  try {
+    write_plan_file(path, plans, false);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const auto arm = reinterpret_cast<Arm>(dlsym(RTLD_DEFAULT, "faults_arm"));
+  const auto disarm = reinterpret_cast<Disarm>(dlsym(RTLD_DEFAULT, "faults_disarm"));
+  if (count != 2 || arm == nullptr || disarm == nullptr) return 2;
+  const auto path = std::string(arguments[1]) + "/plans";
+  const auto old = file_of(3), next = file_of(40);
+  long failed = 0, wrongs = 0;
+  for (const char* name : {"open", "flock", "fopen", "fwrite", "fflush", "fsync", "rename"}) {
+    for (long nth = 1;; ++nth) {
+      write_plan_file(path, old, false);
+      const long before = open_files();
+      arm(name, nth, 1);
+      const auto error = refused(path, next);
+      if (disarm() < nth) {
+        if (nth > 1) break;
+        std::printf("%s is never called\n", name);
+        return 1;
+      }
+      ++failed;
+      const auto wrong = [&](const char* what) {
+        std::printf("%s %ld: %s (%s)\n", name, nth, what, error.c_str());
+        ++wrongs;
+      };
+      if (!error.empty() && error.find(path) == std::string::npos) wrong("names no file");
+      const auto there = read_plan_file(path).decisions;
+      if (there != (error.empty() ? next : old).decisions) wrong("the file is another one");
+      if (open_files() != before) wrong("a file is left open");
+      if (!refused(path, next).empty()) wrong("the next call fails");
+      if (read_plan_file(path).decisions != next.decisions) wrong("the next call is wrong");
+    }
+  }
+  if (wrongs == 0) std::printf("%ld\n", failed);
+  return wrongs == 0 ? 0 : 1;
+}

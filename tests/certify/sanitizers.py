@@ -1,0 +1,70 @@
+"""The C++ tests under the compiler's sanitizers; on a GPU, our kernels under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from certify.parts import Found
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILERS = ("address", "thread")
+CUDA = ("memcheck", "racecheck", "synccheck", "initcheck")
+ENDED_BY_IT = 77  # the status that compute-sanitizer gives where it has found something
+
+
+def tools(device: str) -> tuple[str, ...]:
+    return COMPILERS if device == "cpu" else (*COMPILERS, *CUDA)
+
+
+class Trial:
+    def __init__(self, device: str, measured: bool) -> None:
+        self.device = device
+
+    def one(self, seed: int, unit: int) -> Found:
+        """A unit is a tool."""
+        available = tools(self.device)
+        if unit >= len(available):
+            return {"without a GPU": 1}
+        tool = available[unit]
+        return compiled(tool) if tool in COMPILERS else on_gpu(tool, seed)
+
+    def verdict(self, found: Found) -> list[str]:
+        return []
+
+
+def compiled(kind: str) -> Found:
+    """`make asan`, `make tsan`."""
+    command = [sys.executable, str(ROOT / "tests/support/sanitized.py"), kind]
+    run = subprocess.run(command, capture_output=True, text=True)
+    return judged(kind, run)
+
+
+def judged(kind: str, run: subprocess.CompletedProcess) -> Found:
+    counted = re.search(r"(\d+) of (\d+) tests are clean", run.stdout)
+    failed = re.findall(r"^(.*): failed$", run.stdout, re.MULTILINE)
+    clean = int(counted[1]) if counted else 0
+    if run.returncode and not failed:
+        failed = [f"it did not run: {run.stderr[-300:]}"]
+    return {"clean": {kind: clean}, "failures": [f"{kind}: {test}" for test in failed]}
+
+
+def on_gpu(tool: str, seed: int) -> Found:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return {"failures": [f"{tool}: there is no compute-sanitizer on the PATH"]}
+    script = Path(__file__).parent / "kernels.py"
+    command = [program, f"--tool={tool}", f"--error-exitcode={ENDED_BY_IT}"]
+    command += ["--kernel-regex", "kns=fused", sys.executable, str(script), str(seed)]
+    # torch's own pool would hide what is written beside a tensor
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    found = re.search(r"(\d+) calls", run.stdout)
+    if run.returncode or not found:
+        lines = [line for line in run.stdout.splitlines() if "=====" in line]
+        return {"failures": [f"{tool}: status {run.returncode}: {' '.join(lines)[:1000]}"]}
+    return {"clean": {tool: int(found[1])}}

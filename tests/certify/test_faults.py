@@ -1,0 +1,125 @@
+"""The faults in short, with the shim; and that what they would find is reported."""
+
+import json
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+
+from certify import faults, fuzz_cases
+from certify.test_record import certify
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A record of the files of plans, unit 0, and of a few cases."""
+    if not faults.compiler():
+        pytest.skip("needs a compiler for C++")
+    folder = tmp_path_factory.mktemp("records")
+    run = certify("faults", "--count", 4, "--records", folder)
+    record = json.loads((folder / "faults_cpu.json").read_text())
+    assert record["finished"] and not record["crashed"], run.stdout + run.stderr
+    return record
+
+
+def test_allocations_fail_one_by_one(found):
+    assert found["found"]["failed calls"]["posix_memalign"] > 20
+    assert [f for f in found["failures"] if f["unit"] != 0] == [] == found["verdict"]
+
+
+@pytest.mark.xfail(strict=True, reason="the lock's file stays open where flock fails")
+def test_the_calls_of_plan_files_fail_one_by_one(found):
+    assert [f for f in found["failures"] if f["unit"] == 0] == []
+
+
+class Shim:
+    """In place of the library: an operator asks it whether this call fails."""
+
+    def __init__(self):
+        self.first = self.seen = 0
+
+    class _Function:
+        def __init__(self, call):
+            self.call = call
+
+        def __call__(self, *arguments):
+            return self.call(*arguments)
+
+    def __getattr__(self, name):
+        function = Shim._Function({"faults_arm": self.arm, "faults_disarm": self.disarm}[name])
+        setattr(self, name, function)
+        return function
+
+    def arm(self, name, first, count):
+        self.first, self.seen = first, 0
+
+    def disarm(self):
+        self.first = 0
+        return self.seen
+
+    def fails(self):
+        self.seen += self.first > 0
+        return 0 < self.seen == self.first
+
+
+KEPT = []
+
+
+def keeps(y):
+    KEPT.append(torch.empty(100_000))
+    raise RuntimeError("not enough memory")
+
+
+class Broken:
+    """Right at first, and wrong after the first failure."""
+
+    def __init__(self):
+        self.is_broken = False
+
+    def __call__(self, y):
+        self.is_broken = True
+        raise RuntimeError("not enough memory")
+
+
+def unclear(y):
+    raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    "on_failure, words",
+    [
+        (lambda y: y * 1.5, "wrong: error"),
+        (unclear, "the error is not clear: 'RuntimeError: something else'"),
+        (keeps, "bytes are lost each time"),
+        (Broken(), "the next call: output is wrong"),
+        (None, None),
+    ],
+    ids=["wrong", "unclear", "leak", "broken", "nothing"],
+)
+def test_what_a_fault_breaks_is_reported(monkeypatch, on_failure, words):
+    def refused(y):
+        raise RuntimeError("not enough memory")
+
+    shim, broken = Shim(), on_failure or refused
+    monkeypatch.setattr(faults, "preloaded", lambda: shim)
+    trial = faults.Trial("cpu", measured=False)
+    for name, operator in list(fuzz_cases.OPERATORS.items()):
+
+        def ours(where, x, layer, operator=operator):
+            y = operator.ours(where, x, layer)
+            if shim.fails():
+                return broken(y)
+            return y * 1.5 if getattr(broken, "is_broken", False) else y
+
+        changed = fuzz_cases.Operator(operator.activations, ours, operator.plain)
+        monkeypatch.setitem(fuzz_cases.OPERATORS, name, changed)
+    failures = [text for unit in range(1, 6) for text in trial.one(1, unit).get("failures", [])]
+    KEPT.clear()
+    assert bool(failures) == (words is not None), failures[:3]
+    assert words is None or any(words in text for text in failures), failures[:3]
+
+
+def test_a_call_that_never_happens_is_reported(monkeypatch):
+    monkeypatch.setattr(faults, "preloaded", lambda: Shim())
+    trial = faults.Trial("cpu", measured=False)
+    assert trial.verdict({}) == ["posix_memalign was never called"]

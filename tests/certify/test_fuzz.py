@@ -1,0 +1,134 @@
+"""The fuzz in short, and that it reports what is wrong."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import one_thread  # noqa: F401
+
+from certify import fuzz, fuzz_cases, record
+
+CASES = 800
+
+
+@pytest.fixture
+def trial(device):
+    return fuzz.Trial(device.type, measured=False)
+
+
+def tried(trial, units, seed=1):
+    found = {}
+    for unit in units:
+        record.add(found, {"failures": [], **trial.one(seed, unit)})
+    return found
+
+
+def sums(found, key):
+    return sum(c[key] for dtypes in found["by"].values() for c in dtypes.values())
+
+
+def test_random_cases_are_as_exact_as_eager(trial):
+    found = tried(trial, range(CASES))
+    assert found["failures"] == []
+    assert sums(found, "cases") > 0.99 * CASES
+    ours, eager = sums(found, "ours worse"), sums(found, "eager worse")
+    assert ours <= eager + 3 * (ours + eager) ** 0.5, (ours, eager)
+    assert set(found["operators"]) == set(fuzz_cases.OPERATORS)
+
+
+def test_a_case_is_the_same_again():
+    for unit in range(40):
+        first, again = (fuzz_cases.Draw(3, unit, "cpu").case() for _ in range(2))
+        assert str(first) == str(again)
+        assert all(
+            torch.equal(a, b) or not first.is_finite
+            for a, b in zip([*first.tensors, first.grad], [*again.tensors, again.grad])
+        )
+
+
+def test_cases_differ_in_all_that_is_promised():
+    cases = [fuzz_cases.Draw(1, unit, "cpu").case() for unit in range(1000)]
+    layers = [layer for case in cases for layer in case.layers]
+    assert {case.x.dtype for case in cases} == set(fuzz_cases.DTYPES)
+    assert {case.policy for case in cases} == {"auto", "cublaslt", "eager"}
+    assert {case.mode for case in cases} == {"grad", "no_grad", "inference_mode"}
+    assert {(layer.operator, layer.memory) for layer in layers if layer.operator == "mlp"} == {
+        ("mlp", "default"),
+        ("mlp", "low"),
+    }
+    assert {0, 1} <= {size for case in cases for size in case.x.shape}
+    assert max(len(case.layers) for case in cases) == 3
+    assert any(0 in t.stride() for case in cases for t in case.tensors if t.numel() > 1)
+    assert any(t.storage_offset() for case in cases for t in case.tensors)
+    assert any(not all(case.wanted) for case in cases) and any(not c.is_finite for c in cases)
+
+
+def planted(monkeypatch, change, name="linear"):
+    """`change(result, x, layer)` is what the operator then gives."""
+    operator = fuzz_cases.OPERATORS[name]
+
+    def ours(where, x, layer):
+        return change(operator.ours(where, x, layer), x, layer)
+
+    broken = dataclasses.replace(operator, ours=ours)
+    monkeypatch.setitem(fuzz_cases.OPERATORS, name, broken)
+
+
+class Backward(torch.autograd.Function):
+    """The identity, whose gradient is changed."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.change(g), None
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda y, x, layer: y * 1.5, "wrong: error"),
+        (lambda y, x, layer: y / 0.0, "not finite where eager's is"),
+        (lambda y, x, layer: y.double(), "is torch.float64"),
+        (lambda y, x, layer: Backward.apply(y, lambda g: g * 1.5), "grad_input: wrong"),
+        (lambda y, x, layer: y.no_such_method(), "AttributeError"),
+    ],
+    ids=["wrong", "not finite", "dtype", "gradient", "error"],
+)
+def test_a_wrong_operator_is_reported(monkeypatch, change, words):
+    trial = fuzz.Trial("cpu", measured=False)
+    planted(monkeypatch, change)
+    found = tried(trial, range(100))
+    assert any(words in text for text in found["failures"]), found["failures"][:5]
+
+
+def inexact(factor):
+    """The error of the result, against fp64, made larger by a factor."""
+
+    def change(y, x, layer):
+        exact = fuzz_cases._linear(
+            fuzz_cases.eager_step,
+            x.detach().double(),
+            dataclasses.replace(
+                layer,
+                weights=[w.detach().double() for w in layer.weights],
+                biases=[None if b is None else b.detach().double() for b in layer.biases],
+            ),
+        )
+        error = (y.detach().double() - exact) * (factor - 1)
+        return y + error.to(y.dtype)
+
+    return change
+
+
+def test_an_operator_that_is_less_exact_is_reported(monkeypatch):
+    """No single result of it is wrong: fp32, twice eager's error."""
+    trial = fuzz.Trial("cpu", measured=False)
+    planted(monkeypatch, inexact(2.0))
+    found = tried(trial, range(400))
+    wrong = trial.verdict(found)
+    assert any("float32: ours worse" in text for text in wrong), wrong
+    assert any("output" in text and "times eager's error" in text for text in wrong), wrong

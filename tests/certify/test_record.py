@@ -1,0 +1,117 @@
+"""Records: written as a whole, gone on with, and told of crashes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certify import __main__, parts, record
+
+ROOT = Path(__file__).resolve().parents[2]
+PART = parts.Part("sample", "something", "tries", 10, "sample")
+
+
+class Trial:
+    """Ends at a unit, as by an interruption."""
+
+    def __init__(self, ends_at=None, fails_at=()):
+        self.ends_at, self.fails_at, self.tried = ends_at, fails_at, []
+
+    def one(self, seed, unit):
+        if unit == self.ends_at:
+            raise KeyboardInterrupt
+        self.tried.append(unit)
+        failures = [f"{unit} is wrong"] if unit in self.fails_at else []
+        return {
+            "failures": failures,
+            "sum": unit,
+            "by": {"even": int(unit % 2 == 0)},
+            "worst": unit,
+        }
+
+    def verdict(self, found):
+        return []
+
+
+def asked(count=10):
+    return {"seed": 1, "count": count, "measured": False}
+
+
+def begin(path, **changes):
+    return record.begin(path, PART, "cpu", asked(**changes), anew=False)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "sample_cpu.json"
+    first, second = Trial(ends_at=6, fails_at=(2,)), Trial()
+    with pytest.raises(KeyboardInterrupt):
+        record.work(path, first, begin(path))
+    written = json.loads(path.read_text())
+    assert written["done"] == 6 and not written["finished"]
+    assert record.Pointer(path).read() == 6
+    record.work(path, second, begin(path))
+    written = json.loads(path.read_text())
+    assert first.tried + second.tried == list(range(10))
+    assert written["finished"] and written["found"] == {"sum": 45, "by": {"even": 5}, "worst": 9}
+    assert written["failed"] == 1
+    assert written["failures"] == [{"unit": 2, "what": "2 is wrong"}]
+    assert record.bad(written) and sorted(os.listdir(tmp_path)) == [path.name]
+
+
+def test_another_question_or_tree_begins_anew(tmp_path, monkeypatch):
+    path = tmp_path / "sample_cpu.json"
+    record.work(path, Trial(), begin(path))
+    assert begin(path)["done"] == begin(path, count=11)["done"] == 10
+    assert begin(path, count=9)["done"] == 0
+    assert record.begin(path, PART, "cpu", {**asked(), "seed": 2}, anew=False)["done"] == 0
+    assert record.begin(path, PART, "cpu", asked(), anew=True)["done"] == 0
+    monkeypatch.setattr(record.gpu_record, "tree_hash", lambda: "another")
+    assert begin(path)["done"] == 0
+
+
+def test_a_crashed_unit_is_left_out(tmp_path):
+    path, trial = tmp_path / "sample_cpu.json", Trial()
+    found = begin(path)
+    found["crashed"]["4"] = "SIGSEGV"
+    record.work(path, trial, found)
+    assert 4 not in trial.tried and len(trial.tried) == 9
+    assert record.bad(json.loads(path.read_text()))
+
+
+def certify(*words, **variables):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+    command = [sys.executable, str(ROOT / "tests" / "certify"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path):
+    """The process dies at the third case of the fuzz, every time it gets there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "sys.path.insert(0, os.environ['TESTS'])\n"
+        "from certify import fuzz_cases\n"
+        "draw = fuzz_cases.Draw.__init__\n"
+        "def init(self, seed, unit, device):\n"
+        "    unit == 3 and os.kill(os.getpid(), 11)\n"
+        "    draw(self, seed, unit, device)\n"
+        "fuzz_cases.Draw.__init__ = init\n"
+    )
+    folders = [tmp_path, ROOT / "tests" / "support", ROOT]
+    path = os.pathsep.join(map(str, folders))
+    run = certify(
+        "fuzz", "--count", 6, "--records", tmp_path, TESTS=str(ROOT / "tests"), PYTHONPATH=path
+    )
+    assert run.returncode == 1, run.stderr
+    assert "3: the process ended by SIGSEGV" in run.stdout, run.stdout + run.stderr
+    found = json.loads((tmp_path / "fuzz_cpu.json").read_text())
+    assert found["finished"] and found["done"] == 6 and found["crashed"] == {"3": "SIGSEGV"}
+    assert found["tree_hash"] == record.gpu_record.tree_hash()
+
+
+def test_the_command_line_names_its_parts(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["nothing"])
+    assert "no such part: nothing; there are fuzz" in capsys.readouterr().err

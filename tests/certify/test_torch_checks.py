@@ -1,0 +1,50 @@
+"""torch's checks, in processes of their own: to import them freezes cuDNN's flags."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certify.test_record import certify
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
+
+
+def test_every_check_of_every_operator_and_layer(tmp_path):
+    run = certify("torch", "--records", tmp_path)
+    record = json.loads((tmp_path / "torch_cpu.json").read_text())
+    assert run.returncode == 0, run.stdout
+    assert record["done"] == sum(record["found"]["checks"].values()) == 62
+
+
+PLANTED = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from certify import torch_checks as t
+right = t.OPERATORS[1].op
+class Half(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
+    backward = staticmethod(lambda ctx, g: g / 2)
+t.OPERATORS[1].op = lambda *args: Half.apply(right(*args))
+trial = t.Trial("cpu", False)
+assert len(trial.units) == 62
+print(*(f for unit in range(14) for f in trial.one(1, unit).get("failures", [])), sep="\\n")
+"""
+
+
+def test_a_wrong_gradient_is_reported():
+    folders = [ROOT / "tests", ROOT / "tests" / "support", ROOT]
+    command = [sys.executable, "-c", PLANTED, *map(str, folders)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    words = run.stdout.splitlines()
+    assert words and all("of fused.linear_relu" in line for line in words), words
+    checks = {line.split(" of ")[0] for line in words}
+    assert {"reference", "noncontiguous", "gradients"} <= checks
