@@ -18,13 +18,19 @@ from . import report
 from .activations import ACTIVATIONS
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
-_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+_KNOWN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _OBJECTION = "(no kernel: tensor subclass) + reference"
 
 
 def is_foreign(tensor: object) -> bool:
     """Whether it is a tensor of a class that has to be asked what to do with it."""
-    return type(tensor) not in _PLAIN and isinstance(tensor, Tensor)
+    return type(tensor) not in _KNOWN and isinstance(tensor, Tensor)
+
+
+def know(*classes: type) -> None:
+    """Lets the operators see tensors of these classes, which know what to do with them."""
+    global _KNOWN
+    _KNOWN = (*_KNOWN, *(cls for cls in classes if cls not in _KNOWN))
 
 
 def _begin(operator: str, input: Tensor, weight: Tensor, memory: str = "default") -> None:
@@ -79,6 +85,6 @@ def conv2d_relu(
     return F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))
 
 
-# Asked by csrc/dispatch/subclasses.cpp, by this key and no other.
+# Asked by C++, by this key and no other.
 _library = torch.library.Library("fused", "IMPL")
 _library.impl("_any_foreign", lambda tensors: any(map(is_foreign, tensors)), "BackendSelect")
