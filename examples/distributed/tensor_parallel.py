@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 2 examples/distributed/tensor_parallel.py
 
 The first layer is divided by its outputs, the second by its inputs, so that the hidden activations
-stay where they are, and one sum over the processes ends the block. With ``use_local_output=False``
-the hidden activations go on as a DTensor, and the second layer hands its gradient to the first.
+stay where they are, and one sum over the processes ends the block. They go on as a DTensor
+(``use_local_output=False``) that is called what it is (dimension 2 is the last one), so that nothing
+stands between the two layers, and the second hands its gradient to the first.
 """
 
 import torch.distributed as dist
 from together import batches, compare, make_model, start, train
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torch_fused_linear as tfl
@@ -20,8 +22,8 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model = make_model(device)
     for block in model:
-        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(block, mesh, plan)
+        up = ColwiseParallel(output_layouts=Shard(2), use_local_output=False)
+        parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
     data = batches(device)  # all processes have the same
     with tfl.explain() as report:
         losses = train(model, model.parameters(), data)

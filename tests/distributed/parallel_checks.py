@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 
 import torch
 import torch.distributed as dist
@@ -78,8 +79,8 @@ def named(model):
     for name, parameter in model.named_parameters():
         for ours, plain in names.items():
             name = name.replace(ours, plain)
-        result[name] = full(parameter.detach()).cpu()
-        result[name + ".grad"] = full(parameter.grad).cpu()
+        result[name] = full(parameter.detach()).cpu().clone()
+        result[name + ".grad"] = full(parameter.grad).cpu().clone()
     return result
 
 
@@ -142,7 +143,10 @@ def plan_of(kind, sequence, local):
             input_layouts=layout, output_layouts=layout, use_local_output=not sequence
         )
     else:
-        plan["up"] = ColwiseParallel(input_layouts=layout, use_local_output=local)
+        hidden = Shard(-1 if local else 2)  # torch redistributes what it is called differently
+        plan["up"] = ColwiseParallel(
+            input_layouts=layout, output_layouts=hidden, use_local_output=local
+        )
         plan["down"] = RowwiseParallel(output_layouts=layout, use_local_output=not sequence)
     return plan
 
@@ -186,7 +190,9 @@ def ddp(kind, how):
     from torch.nn.parallel import DistributedDataParallel
 
     options = {"static_graph": True} if how == "static graph" else {}
-    model = DistributedDataParallel(model_of(kind), bucket_cap_mb=0.001, **options)
+    if how != "compiled":
+        options["bucket_cap_mb"] = 0.001
+    model = DistributedDataParallel(model_of(kind), **options)
     run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     with tfl.explain() as report:
         if how == "no_sync":
@@ -219,8 +225,6 @@ def fsdp(kind, by, how):
         for block in model:
             checkpointed(block)
     shard(model, mesh, by)
-    if how == "compiled":
-        model.compile(backend="aot_eager")
 
     @contextlib.contextmanager
     def accumulate():
@@ -325,3 +329,10 @@ def die(rank):
     if dist.get_rank() == rank:
         os._exit(3)
     dist.barrier()
+
+
+def hang(rank):
+    if dist.get_rank() != rank:
+        dist.barrier()
+    else:
+        time.sleep(1000)

@@ -18,9 +18,8 @@ def operators(calls):
 def test_tensor_parallel_runs_fused_at_both_ends(kind, four):
     calls = four.run(checks.tp, kind, 2, False, False)[0]
     assert calls[0][:2] == FORWARD
-    across = "_linear_backward_across"
-    assert operators(calls).count(across) == 2, calls
-    assert not any("reference" in path for _, _, path, _ in calls)
+    across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
+    assert across == ["handed over" if kind == "layers" else ""] * 2
 
 
 def test_local_activations_between_layers_end_the_handover(four):
@@ -45,9 +44,8 @@ def test_fused_models_keep_their_results(kind, four):
     assert four.run(checks.tp, kind, 2, False, True)[0] == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_compiled(kind, four):
-    four.run(checks.tp, kind, 2, False, False, True, "relu")
+def test_tensor_parallel_compiled(four):
+    four.run(checks.tp, "layers", 2, False, False, True, "relu")
 
 
 @pytest.mark.parametrize("how", ["no_sync", "static graph", "compiled"])
@@ -56,11 +54,10 @@ def test_ddp(how, four):
     assert how == "compiled" or set(handed_over) == {8 if how == "no_sync" else 4}
 
 
-@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed", "compiled"])
+@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
 def test_fsdp_by_block(how, four):
     handed_over = four.run(checks.fsdp, "layers", "block", how)
-    if how != "compiled":
-        assert set(handed_over) == {8 if how == "accumulated" else 4}
+    assert set(handed_over) == {8 if how == "accumulated" else 4}
 
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
@@ -85,8 +82,3 @@ def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):
 
 def test_pipeline_stages_between_fused_layers(four):
     four.run(checks.pipeline)
-
-
-def test_a_dead_rank_leaves_no_hang(four):
-    with pytest.raises(AssertionError, match="rank 2: died"):
-        four.run(checks.die, 2, seconds=60)

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 # Longer than anything takes on a busy machine; a dead rank is seen at once.
 SECONDS = 240
+PRELOADED = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo"]
 
 
 class Ranks:
@@ -54,14 +55,18 @@ class Ranks:
                     errors = dict.fromkeys(late, f"no answer in {seconds} s")
                 continue
             (results if ok else errors)[rank] = value
-        if errors:
+        if errors:  # those that died tell why the others failed
+            for process in self.processes:
+                process.join(0.5)
+            errors.update((r, "died") for r, p in enumerate(self.processes) if not p.is_alive())
             self.stop()
             raise AssertionError("\n".join(f"rank {r}: {text}" for r, text in errors.items()))
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
         self.starts += 1
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # one import of torch for all
+        context.set_forkserver_preload(PRELOADED)
         self.tasks = [context.Queue() for _ in range(self.size)]
         self.answers = context.Queue()
         store = str(self.folder / f"store{self.starts}")
