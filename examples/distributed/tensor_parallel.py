@@ -4,8 +4,8 @@
 
 The first layer is divided by its outputs, the second by its inputs, so that the hidden activations
 stay where they are, and one sum over the processes ends the block. They go on as a DTensor
-(``use_local_output=False``) that is called what it is (dimension 2 is the last one), so that nothing
-stands between the two layers, and the second hands its gradient to the first.
+(``use_local_output=False``) with the last dimension called by its number, 2, so that nothing stands
+between the two layers, and the second hands its gradient to the first.
 """
 
 import torch.distributed as dist

@@ -1,5 +1,6 @@
 """The examples, as their readers run them: two processes."""
 
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,11 @@ def test_there_are_examples():
 def test_example(name):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=300
+        [*command, str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])},
     )
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout

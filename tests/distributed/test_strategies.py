@@ -32,7 +32,7 @@ def test_on_two_by_two(activation, four):
 
 
 def test_matrices_without_bias(four):
-    assert four.run(checks.layer, "relu", (2,), (5, 8, 6), False, 1)[0] == 20
+    assert four.run(checks.layer, "relu", (2,), (5, 8, 6), False, 1)[0] == 16
     assert four.run(checks.layer, "none", (2,), (6, 8), False, 1)[0] == 12
 
 
@@ -73,7 +73,7 @@ def test_second_derivatives(activation, four):
 
 @pytest.mark.parametrize("way", ["mlp", "layers"])
 def test_hidden_activations_are_never_gathered(way, four):
-    """Column, then row parallel: one sum forward, and one backward for the gradient of the input."""
+    """Column, then row parallel: a sum forward, and a sum backward for the input's gradient."""
     inference, training, calls = four.run(checks.communication)[0][way]
     assert inference == {"all_reduce": 1}
     assert training == {"all_reduce": 2}
