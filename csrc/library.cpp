@@ -71,6 +71,14 @@ TORCH_LIBRARY(fused, m) {
       "(Tensor grad_preactivation, Tensor grad_bias)",
       tags);
 
+  // The convolution's own backward on tensors that are sharded over devices, for which torch's rule
+  // knows one layout; gradients not wanted are tensors of no elements.
+  m.def(
+      "_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
+      "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
+      "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+
   // The whole backward of one layer; gradients not wanted are tensors of no elements.
   m.def(
       "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
@@ -87,8 +95,10 @@ TORCH_LIBRARY(fused, m) {
       "Tensor grad_bias, Tensor grad_previous_bias)",
       tags);
 
-  // Whether any of the tensors is of a Python class that has to be asked: Python has the kernel.
+  // Whether any of the tensors is of a Python class that has to be asked, and whether one is sharded
+  // over devices: Python has the kernels.
   m.def("_any_foreign(Tensor[] tensors) -> bool");
+  m.def("_is_sharded(Tensor tensor) -> bool");
 
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);

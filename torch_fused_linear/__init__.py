@@ -3,7 +3,7 @@
 from . import _library
 
 if _library.load():
-    from . import flops, plans
+    from . import flops, plans, sharding
     from ._library import library_path
     from .functional import conv2d_relu, linear, linear_gelu, linear_relu, mlp
     from .fuse import fuse_, unfuse_
@@ -17,6 +17,7 @@ if _library.load():
     from .report import explain
 
     flops.register_when_imported()
+    sharding.register_when_imported()
 
     # A file that cannot be used is told of now, not in the middle of the work.
     plans._from_environment()

@@ -19,16 +19,13 @@ second result is the pre-activation (for a width that is no multiple of 8, and w
 ``'low'``, ``fused::linear`` and ATen's gelu).
 """
 
-import importlib.abc
-import importlib.util
-import sys
 from math import prod
 
 import torch
 
-__all__ = ["FORMULAS", "register"]
+from ._when_imported import when_imported
 
-_COUNTER = "torch.utils.flop_counter"
+__all__ = ["FORMULAS", "register"]
 
 
 def linear(input, weight, *args, **kwargs) -> int:
@@ -84,26 +81,4 @@ def register() -> None:
 def register_when_imported() -> None:
     """Registers once torch's counter is there: its import takes a third of a second (it brings
     Triton with it), which only those who count should have to wait for."""
-    if _COUNTER in sys.modules:
-        register()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find the counter's module, and registers after it has been run."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            exec_module = spec.loader.exec_module
-
-            def exec_and_register(module) -> None:
-                exec_module(module)
-                register()
-
-            spec.loader.exec_module = exec_and_register
-        return spec
+    when_imported("torch.utils.flop_counter", register)

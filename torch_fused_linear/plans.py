@@ -20,6 +20,7 @@ budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -199,6 +200,48 @@ def _told_on_a_terminal() -> Iterator[None]:
     finally:
         over.set()
         teller.join()
+
+
+def broadcast(group: Any = None, source: int = 0) -> int:
+    """Gives the plans of one process to all, so that all compute the same bits in the same way.
+
+    Every process of the group calls it, for example after :func:`warmup` in one of them, or in all:
+    what the others have decided is forgotten. From then on nothing that has a plan is measured.
+
+    Args:
+        group: of processes, as ``torch.distributed`` has it; all of them by default.
+        source: whose plans they are, by its rank within the group.
+
+    Returns:
+        How many plans there were.
+
+    Raises:
+        RuntimeError: the source could not save its plans, which every process then raises.
+        ValueError: this process has another model of GPU or version of cuBLASLt than the source.
+            It keeps its own plans then.
+    """
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "plans")
+        is_source = dist.get_rank(group) == source
+        sent: list[Any] = [None]
+        if is_source:
+            try:
+                save(path)
+                with open(path, "rb") as file:
+                    sent = [file.read()]
+            except Exception as failure:  # the others wait
+                sent = [str(failure)]
+        dist.broadcast_object_list(sent, group=group, group_src=source)
+        if isinstance(sent[0], str):
+            raise RuntimeError(f"plans.broadcast: rank {source} of the group failed: {sent[0]}")
+        if not is_source:
+            with open(path, "wb") as file:
+                file.write(sent[0])
+            load(path)  # where it cannot be used this raises, and nothing is lost
+            clear()
+        return load(path)
 
 
 def _from_environment() -> None:

@@ -19,12 +19,19 @@ from .activations import ACTIVATIONS
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
+_known: tuple[type, ...] = PLAIN
 _OBJECTION = "(no kernel: tensor subclass) + reference"
 
 
 def is_foreign(tensor: object) -> bool:
     """Whether it is a tensor of a class that has to be asked what to do with it."""
-    return type(tensor) not in PLAIN and isinstance(tensor, Tensor)
+    return type(tensor) not in _known and isinstance(tensor, Tensor)
+
+
+def know(*classes: type) -> None:
+    """Lets the operators see tensors of these classes, which know what to do with them."""
+    global _known
+    _known = (*_known, *(cls for cls in classes if cls not in _known))
 
 
 def _begin(operator: str, input: Tensor, weight: Tensor, memory: str = "default") -> None:
@@ -79,6 +86,6 @@ def conv2d_relu(
     return F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))
 
 
-# Asked by csrc/dispatch/subclasses.cpp, by this key and no other.
+# Asked by C++, by this key and no other.
 _library = torch.library.Library("fused", "IMPL")
 _library.impl("_any_foreign", lambda tensors: any(map(is_foreign, tensors)), "BackendSelect")

@@ -5,6 +5,7 @@
 #include "autograd/double_backward.h"
 #include "core/conv.h"
 #include "dispatch/conv_kernels.h"
+#include "dispatch/signatures.h"
 #include "fused_linear.h"
 
 namespace fused::autograd {
@@ -25,6 +26,38 @@ struct State {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
+// Python's answer; without Python there is no such tensor.
+bool is_sharded(const Tensor& tensor) {
+  constexpr auto key = c10::DispatchKey::BackendSelect;
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_is_sharded", "");
+  static const auto op = handle.typed<bool(const Tensor&)>();
+  return handle.hasKernelForDispatchKey(key) && op.redispatch(c10::DispatchKeySet(key), tensor);
+}
+
+Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                               SymIntArrayRef stride, SymIntArrayRef padding,
+                               SymIntArrayRef dilation, const SymInt& groups,
+                               std::array<bool, 3> wanted) {
+  const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
+  return at::convolution_backward_symint(dz, input, weight, SymIntArrayRef(bias_sizes), stride,
+                                         padding, dilation, /*transposed=*/false, conv::no_padding,
+                                         groups, wanted);
+}
+
+// The same as an operator, whose results are all there.
+Gradients conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                          SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                          SymInt groups, std::array<bool, 3> wanted) {
+  auto [grad_input, grad_weight, grad_bias] =
+      convolution_backward(dz, input, weight, stride, padding, dilation, groups, wanted);
+  for (auto* gradient : {&grad_input, &grad_weight, &grad_bias}) {
+    if (!gradient->defined()) *gradient = at::empty({0}, dz.options());
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
 template <typename ReluBackward>
 Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
   const auto& g = state.geometry;
@@ -34,11 +67,16 @@ Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& 
   auto [dz, grad_bias] = relu_backward(batched(grad), batched(state.variables[State::output]),
                                        wanted[2] && !summed_by_library);
   if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
-  const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
-  auto [grad_input, grad_weight, library_bias] = at::convolution_backward_symint(
-      dz, batched(state.variables[State::input]), state.variables[State::weight],
-      SymIntArrayRef(bias_sizes), g.stride, g.padding, g.dilation, /*transposed=*/false,
-      conv::no_padding, g.groups, {wanted[0], wanted[1], wanted[2] && summed_by_library});
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fused::_conv2d_backward", "")
+                             .typed<dispatch::Conv2dBackward>();
+  const auto input = batched(state.variables[State::input]);
+  const auto& weight = state.variables[State::weight];
+  const std::array<bool, 3> mask{wanted[0], wanted[1], wanted[2] && summed_by_library};
+  auto [grad_input, grad_weight, library_bias] =
+      is_sharded(dz) ? op.call(dz, input, weight, g.stride, g.padding, g.dilation, g.groups, mask)
+                     : convolution_backward(dz, input, weight, g.stride, g.padding, g.dilation,
+                                            g.groups, mask);
   return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
 }
 
@@ -139,6 +177,10 @@ Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const Opt
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
+  m.impl("_conv2d_backward", conv2d_backward);
+}
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("conv2d_relu", conv2d_relu_autograd);

@@ -47,7 +47,10 @@ bool must_be_differentiable(const Tensor& grad, const variable_list& variables) 
 
 Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   const std::vector<c10::SymInt> strides(sizes.size(), 0);  // one element, however many are meant
-  return at::empty_strided_symint(sizes, strides, like.options());
+  // A Python class makes one of its own, such as a distributed tensor.
+  const bool is_python = like.key_set().has(c10::DispatchKey::Python);
+  return is_python ? like.new_empty_strided_symint(sizes, strides)
+                   : at::empty_strided_symint(sizes, strides, like.options());
 }
 
 std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad) {

@@ -33,6 +33,9 @@ using LinearGeluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&, 
 using ReluMask = Tensor(const Tensor&);
 using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
 using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
+using Conv2dBackward = Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef,
+                              c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt,
+                              std::array<bool, 3>);
 using LinearBackward = Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                               std::string_view, std::array<bool, 3>);
 using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import _library
 from ..activations import ACTIVATIONS
-from . import effects, matching, matching_conv, spellings
+from . import collectives, effects, matching, matching_conv, spellings
 
 logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
@@ -84,7 +84,7 @@ def _uuid() -> str:
     from hashlib import sha256
 
     hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
-    for module in (effects, matching, matching_conv, spellings):
+    for module in (collectives, effects, matching, matching_conv, spellings):
         hasher.update(Path(module.__file__).read_bytes())
     hasher.update(Path(__file__).read_bytes())
     return hasher.hexdigest()
@@ -116,6 +116,7 @@ class _Rewrite:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.switches = [i for node, i in self.order.items() if effects.switches_mode(node)]
         self.writers = [node for node in graph.nodes if effects.may_write(node)]
+        self.overlapped = collectives.are_overlapped()
         self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
 
     def run(self) -> Counter[str]:
@@ -142,6 +143,8 @@ class _Rewrite:
         for node in self.graph.nodes:
             linear = matching.find_linear(node)
             if linear is None or not self.may_join(linear.nodes):
+                continue
+            if self.overlapped and collectives.is_beside_one(linear):
                 continue
             for inner in linear.nodes[:-1]:  # the product of a sum that is a layer itself
                 found.pop(inner, None)

@@ -1,0 +1,338 @@
+"""What the ranks run to compare arrangements of torch.distributed with a single process."""
+
+import contextlib
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from meshes import device_type, full, mesh_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_linear as tfl
+from torch_fused_linear.distributed import MLPParallel
+
+WIDTH, HIDDEN = 8, 16
+
+
+class Block(nn.Module):
+    """A transformer's feed-forward block, of the layers that ``kind`` says."""
+
+    def __init__(self, kind, activation="gelu_tanh"):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.is_mlp = kind == "mlp"
+        if kind == "layers":
+            self.up = {
+                "relu": tfl.FusedLinearReLU,
+                "gelu_tanh": tfl.FusedLinearGELU,
+            }[activation](WIDTH, HIDDEN)
+            self.act = nn.Identity()
+            self.down = tfl.FusedLinear(HIDDEN, WIDTH)
+        else:
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            self.act = nn.ReLU() if activation == "relu" else nn.GELU(approximate="tanh")
+        if self.is_mlp:
+            self.mlp = tfl.FusedMLP.from_sequential(nn.Sequential(self.up, self.act, self.down))
+            del self.up, self.down, self.act
+
+    def forward(self, x):
+        if self.is_mlp:
+            return x + self.mlp(self.norm(x))
+        h = self.act(self.up(self.norm(x)))
+        return x + self.down(h)
+
+
+def model_of(kind, blocks=2, dtype=torch.float64, activation="gelu_tanh"):
+    """The same parameters on every rank, whatever the kind."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(Block(kind, activation) for _ in range(blocks)))
+    model = model.to(dtype=dtype, device=device_type())
+    if kind == "fuse_":
+        tfl.fuse_(model)
+    return model
+
+
+def batch(step, rank=None, ranks=1, dtype=torch.float64):
+    """Of all ranks, or one rank's part."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 8, 4, WIDTH, generator=generator, dtype=torch.float64).to(
+        dtype=dtype, device=device_type()
+    )
+    return (x, y) if rank is None else (x.chunk(ranks)[rank], y.chunk(ranks)[rank])
+
+
+def named(model):
+    """The parameters and gradients, whole, by the names of a block of layers."""
+    names = {"mlp.0.": "up.", "mlp.2.": "down.", "_orig_mod.": "", "module.": ""}
+    result = {}
+    for name, parameter in model.named_parameters():
+        for ours, plain in names.items():
+            name = name.replace(ours, plain)
+        result[name] = full(parameter.detach()).cpu().clone()
+        result[name + ".grad"] = full(parameter.grad).cpu().clone()
+    return result
+
+
+def train(model, batches, accumulate=None):
+    """SGD over the batches; losses, parameters, last gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    losses = []
+    for k, (x, y) in enumerate(batches):
+        last = accumulate is None or k % 2
+        with contextlib.nullcontext() if last else accumulate():
+            loss = (full(model(x)) - y).square().mean()
+            loss.backward()
+        losses.append(full(loss.detach()).item())
+        if last:
+            result = named(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, result
+
+
+def single(batches=2, accumulate=False, **options):
+    """The plain model in one process, on the whole batch."""
+    model = model_of("plain", **options)
+    hold = contextlib.nullcontext if accumulate else None
+    return train(model, [batch(k) for k in range(batches)], hold)
+
+
+def assert_same(got, want, mean_losses=False, **tolerance):
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-10}
+    losses = torch.tensor(got[0], dtype=torch.float64, device=device_type())
+    if mean_losses:
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    torch.testing.assert_close(
+        losses.cpu(), torch.tensor(want[0], dtype=torch.float64), **tolerance
+    )
+    assert got[1].keys() == want[1].keys()
+    for name, value in want[1].items():
+        torch.testing.assert_close(
+            got[1][name].to(value.dtype), value, msg=lambda t, n=name: f"{n}: {t}", **tolerance
+        )
+
+
+def ran(report):
+    """What ran of each operator, on what this rank holds."""
+    return [(call.operator, call.shapes, call.path, call.handover) for call in report.calls]
+
+
+# --- tensor parallel ----------------------------------------------------------------------------
+
+SEQUENCE = Shard(1)
+
+
+def plan_of(kind, sequence, local):
+    """How a block is spread: with sequence parallelism, or with whole activations between."""
+    layout = SEQUENCE if sequence else Replicate()
+    plan = {"norm": SequenceParallel()} if sequence else {}
+    if kind == "mlp":
+        plan["mlp"] = MLPParallel(
+            input_layouts=layout, output_layouts=layout, use_local_output=not sequence
+        )
+    else:
+        hidden = Shard(-1 if local else 2)  # torch redistributes what it is called differently
+        plan["up"] = ColwiseParallel(
+            input_layouts=layout, output_layouts=hidden, use_local_output=local
+        )
+        plan["down"] = RowwiseParallel(output_layouts=layout, use_local_output=not sequence)
+    return plan
+
+
+def tensor_parallel(model, mesh, kind, sequence=False, local=True):
+    for block in model:
+        parallelize_module(block, mesh, plan_of(kind, sequence, local))
+    if sequence:
+        whole = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=SEQUENCE, use_local_output=False
+        )
+        parallelize_module(model[0], mesh, whole)
+    return model
+
+
+def tp(kind, ranks, sequence, local, compiled=False, activation="gelu_tanh"):
+    """Two steps of tensor parallelism; what ran in the last."""
+    mesh = mesh_of((ranks,))
+    model = model_of("plain" if kind == "fuse_ after" else kind, activation=activation)
+    tensor_parallel(model, mesh, kind, sequence, local)
+    if kind == "fuse_ after":
+        tfl.fuse_(model)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=not sequence)
+    with tfl.explain() as report:
+        got = train(model, [batch(k) for k in range(2)])
+    assert_same(got, single(activation=activation))
+    return ran(report)[len(report.calls) // 2 :]
+
+
+# --- data parallel ------------------------------------------------------------------------------
+
+
+def mine(count, mesh=None, **options):
+    rank = dist.get_rank() if mesh is None else mesh.get_local_rank()
+    ranks = dist.get_world_size() if mesh is None else mesh.size()
+    return [batch(k, rank, ranks, **options) for k in range(count)]
+
+
+def ddp(kind, how):
+    from torch.nn.parallel import DistributedDataParallel
+
+    options = {"static_graph": True} if how == "static graph" else {}
+    if how != "compiled":
+        options["bucket_cap_mb"] = 0.001
+    model = DistributedDataParallel(model_of(kind), **options)
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    with tfl.explain() as report:
+        if how == "no_sync":
+            got = train(run, mine(4), model.no_sync)
+            want = single(4, accumulate=True)
+        else:
+            got, want = train(run, mine(2)), single()
+    assert_same(got, want, mean_losses=True)
+    return report.handed_over
+
+
+def checkpointed(block):
+    whole = block.forward
+    block.forward = lambda x: checkpoint(whole, x, use_reentrant=False)
+
+
+def shard(model, mesh, by, **options):
+    for block in model:
+        if by == "layer":
+            for child in [block.mlp] if block.is_mlp else [block.up, block.down]:
+                fully_shard(child, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def fsdp(kind, by, how):
+    mesh = mesh_of((dist.get_world_size(),))
+    model = model_of(kind)
+    if how == "checkpointed":
+        for block in model:
+            checkpointed(block)
+    shard(model, mesh, by)
+
+    @contextlib.contextmanager
+    def accumulate():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    with tfl.explain() as report:
+        if how == "accumulated":
+            got, want = train(model, mine(4), accumulate), single(4, accumulate=True)
+        else:
+            got, want = train(model, mine(2)), single()
+    assert_same(got, want, mean_losses=True)
+    return report.handed_over
+
+
+def mixed_precision(kind):
+    """Parameters in fp32, products in bf16, beside the plain layers in the same arrangement."""
+    mesh = mesh_of((dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results = []
+    for each in (kind, "plain"):
+        model = shard(model_of(each, dtype=torch.float32), mesh, "block", mp_policy=policy)
+        with tfl.explain() as report:
+            results.append(train(model, mine(2, dtype=torch.float32)))
+        assert {call.dtype for call in report.calls} <= {"BFloat16"}
+        assert bool(report.calls) == (each != "plain")
+    assert_same(*results, rtol=0.02, atol=2e-3)
+
+
+def two_dimensions(kind, sequence):
+    """FSDP2 over one dimension of the mesh, tensor parallel over the other."""
+    mesh = mesh_of((2, 2))
+    model = tensor_parallel(model_of(kind), mesh["tp"], kind, sequence, local=not sequence)
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    with tfl.explain() as report:
+        got = train(model, mine(2, mesh["dp"]))
+    assert_same(got, single(), mean_losses=True)
+    return ran(report)[len(report.calls) // 2 :]
+
+
+def checkpoint_across(folder):
+    """A checkpoint of one arrangement, read by another, and by a plain model."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    mesh = mesh_of((2, 2))
+    model = tensor_parallel(model_of("layers"), mesh["tp"], "layers")
+    shard(model, mesh["dp"], "block")
+    train(model, mine(1, mesh["dp"]))
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    want = {name: full(value).clone() for name, value in model.state_dict().items()}
+
+    other = shard(model_of("layers"), mesh_of((4,)), "layer")
+    plain = model_of("plain")
+    for each in (other, plain):
+        state = get_model_state_dict(each)
+        assert any(not torch.equal(full(v), want[k]) for k, v in state.items())
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(each, state)
+        for name, value in each.state_dict().items():
+            torch.testing.assert_close(full(value), want[name], rtol=0, atol=0)
+
+
+def pipeline():
+    """Two stages, cut between two fused layers, four micro-batches."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, device = dist.get_rank(), torch.device(device_type())
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    plain = model_of("plain")
+    whole = copy.deepcopy(model_of("layers"))
+    layers = [layer for block in whole for layer in (block.norm, block.up, block.down)]
+    parts = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+    stage = PipelineStage(parts[rank % 2], rank % 2, 2, device, group=groups[rank // 2])
+
+    def loss(output, target):
+        return (output - target).square().mean()
+
+    x, y = batch(0)
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss)
+    schedule.step(x) if rank % 2 == 0 else schedule.step(target=y)
+
+    modules = [m for b in plain for m in (b.norm, nn.Sequential(b.up, b.act), b.down)]
+    loss(nn.Sequential(*modules)(x), y).backward()
+    want = dict(plain.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, want[name].grad, rtol=1e-9, atol=1e-10)
+    held = {id(p) for p in parts[rank % 2].parameters()}
+    assert all((p.grad is not None) == (id(p) in held) for p in whole.parameters())
+
+
+# --- when a rank dies ---------------------------------------------------------------------------
+
+
+def die(rank):
+    import os
+
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def hang(rank):
+    if dist.get_rank() != rank:
+        dist.barrier()
+    else:
+        time.sleep(1000)

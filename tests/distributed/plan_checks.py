@@ -1,0 +1,58 @@
+"""What the ranks run for plans.broadcast; without a GPU files stand for plans."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from plan_files import file_text
+
+from torch_fused_linear import plans
+
+
+def travels(group_ranks, source):
+    """What each rank read, in which order it forgot and read, and its own file."""
+    group = None if group_ranks is None else dist.new_group(group_ranks)
+    rank = dist.get_rank()
+    if group_ranks is not None and rank not in group_ranks:
+        return None
+    text = file_text(f"torch_fused_linear plans 1\ngpu rank {rank}\ncublaslt 130100\n")
+    done = []
+
+    def save(path):
+        with open(path, "w") as file:
+            file.write(text)
+
+    def load(path):
+        with open(path) as file:
+            done.append(file.read().splitlines()[1])
+        return 17
+
+    with (
+        mock.patch.object(plans, "save", save),
+        mock.patch.object(plans, "load", load),
+        mock.patch.object(plans, "clear", lambda: done.append("clear")),
+    ):
+        assert plans.broadcast(group, source) == 17
+    return done
+
+
+def fails():
+    """What each rank says where the source has no plans to save."""
+    try:
+        plans.broadcast()
+    except RuntimeError as failure:
+        return str(failure)
+
+
+def real():
+    """Plans of rank 0 after a warm-up: every rank has them, and no others, then."""
+    import torch_fused_linear as tfl
+
+    rank = dist.get_rank()
+    with plans.budget(20):
+        plans.clear()
+        layer = tfl.FusedLinearGELU(64 * (rank + 1), 256, device="cuda", dtype=torch.bfloat16)
+        plans.warmup(layer, torch.randn(512, 64 * (rank + 1), device="cuda", dtype=torch.bfloat16))
+        before = plans.show()
+    count = plans.broadcast()
+    return count, before, plans.show()

@@ -1,0 +1,215 @@
+"""What the ranks run to compare operators on sharded tensors with the whole computation."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from meshes import mesh_of, spread
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import torch_fused_linear as tfl
+
+fused = torch.ops.fused
+
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "gelu_erf": F.gelu,
+}
+CALLS = {
+    "none": fused.linear,
+    "relu": fused.linear_relu,
+    "gelu_tanh": fused.linear_gelu,
+    "gelu_erf": lambda *args: fused.linear_gelu(*args, approximate="none"),
+    "relu low": lambda *args: fused.linear_relu(*args, memory="low"),
+    "gelu low": lambda *args: fused.linear_gelu(*args, memory="low"),
+}
+PLAIN = {**ACTIVATIONS, "relu low": F.relu, "gelu low": ACTIVATIONS["gelu_tanh"]}
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(sum(shape) + 31 * seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def all_placements(tensor):
+    return [Replicate(), *(Shard(d) for d in range(tensor.dim())), Partial()]
+
+
+def assert_close(got, want, case):
+    got = got.full_tensor() if isinstance(got, DTensor) else got
+    torch.testing.assert_close(
+        got.cpu(), want, rtol=1e-9, atol=1e-9, msg=lambda text: f"{case}: {text}"
+    )
+
+
+def check_call(fused_call, plain_call, tensors, placements, mesh, g):
+    """One call and its gradients, with the tensors placed so, beside the whole."""
+    case = f"{placements} on {mesh.shape}"
+    want_leaves = [t.clone().requires_grad_() for t in tensors]
+    want = plain_call(*want_leaves)
+    want_grads = torch.autograd.grad(want, want_leaves, g)
+    leaves = [spread(t, mesh, p).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
+    with torch.no_grad():
+        assert_close(fused_call(*leaves), want, f"without gradients, {case}")
+    got = fused_call(*leaves)
+    assert_close(got.detach(), want.detach(), case)
+    for where in {Replicate(), Shard(0), *(p for p in got.placements if isinstance(p, Shard))}:
+        grads = torch.autograd.grad(
+            got, leaves, spread(g, mesh, [where] * mesh.ndim), retain_graph=True
+        )
+        for k, (a, b) in enumerate(zip(grads, want_grads, strict=True)):
+            assert_close(a, b, f"gradient {k} from {where}, {case}")
+
+
+def layer(activation, shape, sizes, bias, every):
+    """All combinations of placements, or of those each ``every``-th, on one mesh."""
+    mesh = mesh_of(shape)
+    x, w, b = randn(*sizes[:-1]), randn(sizes[-1], sizes[-2], seed=1), randn(sizes[-1], seed=2)
+    tensors = [x, w, b] if bias else [x, w]
+    g = randn(*sizes[:-2], sizes[-1], seed=3)
+    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
+    cases = list(itertools.product(*each))[::every]
+    for placements in cases:
+        check_call(
+            CALLS[activation],
+            lambda *args: PLAIN[activation](F.linear(*args)),
+            tensors,
+            placements,
+            mesh,
+            g,
+        )
+    return len(cases)
+
+
+def chain(activation, memory, shape, every):
+    """The same of ``mlp``: all placements of the input and of two weights, biases sharded alike."""
+    mesh = mesh_of(shape)
+    widths = (6, 8, 5, 4)
+    x = randn(3, 4, widths[0])
+    weights = [randn(o, i, seed=i) for i, o in itertools.pairwise(widths)]
+    biases = [randn(widths[1]), None, randn(widths[3])]
+    act, n = ACTIVATIONS[activation], len(weights)
+
+    def ours(x, *rest):
+        given = [rest[n], None, rest[n + 1]]
+        return fused.mlp(x, list(rest[:n]), given, activation, memory=memory)
+
+    def plain(x, *rest):
+        given = [rest[n], None, rest[n + 1]]
+        for k in range(n):
+            x = F.linear(x, rest[k], given[k])
+            x = act(x) if k + 1 < n else x
+        return x
+
+    tensors = [x, *weights, biases[0], biases[2]]
+    one = [[p] * mesh.ndim for p in (Replicate(), Shard(0), Shard(1))]
+    cases = list(
+        itertools.product(
+            [*one, [Shard(2)] * mesh.ndim, [Partial()] * mesh.ndim], one, one, one, one[:2], one[:2]
+        )
+    )[::every]
+    for placements in cases:
+        check_call(ours, plain, tensors, placements, mesh, randn(3, 4, widths[-1], seed=3))
+    return len(cases)
+
+
+def communication(*wanted):
+    """What a layer pair and the chain of it send, column and then row parallel."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of((4,))
+    column, row, same = [Shard(0)], [Shard(1)], [Replicate()]
+    x = spread(randn(2, 3, 8), mesh, same).requires_grad_()
+    w = [spread(randn(16, 8), mesh, column), spread(randn(8, 16), mesh, row)]
+    b = [spread(randn(16), mesh, column), spread(randn(8), mesh, same)]
+    for t in (*w, *b):
+        t.requires_grad_()
+    ways = {
+        "mlp": lambda: fused.mlp(x, w, b, "gelu_tanh"),
+        "layers": lambda: fused.linear(fused.linear_gelu(x, w[0], b[0]), w[1], b[1]),
+    }
+    found = {}
+    for name, way in ways.items():
+        with torch.no_grad(), CommDebugMode() as inference:
+            way().redistribute(mesh, same)
+        with CommDebugMode() as training, tfl.explain() as report:
+            y = way().redistribute(mesh, same)
+            y.sum().backward()
+            x.grad.redistribute(mesh, same)
+        found[name] = [
+            {op.__name__: n for op, n in mode.get_comm_counts().items()}
+            for mode in (inference, training)
+        ]
+        found[name] += [[(c.operator, c.shapes, c.handover) for c in report.calls]]
+        x.grad = None
+    return found
+
+
+def convolution(shape, groups, batch, every):
+    mesh = mesh_of(shape)
+    x, w, b = randn(*batch, 4, 7, 6), randn(8, 4 // groups, 3, 3, seed=1), randn(8, seed=2)
+    how = ([2, 1], [1, 1], [1, 1], groups)
+    g = randn(*batch, 8, 4, 6, seed=3)
+    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in (x, w, b)]
+    cases = list(itertools.product(*each))[::every]
+    for placements in cases:
+        check_call(
+            lambda *args: fused.conv2d_relu(*args, *how),
+            lambda *args: F.relu(F.conv2d(*args, *how)),
+            [x, w, b],
+            placements,
+            mesh,
+            g,
+        )
+    return len(cases)
+
+
+def frozen(shape):
+    """Gradients of some of the tensors only: the others' places are filled in."""
+    mesh = mesh_of(shape)
+    x, w, b = randn(4, 3, 6), randn(8, 6, seed=1), randn(8, seed=2)
+    g = randn(4, 3, 8, seed=3)
+    cases = 0
+    for activation in ("none", "relu", "gelu_erf"):
+        for wanted in itertools.product([False, True], repeat=3):
+            if not any(wanted):
+                continue
+            want = [t.clone().requires_grad_(on) for t, on in zip((x, w, b), wanted)]
+            PLAIN[activation](F.linear(*want)).backward(g)
+            for placements in (
+                ([Replicate()], [Shard(0)], [Shard(0)]),
+                ([Shard(1)], [Replicate()], [Replicate()]),
+                ([Shard(2)], [Shard(1)], [Replicate()]),
+            ):
+                got = [
+                    spread(t, mesh, p).requires_grad_(on)
+                    for t, p, on in zip((x, w, b), placements, wanted, strict=True)
+                ]
+                CALLS[activation](*got).backward(spread(g, mesh, [Replicate()]))
+                for a, c, on in zip(got, want, wanted):
+                    assert (a.grad is not None) == on
+                    if on:
+                        assert_close(a.grad, c.grad, f"{activation} {wanted} {placements}")
+                cases += 1
+    return cases
+
+
+def under_policy(policy, *args):
+    with tfl.set_policy(policy):
+        return layer(*args)
+
+
+def second_derivative(activation):
+    mesh = mesh_of((2,))
+    x, w = randn(3, 6), randn(8, 6, seed=1)
+    results = []
+    for place in (lambda t, p: t.clone(), lambda t, p: spread(t, mesh, [p])):
+        leaves = [place(x, Replicate()).requires_grad_(), place(w, Shard(0)).requires_grad_()]
+        plain = not isinstance(leaves[0], DTensor)
+        call = (lambda *a: PLAIN[activation](F.linear(*a))) if plain else CALLS[activation]
+        (gx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
+        results.append(torch.autograd.grad(gx.square().sum(), leaves))
+    for a, b in zip(*results):
+        assert_close(b, a, activation)

@@ -1,0 +1,84 @@
+"""Arrangements of torch.distributed beside one process with the whole batch, in fp64.
+
+Four processes on the CPU; the same checks on two GPUs are in test_two_gpus.py.
+"""
+
+import parallel_checks as checks
+import pytest
+
+KINDS = ["layers", "mlp"]
+FORWARD = ("_linear_gelu_aux", "[8, 4, 8] x [8, 8]")  # a half of the 16 hidden features
+
+
+def operators(calls):
+    return [name for name, *_ in calls]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_runs_fused_at_both_ends(kind, four):
+    calls = four.run(checks.tp, kind, 2, False, False)[0]
+    assert calls[0][:2] == FORWARD
+    across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
+    assert across == ["handed over" if kind == "layers" else ""] * 2
+
+
+def test_local_activations_between_layers_end_the_handover(four):
+    """What ColwiseParallel gives by default is a tensor that another node has made."""
+    calls = four.run(checks.tp, "layers", 2, False, True)[0]
+    assert operators(calls).count("_linear_gelu_aux") == 2
+    assert "_linear_backward_across" not in operators(calls)
+    assert {c[3] for c in calls if c[0] == "_linear_backward"} >= {
+        "plain: the input is not a fused layer's output"
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequence_parallel(kind, four):
+    calls = four.run(checks.tp, kind, 4, True, False)[0]
+    assert operators(calls).count("_linear_backward_across") == 2
+
+
+@pytest.mark.parametrize("kind", ["fuse_", "fuse_ after"])
+def test_fused_models_keep_their_results(kind, four):
+    """Layers with torch's hooks on them run the plain way, whichever came first."""
+    assert four.run(checks.tp, kind, 2, False, True)[0] == []
+
+
+def test_tensor_parallel_compiled(four):
+    four.run(checks.tp, "layers", 2, False, False, True, "relu")
+
+
+@pytest.mark.parametrize("how", ["no_sync", "static graph", "compiled"])
+def test_ddp(how, four):
+    handed_over = four.run(checks.ddp, "layers", how)
+    assert how == "compiled" or set(handed_over) == {8 if how == "no_sync" else 4}
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
+def test_fsdp_by_block(how, four):
+    handed_over = four.run(checks.fsdp, "layers", "block", how)
+    assert set(handed_over) == {8 if how == "accumulated" else 4}
+
+
+@pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
+def test_fsdp_by_layer(kind, four):
+    """FSDP's hooks stand between the layers, and see the gradient: nothing is handed over."""
+    assert set(four.run(checks.fsdp, kind, "layer", "plain")) == {0}
+
+
+def test_mixed_precision(four):
+    four.run(checks.mixed_precision, "layers")
+
+
+@pytest.mark.parametrize(("kind", "sequence"), [("layers", True), ("mlp", False)])
+def test_fsdp_and_tensor_parallel(kind, sequence, four):
+    calls = four.run(checks.two_dimensions, kind, sequence)[0]
+    assert operators(calls).count("_linear_backward_across") == 2
+
+
+def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):
+    four.run(checks.checkpoint_across, str(tmp_path / "checkpoint"))
+
+
+def test_pipeline_stages_between_fused_layers(four):
+    four.run(checks.pipeline)

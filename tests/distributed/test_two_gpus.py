@@ -1,0 +1,47 @@
+"""The same checks over NCCL, where there are two GPUs."""
+
+import parallel_checks as parallel
+import plan_checks
+import pytest
+import strategy_checks as strategies
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("activation", strategies.CALLS)
+def test_strategies(activation, two_gpus):
+    two_gpus.run(strategies.layer, activation, (2,), (4, 3, 16, 8), True, 7)
+
+
+def test_chains_and_convolutions(two_gpus):
+    two_gpus.run(strategies.chain, "gelu_tanh", "default", (2,), 47)
+    two_gpus.run(strategies.convolution, (2,), 1, (4,), 13)
+
+
+@pytest.mark.parametrize("kind", ["layers", "mlp"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel(kind, sequence, two_gpus):
+    calls = two_gpus.run(parallel.tp, kind, 2, sequence, False)[0]
+    assert [name for name, *_ in calls].count("_linear_backward_across") == 2
+
+
+@pytest.mark.parametrize("how", ["no_sync", "static graph"])
+def test_ddp(how, two_gpus):
+    assert set(two_gpus.run(parallel.ddp, "layers", how)) == {8 if how == "no_sync" else 4}
+
+
+@pytest.mark.parametrize("by", ["block", "layer"])
+def test_fsdp(by, two_gpus):
+    two_gpus.run(parallel.fsdp, "layers", by, "plain")
+
+
+def test_mixed_precision(two_gpus):
+    two_gpus.run(parallel.mixed_precision, "layers")
+
+
+def test_plans_of_one_rank_go_to_all(two_gpus):
+    (count, before, after), (count_too, others, after_too) = two_gpus.run(plan_checks.real)
+    assert count == count_too > 0
+    assert before and others and before != others
+    # a line says as well whether the plan was measured or read
+    assert len(after.splitlines()) == len(after_too.splitlines()) == count

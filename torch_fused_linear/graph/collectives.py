@@ -1,0 +1,63 @@
+"""Layers beside a collective, which torch's asynchronous tensor parallelism runs piece by piece.
+
+Under ``torch._inductor.config._micro_pipeline_tp`` the compiler looks for plain products that are
+fed by an all-gather or feed a reduce-scatter, and lets communication and computation overlap. It
+does not know our operators.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.fx import Node
+
+from .matching import Linear
+from .spellings import kind
+
+# What stands between a collective and a product: waiting, and another order of the parts.
+_MOVES = (torch.cat, torch.chunk, torch.split, operator.getitem, torch.Tensor.chunk)
+_MOVING_METHODS = ("chunk", "split", "to")
+
+
+def are_overlapped() -> bool:
+    """Whether the compiler will look for such products."""
+    from torch._inductor import config
+
+    return config._micro_pipeline_tp
+
+
+def is_beside_one(linear: Linear) -> bool:
+    """Whether the layer's input was gathered, or its result is reduced and scattered."""
+    return _reaches("all_gather_into_tensor", [linear.input], lambda n: n.all_input_nodes) or (
+        _reaches("reduce_scatter_tensor", linear.nodes[-1].users, lambda n: n.users)
+    )
+
+
+def _reaches(
+    collective: str, starts: Iterable[Node], step: Callable[[Node], Iterable[Node]]
+) -> bool:
+    """Whether the collective is among the nodes, or behind some that only move elements."""
+    open_ends = list(starts)
+    seen = set(open_ends)
+    while open_ends:
+        node = open_ends.pop()
+        if _collective(node) == collective:
+            return True
+        fresh = [other for other in step(node) if other not in seen] if _moves(node) else []
+        seen.update(fresh)
+        open_ends += fresh
+    return False
+
+
+def _collective(node: Node) -> str | None:
+    target = getattr(node.target, "overloadpacket", node.target)
+    name = getattr(target, "_qualified_op_name", "")
+    return name.removeprefix("_c10d_functional::") if name.startswith("_c10d_func") else None
+
+
+def _moves(node: Node) -> bool:
+    if kind(node) == "view" or _collective(node) == "wait_tensor":
+        return True
+    if node.op == "call_method":
+        return node.target in _MOVING_METHODS
+    return node.op == "call_function" and node.target in _MOVES

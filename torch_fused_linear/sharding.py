@@ -1,0 +1,190 @@
+"""How the operators run on tensors that are sharded over devices (DTensor).
+
+A tensor of a rule is written by the names of its dimensions, as in an einsum. Sharding one of these
+names shards every tensor that has it: by rows (a dimension of the batch), by column (``o``, the
+outputs of a layer) or by row of Megatron's tensor parallelism (``i``, its inputs). What has not got
+the name is replicated, and a result that is a sum over it is a partial sum on each device. DTensor
+chooses among these ways the one that has to move the least, and moves it.
+
+Autograd runs above DTensor: the nodes call the operators that are listed here, forward and
+backward, and those run on what each device holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from . import subclasses
+from ._when_imported import when_imported
+from .activations import ACTIVATIONS
+
+# ReLU's bits come in groups of this many features, which a shard must not cut.
+_MASK_BITS = 128
+
+
+_library = torch.library.Library("fused", "IMPL")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The dimensions of an operator's tensors.
+
+    Attributes:
+        inputs: of each argument that is a tensor; ``*`` are all leading dimensions of the first.
+        outputs: of each result, with those that it is a sum over.
+        shardable: the dimensions that may be sharded, ``*`` being the leading ones.
+        added: the arguments that are added to a result, which of a partial sum are a part as well.
+    """
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, tuple[str, str]]
+    shardable: str
+    added: tuple[str, ...] = ()
+
+
+_LAYER = {"input": "*i", "weight": "oi", "bias": "o"}
+_BACKWARD = {"grad_output": "*o", "input": "*i", "weight": "oi", "saved": "*o"}
+_IMAGE = "*o"  # neighbouring pixels meet in a convolution
+_GRADIENTS = {"grad_weight": ("oi", "*"), "grad_bias": ("o", "*")}
+
+RULES = {
+    "linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),
+    # An activation needs the whole sum, so that the inputs are not sharded.
+    "linear_relu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
+    "linear_gelu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
+    "_linear_relu_aux": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
+    "_linear_gelu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
+    "_relu_mask": Rule({"output": "*o"}, {"mask": ("*o", "")}, "*o"),
+    "_activation_backward": Rule(
+        {"grad_output": "*o", "saved": "*o"},
+        {"grad_preactivation": ("*o", ""), "grad_bias": ("o", "*")},
+        "*o",
+    ),
+    "_linear_backward": Rule(_BACKWARD, {"grad_input": ("*i", "o"), **_GRADIENTS}, "*oi"),
+    # act' of the layer before is linear in the gradient: it may be applied to a partial sum.
+    "_linear_backward_across": Rule(
+        {**_BACKWARD, "previous_saved": "*i"},
+        {
+            "grad_previous_preactivation": ("*i", "o"),
+            **_GRADIENTS,
+            "grad_previous_bias": ("i", "*o"),
+        },
+        "*oi",
+    ),
+    "conv2d_relu": Rule(
+        {"input": "*chw", "weight": "ocxy", "bias": "o"}, {"": ("*ohw", "")}, _IMAGE
+    ),
+    "_channels_relu_backward": Rule(
+        {"grad_output": "*ohw", "output": "*ohw"},
+        {"grad_preactivation": ("*ohw", ""), "grad_bias": ("o", "*")},
+        _IMAGE,
+    ),
+    "_conv2d_backward": Rule(
+        {"grad_output": "*ohw", "input": "*chw", "weight": "ocxy"},
+        {"grad_input": ("*chw", "o"), "grad_weight": ("ocxy", "*"), "grad_bias": ("o", "*")},
+        _IMAGE,
+    ),
+}
+
+
+# --- from rules to placements -------------------------------------------------------------------
+
+
+def _register_rules() -> None:
+    """Makes DTensor know the operators."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import (
+        expand_to_full_mesh_op_strategy,
+        register_op_strategy,
+    )
+
+    def strategy(op_schema: OpSchema) -> OpStrategy:
+        schema = op_schema.op._schema
+        rule = RULES[schema.name.partition("::")[2]]
+        names = [argument.name for argument in schema.arguments]
+        given = {**dict(zip(names, op_schema.args_schema)), **op_schema.kwargs_schema}
+        tensors = {name: given[name] for name in names if isinstance(given.get(name), OpStrategy)}
+        first = next(iter(tensors))
+        leading = len(tensors[first].shape) + 1 - len(rule.inputs[first])
+        mesh = op_schema.get_mesh_from_args()
+
+        def dimensions(labels: str) -> list[str]:
+            return [*labels.replace("*", "0123456789"[:leading])]
+
+        sizes: dict[str, int] = {}
+        cut_by_bits = set()  # the dimensions that stand in a mask
+        for name, tensor in tensors.items():
+            of = dimensions(rule.inputs[name])
+            if tensor.tensor_meta.dtype == torch.uint8:
+                cut_by_bits.add(of[-1])
+            else:
+                sizes.update(zip(of, tensor.shape))
+        if "mask" in rule.outputs:
+            cut_by_bits.add(dimensions(rule.outputs["mask"][0])[-1])
+
+        def placed(labels: str, sharded: str, otherwise):
+            of = dimensions(labels)
+            return Shard(of.index(sharded)) if sharded in of else otherwise
+
+        ways = [[Replicate()] * (len(rule.outputs) + len(tensors))]
+        for label in dimensions(rule.shardable):
+            if label in cut_by_bits and sizes[label] % (_MASK_BITS * mesh.size()):
+                continue
+            if label == "o" and given.get("groups", 1) != 1:
+                continue
+            way, sums = [], False
+            for name, (labels, summed) in rule.outputs.items():
+                if not _is_wanted(name, given):
+                    way.append(Replicate())
+                    continue
+                is_sum = label in dimensions(summed)
+                sums = sums or is_sum
+                way.append(placed(labels, label, Partial() if is_sum else Replicate()))
+            for name in tensors:
+                part = sums and name in rule.added
+                way.append(placed(rule.inputs[name], label, Partial() if part else Replicate()))
+            ways.append(way)
+        return expand_to_full_mesh_op_strategy(mesh, op_schema, ways, input_index=len(rule.outputs))
+
+    for name in RULES:
+        op = getattr(torch.ops.fused, name).default
+        register_op_strategy(op, _schema_info(op, RuntimeSchemaInfo))(strategy)
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.fused.mlp.default] = _mlp
+    subclasses.know(DTensor, AsyncCollectiveTensor)
+    _library.impl("_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect")
+
+
+def _schema_info(op, info):
+    """Which arguments that are no tensors decide on the results: all of them."""
+    is_tensor = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
+    first = is_tensor.index(False) if False in is_tensor else len(is_tensor)
+    return info(static_argnum=first, needs_pytree=True)
+
+
+def _is_wanted(output: str, arguments: Mapping[str, object]) -> bool:
+    """Whether a backward is asked for this gradient."""
+    gradients = ("grad_input", "grad_weight", "grad_bias")
+    if output in gradients and "output_mask" in arguments:
+        return bool(arguments["output_mask"][gradients.index(output)])
+    flag = {"grad_bias": "bias_grad", "grad_previous_bias": "previous_bias_grad"}.get(output)
+    return bool(arguments.get(flag, True))
+
+
+def _mlp(op, args, kwargs):
+    """A chain without autograd: layer by layer, each of which chooses its own placements."""
+    hidden, weights, biases, activation = args[:4]
+    for weight, bias in zip(weights[:-1], biases[:-1]):
+        if activation == "relu":
+            hidden = torch.ops.fused.linear_relu(hidden, weight, bias)
+        else:
+            approximate = ACTIVATIONS[activation].approximate
+            hidden = torch.ops.fused.linear_gelu(hidden, weight, bias, approximate=approximate)
+    return torch.ops.fused.linear(hidden, weights[-1], biases[-1])
+
+
+def register_when_imported() -> None:
+    """Registers once torch's module is there, whose import takes time."""
+    when_imported("torch.distributed.tensor", _register_rules)
