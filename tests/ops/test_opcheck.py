@@ -68,14 +68,21 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
 
 def gated_samples(name, x, w, b, g):
     """Gate and up apart and as one, with biases and without."""
-    up, features = w * 0.5, g.shape[-1]
+
+    def leaf(tensor):
+        return tensor.detach().requires_grad_(g.requires_grad)
+
+    up, features = leaf(w * 0.5), g.shape[-1]
     if not name.startswith("_"):
-        for gate, second, biases in [(w, up, (b, None)), (torch.cat([w, up]), None, (None, None))]:
-            ends = () if name == "linear_glu" else (up.t(),)
+        for gate, second, biases in [
+            (w, up, (b, None)),
+            (leaf(torch.cat([w, up])), None, (None, None)),
+        ]:
+            ends = () if name == "linear_glu" else (leaf(up.t()),)
             yield (x, gate, second, *ends, *biases), {"activation": "gelu_tanh"}
         return
-    both = torch.cat([g, g.cos()], -1)
-    for gate, second, activation in [(g, g.cos(), "silu"), (both, None, "gelu_erf")]:
+    both = leaf(torch.cat([g, g.cos()], -1))
+    for gate, second, activation in [(g, leaf(g.cos()), "silu"), (both, None, "gelu_erf")]:
         if name == "_glu":
             yield (gate, second, activation), {}
         else:
