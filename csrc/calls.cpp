@@ -8,7 +8,7 @@
 namespace fused {
 namespace {
 
-using dispatch::Pair, dispatch::Triple, dispatch::Quadruple;
+using dispatch::Pair, dispatch::Triple, dispatch::Quadruple, dispatch::Quintuple;
 
 template <typename Signature>
 auto find(const char* name) {
@@ -34,11 +34,32 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optiona
   return op.call(input, weight, bias, approximate, memory);
 }
 
+Tensor linear_silu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   std::string_view memory) {
+  static const auto op = find<dispatch::LinearSilu>("fused::linear_silu");
+  return op.call(input, weight, bias, memory);
+}
+
 Tensor mlp(const Tensor& input, at::TensorList weights,
            const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
            std::string_view memory) {
   static const auto op = find<dispatch::Mlp>("fused::mlp");
   return op.call(input, weights, biases, activation, memory);
+}
+
+Tensor linear_glu(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
+                  const std::optional<Tensor>& gate_bias, const std::optional<Tensor>& up_bias,
+                  std::string_view activation) {
+  static const auto op = find<dispatch::LinearGlu>("fused::linear_glu");
+  return op.call(input, gate, up, gate_bias, up_bias, activation);
+}
+
+Tensor gated_mlp(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
+                 const Tensor& down, const std::optional<Tensor>& gate_bias,
+                 const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                 std::string_view activation) {
+  static const auto op = find<dispatch::GatedMlp>("fused::gated_mlp");
+  return op.call(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -70,6 +91,11 @@ Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optio
   return op.call(input, weight, bias, approximate);
 }
 
+Pair linear_silu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = find<dispatch::LinearSiluAux>("fused::_linear_silu_aux");
+  return op.call(input, weight, bias);
+}
+
 Tensor relu_mask(const Tensor& output) {
   static const auto op = find<dispatch::ReluMask>("fused::_relu_mask");
   return op.call(output);
@@ -96,6 +122,16 @@ Quadruple linear_backward_across(const LinearBackward& layer, const PreviousLaye
   static const auto op = find<dispatch::LinearBackwardAcross>("fused::_linear_backward_across");
   return op.call(layer.grad_output, layer.input, layer.weight, layer.saved, name(layer.activation),
                  layer.wanted, previous.saved, name(previous.activation), previous.bias_grad);
+}
+
+Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation) {
+  static const auto op = find<dispatch::Glu>("fused::_glu");
+  return op.call(gate, up, name(activation));
+}
+
+Quintuple glu_backward(const GluBackward& step) {
+  static const auto op = find<dispatch::GluBackward>("fused::_glu_backward");
+  return op.call(step.grad_output, step.gate, step.up, name(step.activation), step.wanted);
 }
 
 }  // namespace steps

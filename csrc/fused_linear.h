@@ -20,7 +20,7 @@ using at::Tensor;
 
 // What follows the matrix product. gelu_tanh is the approximation that cuBLASLt computes, gelu_erf
 // the exact form; one is never put in the place of the other.
-enum class Activation { none, relu, gelu_tanh, gelu_erf };
+enum class Activation { none, relu, gelu_tanh, gelu_erf, silu };
 
 // y = x Wᵀ + b
 Tensor linear(const Tensor& input,                      // [*, in]
@@ -39,12 +39,39 @@ Tensor linear_gelu(const Tensor& input,                     // [*, in]
                    const std::optional<Tensor>& bias = {},  // [out]
                    std::string_view approximate = "tanh", std::string_view memory = "default");
 
-// Layers in a chain, the activation ("relu", "gelu_tanh" or "gelu_erf") between them and none after
-// the last: one operator, one node.
+// y = z sigmoid(z) with z = x Wᵀ + b
+Tensor linear_silu(const Tensor& input,                     // [*, in]
+                   const Tensor& weight,                    // [out, in]
+                   const std::optional<Tensor>& bias = {},  // [out]
+                   std::string_view memory = "default");
+
+// Layers in a chain, the activation ("relu", "gelu_tanh", "gelu_erf" or "silu") between them and
+// none after the last: one operator, one node.
 Tensor mlp(const Tensor& input,                             // [*, in]
            at::TensorList weights,                          // [hidden, in], ..., [out, hidden]
            const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
            std::string_view activation, std::string_view memory = "default");
+
+// The gated layer: y = act(x gateᵀ + gate_bias) ⊙ (x upᵀ + up_bias). Without up, gate is both
+// weights, [2 hidden, in], gate's rows first, and gate_bias both biases. activation is "silu",
+// "gelu_tanh", "gelu_erf" or "relu".
+Tensor linear_glu(const Tensor& input,                          // [*, in]
+                  const Tensor& gate,                           // [hidden, in]
+                  const std::optional<Tensor>& up = {},         // [hidden, in]
+                  const std::optional<Tensor>& gate_bias = {},  // [hidden]
+                  const std::optional<Tensor>& up_bias = {},    // [hidden]
+                  std::string_view activation = "silu");
+
+// The block that language models have between their attentions: the gated layer and a linear one
+// after it, as one operator and one node.
+Tensor gated_mlp(const Tensor& input,                          // [*, in]
+                 const Tensor& gate,                           // [hidden, in]
+                 const std::optional<Tensor>& up,              // [hidden, in]
+                 const Tensor& down,                           // [out, hidden]
+                 const std::optional<Tensor>& gate_bias = {},  // [hidden]
+                 const std::optional<Tensor>& up_bias = {},    // [hidden]
+                 const std::optional<Tensor>& down_bias = {},  // [out]
+                 std::string_view activation = "silu");
 
 // y = max(conv2d(x, W) + b, 0); stride, padding and dilation are one number or (height, width)
 Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, height, width]
@@ -71,6 +98,10 @@ std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& we
                                            const std::optional<Tensor>& bias = {},
                                            std::string_view approximate = "tanh");
 
+// -> the same for SiLU
+std::tuple<Tensor, Tensor> linear_silu_aux(const Tensor& input, const Tensor& weight,
+                                           const std::optional<Tensor>& bias = {});
+
 // ReLU's bit mask of its output, by torch's rule: 0 where output <= 0, so that at exactly 0 no
 // gradient passes (linear_relu_aux's mask lets it pass) and at NaN it does.
 // -> uint8 [*, roundup(out, 128) / 8]
@@ -79,7 +110,7 @@ Tensor relu_mask(const Tensor& output);  // [*, out]
 // dz = act'(saved) · grad_output and, wanted or [0], its sum over all rows: the bias gradient.
 std::tuple<Tensor, Tensor> activation_backward(
     const Tensor& grad_output,  // [*, out]
-    const Tensor& saved,        // ReLU's output or bit mask, GELU's pre-activation
+    const Tensor& saved,        // ReLU's output or bit mask, else the pre-activation
     Activation activation, bool bias_grad);
 
 // The same for a convolution with ReLU: the sum is one for each channel. dz is channels-last where
@@ -115,6 +146,23 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackward& layer);
 // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(const LinearBackward& layer,
                                                                   const PreviousLayer& previous);
+
+// act(gate) ⊙ up of pre-activations, in one pass over memory. Without up, gate is both, [*, 2
+// hidden], gate's features first.
+Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation);
+
+struct GluBackward {
+  const Tensor& grad_output;        // [*, hidden]
+  const Tensor& gate;               // pre-activations, as above
+  const std::optional<Tensor>& up;  //
+  Activation activation;
+  // gradients of gate, up, gate's bias, up's bias; what glu gave
+  std::array<bool, 5> wanted{true, true, true, true, true};
+};
+
+// The gradients of the pre-activations, their sums over all rows and, again, what glu gave, in one
+// pass over memory. Those not wanted are [0]; without up the first and the third are of both.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> glu_backward(const GluBackward& step);
 
 }  // namespace steps
 }  // namespace fused

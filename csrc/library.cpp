@@ -34,10 +34,26 @@ TORCH_LIBRARY(fused, m) {
       "str memory='default') -> Tensor",
       tags);
 
-  // Layers in a chain, the activation ('relu', 'gelu_tanh', 'gelu_erf') between them.
+  m.def(
+      "linear_silu(Tensor input, Tensor weight, Tensor? bias=None, *, str memory='default') -> "
+      "Tensor",
+      tags);
+
+  // Layers in a chain, the activation ('relu', 'gelu_tanh', 'gelu_erf', 'silu') between them.
   m.def(
       "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, "
       "str memory='default') -> Tensor",
+      tags);
+
+  // act(input gateᵀ) ⊙ (input upᵀ); without up, gate is both weights. The block with a linear layer
+  // after it.
+  m.def(
+      "linear_glu(Tensor input, Tensor gate, Tensor? up=None, Tensor? gate_bias=None, "
+      "Tensor? up_bias=None, *, str activation='silu') -> Tensor",
+      tags);
+  m.def(
+      "gated_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
+      "Tensor? up_bias=None, Tensor? down_bias=None, *, str activation='silu') -> Tensor",
       tags);
 
   // relu(conv2d(input, weight) + bias)
@@ -46,7 +62,7 @@ TORCH_LIBRARY(fused, m) {
       "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
       tags);
 
-  // Forward that also gives what the backward needs: ReLU's bit mask, GELU's pre-activation.
+  // Forward that also gives what the backward needs: ReLU's bit mask, else the pre-activation.
   m.def(
       "_linear_relu_aux(Tensor input, Tensor weight, Tensor? bias=None) -> "
       "(Tensor output, Tensor mask)",
@@ -54,6 +70,10 @@ TORCH_LIBRARY(fused, m) {
   m.def(
       "_linear_gelu_aux(Tensor input, Tensor weight, Tensor? bias=None, *, "
       "str approximate='tanh') -> (Tensor output, Tensor preactivation)",
+      tags);
+  m.def(
+      "_linear_silu_aux(Tensor input, Tensor weight, Tensor? bias=None) -> "
+      "(Tensor output, Tensor preactivation)",
       tags);
 
   // What low memory keeps of ReLU's output: a bit for each element, 0 where output <= 0.
@@ -93,6 +113,15 @@ TORCH_LIBRARY(fused, m) {
       "str activation, bool[3] output_mask, Tensor previous_saved, str previous_activation, "
       "bool previous_bias_grad) -> (Tensor grad_previous_preactivation, Tensor grad_weight, "
       "Tensor grad_bias, Tensor grad_previous_bias)",
+      tags);
+
+  // act(gate) ⊙ up of pre-activations; its gradients, their column sums and the result again, in
+  // one pass over memory. What is not wanted is a tensor of no elements.
+  m.def("_glu(Tensor gate, Tensor? up, str activation) -> Tensor", tags);
+  m.def(
+      "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
+      "bool[5] output_mask) -> (Tensor grad_gate, Tensor grad_up, Tensor grad_gate_bias, "
+      "Tensor grad_up_bias, Tensor output)",
       tags);
 
   // Whether any of the tensors is of a Python class that has to be asked, and whether one is sharded

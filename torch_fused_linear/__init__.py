@@ -5,11 +5,21 @@ from . import _library
 if _library.load():
     from . import flops, plans, sharding
     from ._library import library_path
-    from .functional import conv2d_relu, linear, linear_gelu, linear_relu, mlp
+    from .functional import (
+        conv2d_relu,
+        gated_mlp,
+        linear,
+        linear_gelu,
+        linear_glu,
+        linear_relu,
+        linear_silu,
+        mlp,
+    )
     from .fuse import fuse_, unfuse_
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
-    from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU
+    from .nn.gated import FusedGatedMLP
+    from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU
     from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
     from .packing import pack_weights, unpack_weights
@@ -24,9 +34,11 @@ if _library.load():
 
 __all__ = [
     "FusedConv2dReLU",
+    "FusedGatedMLP",
     "FusedLinear",
     "FusedLinearGELU",
     "FusedLinearReLU",
+    "FusedLinearSiLU",
     "FusedMLP",
     "compile_backend",
     "compile_options",
@@ -34,12 +46,15 @@ __all__ = [
     "explain",
     "flops",
     "fuse_",
+    "gated_mlp",
     "get_policy",
     "handover",
     "library_path",
     "linear",
     "linear_gelu",
+    "linear_glu",
     "linear_relu",
+    "linear_silu",
     "mlp",
     "onnx_translation_table",
     "pack_weights",

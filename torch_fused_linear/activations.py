@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_MODULES = {"relu": nn.ReLU, "silu": nn.SiLU}
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,14 @@ class Activation:
     def module(self) -> nn.Module:
         """The plain layer that computes it."""
         if self.approximate is None:
-            return nn.ReLU()
+            return _MODULES[self.name]()
         return nn.GELU(approximate=self.approximate)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What torch's own function gives."""
+        if self.approximate is None:
+            return getattr(F, self.name)(x)
+        return F.gelu(x, approximate=self.approximate)
 
 
 ACTIVATIONS = {
@@ -36,9 +45,11 @@ ACTIVATIONS = {
         Activation("relu", "linear_relu", "ReLU"),
         Activation("gelu_tanh", "linear_gelu", "GELU (tanh)", approximate="tanh"),
         Activation("gelu_erf", "linear_gelu", "GELU (erf)", approximate="none"),
+        Activation("silu", "linear_silu", "SiLU"),
     )
 }
 NAMES = tuple(ACTIVATIONS)
+CHOICE = ", ".join(map(repr, NAMES[:-1])) + f" or {NAMES[-1]!r}"
 _BY_APPROXIMATE = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
 
 
@@ -48,7 +59,7 @@ def name_of_gelu(approximate: object) -> str | None:
 
 
 def name_of_module(module: nn.Module) -> str | None:
-    """The operators' name of what torch's own ``nn.ReLU`` or ``nn.GELU`` computes."""
-    if type(module) is nn.ReLU:
-        return "relu"
-    return name_of_gelu(module.approximate) if type(module) is nn.GELU else None
+    """The operators' name of what torch's own ``nn.ReLU``, ``nn.SiLU`` or ``nn.GELU`` computes."""
+    if type(module) is nn.GELU:
+        return name_of_gelu(module.approximate)
+    return next((name for name, cls in _MODULES.items() if type(module) is cls), None)

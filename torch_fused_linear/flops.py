@@ -14,9 +14,9 @@ results of products and compute all else anew::
 
 It sees operators below autograd, eager and compiled, and so not ``fused::mlp`` but what the layers
 of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` (under the policy
-``"cublaslt"`` in eager mode ``fused::_linear_relu_aux``) and ``fused::_linear_gelu_aux``, whose
-second result is the pre-activation (for a width that is no multiple of 8, and with the memory
-``'low'``, ``fused::linear`` and ATen's gelu).
+``"cublaslt"`` in eager mode ``fused::_linear_relu_aux``) and ``fused::_linear_gelu_aux`` or
+``fused::_linear_silu_aux``, whose second result is the pre-activation (for a width that is no
+multiple of 8, and with the memory ``'low'``, ``fused::linear`` and ATen's gelu or silu).
 """
 
 from math import prod
@@ -50,6 +50,16 @@ def linear_backward_across(
     return linear(input, weight) * (1 + bool(output_mask[1]))
 
 
+def linear_glu(input, gate, up=None, *args, **kwargs) -> int:
+    """Of a gated layer's forward: its two products, or one with both weights."""
+    return linear(input, gate) + (0 if up is None else linear(input, up))
+
+
+def gated_mlp(input, gate, up, down, *args, **kwargs) -> int:
+    """Of a gated block's forward."""
+    return linear_glu(input, gate, up) + 2 * prod(input[:-1]) * prod(down)
+
+
 def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
     """Of a convolution's forward; of its backward torch counts ``aten::convolution_backward``."""
     return 2 * prod(out_shape) * prod(weight[1:])
@@ -59,10 +69,14 @@ FORMULAS = {
     "linear": linear,
     "linear_relu": linear,
     "linear_gelu": linear,
+    "linear_silu": linear,
     "mlp": mlp,
+    "linear_glu": linear_glu,
+    "gated_mlp": gated_mlp,
     "conv2d_relu": conv2d_relu,
     "_linear_relu_aux": linear,
     "_linear_gelu_aux": linear,
+    "_linear_silu_aux": linear,
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
 }

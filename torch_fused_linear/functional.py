@@ -103,9 +103,10 @@ def linear_gelu(
     `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
 
     The backward keeps the pre-activation :math:`z`, and the layer after keeps :math:`y`, its input:
-    two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu` or
-    :func:`linear_gelu` with :math:`y` itself for input keeps nothing more, and its backward
-    computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its dtype before the
+    two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu`,
+    :func:`linear_gelu` or :func:`linear_silu` with :math:`y` itself for input keeps nothing more,
+    and its backward computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its
+    dtype before the
     activation is applied, as in torch, and not inside of the product.
 
     Args:
@@ -133,6 +134,40 @@ def linear_gelu(
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
+def linear_silu(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+) -> Tensor:
+    r"""Applies :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
+
+    Equivalent to ``F.silu(F.linear(input, weight, bias))``. cuBLASLt has no epilogue for SiLU (also
+    called Swish): on a GPU it is a product with bias, then one kernel.
+
+    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
+    :func:`linear_gelu`.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
+        bias: :math:`(\text{out\_features})` or ``None``.
+        memory: ``'default'`` or ``'low'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: ``memory`` is neither of these.
+    """
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear_silu(input, weight, bias, memory)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            return subclasses.layer("linear_silu", F.silu, input, weight, bias, memory)
+    return torch.ops.fused.linear_silu(input, weight, bias, memory=memory)
+
+
 def mlp(
     input: Tensor,
     weights: list[Tensor],
@@ -152,7 +187,7 @@ def mlp(
     activation derivative, and sums its bias gradient, together with the next layer's product
     (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
 
-    With ``memory='low'`` one tensor is kept for each hidden layer of GELU instead of two: its
+    With ``memory='low'`` one tensor is kept for each hidden layer of GELU or SiLU, not two: its
     output is recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU
     keeps one in any case, the output, or one bit for each element where the weight after it is
     frozen.
@@ -161,7 +196,7 @@ def mlp(
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
         weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
-        activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'silu'``.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
@@ -180,6 +215,104 @@ def mlp(
         if any(map(subclasses.is_foreign, [input, *weights, *biases])):
             return subclasses.mlp(input, weights, biases, activation, memory)
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
+
+
+def linear_glu(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    r"""Applies :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
+    (xW_\text{up}^T + b_\text{up})`, a gated linear unit.
+
+    Equivalent to, for SiLU::
+
+        F.silu(F.linear(input, gate, gate_bias)) * F.linear(input, up, up_bias)
+
+    Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases;
+    of a weight with up's rows first pass the halves. Weights that lie next to each other in memory,
+    gate first, such as the halves of one, are multiplied with in one product.
+
+    The backward keeps the input and the two pre-activations. One pass over memory reads them with
+    the gradient that arrives, and writes both gradients and the biases' sums. See
+    `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        gate: :math:`(\text{hidden\_features}, \text{in\_features})`, dtype and device of ``input``;
+            without ``up`` :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`.
+        up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
+        gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
+        up_bias: :math:`(\text{hidden\_features})` or ``None``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+
+    Returns:
+        :math:`(*, \text{hidden\_features})`.
+
+    Raises:
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: ``activation`` is none of these; without ``up``, ``gate`` cannot be halved or
+            ``up_bias`` is given.
+    """
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, gate, up, gate_bias, up_bias))):
+            return subclasses.linear_glu(input, gate, up, gate_bias, up_bias, activation)
+    return torch.ops.fused.linear_glu(input, gate, up, gate_bias, up_bias, activation=activation)
+
+
+def gated_mlp(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
+
+    Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one operator
+    and one node of the graph: what lies between the two layers is not kept either, the backward
+    computes it again in the pass that it makes over memory anyway. It keeps two tensors of the
+    hidden size, where torch keeps four.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        gate: as :func:`linear_glu`.
+        up: as :func:`linear_glu`.
+        down: :math:`(\text{out\_features}, \text{hidden\_features})`.
+        gate_bias: as :func:`linear_glu`.
+        up_bias: as :func:`linear_glu`.
+        down_bias: :math:`(\text{out\_features})` or ``None``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
+    """
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.gated_mlp(
+                input, gate, up, down, gate_bias, up_bias, down_bias, activation
+            )
+            if result is not None:
+                return result
+        tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
+        if any(map(subclasses.is_foreign, tensors)):
+            return subclasses.gated_mlp(*tensors, activation)
+    return torch.ops.fused.gated_mlp(
+        input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation
+    )
 
 
 def conv2d_relu(

@@ -29,8 +29,9 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
         )
 
     The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
-    then ``Relu`` or ``Gelu``; ``Conv``, then ``Relu``. Before opset 20, which brought ``Gelu``, its
-    formula is written out (of the kind that was asked for); ONNX Runtime puts it together again.
+    then ``Relu``, ``Gelu`` or ``Sigmoid`` and ``Mul``; ``Conv``, then ``Relu``. Before opset 20,
+    which brought ``Gelu``, its formula is written out (of the kind that was asked for); ONNX
+    Runtime puts it together again.
 
     Args:
         opset_version: the one that ``torch.onnx.export`` is called with; at least 18.
@@ -82,9 +83,14 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
             bracket = op.Erf(op.Div(x, number(math.sqrt(2))))
         return op.Mul(x, op.Mul(number(0.5), op.Add(bracket, number(1.0))))
 
+    def silu(x):
+        return op.Mul(x, op.Sigmoid(x))
+
     def activate(x, activation: str):
         approximate = ACTIVATIONS[activation].approximate
-        return op.Relu(x) if approximate is None else gelu(x, approximate)
+        if approximate is not None:
+            return gelu(x, approximate)
+        return op.Relu(x) if activation == "relu" else silu(x)
 
     def convolution(input, weight, bias, stride, padding, dilation, groups):
         def pair(numbers):
@@ -111,11 +117,39 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
     def linear_gelu(input, weight, bias=None, approximate="tanh", memory="default"):
         return gelu(product(input, weight, bias, is_matrix(input)), approximate)
 
+    def linear_silu(input, weight, bias=None, memory="default"):
+        return silu(product(input, weight, bias, is_matrix(input)))
+
     def mlp(input, weights, biases, activation, memory="default"):
         gemm = is_matrix(input)  # of what follows the shape is not known yet
         for weight, bias in zip(weights[:-1], biases[:-1]):
             input = activate(product(input, weight, bias, gemm), activation)
         return product(input, weights[-1], biases[-1], gemm)
+
+    def glu(input, gate, up, gate_bias, up_bias, activation: str):
+        gemm = is_matrix(input)
+        first = product(input, gate, gate_bias, gemm)
+        if up is None:
+            first, second = op.Split(first, axis=-1, num_outputs=2)
+        else:
+            second = product(input, up, up_bias, gemm)
+        return op.Mul(activate(first, activation), second)
+
+    def linear_glu(input, gate, up=None, gate_bias=None, up_bias=None, activation="silu"):
+        return glu(input, gate, up, gate_bias, up_bias, activation)
+
+    def gated_mlp(
+        input,
+        gate,
+        up,
+        down,
+        gate_bias=None,
+        up_bias=None,
+        down_bias=None,
+        activation="silu",
+    ):
+        hidden = glu(input, gate, up, gate_bias, up_bias, activation)
+        return product(hidden, down, down_bias, is_matrix(input))
 
     def conv2d_relu(
         input, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
@@ -131,6 +165,7 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
     one = {"input": tensor, "weight": tensor, "bias": tensor | None}
     linear.__annotations__ = one
     linear_relu.__annotations__ = {**one, "memory": str}
+    linear_silu.__annotations__ = {**one, "memory": str}
     linear_gelu.__annotations__ = {**one, "approximate": str, "memory": str}
     numbers = dict.fromkeys(("stride", "padding", "dilation"), Sequence[int])
     conv2d_relu.__annotations__ = {**one, **numbers, "groups": int}
@@ -141,11 +176,19 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         "activation": str,
         "memory": str,
     }
+    optional = dict.fromkeys(("up", "gate_bias", "up_bias", "down_bias"), tensor | None)
+    gated = {"input": tensor, "gate": tensor, "down": tensor, **optional, "activation": str}
+    for function in (linear_glu, gated_mlp):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        function.__annotations__ = {name: gated[name] for name in names}
     fused = torch.ops.fused
     return {
         fused.linear.default: linear,
         fused.linear_relu.default: linear_relu,
         fused.linear_gelu.default: linear_gelu,
+        fused.linear_silu.default: linear_silu,
         fused.mlp.default: mlp,
+        fused.linear_glu.default: linear_glu,
+        fused.gated_mlp.default: gated_mlp,
         fused.conv2d_relu.default: conv2d_relu,
     }

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from . import report
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, CHOICE
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -62,15 +62,60 @@ def mlp(
     memory: str,
 ) -> Tensor:
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"mlp: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got '{activation}'"
-        )
+        raise ValueError(f"mlp: activation must be {CHOICE}, got '{activation}'")
     _begin("mlp", input, weights[0], memory)
-    approximate = ACTIVATIONS[activation].approximate
     for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
-        input = F.linear(input, weight, bias)
-        input = F.gelu(input, approximate=approximate) if approximate else F.relu(input)
+        input = ACTIVATIONS[activation](F.linear(input, weight, bias))
     return F.linear(input, weights[-1], biases[-1])
+
+
+def _glu(
+    operator: str,
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{operator}: activation must be {CHOICE}, got '{activation}'")
+    if up is None and up_bias is not None:
+        raise ValueError(f"{operator}: up_bias must be None without up: gate_bias is both")
+    if up is None and (gate.dim() != 2 or gate.shape[0] % 2):
+        raise ValueError(
+            f"{operator}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
+            f"got {list(gate.shape)}"
+        )
+    _begin(operator, input, gate)
+    z = F.linear(input, gate, gate_bias)
+    first, second = z.chunk(2, -1) if up is None else (z, F.linear(input, up, up_bias))
+    return ACTIVATIONS[activation](first) * second
+
+
+def linear_glu(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return _glu("linear_glu", input, gate, up, gate_bias, up_bias, activation)
+
+
+def gated_mlp(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    hidden = _glu("gated_mlp", input, gate, up, gate_bias, up_bias, activation)
+    return F.linear(hidden, down, down_bias)
 
 
 def conv2d_relu(

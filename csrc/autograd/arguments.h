@@ -49,6 +49,10 @@ inline bool is_differentiated(const steps::LinearBackward& layer) {
 inline bool is_differentiated(const steps::PreviousLayer& layer) {
   return is_differentiated(layer.saved);
 }
+inline bool is_differentiated(const steps::GluBackward& step) {
+  return is_differentiated(step.grad_output) || is_differentiated(step.gate) ||
+         is_differentiated(step.up);
+}
 template <typename Value>  // a number, a flag, a name
 bool is_differentiated(const Value&) {
   return false;

@@ -25,7 +25,7 @@ struct State {
   LinearNode* node;  // none in compiled autograd
   bool is_running;   // the engine runs the node, which is not called by hand
   Activation activation;
-  Activation input_is_of;  // none, or the GELU whose pre-activation is kept for the input
+  Activation input_is_of;  // none, or that of the pre-activation kept for the input
   std::array<bool, 3> wanted;
   variable_list variables;  // input, weight, saved; undefined where not kept
 
@@ -37,7 +37,7 @@ struct State {
   }
 };
 
-// ---- low memory: GELU's output is kept by nobody -----------------------------------------------
+// ---- low memory: GELU's and SiLU's output is kept by nobody ------------------------------------
 
 // What a node keeps to have its input in the backward.
 struct KeptInput {
@@ -102,8 +102,7 @@ Gradients differentiable(const State& state, const Tensor& grad,
                          const std::optional<handover::Note>& note) {
   auto kept = state.variables;
   if (state.input_is_of != Activation::none) {
-    kept[0] = at_edge(gelu(kept[0], state.input_is_of, "ATen gelu, recomputed"),
-                      state.edge(Edge::input_edge));
+    kept[0] = at_edge(activated(kept[0], state.input_is_of), state.edge(Edge::input_edge));
   }
   const auto [input, weight] = fill_in(kept[0], kept[1], grad);
   auto saved = kept[2];
@@ -156,8 +155,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   // Where the weight's gradient is not wanted only the shape is read, which is the same.
   const bool recompute = state.input_is_of != Activation::none && state.wanted[Edge::weight_edge];
   const auto [input, weight] =
-      fill_in(recompute ? gelu(state.variables[0], state.input_is_of, "ATen gelu, recomputed")
-                        : state.variables[0],
+      fill_in(recompute ? activated(state.variables[0], state.input_is_of) : state.variables[0],
               state.variables[1], arrived.grad);
   const bool bias_known = arrived.grad_bias.defined();
   auto mask = state.wanted;
@@ -218,17 +216,20 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
     }
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
-      // An epilogue applies GELU before the sum is rounded, which cannot be done again.
+    case Activation::silu:
+      // An epilogue applies it before the sum is rounded, which cannot be done again.
       if (memory == Memory::low) {
         const auto preactivation = fused::linear(input, weight, bias);
-        return {gelu(preactivation, activation, "ATen gelu"), preactivation};
+        return {activated(preactivation, activation, Time::first), preactivation};
       }
       // Rows padded for the epilogue would keep more than torch does.
       if (weight.sym_size(0) % 8 != 0 && policy_for_graph(input) != Policy::cublaslt) {
         const auto preactivation = fused::linear(input, weight, bias);
         return {activate(preactivation, activation), preactivation};
       }
-      return steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
+      return activation == Activation::silu
+                 ? steps::linear_silu_aux(input, weight, bias)
+                 : steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
   }
   return {};
 }
@@ -243,13 +244,19 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
       return linear_gelu(input, weight, bias, approximate_of(activation));
+    case Activation::silu:
+      return linear_silu(input, weight, bias);
   }
   return {};
 }
 
-Tensor gelu(const Tensor& preactivation, Activation activation, const char* how) {
-  const explain::Row row("gelu", preactivation, {});
-  explain::append(how);
+Tensor activated(const Tensor& preactivation, Activation activation, Time time) {
+  const auto op = is_gelu(activation) ? "gelu" : fused::name(activation);
+  const explain::Row row(op, preactivation, {});
+  if (explain::enabled()) {
+    const auto how = std::string("ATen ") + op + (time == Time::again ? ", recomputed" : "");
+    explain::append(how.c_str());
+  }
   return activate(preactivation, activation);
 }
 

@@ -29,7 +29,7 @@ class LinearNode final : public handover::Producer {
   // What act' is read from; undefined where it has been released.
   Tensor lend_saved() { return lend(saved_index); }
 
-  // GELU's pre-activation, where the next layer may keep it in place of the output: with low memory
+  // The pre-activation, where the next layer may keep it in place of the output: with low memory
   // nobody keeps that.
   Tensor lend_preactivation();
 
@@ -46,7 +46,7 @@ class LinearNode final : public handover::Producer {
 
   const Activation activation_;
   const bool lends_;
-  Activation input_is_of_ = Activation::none;  // or the GELU whose pre-activation is kept instead
+  Activation input_is_of_ = Activation::none;  // or that of the pre-activation kept instead
   std::array<SavedVariable, 3> kept_;          // input, weight, saved
 };
 
@@ -60,8 +60,9 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation);
 
-// GELU of the pre-activation that a node keeps. With low memory the forward takes the same way as
-// the backward, so that what the latter recomputes has the same bits.
-Tensor gelu(const Tensor& preactivation, Activation activation, const char* how);
+// The activation of the pre-activation that a node keeps. With low memory the forward takes the
+// same way as the backward, so that what the latter recomputes has the same bits.
+enum class Time { first, again };
+Tensor activated(const Tensor& preactivation, Activation activation, Time time = Time::again);
 
 }  // namespace fused::autograd

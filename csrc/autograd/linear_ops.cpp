@@ -54,6 +54,12 @@ Tensor linear_gelu_autograd(const Tensor& input, const Tensor& weight, const Opt
                  parse_memory(op, memory));
 }
 
+Tensor linear_silu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+  constexpr auto op = "linear_silu";
+  return forward(op, input, weight, bias, Activation::silu, parse_memory(op, memory));
+}
+
 Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, std::string_view text,
                     std::string_view memory_text) {
@@ -100,9 +106,11 @@ TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("linear", linear_autograd);
   m.impl("linear_relu", linear_relu_autograd);
   m.impl("linear_gelu", linear_gelu_autograd);
+  m.impl("linear_silu", linear_silu_autograd);
   m.impl("mlp", mlp_autograd);
   m.impl("_linear_relu_aux", Step<&Formula::linear_relu_aux, &steps::linear_relu_aux>::call);
   m.impl("_linear_gelu_aux", Step<&Formula::linear_gelu_aux, &steps::linear_gelu_aux>::call);
+  m.impl("_linear_silu_aux", Step<&Formula::linear_silu_aux, &steps::linear_silu_aux>::call);
   m.impl("_relu_mask", relu_mask_autograd);
   m.impl("_activation_backward",
          flat_activation_backward<

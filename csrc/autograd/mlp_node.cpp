@@ -102,7 +102,7 @@ class Chain {
                                      wants_bias(i) && !is_hidden(i)};
       auto kept_input = kept_[i].input;
       if (mask[1] && !kept_input.defined()) {
-        kept_input = gelu(kept_[i - 1].saved, activation_, "ATen gelu, recomputed");
+        kept_input = activated(kept_[i - 1].saved, activation_);
       }
       const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz);
       const auto grad_output = dz;

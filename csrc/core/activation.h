@@ -13,7 +13,8 @@
 namespace fused {
 
 inline constexpr Activation activations[] = {Activation::none, Activation::relu,
-                                             Activation::gelu_tanh, Activation::gelu_erf};
+                                             Activation::gelu_tanh, Activation::gelu_erf,
+                                             Activation::silu};
 
 inline const char* name(Activation activation) {
   switch (activation) {
@@ -25,6 +26,8 @@ inline const char* name(Activation activation) {
       return "gelu_tanh";
     case Activation::gelu_erf:
       return "gelu_erf";
+    case Activation::silu:
+      return "silu";
   }
   TORCH_INTERNAL_ASSERT(false, "no activation");
 }
@@ -62,6 +65,7 @@ inline const char* approximate_of(Activation activation) {
       return "none";
     case Activation::none:
     case Activation::relu:
+    case Activation::silu:
       return nullptr;
   }
   return nullptr;
@@ -80,6 +84,7 @@ inline Saved saved_for(Activation activation) {
       return Saved::output;
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
+    case Activation::silu:
       return Saved::preactivation;
   }
   return Saved::nothing;

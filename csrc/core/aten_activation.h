@@ -3,8 +3,10 @@
 // act and act' in ATen: every room that computes them with ATen's operators calls these.
 
 #include "core/activation.h"
+#include "core/check.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 namespace fused {
 
@@ -18,6 +20,8 @@ inline Tensor activate(const Tensor& preactivation, Activation activation) {
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
       return at::gelu(preactivation, approximate_of(activation));
+    case Activation::silu:
+      return at::silu(preactivation);
   }
   return preactivation;
 }
@@ -35,7 +39,19 @@ inline void activate_out(Tensor output, const Tensor& preactivation, Activation 
     case Activation::gelu_erf:
       at::gelu_out(output, preactivation, approximate_of(activation));
       return;
+    case Activation::silu:
+      at::silu_out(output, preactivation);
+      return;
   }
+}
+
+// Torch's own operator for it is not differentiable, and rounds only once.
+inline Tensor silu_gradient(const Tensor& grad_output, const Tensor& preactivation) {
+  if (!at::GradMode::is_enabled() && !has_tangent(grad_output) && !has_tangent(preactivation)) {
+    return at::silu_backward(grad_output, preactivation);
+  }
+  const auto sigmoid = preactivation.sigmoid();
+  return grad_output * sigmoid * (1 + preactivation * (1 - sigmoid));
 }
 
 // act'(saved) · grad_output, differentiable; saved is what saved_for(activation) names.
@@ -49,6 +65,8 @@ inline Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
       return at::gelu_backward(grad_output, saved, approximate_of(activation));
+    case Activation::silu:
+      return silu_gradient(grad_output, saved);
   }
   return grad_output;
 }
@@ -66,6 +84,9 @@ inline void activation_gradient_out(Tensor dz, const Tensor& grad_output, const 
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
       at::gelu_backward_out(dz, grad_output, saved, approximate_of(activation));
+      return;
+    case Activation::silu:
+      at::silu_backward_out(dz, grad_output, saved);
       return;
   }
 }

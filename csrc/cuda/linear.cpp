@@ -25,16 +25,6 @@ Matrix matrix_of(const Tensor& result) {
           result.data_ptr()};
 }
 
-// What our own kernels read: rows of unit stride.
-Operand plain_rows(const Tensor& tensor) {
-  auto operand = rows_of(tensor);
-  if (!operand.matrix.transposed) return operand;
-  auto copy = tensor.contiguous();
-  operand = rows_of(copy);
-  operand.copy = std::move(copy);
-  return operand;
-}
-
 PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
                    void* bias = nullptr, Activation activation = Activation::none,
                    const Matrix& aux = {}, bool mask = false) {

@@ -53,6 +53,12 @@ struct Autocast {
     return fused::linear_gelu(cast(input), cast(weight), cast(bias), approximate, memory);
   }
 
+  static Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::linear_silu(cast(input), cast(weight), cast(bias), memory);
+  }
+
   static Tensor mlp(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, std::string_view activation,
                     std::string_view memory) {
@@ -62,6 +68,23 @@ struct Autocast {
     c10::List<OptionalTensor> cast_biases;
     for (const OptionalTensor& bias : biases) cast_biases.push_back(cast(bias));
     return fused::mlp(cast(input), cast_weights, cast_biases, activation, memory);
+  }
+
+  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                           std::string_view activation) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::linear_glu(cast(input), cast(gate), cast(up), cast(gate_bias), cast(up_bias),
+                             activation);
+  }
+
+  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                          const Tensor& down, const OptionalTensor& gate_bias,
+                          const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                          std::string_view activation) {
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+    return fused::gated_mlp(cast(input), cast(gate), cast(up), cast(down), cast(gate_bias),
+                            cast(up_bias), cast(down_bias), activation);
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -76,10 +99,16 @@ struct Autocast {
     m.impl("linear", linear);
     m.impl("linear_relu", linear_relu);
     m.impl("linear_gelu", linear_gelu);
+    m.impl("linear_silu", linear_silu);
     m.impl("mlp", mlp);
+    m.impl("linear_glu", linear_glu);
+    m.impl("gated_mlp", gated_mlp);
     m.impl("conv2d_relu", conv2d_relu);
+    m.impl("_glu", flat_glu<Kept<&steps::glu>::call>);
+    m.impl("_glu_backward", flat_glu_backward<Kept<&steps::glu_backward>::call>);
     m.impl("_linear_relu_aux", Kept<&steps::linear_relu_aux>::call);
     m.impl("_linear_gelu_aux", Kept<&steps::linear_gelu_aux>::call);
+    m.impl("_linear_silu_aux", Kept<&steps::linear_silu_aux>::call);
     m.impl("_relu_mask", Kept<&steps::relu_mask>::call);
     m.impl("_activation_backward",
            flat_activation_backward<Kept<&steps::activation_backward>::call>);

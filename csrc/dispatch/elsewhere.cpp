@@ -2,6 +2,7 @@
 // CUDA. What torch's own functions do with them is done.
 
 #include "dispatch/conv_kernels.h"
+#include "dispatch/gated_kernels.h"
 #include "dispatch/linear_kernels.h"
 
 namespace fused::dispatch {
@@ -9,6 +10,7 @@ namespace {
 
 void register_formula(torch::Library& m) {
   register_linear<reference::LinearFormula>(m);
+  register_gated<reference::GluFormula>(m);
   register_conv<reference::ConvFormula>(m);
 }
 

@@ -54,6 +54,12 @@ struct LinearKernels {
     return forward("linear_gelu", input, weight, bias, activation);
   }
 
+  static Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            std::string_view memory) {
+    parse_memory("linear_silu", memory);
+    return forward("linear_silu", input, weight, bias, Activation::silu);
+  }
+
   static Pair forward_aux(const char* op, const Tensor& input, const Tensor& weight,
                           const OptionalTensor& bias, Activation activation) {
     const explain::Row row(op, input, weight);
@@ -71,6 +77,11 @@ struct LinearKernels {
                               std::string_view approximate) {
     constexpr auto op = "_linear_gelu_aux";
     return forward_aux(op, input, weight, bias, parse_approximate(op, approximate));
+  }
+
+  static Pair linear_silu_aux(const Tensor& input, const Tensor& weight,
+                              const OptionalTensor& bias) {
+    return forward_aux("_linear_silu_aux", input, weight, bias, Activation::silu);
   }
 
   static Tensor relu_mask(const Tensor& output) {
@@ -142,9 +153,11 @@ void register_linear(torch::Library& m) {
   m.impl("linear", K::linear);
   m.impl("linear_relu", K::linear_relu);
   m.impl("linear_gelu", K::linear_gelu);
+  m.impl("linear_silu", K::linear_silu);
   m.impl("mlp", K::mlp);
   m.impl("_linear_relu_aux", K::linear_relu_aux);
   m.impl("_linear_gelu_aux", K::linear_gelu_aux);
+  m.impl("_linear_silu_aux", K::linear_silu_aux);
   m.impl("_relu_mask", K::relu_mask);
   m.impl("_activation_backward", flat_activation_backward<K::activation_backward>);
   m.impl("_linear_backward", flat_linear_backward<K::linear_backward>);

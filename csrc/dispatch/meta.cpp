@@ -2,6 +2,7 @@
 
 #include "core/shapes.h"
 #include "dispatch/conv_kernels.h"
+#include "dispatch/gated_kernels.h"
 #include "dispatch/linear_kernels.h"
 
 namespace fused::dispatch {
@@ -46,6 +47,25 @@ struct MetaLinear {
   }
 };
 
+struct MetaGlu {
+  static constexpr bool obeys_policy = false;
+
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation) {
+    const auto features = gate.sym_size(-1);
+    return S::rows(gate, has_value(up) ? features : features / 2);
+  }
+
+  static Quintuple glu_backward(const steps::GluBackward& step) {
+    const auto& wanted = step.wanted;
+    const bool apart = has_value(step.up);
+    const auto features = step.gate.sym_size(-1);
+    return {S::grad_input(step.gate, wanted[0]), S::grad_input(step.gate, apart && wanted[1]),
+            S::vector(step.gate, features, wanted[2]),
+            S::vector(step.gate, features, apart && wanted[3]),
+            S::grad_input(step.grad_output, wanted[4])};
+  }
+};
+
 struct MetaConv {
   static constexpr bool obeys_policy = false;
 
@@ -66,6 +86,7 @@ struct MetaConv {
 
 TORCH_LIBRARY_IMPL(fused, Meta, m) {
   register_linear<MetaLinear>(m);
+  register_gated<MetaGlu>(m);
   register_conv<MetaConv>(m);
 }
 

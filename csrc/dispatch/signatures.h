@@ -19,17 +19,25 @@ using OptionalTensor = std::optional<Tensor>;
 using Pair = std::tuple<Tensor, Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Quintuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
 using LinearRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
 using LinearGelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                           std::string_view);
+using LinearSilu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
 using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
                    std::string_view, std::string_view);
+using LinearGlu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                         const OptionalTensor&, std::string_view);
+using GatedMlp = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
+                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                        std::string_view);
 using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
                           c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
 using LinearReluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
 using LinearGeluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
+using LinearSiluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
 using ReluMask = Tensor(const Tensor&);
 using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
 using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
@@ -41,6 +49,10 @@ using LinearBackward = Triple(const Tensor&, const Tensor&, const Tensor&, const
 using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,
                                        const OptionalTensor&, std::string_view, std::array<bool, 3>,
                                        const Tensor&, std::string_view, bool);
+
+using Glu = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
+using GluBackward = Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                              std::array<bool, 5>);
 
 // `fn` takes the activation as a value, and structs for what belongs together.
 template <auto fn>
@@ -69,6 +81,18 @@ Quadruple flat_linear_backward_across(const Tensor& grad_output, const Tensor& i
       {grad_output, input, weight, saved, parse_activation(op, activation), wanted},
       {previous_saved, parse_hidden_activation(op, "previous_activation", previous_activation),
        previous_bias_grad});
+}
+
+template <auto fn>
+Tensor flat_glu(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
+  return fn(gate, up, parse_hidden_activation("_glu", "activation", activation));
+}
+
+template <auto fn>
+Quintuple flat_glu_backward(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
+                            std::string_view activation, std::array<bool, 5> wanted) {
+  return fn({grad_output, gate, up,
+             parse_hidden_activation("_glu_backward", "activation", activation), wanted});
 }
 
 }  // namespace fused::dispatch

@@ -8,6 +8,7 @@
 #include "core/memory.h"
 #include "dispatch/signatures.h"
 #include "reference/conv.h"
+#include "reference/gated.h"
 #include "reference/linear.h"
 
 #include <ATen/core/PythonFallbackKernel.h>
@@ -69,6 +70,13 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
   return reference::as_torch_does(op, why, input, weight, bias, activation, /*foreign=*/true);
 }
 
+Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   std::string_view memory) {
+  parse_memory("linear_silu", memory);
+  return reference::as_torch_does("linear_silu", why, input, weight, bias, Activation::silu,
+                                  /*foreign=*/true);
+}
+
 Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
            std::string_view activation, std::string_view memory) {
   parse_memory("mlp", memory);
@@ -76,6 +84,26 @@ Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<Optional
   return reference::mlp_as_torch_does(why, input, weights, biases,
                                       parse_hidden_activation("mlp", "activation", activation),
                                       /*foreign=*/true);
+}
+
+Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                  std::string_view activation) {
+  constexpr auto op = "linear_glu";
+  const gated::Layer layer{input, gate, up, gate_bias, up_bias};
+  gated::check(op, layer);
+  return reference::gated_as_torch_does(op, why, layer, {}, gated::parse(op, activation),
+                                        /*foreign=*/true);
+}
+
+Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                 const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& down_bias, std::string_view activation) {
+  constexpr auto op = "gated_mlp";
+  const gated::Layer layer{input, gate, up, gate_bias, up_bias};
+  gated::check(op, layer);
+  return reference::gated_as_torch_does(op, why, layer, {down, down_bias},
+                                        gated::parse(op, activation), /*foreign=*/true);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -107,8 +135,9 @@ struct Kernel<name, instead> {
 };
 
 constexpr char linear_name[] = "fused::linear", linear_relu_name[] = "fused::linear_relu",
-               linear_gelu_name[] = "fused::linear_gelu", mlp_name[] = "fused::mlp",
-               conv2d_relu_name[] = "fused::conv2d_relu";
+               linear_gelu_name[] = "fused::linear_gelu", linear_silu_name[] = "fused::linear_silu",
+               linear_glu_name[] = "fused::linear_glu", gated_mlp_name[] = "fused::gated_mlp",
+               mlp_name[] = "fused::mlp", conv2d_relu_name[] = "fused::conv2d_relu";
 
 }  // namespace
 
@@ -116,7 +145,10 @@ TORCH_LIBRARY_IMPL(fused, PythonTLSSnapshot, m) {
   m.impl("linear", TORCH_FN((Kernel<linear_name, linear>::call)));
   m.impl("linear_relu", TORCH_FN((Kernel<linear_relu_name, linear_relu>::call)));
   m.impl("linear_gelu", TORCH_FN((Kernel<linear_gelu_name, linear_gelu>::call)));
+  m.impl("linear_silu", TORCH_FN((Kernel<linear_silu_name, linear_silu>::call)));
   m.impl("mlp", TORCH_FN((Kernel<mlp_name, mlp>::call)));
+  m.impl("linear_glu", TORCH_FN((Kernel<linear_glu_name, linear_glu>::call)));
+  m.impl("gated_mlp", TORCH_FN((Kernel<gated_mlp_name, gated_mlp>::call)));
   m.impl("conv2d_relu", TORCH_FN((Kernel<conv2d_relu_name, conv2d_relu>::call)));
 }
 

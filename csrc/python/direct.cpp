@@ -126,8 +126,9 @@ struct Function<name, Tensor(Args...)> {
 };
 
 constexpr char linear[] = "fused::linear", linear_relu[] = "fused::linear_relu",
-               linear_gelu[] = "fused::linear_gelu", mlp[] = "fused::mlp",
-               conv2d_relu[] = "fused::conv2d_relu";
+               linear_gelu[] = "fused::linear_gelu", linear_silu[] = "fused::linear_silu",
+               linear_glu[] = "fused::linear_glu", gated_mlp[] = "fused::gated_mlp",
+               mlp[] = "fused::mlp", conv2d_relu[] = "fused::conv2d_relu";
 
 template <const auto& name, typename Signature>
 PyMethodDef method() {
@@ -137,10 +138,15 @@ PyMethodDef method() {
           METH_FASTCALL, nullptr};
 }
 
-PyMethodDef methods[] = {
-    method<linear, dispatch::Linear>(),          method<linear_relu, dispatch::LinearRelu>(),
-    method<linear_gelu, dispatch::LinearGelu>(), method<mlp, dispatch::Mlp>(),
-    method<conv2d_relu, dispatch::Conv2dRelu>(), {}};
+PyMethodDef methods[] = {method<linear, dispatch::Linear>(),
+                         method<linear_relu, dispatch::LinearRelu>(),
+                         method<linear_gelu, dispatch::LinearGelu>(),
+                         method<linear_silu, dispatch::LinearSilu>(),
+                         method<linear_glu, dispatch::LinearGlu>(),
+                         method<gated_mlp, dispatch::GatedMlp>(),
+                         method<mlp, dispatch::Mlp>(),
+                         method<conv2d_relu, dispatch::Conv2dRelu>(),
+                         {}};
 
 PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}, {}, {}};
 

@@ -21,8 +21,8 @@ namespace {
 using dispatch::OptionalTensor;
 
 // What know_plain was given, kept for good.
-PyObject *layers, *activations, *relus, *gelu, *begun, *global_hooks, *untouched, *linear_class,
-    *conv_class;
+PyObject *layers, *activations, *relus, *gelu, *silu, *begun, *global_hooks, *untouched,
+    *linear_class, *conv_class;
 
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
@@ -163,7 +163,7 @@ std::string_view kind_of(PyObject* function) {
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(relus); ++k) {
       if (PyTuple_GET_ITEM(relus, k) == function) return "relu";
     }
-    return function == gelu ? "gelu_erf" : "";
+    return function == gelu ? "gelu_erf" : function == silu ? "silu" : "";
   }
   const Reference dict(PyObject_GenericGetDict(function, nullptr));
   if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
@@ -188,11 +188,15 @@ PyObject* run(std::string_view kind, Tensor x, Tensor w, OptionalTensor b,
   static const auto gelu = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("fused::linear_gelu", "")
                                .typed<dispatch::LinearGelu>();
+  static const auto silu = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("fused::linear_silu", "")
+                               .typed<dispatch::LinearSilu>();
   Tensor result;
   {
     const pybind11::gil_scoped_release released;
-    result = kind == "relu" ? relu.call(x, w, b, memory)
-                            : gelu.call(x, w, b, kind == "gelu_tanh" ? "tanh" : "none", memory);
+    result = kind == "relu"   ? relu.call(x, w, b, memory)
+             : kind == "silu" ? silu.call(x, w, b, memory)
+                              : gelu.call(x, w, b, kind == "gelu_tanh" ? "tanh" : "none", memory);
   }
   return THPVariable_Wrap(std::move(result));
 }
@@ -233,10 +237,11 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// know_plain(layers, activations, relus, gelu, Begun, global hooks, untouched, Linear, Conv2d)
+// know_plain(layers, activations, relus, gelu, silu, Begun, global hooks, untouched, Linear,
+// Conv2d)
 PyObject* know_plain(PyObject*, PyObject* arguments) {
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOOO", &layers, &activations, &relus, &gelu, &begun,
-                        &global_hooks, &untouched, &linear_class, &conv_class)) {
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO", &layers, &activations, &relus, &gelu, &silu,
+                        &begun, &global_hooks, &untouched, &linear_class, &conv_class)) {
     return nullptr;
   }
   Py_INCREF(arguments);  // for good

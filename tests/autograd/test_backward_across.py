@@ -25,8 +25,15 @@ fused = torch.ops.fused
 WIDTHS, TOKENS, INNER = [1, 2, 3, 7, 8, 64, 129, 257], [1, 2, 33, 64], [1, 2, 7, 64]
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])
-# What the layer before has saved: ReLU's mask or output, GELU's pre-activation.
-KINDS = ["relu mask", "relu output", "gelu_tanh rows", "gelu_tanh padded", "gelu_erf padded"]
+# What the layer before has saved: ReLU's mask or output, else the pre-activation.
+KINDS = [
+    "relu mask",
+    "relu output",
+    "gelu_tanh rows",
+    "gelu_tanh padded",
+    "gelu_erf padded",
+    "silu padded",
+]
 kind_param = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -76,6 +83,7 @@ class Case:
             "relu": torch.relu,
             "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
             "gelu_erf": torch.nn.functional.gelu,
+            "silu": torch.nn.functional.silu,
         }[self.activation]
         (dz,) = torch.autograd.grad(act(z), z, g @ w)
         rows, inputs = g.flatten(0, -2), x.flatten(0, -2)

@@ -138,4 +138,4 @@ def test_functional_call_over_an_ensemble_of_modules():
 
     got = vmap(call)(params, buffers)
     torch.testing.assert_close(got, torch.stack([m(x) for m in models]))
-    assert len(OPS) == 4
+    assert len(OPS) == 5

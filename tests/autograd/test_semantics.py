@@ -14,6 +14,7 @@ from helpers import (
     LOW_DTYPES,
     OPS,
     RELU,
+    SILU,
     device_param,
     policy,
     run,
@@ -126,7 +127,7 @@ def test_set_policy_is_call_and_context_manager():
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF], ids=repr)
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU], ids=repr)
 def test_gelu_at_the_edges(op, dtype, device):
     """0, NaN, +inf and large magnitudes as in eager (-inf is 0 * inf: eager's own NaN or 0)."""
     big = 1e4 if dtype != torch.float16 else 1e3

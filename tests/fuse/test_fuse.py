@@ -110,7 +110,7 @@ def test_the_owner_changes_its_class_and_nothing_else():
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing():
-    model = nn.Sequential(chain(), Net(), nn.Linear(3, 3), nn.SiLU())
+    model = nn.Sequential(chain(), Net(), nn.Linear(3, 3), nn.Mish())
     before = Snapshot.of(model)
     said = tfl.fuse_(model, dry_run=True)
     before.assert_equals(Snapshot.of(model))

@@ -57,16 +57,17 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "relu"])
+@pytest.mark.parametrize("name", [*NAMES, "relu", "silu"])
 def test_the_kind_of_gelu_is_kept(name):
     make = hugging_face("PhiModel", "PhiConfig", **SMALL, hidden_act=name)
     model = assert_fuses(make, TOKENS, 2, 2)
     block = tfl.fuse_(tfl.unfuse_(model) or model).fused[0]
-    kind = {"relu": "linear_relu", "gelu": "linear_gelu (erf)", "gelu_python": "linear_gelu (erf)"}
+    kind = {"relu": "linear_relu", "silu": "linear_silu"}
+    kind |= dict.fromkeys(("gelu", "gelu_python"), "linear_gelu (erf)")
     assert block.after[0] == kind.get(name, "linear_gelu (tanh)")
 
 
-@pytest.mark.parametrize("name", ["quick_gelu", "gelu_10", "silu", "relu2", "relu6", "tanh"])
+@pytest.mark.parametrize("name", ["quick_gelu", "gelu_10", "mish", "relu2", "relu6", "tanh"])
 def test_other_activations_are_refused_by_name(name):
     model = hugging_face("PhiModel", "PhiConfig", **SMALL, hidden_act=name)()
     text = repr(model)

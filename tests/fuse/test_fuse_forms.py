@@ -279,7 +279,8 @@ ACTIVATIONS = {
     "torch.relu": (torch.relu, RELU),
     "more": (lambda x: F.relu(x) * 2, None),
     "closure": ((lambda f: lambda x: f(x))(F.relu), None),
-    "partial of silu": (functools.partial(F.silu), None),
+    "partial of silu": (functools.partial(F.silu), "linear_silu"),
+    "partial of mish": (functools.partial(F.mish), None),
 }
 
 

@@ -26,6 +26,8 @@ def network(device="cpu", dtype=torch.float32):
         tfl.FusedLinearReLU(16, 33),
         tfl.FusedLinearGELU(33, 24),
         tfl.FusedLinearGELU(24, 24, bias=False, approximate="none"),
+        tfl.FusedLinearSiLU(24, 20),
+        tfl.FusedGatedMLP(20, 17, 24, bias=True),
         tfl.FusedLinear(24, 7),
     ]
     return torch.nn.Sequential(*layers).to(device=device, dtype=dtype)

@@ -132,7 +132,7 @@ def test_shared_layer(device):
         stack.backward(y)
         return stack.grads()
 
-    for activation in ("relu", "gelu_tanh", "gelu_erf"):
+    for activation in ("relu", "gelu_tanh", "gelu_erf", "silu"):
         assert_equal_plain(scenario, 4, activations=(activation,), widths=(4, 4), device=device)
 
 

@@ -69,7 +69,7 @@ def test_every_layer_is_a_root(device):
     assert_equal_plain(scenario, 3, device=device)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf", "silu"])
 def test_a_root_whose_note_waits_while_others_are_left(activation, device):
     """The first layer's note must outlive the notes of another branch that runs in between, though
     nothing else holds the gradient that it names once another has been added to it."""
@@ -97,7 +97,7 @@ def test_infinite_gradient_at_a_root(device):
         assert any(not t.isfinite().all() for t in grads)
         return [t for g in grads for t in (g.isfinite().double(), g.nan_to_num(0, 0, 0))]
 
-    for activation in ("relu", "gelu_tanh", "gelu_erf"):
+    for activation in ("relu", "gelu_tanh", "gelu_erf", "silu"):
         assert_equal_plain(scenario, 1, activations=(activation, "none"), device=device)
 
 
@@ -135,7 +135,7 @@ def test_second_consumer(second, device):
         stack.backward(out, extra)
         return stack.grads()
 
-    for activation in ("relu", "gelu_tanh", "gelu_erf"):
+    for activation in ("relu", "gelu_tanh", "gelu_erf", "silu"):
         options = {"activations": (activation, "none"), "device": device}
         assert_equal_plain(added, 0, "another consumer", **options)
         assert_equal_plain(a_root, 0, "another consumer", **options)
@@ -154,7 +154,7 @@ def test_second_consumer_that_does_not_lie_on_the_way_is_no_matter(device):
     assert_equal_plain(scenario, 3, device=device)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf", "silu"])
 def test_a_layer_that_takes_the_same_tensor_twice(activation, device):
     def as_weight(stack):
         y = stack.layer(0, stack.x)
@@ -203,7 +203,7 @@ ROOTS = {
 
 
 @pytest.mark.parametrize("root", ROOTS)
-@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu_erf", "silu"])
 def test_a_root_that_consumes_the_intermediate_itself(root, activation, device):
     make, handed = ROOTS[root]
 

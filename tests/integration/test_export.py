@@ -37,6 +37,8 @@ class Network(nn.Module):
             tfl.FusedLinear(8, 8),
             nn.Tanh(),
             tfl.FusedMLP(8, 16, 8, activation="gelu_erf"),
+            tfl.FusedLinearSiLU(8, 8),
+            tfl.FusedGatedMLP(8, 12, activation="gelu_tanh"),
             nn.Tanh(),
             nn.Linear(8, 12),
             nn.ReLU(),

@@ -36,10 +36,13 @@ class Network(torch.nn.Module):
         self.first = tfl.FusedLinearReLU(6, 9)
         self.second = tfl.FusedLinearGELU(9, 8)
         self.third = tfl.FusedLinearGELU(8, 8, bias=False, approximate="none")
+        self.fourth = tfl.FusedLinearSiLU(8, 8)
+        self.gated = tfl.FusedGatedMLP(8, 12)
         self.last = tfl.FusedLinear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.third(self.second(self.first(x))))
+        x = self.third(self.second(self.first(x)))
+        return self.last(self.gated(self.fourth(x)))
 
 
 class WithMLP(torch.nn.Module):
@@ -67,7 +70,7 @@ def functions(x: Tensor, w: Tensor, b: Tensor, exact: bool) -> Tensor:
     y = tfl.linear_relu(x, w, b) + tfl.linear(x, w)
     if exact:
         return y + tfl.linear_gelu(x, w, b, approximate="none")
-    return y + tfl.linear_gelu(x, w)
+    return y + tfl.linear_gelu(x, w) + tfl.linear_silu(x, w) + tfl.linear_glu(x, w, w, b)
 
 
 def results(model, x, g):

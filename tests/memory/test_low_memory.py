@@ -27,7 +27,7 @@ import torch_fused_linear as tfl
 fused = torch.ops.fused
 
 
-# --- GELU: one tensor for each hidden activation instead of two ---------------------------------
+# --- GELU, SiLU: one tensor for each hidden activation instead of two ---------------------------
 
 
 @form_param
@@ -94,8 +94,9 @@ def test_handed_over_and_told(form, device):
         forward = len(report.calls)
         net.grads(y)
     assert report.handed_over == 2 and forward == 0
-    steps = [(call.operator, call.path) for call in report.calls if call.operator == "gelu"]
-    assert steps == [("gelu", "ATen gelu")] * 2 + [("gelu", "ATen gelu, recomputed")] * 2
+    name = form.partition("_")[0]
+    steps = [(call.operator, call.path) for call in report.calls if call.operator == name]
+    assert steps == [(name, f"ATen {name}")] * 2 + [(name, f"ATen {name}, recomputed")] * 2
     assert not any("aux" in call.operator for call in report.calls)
     assert [c.operator for c in report.calls if c.handover == HANDED] == (
         ["_linear_backward_across"] * 2
@@ -128,10 +129,11 @@ def test_never_more_than_eager(device):
 @form_param
 def test_gradcheck_and_gradgradcheck(form, device):
     net = Net(form, device=device, lead=(2,), widths=(3, 4, 5, 2))
+    operator, _, options = FORMS[form]
 
     def stack(x, *parameters):
         for w, b in zip(parameters[0:4:2], parameters[1:4:2]):
-            x = fused.linear_gelu(x, w, b, approximate=FORMS[form], memory="low")
+            x = operator(x, w, b, memory="low", **options)
         return fused.linear(x, *parameters[4:])
 
     def mlp(x, *parameters):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import kept_bytes, one_thread, saved_bytes  # noqa: F401
-from low_memory import Net, form_param, network, small
+from low_memory import FORMS, Net, form_param, network, small
 from stacks import assert_same
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -43,15 +43,15 @@ def test_torch_func(form, device):
 
         return value
 
-    def gelu(x, w, b, memory):
-        approximate = "tanh" if form == "gelu_tanh" else "none"
-        return fused.linear_gelu(x, w, b, approximate=approximate, memory=memory)
+    def smooth(x, w, b, memory):
+        operator, _, options = FORMS[form]
+        return operator(x, w, b, memory=memory, **options)
 
     def relu(x, w, b, memory):
         return fused.linear_relu(x, w, b, memory=memory)
 
     x, w = net.x.detach(), net.weights[0].detach()
-    for call in (gelu, relu):
+    for call in (smooth, relu):
         got = torch.func.grad(loss(call), argnums=(0, 1))(x, w)
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
         assert_same(got, torch.autograd.grad(loss(call)(*leaves), leaves))

@@ -10,6 +10,7 @@ from helpers import (
     GELU_TANH,
     OPS,
     RELU,
+    SILU,
     Calls,
     device_param,
     op_param,
@@ -106,7 +107,7 @@ def test_nothing_is_kept_or_written_without_a_gradient(policy_name, op, device):
 
 
 @device_param
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF], ids=repr)
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU], ids=repr)
 def test_only_the_wanted_gemms_run(op, device):
     """A frozen weight runs no weight-gradient GEMM: the backward step is told so."""
     case = random_case((5,), 16, 24, torch.float32, device)

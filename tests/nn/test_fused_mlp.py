@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,15 +15,20 @@ from torch import nn
 
 from torch_fused_linear import FusedMLP
 
-GELUS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
-activation_param = pytest.mark.parametrize("activation", ["relu", *GELUS])
+LAYERS = {
+    "relu": nn.ReLU,
+    "gelu_tanh": partial(nn.GELU, "tanh"),
+    "gelu_erf": nn.GELU,
+    "silu": nn.SiLU,
+}
+activation_param = pytest.mark.parametrize("activation", LAYERS)
 
 
 def sequential(*sizes, activation="relu", bias=True, **options):
     modules = []
     for size_in, size_out in itertools.pairwise(sizes):
         modules.append(nn.Linear(size_in, size_out, bias=bias, **options))
-        modules.append(nn.ReLU() if activation == "relu" else nn.GELU(GELUS[activation]))
+        modules.append(LAYERS[activation]())
     return nn.Sequential(*modules[:-1])
 
 

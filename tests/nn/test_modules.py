@@ -17,6 +17,7 @@ KINDS = {
     "relu": (tfl.FusedLinearReLU, {}, nn.ReLU),
     "gelu_tanh": (tfl.FusedLinearGELU, {"approximate": "tanh"}, lambda: nn.GELU("tanh")),
     "gelu_erf": (tfl.FusedLinearGELU, {"approximate": "none"}, nn.GELU),
+    "silu": (tfl.FusedLinearSiLU, {}, nn.SiLU),
 }
 kind_param = pytest.mark.parametrize("kind", KINDS)
 

@@ -19,6 +19,7 @@ FUNCTIONS = {
     "relu": tfl.linear_relu,
     "gelu_tanh": tfl.linear_gelu,
     "gelu_erf": lambda *args: tfl.linear_gelu(*args, approximate="none"),
+    "silu": tfl.linear_silu,
 }
 FLOAT, DOUBLE, COMPLEX = torch.float32, torch.float64, torch.complex64
 

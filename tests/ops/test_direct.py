@@ -27,6 +27,9 @@ CASES = {
     "linear": ((X, W, B), (), {}),
     "linear_relu": ((X, W, B), ("low",), {"memory": "low"}),
     "linear_gelu": ((X, W, B), ("none", "default"), {"approximate": "none"}),
+    "linear_silu": ((X, W, B), ("low",), {"memory": "low"}),
+    "linear_glu": ((X, W, W + 1, B, None), ("relu",), {"activation": "relu"}),
+    "gated_mlp": ((X, W, W + 1, W.t(), None, B, None), ("silu",), {"activation": "silu"}),
     "mlp": ((X, *LAYERS), ("gelu_tanh", "default"), {}),
     "conv2d_relu": ((IMAGE, KERNEL, B), ([2, 1], [0, 1], [1, 1], 1), {}),
 }

@@ -10,6 +10,7 @@ from helpers import (
     GELU_TANH,
     LINEAR,
     RELU,
+    SILU,
     Case,
     assert_contract,
     assert_exact,
@@ -65,7 +66,7 @@ def test_large_operands_in_every_layout(policy_name, dtype, device):
             for where in ({"x": name}, {"w": name}, {"g": name}):
                 for op in (LINEAR, RELU):
                     assert_exact(op, laid_out(case, **where), f"large {where}")
-                for op in (GELU_TANH, GELU_ERF):
+                for op in (GELU_TANH, GELU_ERF, SILU):
                     assert_near(op, laid_out(smooth, **where), f"large {where}")
         for name in VECTOR_LAYOUTS:
             for op in (LINEAR, RELU):
@@ -74,7 +75,7 @@ def test_large_operands_in_every_layout(policy_name, dtype, device):
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF], ids=repr)
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU], ids=repr)
 def test_gelu_layouts_against_fp64(op, dtype, device):
     for k, (a, b) in enumerate(itertools.product(MATRIX_LAYOUTS, repeat=2)):
         t, i, o = SHAPES[k % 2]

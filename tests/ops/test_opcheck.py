@@ -14,13 +14,19 @@ ALL_OPS = [
     "linear",
     "linear_relu",
     "linear_gelu",
+    "linear_silu",
     "_linear_relu_aux",
     "_linear_gelu_aux",
+    "_linear_silu_aux",
     "_relu_mask",
     "_activation_backward",
     "_linear_backward",
+    "linear_glu",
+    "gated_mlp",
+    "_glu",
+    "_glu_backward",
 ]
-FORWARD, BACKWARD = ALL_OPS[:5], ALL_OPS[6:]
+FORWARD, BACKWARD, GATED = ALL_OPS[:7], ALL_OPS[8:10], ALL_OPS[10:]
 
 
 def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=False):
@@ -40,9 +46,16 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
         if name == "_relu_mask":
             yield (g,), {}
             continue
+        if name in GATED:
+            yield from gated_samples(name, x, w, b, g)
+            continue
         z = torch.nn.functional.linear(case.x, case.w, case.b)
         saved = [("relu", z.relu()), ("relu", encode_mask(z >= 0))]
-        saved += [("gelu_tanh", z), ("gelu_erf", torch.nn.functional.pad(z, (0, 7))[..., :o])]
+        saved += [
+            ("silu", z),
+            ("gelu_tanh", z),
+            ("gelu_erf", torch.nn.functional.pad(z, (0, 7))[..., :o]),
+        ]
         for activation, s in saved:
             if name == "_activation_backward":
                 yield (g, s, activation, o != 16), {}
@@ -51,6 +64,31 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
         if name == "_linear_backward":
             yield (g, x, w, None, "none", [True, True, True]), {}
             yield (g, x, w, z.relu(), "relu", [False, True, False]), {}
+
+
+def gated_samples(name, x, w, b, g):
+    """Gate and up apart and as one, with biases and without."""
+
+    def leaf(tensor):
+        return tensor.detach().requires_grad_(g.requires_grad)
+
+    up, features = leaf(w * 0.5), g.shape[-1]
+    if not name.startswith("_"):
+        for gate, second, biases in [
+            (w, up, (b, None)),
+            (leaf(torch.cat([w, up])), None, (None, None)),
+        ]:
+            ends = () if name == "linear_glu" else (leaf(up.t()),)
+            yield (x, gate, second, *ends, *biases), {"activation": "gelu_tanh"}
+        return
+    both = leaf(torch.cat([g, g.cos()], -1))
+    for gate, second, activation in [(g, leaf(g.cos()), "silu"), (both, None, "gelu_erf")]:
+        if name == "_glu":
+            yield (gate, second, activation), {}
+        else:
+            apart = second is not None
+            yield (g, gate, second, activation, [True, apart, True, apart, features != 16]), {}
+            yield (g, gate, second, activation, [False, apart, False, False, True]), {}
 
 
 def op_of(name):
@@ -153,6 +191,8 @@ def test_schemas():
         "linear": f"({arguments}) -> Tensor",
         "linear_relu": f"({arguments}, *, {memory}) -> Tensor",
         "linear_gelu": f"({arguments}{gelu}, {memory}) -> Tensor",
+        "linear_silu": f"({arguments}, *, {memory}) -> Tensor",
+        "_linear_silu_aux": f"({arguments}) -> (Tensor output, Tensor preactivation)",
         "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
         "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
         "_relu_mask": "(Tensor output) -> Tensor",
@@ -161,6 +201,18 @@ def test_schemas():
         "_linear_backward": "(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
         "str activation, bool[3] output_mask)"
         " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    }
+    weights = "Tensor input, Tensor gate, Tensor? up"
+    biases = "Tensor? gate_bias=None, Tensor? up_bias=None"
+    activation = '*, str activation="silu"'
+    want |= {
+        "linear_glu": f"({weights}=None, {biases}, {activation}) -> Tensor",
+        "gated_mlp": f"({weights}, Tensor down, {biases}, Tensor? down_bias=None, {activation})"
+        " -> Tensor",
+        "_glu": "(Tensor gate, Tensor? up, str activation) -> Tensor",
+        "_glu_backward": "(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
+        "bool[5] output_mask) -> (Tensor grad_gate, Tensor grad_up, Tensor grad_gate_bias, "
+        "Tensor grad_up_bias, Tensor output)",
     }
     for name, schema in want.items():
         assert str(op_of(name)._schema) == f"fused::{name}{schema}"

@@ -120,7 +120,7 @@ def test_what_relu_saves(device):
 
 
 def test_gradients_agree(device):
-    for activations in (("relu", "gelu_tanh", "gelu_erf", "none"), ("relu",) * 3):
+    for activations in (("relu", "gelu_tanh", "gelu_erf", "silu", "none"), ("relu",) * 3):
         results = []
         for name in NAMES:
             with tfl.set_policy(name):

@@ -1,6 +1,7 @@
 """The operators under the public ones: what is saved, and the backward steps."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers import (
     GELU_TANH,
     LINEAR,
     RELU,
+    SILU,
     decode_mask,
     device_param,
     encode_mask,
@@ -30,7 +32,7 @@ from layouts import ND_LAYOUTS
 fused = torch.ops.fused
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 WIDTHS = [1, 2, 3, 7, 8, 64, 127, 128, 129, 257, 479, 785]
-GELUS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
+KEPT = {op.activation: op for op in (GELU_TANH, GELU_ERF, SILU)}  # the pre-activation
 
 
 def saved_for(activation, z):
@@ -43,9 +45,16 @@ def saved_for(activation, z):
     return [z, padded]
 
 
+def aux_of(activation):
+    if activation == "silu":
+        return fused._linear_silu_aux
+    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation]
+    return partial(fused._linear_gelu_aux, approximate=approximate)
+
+
 def true_dz(activation, z, g):
     z, g = z.detach().double().clone().requires_grad_(), g.double()
-    act = {"none": lambda t: t * 1, "relu": F.relu, "gelu_tanh": GELU_TANH.act, "gelu_erf": F.gelu}
+    act = {"none": lambda t: t * 1, "relu": F.relu, **{n: op.act for n, op in KEPT.items()}}
     return torch.autograd.grad(act[activation](z), z, g)[0]
 
 
@@ -65,12 +74,12 @@ def test_relu_mask_bit_for_bit(dtype, device):
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("activation", GELUS)
-def test_gelu_preactivation(activation, dtype, device):
-    op = GELU_TANH if activation == "gelu_tanh" else GELU_ERF
+@pytest.mark.parametrize("activation", KEPT)
+def test_preactivation(activation, dtype, device):
+    op = KEPT[activation]
     for o, lead, bias in itertools.product(WIDTHS, [(), (5,), (2, 3)], [True, False]):
         case = exact_case(lead, 6, o, dtype, device, bias)
-        y, z = fused._linear_gelu_aux(*case.inputs, approximate=GELUS[activation])
+        y, z = aux_of(activation)(*case.inputs)
         assert torch.equal(z.double(), preactivation(case)) and z.dtype == dtype
         assert z.shape == y.shape == (*lead, o) and z.stride(-1) == 1
         if len(lead) and o > 1:
@@ -92,7 +101,7 @@ def test_aux_of_empty_shapes(device):
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["none", "relu", *KEPT])
 def test_activation_backward(activation, dtype, device):
     eps = torch.finfo(dtype).eps
     atol = 1e-14 if dtype == torch.float64 else max(4 * eps, 1e-5)
@@ -116,7 +125,7 @@ def test_activation_backward(activation, dtype, device):
 
 
 @device_param
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["none", "relu", *KEPT])
 def test_activation_backward_takes_any_layout(activation, device):
     for dtype, lead in [(torch.float32, (4, 3)), (torch.bfloat16, (12,)), (torch.float64, (12,))]:
         case = random_case(lead, 3, 24, dtype, device)
@@ -168,11 +177,11 @@ def test_linear_backward_is_exact_and_gives_what_was_asked(op, dtype, device):
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF], ids=repr)
-def test_linear_backward_of_gelu(op, dtype, device):
+@pytest.mark.parametrize("op", KEPT.values(), ids=repr)
+def test_linear_backward_of_what_keeps_its_preactivation(op, dtype, device):
     for o, lead in itertools.product([1, 8, 129], [(), (5,), (2, 3)]):
         case = random_case(lead, 6, o, dtype, device)
-        _, z = fused._linear_gelu_aux(*case.inputs, approximate=GELUS[op.activation])
+        _, z = aux_of(op.activation)(*case.inputs)
         args = (case.g, case.x, case.w, z, op.activation)
         everything = fused._linear_backward(*args, [True, True, True])
         for got, want in zip(everything, run(op.eager, plain(case))[1:]):
@@ -193,8 +202,8 @@ def test_public_and_private_forms_agree(device):
         y, mask = fused._linear_relu_aux(*case.inputs)
         torch.testing.assert_close(y, RELU.call(*case.inputs), **close)
         assert torch.equal(decode_mask(mask, 40)[y != 0], (y > 0)[y != 0])
-        for op in (GELU_TANH, GELU_ERF):
-            y, _ = fused._linear_gelu_aux(*case.inputs, approximate=GELUS[op.activation])
+        for op in KEPT.values():
+            y, _ = aux_of(op.activation)(*case.inputs)
             torch.testing.assert_close(y, op.call(*case.inputs), **close)
 
 

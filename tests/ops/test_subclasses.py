@@ -17,6 +17,7 @@ FUNCTIONS = {
     "relu": tfl.linear_relu,
     "gelu_tanh": tfl.linear_gelu,
     "gelu_erf": lambda *args: tfl.linear_gelu(*args, approximate="none"),
+    "silu": tfl.linear_silu,
 }
 MODES = {
     "gradients": contextlib.nullcontext,

@@ -1,4 +1,4 @@
-"""What the tests of memory='low' share: nets of GELU, and comparing bits."""
+"""What the tests of memory='low' share: nets of GELU and SiLU, and comparing bits."""
 
 import itertools
 
@@ -10,7 +10,11 @@ from torch import nn
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
-FORMS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
+FORMS = {
+    "gelu_tanh": (fused.linear_gelu, F.gelu, {"approximate": "tanh"}),
+    "gelu_erf": (fused.linear_gelu, F.gelu, {"approximate": "none"}),
+    "silu": (fused.linear_silu, F.silu, {}),
+}
 form_param = pytest.mark.parametrize("form", FORMS)
 dtype_param = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
@@ -19,7 +23,7 @@ ROWS, WIDTHS = 64, (128, 256, 384, 128)
 
 
 class Net:
-    """Layers with GELU between them, as separate operators or as one."""
+    """Layers with GELU or SiLU between them, as separate operators or as one."""
 
     def __init__(
         self, form="gelu_tanh", dtype=torch.float64, device="cpu", lead=(ROWS,), widths=WIDTHS
@@ -43,9 +47,8 @@ class Net:
         return [self.x, *itertools.chain(*zip(self.weights, self.biases))]
 
     def hidden(self, k, y, memory="low"):
-        return fused.linear_gelu(
-            y, self.weights[k], self.biases[k], approximate=FORMS[self.form], memory=memory
-        )
+        operator, _, options = FORMS[self.form]
+        return operator(y, self.weights[k], self.biases[k], memory=memory, **options)
 
     def stack(self, memory="low"):
         y = self.x
@@ -59,7 +62,8 @@ class Net:
     def eager(self):
         y = self.x
         for w, b in zip(self.weights[:-1], self.biases[:-1]):
-            y = F.gelu(F.linear(y, w, b), approximate=FORMS[self.form])
+            _, activation, options = FORMS[self.form]
+            y = activation(F.linear(y, w, b), **options)
         return F.linear(y, self.weights[-1], self.biases[-1])
 
     def grads(self, y, **options):

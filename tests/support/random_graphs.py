@@ -21,6 +21,9 @@ Results = list[Tensor | None]
 
 
 def plain(x, weight, bias, activation, memory):
+    if activation == "silu":  # F.silu's own backward has no forward mode
+        z = F.linear(x, weight, bias)
+        return z * z.sigmoid()
     return OPS[activation].eager(x, weight, bias)
 
 
@@ -28,10 +31,20 @@ def fused(x, weight, bias, activation, memory):
     ops = torch.ops.fused
     if activation == "none":
         return ops.linear(x, weight, bias)
-    if activation == "relu":
-        return ops.linear_relu(x, weight, bias, memory=memory)
+    if activation in ("relu", "silu"):
+        return getattr(ops, f"linear_{activation}")(x, weight, bias, memory=memory)
     approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation]
     return ops.linear_gelu(x, weight, bias, approximate=approximate, memory=memory)
+
+
+def plain_block(x, weights, biases, activation):
+    gate = plain(x, weights[0], biases[0], activation, None)
+    hidden = gate * F.linear(x, weights[1], biases[1])
+    return F.linear(hidden, weights[2], biases[2])
+
+
+def fused_block(x, weights, biases, activation):
+    return torch.ops.fused.gated_mlp(x, *weights, *biases, activation=activation)
 
 
 def plain_mlp(x, weights, biases, activation, memory="default"):
@@ -67,6 +80,7 @@ class Graph:
     def __init__(self, parameters: Parameters, seed: int, is_fused: bool) -> None:
         self.choice, self.parameters = random.Random(seed), parameters
         self.layer, self.mlp = (fused, fused_mlp) if is_fused else (plain, plain_mlp)
+        self.block = fused_block if is_fused else plain_block
         self.seen: list[Tensor] = []
         self.retained: list[Tensor] = []
         self.is_watched = False  # batched gradients can be looked at by nobody
@@ -94,6 +108,9 @@ class Graph:
         activation = choice.choice(list(OPS))
         memory = choice.choice(["default", "default", "low"])
         kind = choice.random()
+        if kind < 0.1 and activation != "none":
+            weights = [self.weight() for _ in range(3)]
+            return self.block(x, weights, [self.bias() for _ in range(3)], activation)
         if kind < 0.6:
             return self.layer(x, self.weight(), self.bias(), activation, memory)
         if kind < 0.72:

@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+import helpers
 import torch
-from helpers import GELU_ERF, GELU_TANH, LINEAR, RELU
 from torch import Tensor
 
 import torch_fused_linear as tfl
 
-OPS = {op.activation: op for op in (LINEAR, RELU, GELU_TANH, GELU_ERF)}
+OPS = {op.activation: op for op in helpers.OPS}
 MIXED = ("relu", "gelu_tanh", "gelu_erf", "none")
 HANDED = "handed over"
 

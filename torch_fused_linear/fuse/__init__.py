@@ -25,11 +25,12 @@ def fuse_(
     r"""Makes one call, in place, of linear layers or convolutions and the activation after each.
 
     Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
-    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU or GELU
-    run as :func:`linear_relu` or :func:`linear_gelu`, an ``nn.Conv2d`` and ReLU as
-    :func:`conv2d_relu`, and anything else runs the original expression. The linear layer after the
-    activation is called as :func:`linear`, so that in the backward gradients are handed over from
-    layer to layer (:class:`torch_fused_linear.handover`). Found are neighbours in
+    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, GELU
+    or SiLU run as :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`, an
+    ``nn.Conv2d`` and ReLU as :func:`conv2d_relu`, and anything else runs the original expression.
+    The linear layer after the activation is called as :func:`linear`, so that in the backward
+    gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). Found are
+    neighbours in
     ``nn.Sequential``, ``self.act(self.fc1(x))``, ``F.relu(self.fc1(x))``, ``self.fc1(x).relu()``,
     statements and loops of these, and the blocks of timm, torchvision and Hugging Face
     transformers that are written so.

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .._library import direct
 from ..activations import ACTIVATIONS as BY_NAME
 from ..activations import name_of_gelu
-from ..functional import linear, linear_gelu, linear_relu
+from ..functional import linear, linear_gelu, linear_relu, linear_silu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN
 from .families import ACTIVATIONS, CONV1D, full_name
@@ -41,17 +41,22 @@ METHODS = {name: operator.methodcaller(name) for name in ("relu", "relu_")}
 RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
-MODULES = {nn.ReLU: ("relu", nn.ReLU.forward), nn.GELU: ("gelu", nn.GELU.forward)}
+MODULES = {
+    cls: (kind, cls.forward)
+    for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
+}
 # Of plain functions: what they call with their argument and nothing else (resolve.py).
 RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-UNTOUCHED = ((nn.Module, "__call__"), (F, "linear"), (F, "relu"), (F, "gelu"), (F, "conv2d"))
-UNTOUCHED = tuple((owner, name, getattr(owner, name)) for owner, name in UNTOUCHED)
+UNTOUCHED = (
+    (nn.Module, "__call__", nn.Module.__call__),
+    *((F, name, getattr(F, name)) for name in ("linear", "relu", "gelu", "silu", "conv2d")),
+)
 GLOBAL_HOOKS = tuple(
     getattr(nn.modules.module, f"_global_{kind}")
     for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 )
 direct.know_plain(
-    *(LAYERS, MODULES, RELU, F.gelu, Begun, GLOBAL_HOOKS, UNTOUCHED, nn.Linear, nn.Conv2d)
+    *(LAYERS, MODULES, RELU, F.gelu, F.silu, Begun, GLOBAL_HOOKS, UNTOUCHED, nn.Linear, nn.Conv2d)
 )
 
 
@@ -138,7 +143,7 @@ def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
-    """``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, or None where it is none of these exactly.
+    """The operators' name of the activation, or None where it is none of ours exactly.
 
     Args:
         function: a module or a function.
@@ -159,13 +164,15 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
             return None
         return name_of_gelu(options["approximate"] if options else "none")
     if any(function is known for known in RELU):
-        if options and (function is not F.relu or len(options) > 1 or "inplace" not in options):
+        if options and (function is not F.relu or options.keys() != {"inplace"}):
             return None
         return "relu"
+    if function is F.silu:
+        return None if options and options.keys() != {"inplace"} else "silu"
     if options:
         return None
     if type(function) is functools.partial:
-        known = function.func is F.relu or function.func is F.gelu
+        known = function.func in (F.relu, F.gelu, F.silu)
         return activation_kind(function.func, function.keywords) if known and not function.args \
             else None  # fmt: skip
     if type(function) is not FunctionType:
@@ -271,7 +278,7 @@ def _activate(memory, function, args, kwargs):
     if not is_begun(h):
         return function(*args, **kwargs)
     options = {name: v for name, v in kwargs.items() if name != "input"} if kwargs else None
-    if len(args) == 2 and function is F.relu and options is None:
+    if len(args) == 2 and function in (F.relu, F.silu) and options is None:
         options = {"inplace": args[1]}
     elif len(args) > 1:
         options = {"more": args}
@@ -288,6 +295,8 @@ def _activate(memory, function, args, kwargs):
         result = FusedConv2dReLU.forward(layer, input)
     elif kind == "relu":
         result = linear_relu(input, weight, bias, memory)
+    elif kind == "silu":
+        result = linear_silu(input, weight, bias, memory)
     else:
         result = linear_gelu(input, weight, bias, BY_NAME[kind].approximate, memory)
     for p, *_ in dropouts:

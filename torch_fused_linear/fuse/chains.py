@@ -21,6 +21,7 @@ OPERATORS = {  # of each activation: the operator before, and the fused one
     "relu": ("ReLU", "linear_relu"),
     "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
     "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
+    "silu": ("SiLU", "linear_silu"),
     "gelu": ("GELU", "linear_gelu"),  # which of the two is known when it runs
 }
 
@@ -88,14 +89,14 @@ class Layer:
 
     @property
     def memory_pays(self) -> bool:
-        """Whether less is kept with low memory. GELU's output can be computed anew by the layer
-        after it; ReLU's is kept by that layer, or by a normalisation or whatever else with
-        parameters comes there, and bits of it beside that would be more."""
+        """Whether less is kept with low memory. GELU's and SiLU's output can be computed anew by
+        the layer after it; ReLU's is kept by that layer, or by a normalisation or whatever else
+        with parameters comes there, and bits of it beside that would be more."""
         if self.is_convolution or self.activation is None or len(self.layers) > 1:
             return False
         dropped = self.drops_before or self.drops_after
         meets_next = self.next is not None and not dropped
-        if self.kind.startswith("gelu"):
+        if self.kind != "relu":
             return meets_next
         return not meets_next and (dropped or not self.meets_parameters)
 

@@ -42,6 +42,8 @@ FAMILIES = (
 ACTIVATIONS = {
     "torch.nn.modules.activation.ReLU": "relu",
     "timm.layers.activations.GELU": "gelu_erf",
+    "timm.layers.activations.Swish": "silu",
+    "transformers.activations.SiLUActivation": "silu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "transformers.activations.GELUActivation": "gelu_erf",
     "transformers.activations.GELUTanh": "gelu_tanh",

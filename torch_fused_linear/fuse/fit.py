@@ -8,6 +8,8 @@ from torch import nn
 from .call import DTYPES, LAYERS, activation_kind, hooks_objection
 from .families import ACTIVATION_FUNCTIONS, ACTIVATION_LIBRARIES, CONV1D, REFUSALS, full_name
 
+KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
+
 
 def is_linear(value: object) -> bool:
     """Whether it stands where a linear layer may stand, fit to be fused or not."""
@@ -27,7 +29,7 @@ def is_layer(value: object) -> bool:
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
         return (
-            isinstance(value, (nn.ReLU, nn.GELU)) or type(value).__module__ in ACTIVATION_LIBRARIES
+            isinstance(value, KNOWN) or type(value).__module__ in ACTIVATION_LIBRARIES
         ) and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in ACTIVATION_FUNCTIONS):
         return True
@@ -70,9 +72,9 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
         cls = type(value)
         is_module = isinstance(value, nn.Module)
         name = cls.__name__ if is_module else getattr(value, "__name__", repr(value))
-        if isinstance(value, (nn.ReLU, nn.GELU)) and cls not in (nn.ReLU, nn.GELU):
+        if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
-        return f"{name}: {REFUSALS.get(name, 'only ReLU and GELU (erf, tanh) can be fused')}"
+        return f"{name}: {REFUSALS.get(name, 'only ReLU, GELU (erf, tanh) and SiLU can be fused')}"
     if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
         return f"the activation {reason}"
     return None

@@ -36,6 +36,7 @@ HELPERS = {
     "fused_linear": functional.linear,
     "fused_linear_relu": functional.linear_relu,
     "fused_linear_gelu": functional.linear_gelu,
+    "fused_linear_silu": functional.linear_silu,
     "fused_conv2d_relu": functional.conv2d_relu,
 }
 FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)

@@ -78,8 +78,8 @@ def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tu
         return "fused_conv2d_relu", ", {}, {}, {}, {}".format(*numbers, layer.groups)
     if kind is None:
         return "fused_linear", ""
-    if kind == "relu":
-        return "fused_linear_relu", memory
+    if kind in ("relu", "silu"):
+        return f"fused_linear_{kind}", memory
     return "fused_linear_gelu", f", {'tanh' if kind == 'gelu_tanh' else 'none'!r}{memory}"
 
 

@@ -7,18 +7,20 @@ A convolution with its ReLU becomes one operator as well, where that is asked fo
 """
 
 import logging
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from .. import _library
-from ..activations import ACTIVATIONS
-from . import collectives, effects, matching, matching_conv, spellings
+from ..activations import ACTIVATIONS, Activation
+from . import collectives, effects, matching, matching_conv, matching_gated, spellings
 
 logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
@@ -36,8 +38,8 @@ class FusionPass(CustomGraphPass):
 
     Attributes:
         replaced: how many times each operator was put in, over all graphs so far; a
-            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``, ``"mlp"`` and
-            ``"conv2d_relu"``.
+            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``,
+            ``"linear_silu"``, ``"linear_glu"``, ``"gated_mlp"``, ``"mlp"`` and ``"conv2d_relu"``.
     """
 
     def __init__(self, conv: bool = False) -> None:
@@ -45,8 +47,9 @@ class FusionPass(CustomGraphPass):
         self.replaced: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> None:
+        counts = _Rewrite(graph).run_gated()
         rewrite = _Rewrite(graph)
-        counts = rewrite.run()
+        counts += rewrite.run()
         if self.conv:
             counts += rewrite.run_convolutions()
         self.replaced.update(counts)
@@ -84,7 +87,7 @@ def _uuid() -> str:
     from hashlib import sha256
 
     hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
-    for module in (collectives, effects, matching, matching_conv, spellings):
+    for module in (collectives, effects, matching, matching_conv, matching_gated, spellings):
         hasher.update(Path(module.__file__).read_bytes())
     hasher.update(Path(__file__).read_bytes())
     return hasher.hexdigest()
@@ -92,6 +95,10 @@ def _uuid() -> str:
 
 def _restore(uuid: str, conv: bool) -> FusionPass:
     return FusionPass(conv)
+
+
+def _approximation(activation: Activation) -> dict:
+    return {} if activation.approximate is None else {"approximate": activation.approximate}
 
 
 @dataclass
@@ -125,6 +132,16 @@ class _Rewrite:
             name = self.replace_layer(chain[0]) if len(chain) == 1 else self.replace_chain(chain)
             if name:
                 counts[name] += 1
+        return counts
+
+    def run_gated(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for node in list(self.graph.nodes):
+            found = matching_gated.find_gated(node)
+            if found and not self.may_join(found.nodes) and found.down:
+                found = matching_gated.without_down(found)
+            if found and self.may_join(found.nodes):
+                counts[self.replace_gated(found)] += 1
         return counts
 
     def run_convolutions(self) -> Counter[str]:
@@ -231,11 +248,9 @@ class _Rewrite:
         linear, result = layer.linear, layer.linear.nodes[-1]
         with self.graph.inserting_before(result):
             args = (*self.operands(linear), self.bias_of(linear))
-            if layer.activation == "relu":
-                new = self.call(_fused.linear_relu.default, args, result)
-            else:
-                how = {"approximate": ACTIVATIONS[layer.activation].approximate}
-                new = self.call(_fused.linear_gelu.default, args, result, how)
+            activation = ACTIVATIONS[layer.activation]
+            operator = getattr(_fused, activation.operator).default
+            new = self.call(operator, args, result, _approximation(activation))
         self.replace(result, new)
         self.replace(layer.output, layer.between[-1] if layer.between else new)
         self.erase([*linear.nodes, *layer.nodes])
@@ -253,16 +268,44 @@ class _Rewrite:
             how = {"memory": "low"} if "low" in memories else {}
             new = self.call(_fused.mlp.default, args, result, how)
             if last.activation and not last.nodes:  # it was inside of an operator that goes
-                if last.activation == "relu":
-                    new = self.call(torch.relu, (new,), result)
-                else:
-                    how = {"approximate": ACTIVATIONS[last.activation].approximate}
-                    new = self.call(torch.nn.functional.gelu, (new,), result, how)
+                activation = ACTIVATIONS[last.activation]
+                function = getattr(F, activation.operator.removeprefix("linear_"))
+                new = self.call(function, (new,), result, _approximation(activation))
         self.replace(result, new)
         self.erase(
             [*self.members(chain[:-1]), *(n for way in ways for n in way), *last.linear.nodes]
         )
         return "mlp"
+
+    def replace_gated(self, found: matching_gated.Gated) -> str:
+        result = found.nodes[-1]
+        with self.graph.inserting_before(result):
+            input, gate = self.operands(found.gate)
+            biases = [self.bias_of(found.gate), None]
+            if found.up is not None:
+                up, biases[1] = self.operands(found.up)[1], self.bias_of(found.up)
+            elif found.gate_is_first:
+                up = None
+            else:
+                up, gate = self.halves(gate)
+                biases = [None, None] if biases[0] is None else self.halves(biases[0])[::-1]
+            if found.down is None:
+                target, args = _fused.linear_glu.default, (input, gate, up, *biases)
+            else:
+                ends = self.operands(found.down)[1], self.bias_of(found.down)
+                target = _fused.gated_mlp.default
+                args = (input, gate, up, ends[0], *biases, ends[1])
+            new = self.call(target, args, result, {"activation": found.activation})
+        self.replace(result, new)
+        self.erase(found.nodes)
+        return target.overloadpacket.__name__
+
+    def halves(self, tensor: Node) -> list[Node]:
+        both = self.graph.call_method("chunk", (tensor, 2))
+        parts = [self.graph.call_function(operator.getitem, (both, k)) for k in (0, 1)]
+        for part, fake in zip(parts, matching.value(tensor).chunk(2), strict=True):
+            part.meta = {"example_value": fake}
+        return parts
 
     def replace_convolution(self, found: matching_conv.ConvReLU) -> None:
         with self.graph.inserting_before(found.convolution):

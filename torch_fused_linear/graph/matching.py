@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..activations import name_of_gelu
 from .spellings import arguments, kind
 
+OWN = ("linear_relu", "linear_gelu", "linear_silu")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -33,7 +34,7 @@ class Linear:
 
 @dataclass
 class Activation:
-    """'relu', 'gelu_tanh' or 'gelu_erf' of one node; the last of the nodes is the result."""
+    """One of our activations of one node; the last of the nodes is the result."""
 
     nodes: list[Node]
     name: str
@@ -63,7 +64,7 @@ def find_linear(node: Node) -> Linear | None:
 
 def _product(node: Node) -> Linear | None:
     what = kind(node)
-    if what not in ("linear", "linear_relu", "linear_gelu", "addmm", "matmul"):
+    if what not in ("linear", *OWN, "addmm", "matmul"):
         return None
     args = arguments(node)
     if args is None:
@@ -115,7 +116,7 @@ def _biased_product(node: Node) -> Linear | None:
             and linear.bias is None
             and kind(product) in ("linear", "matmul")
             and len(product.users) == 1
-            and _dtype(product) == _dtype(bias) == _dtype(node)
+            and dtype_of(product) == dtype_of(bias) == dtype_of(node)
             and product is not bias
         ):
             return Linear([product, node], linear.input, linear.weight, bias, linear.transposed)
@@ -127,7 +128,7 @@ def _dim(node) -> int | None:
     return None if fake is None else fake.dim()
 
 
-def _dtype(node: Node) -> torch.dtype | None:
+def dtype_of(node: Node) -> torch.dtype | None:
     fake = value(node)
     return None if fake is None else fake.dtype
 
@@ -164,37 +165,37 @@ def _is_supported(linear: Linear) -> bool:
 def find_activation(node: Node) -> Activation | None:
     """The activation that is the only thing done with the node's result."""
     activation = _call(node) or _tanh_formula(node)
-    if activation is None or any(_dtype(n) != _dtype(node) for n in activation.nodes):
+    if activation is None or any(dtype_of(n) != dtype_of(node) for n in activation.nodes):
         return None
     return activation
 
 
 def own_activation(node: Node) -> str | None:
     """The activation inside of one of our own layers."""
-    if kind(node) == "linear_relu":
-        return "relu"
-    if kind(node) != "linear_gelu":
+    if kind(node) not in OWN:
         return None
+    if kind(node) != "linear_gelu":
+        return kind(node).removeprefix("linear_")
     # The operator's default is the tanh form, where torch's is the exact one.
     return name_of_gelu(arguments(node).get("approximate", "tanh"))
 
 
 def own_memory(node: Node) -> str:
     """The memory that one of our own layers was given, 'default' of any other node."""
-    if kind(node) not in ("linear_relu", "linear_gelu"):
+    if kind(node) not in OWN:
         return "default"
     return arguments(node).get("memory", "default")
 
 
 def _call(node: Node) -> Activation | None:
     user = only_user(node)
-    if user is None or kind(user) not in ("relu", "gelu"):
+    if user is None or kind(user) not in ("relu", "gelu", "silu"):
         return None
     args = arguments(user)
     if args is None or args["input"] is not node:
         return None
-    if kind(user) == "relu":
-        return Activation([user], "relu")
+    if kind(user) != "gelu":
+        return Activation([user], kind(user))
     name = name_of_gelu(args.get("approximate", "none"))
     return name and Activation([user], name)
 
@@ -248,7 +249,7 @@ def walk(node: Node) -> Iterator[tuple[Node, list[Node]]]:
         user = only_user(node)
         if user is None or user.args[:1] != (node,) or not _keeps(user):
             return
-        if value(user) is None or _dtype(user) != _dtype(node):
+        if value(user) is None or dtype_of(user) != dtype_of(node):
             return
         path.append(user)
         node = user

@@ -27,10 +27,14 @@ def compile_options(
     A pass over the captured graph, before autograd, replaces
 
     - a linear layer (``nn.Linear``, ``F.linear``, ``addmm`` or a matrix product and a sum; Hugging
-      Face's ``Conv1D``) with ReLU or GELU after it by ``fused::linear_relu`` or
-      ``fused::linear_gelu``. GELU keeps its kind, ``'tanh'`` or ``'none'``; the tanh form is also
-      found where it is written out, as in Hugging Face's GPT-2 (with ``dynamic=True`` it is not:
-      its constant is then no constant to the compiler; mark dimensions as dynamic instead);
+      Face's ``Conv1D``) with ReLU, GELU or SiLU after it by ``fused::linear_relu``,
+      ``fused::linear_gelu`` or ``fused::linear_silu``. GELU keeps its kind, ``'tanh'`` or
+      ``'none'``; the tanh form is also found where it is written out, as in Hugging Face's GPT-2
+      (with ``dynamic=True`` it is not: its constant is then no constant to the compiler; mark
+      dimensions as dynamic instead);
+    - a gated layer, ``act(gate(x)) * up(x)`` in either order, of two layers or of the halves of one
+      (``gate, up = both(x).chunk(2, -1)``), by ``fused::linear_glu``, and with the linear layer
+      after it by ``fused::gated_mlp``;
     - two or more such layers in a chain by ``fused::mlp``, whose compiled backward has each hidden
       layer's activation gradient in the next one's step. What is still to be done between two of
       them (dropout in training, a second use, other activations) ends the chain;

@@ -17,6 +17,7 @@ _FUNCTIONS = {
     _aten.conv2d: "conv2d",
     _fused.linear_relu: "linear_relu",
     _fused.linear_gelu: "linear_gelu",
+    _fused.linear_silu: "linear_silu",
     torch.addmm: "addmm",
     _aten.addmm: "addmm",
     torch.matmul: "matmul",
@@ -40,6 +41,9 @@ _FUNCTIONS = {
     _aten.relu_: "relu",
     F.gelu: "gelu",
     _aten.gelu: "gelu",
+    F.silu: "silu",
+    _aten.silu: "silu",
+    _aten.silu_: "silu",
     F.dropout: "dropout",
     torch.dropout: "dropout",
     _aten.dropout: "dropout",
@@ -50,6 +54,9 @@ _FUNCTIONS = {
     torch.permute: "permute",
     _aten.permute: "permute",
     getattr: "getattr",
+    operator.getitem: "getitem",
+    torch.chunk: "chunk",
+    _aten.chunk: "chunk",
     torch.reshape: "view",
     torch.flatten: "view",
     torch.unflatten: "view",
@@ -64,7 +71,7 @@ _FUNCTIONS = {
 }
 _METHODS = {
     **{name: name for name in ("addmm", "matmul", "add", "mul", "pow", "tanh", "relu")},
-    **{name: name for name in ("t", "transpose", "permute")},
+    **{name: name for name in ("t", "transpose", "permute", "chunk")},
     **{"mm": "matmul", "__matmul__": "matmul", "__add__": "add", "add_": "add_", "relu_": "relu"},
     # Whatever keeps every element in its place when the tensor is read row by row.
     **dict.fromkeys(
@@ -76,6 +83,7 @@ _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
     "linear_relu": ("input", "weight", "bias", "memory"),
     "linear_gelu": ("input", "weight", "bias", "approximate", "memory"),
+    "linear_silu": ("input", "weight", "bias", "memory"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
     "matmul": ("input", "other"),
@@ -86,6 +94,8 @@ _ARGUMENTS = {
     "tanh": ("input",),
     "relu": ("input", "inplace"),
     "gelu": ("input", "approximate"),
+    "silu": ("input", "inplace"),
+    "chunk": ("input", "chunks", "dim"),
     "dropout": ("input", "p", "training", "inplace"),
 }
 

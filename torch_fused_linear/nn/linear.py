@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.types import Device
 from typing_extensions import Self
 
-from ..functional import linear, linear_gelu, linear_relu
+from ..functional import linear, linear_gelu, linear_relu, linear_silu
 from .taking_over import check_plain, converted
 
 MEMORY = ("default", "low")
@@ -239,3 +239,62 @@ class FusedLinearGELU(FusedLinear):
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, approximate={self.approximate!r}"
         return text + memory_repr(self.memory)
+
+
+class FusedLinearSiLU(FusedLinear):
+    r"""Applies :math:`y = z \cdot \sigma(z)`, :math:`z = xW^T + b`; ``nn.Linear`` then ``nn.SiLU``.
+
+    See :func:`torch_fused_linear.linear_silu`; for SiLU in a gated block,
+    :math:`\text{SiLU}(xW^T) \odot xV^T`, :class:`torch_fused_linear.FusedGatedMLP`.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Raises:
+        ValueError: ``memory`` is neither of these.
+
+    Examples::
+
+        >>> layer = FusedLinearSiLU(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    __constants__ = (*nn.Linear.__constants__, "memory")
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        memory: str = "default",
+    ) -> None:
+        check_memory("FusedLinearSiLU", memory)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.memory = memory
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_silu(input, self.weight, self.bias, self.memory)
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential(nn.Linear, nn.SiLU)`` that shares this layer's parameters."""
+        return nn.Sequential(self.to_linear(), nn.SiLU()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + memory_repr(self.memory)

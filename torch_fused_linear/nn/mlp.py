@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.types import Device
 
-from ..activations import ACTIVATIONS, name_of_module
+from ..activations import ACTIVATIONS, CHOICE, name_of_module
 from ..functional import mlp
 from .linear import check_memory, memory_repr
 from .taking_over import check_plain
@@ -14,12 +14,10 @@ from .taking_over import check_plain
 def _make_activation(name: str) -> nn.Module:
     if name in ACTIVATIONS:
         return ACTIVATIONS[name].module()
-    raise ValueError(
-        f"FusedMLP: activation must be 'relu', 'gelu_tanh' or 'gelu_erf', got {name!r}"
-    )
+    raise ValueError(f"FusedMLP: activation must be {CHOICE}, got {name!r}")
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether running the module is nothing but running its class's forward."""
     return not (
         module._forward_hooks
@@ -43,12 +41,12 @@ class FusedMLP(nn.Sequential):
     Args:
         in_features: size of each input sample.
         features: sizes of the hidden layers and of the output, one or more.
-        activation: ``'relu'``, ``'gelu_tanh'`` or ``'gelu_erf'``. Default: ``'relu'``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'silu'``. Default: ``'relu'``.
         bias: if ``False``, the layers have no bias. Default: ``True``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
-        memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU instead
-            of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
+        memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU or SiLU
+            instead of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
@@ -96,8 +94,8 @@ class FusedMLP(nn.Sequential):
 
         Args:
             sequential: exactly an ``nn.Sequential`` or ``FusedMLP``, without hooks or parameters of
-                its own: ``nn.Linear`` modules with ``nn.ReLU``, or ``nn.GELU`` of one kind, between
-                them. What the modules have besides, hooks too, they keep.
+                its own: ``nn.Linear`` modules with ``nn.ReLU``, ``nn.SiLU``, or ``nn.GELU`` of one
+                kind, between them. What the modules have besides, hooks too, they keep.
             memory: ``'default'`` or ``'low'``.
 
         Returns:
@@ -119,8 +117,9 @@ class FusedMLP(nn.Sequential):
             or len(names) > 1
         ):
             raise ValueError(
-                "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU or "
-                f"nn.GELU between them, got {', '.join(type(m).__name__ for m in modules) or '()'}"
+                "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU, "
+                "nn.SiLU or nn.GELU between them, got "
+                f"{', '.join(type(m).__name__ for m in modules) or '()'}"
             )
         mlp = cls.__new__(cls)
         nn.Sequential.__init__(mlp, *modules)
@@ -176,7 +175,7 @@ class FusedMLP(nn.Sequential):
         if len(self) % 2 == 0 or _has_any_global_hook():
             return False
         return all(
-            _is_plain(module)
+            is_plain(module)
             and (
                 type(module) is nn.Linear
                 if i % 2 == 0

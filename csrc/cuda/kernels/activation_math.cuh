@@ -125,6 +125,15 @@ __device__ inline Normal<A> normal_at(A z) {
   }
 }
 
+template <bool quick, typename A>
+__device__ inline A sigmoid_of(A x) {
+  if constexpr (quick) {
+    return __fdividef(1.0f, 1.0f + __expf(-x));
+  } else {
+    return A(1) / (A(1) + exp(-x));
+  }
+}
+
 template <Activation activation, bool quick, typename A>
 __device__ inline A activate(A z) {
   switch (activation) {
@@ -138,11 +147,14 @@ __device__ inline A activate(A z) {
     }
     case Activation::gelu_erf:
       return z * normal_at<quick>(z).below;
+    case Activation::silu:
+      if constexpr (quick) return z * sigmoid_of<quick>(z);
+      return z / (A(1) + exp(-z));  // rounded once, as torch's
   }
   return z;
 }
 
-// dL/dz from dL/dy; saved is the output for ReLU, the pre-activation for GELU.
+// dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activation_gradient(A grad, A saved) {
   switch (activation) {
@@ -161,6 +173,10 @@ __device__ inline A activation_gradient(A grad, A saved) {
       const auto normal = normal_at<quick>(saved);
       return grad * (normal.below + saved * normal.density);
     }
+    case Activation::silu: {
+      const A s = sigmoid_of<quick>(saved);
+      return grad * s * (A(1) + saved * (A(1) - s));
+    }
   }
   return grad;
 }
@@ -177,6 +193,8 @@ auto with_activation(Activation activation, const Fn& fn) {
       return fn(std::integral_constant<Activation, Activation::gelu_tanh>());
     case Activation::gelu_erf:
       return fn(std::integral_constant<Activation, Activation::gelu_erf>());
+    case Activation::silu:
+      return fn(std::integral_constant<Activation, Activation::silu>());
   }
   TORCH_INTERNAL_ASSERT(false, "no activation");
 }

@@ -49,6 +49,15 @@ Operand rows_of(const Tensor& tensor) {
   return {{rows, cols, cols, false, copy.data_ptr()}, copy};
 }
 
+Operand plain_rows(const Tensor& tensor) {
+  auto operand = rows_of(tensor);
+  if (!operand.matrix.transposed) return operand;
+  auto copy = tensor.contiguous();
+  operand = rows_of(copy);
+  operand.copy = std::move(copy);
+  return operand;
+}
+
 Matrix transposed(const Matrix& matrix) {
   return {matrix.cols, matrix.rows, matrix.ld, !matrix.transposed, matrix.data};
 }

@@ -16,7 +16,8 @@ struct Operand {
   Matrix matrix;
   Tensor copy;  // keeps it alive where they did not
 };
-Operand rows_of(const Tensor& tensor);  // [*, cols] -> [rows, cols]
+Operand rows_of(const Tensor& tensor);     // [*, cols] -> [rows, cols]
+Operand plain_rows(const Tensor& tensor);  // the same of unit stride, as our own kernels read them
 Matrix transposed(const Matrix& matrix);
 
 struct PassCall {

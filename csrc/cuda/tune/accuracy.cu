@@ -78,6 +78,8 @@ __device__ double activated(Activation activation, double z) {
       return kernels::activate<Activation::gelu_tanh, false>(z);
     case Activation::gelu_erf:
       return kernels::activate<Activation::gelu_erf, false>(z);
+    case Activation::silu:
+      return kernels::activate<Activation::silu, false>(z);
   }
   return z;
 }
@@ -92,6 +94,8 @@ __device__ double gradient(Activation activation, double grad, double at) {
       return kernels::activation_gradient<Activation::gelu_tanh, false, double>(grad, at);
     case Activation::gelu_erf:
       return kernels::activation_gradient<Activation::gelu_erf, false, double>(grad, at);
+    case Activation::silu:
+      return kernels::activation_gradient<Activation::silu, false, double>(grad, at);
   }
   return grad;
 }

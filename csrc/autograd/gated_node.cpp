@@ -1,0 +1,335 @@
+// The node of fused::linear_glu and fused::gated_mlp. It keeps the input and the two
+// pre-activations; what was made of them is computed again in the pass that the backward makes over
+// memory anyway.
+
+#include "autograd/gated_node.h"
+
+#include "autograd/arguments.h"
+#include "autograd/double_backward.h"
+#include "core/explain.h"
+#include "dispatch/gated.h"
+#include "fused_linear.h"
+#include "reference/gated.h"
+#include "reference/linear.h"
+
+#include <algorithm>
+
+namespace fused::autograd {
+namespace {
+
+using reference::as_rows;
+using reference::GluGradients;
+
+// Without up, gate's edges are of both; without down its two lead nowhere.
+enum Edges {
+  input_edge,
+  gate_edge,
+  up_edge,
+  gate_bias_edge,
+  up_bias_edge,
+  down_edge,
+  down_bias_edge,
+  all_edges
+};
+
+// What is kept, each where a gradient needs it.
+enum Indices {
+  input_index,
+  gate_index,
+  up_index,
+  down_index,
+  gate_z_index,  // pre-activations
+  up_z_index,
+  hidden_index,  // what goes into down, where nothing before that wants a gradient
+  all_indices
+};
+
+// What does not change from call to call.
+struct Form {
+  Activation activation;
+  bool has_up, has_down;
+  bool is_joined;  // gate's pre-activations are both, [*, 2 hidden], though there is up
+};
+
+// What a backward works on.
+struct State {
+  std::shared_ptr<Node> node;  // none in compiled autograd
+  Form form;
+  std::vector<bool> wanted;  // by edge
+  variable_list kept;
+
+  bool is_one_tensor() const { return !form.has_up || form.is_joined; }
+  bool wants_layer() const {
+    return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
+  }
+  bool wants_hidden() const { return form.has_down && wanted[down_edge]; }
+
+  torch::autograd::Edge edge(size_t index) const {
+    return node ? node->next_edge(index) : torch::autograd::Edge();
+  }
+
+  // Of the pass: gradients of the pre-activations, of the biases, and the layer's result.
+  std::array<bool, 5> wanted_of_pass() const {
+    const bool hidden = wants_hidden() && !kept[hidden_index].defined();
+    if (is_one_tensor()) {
+      return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
+              wanted[gate_bias_edge] || wanted[up_bias_edge], false, hidden};
+    }
+    return {wanted[input_edge] || wanted[gate_edge], wanted[input_edge] || wanted[up_edge],
+            wanted[gate_bias_edge], wanted[up_bias_edge], hidden};
+  }
+};
+
+// What the pass reads. Up's pre-activation is not kept where only up's gradients can be wanted.
+std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
+  const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
+  if (state.is_one_tensor()) return {gate, std::nullopt};
+  return {gate, up.defined() ? up : placeholder(gate, gate.sym_sizes().vec())};
+}
+
+// The gradients of the biases, by edge.
+void put_bias_gradients(const State& state, const GluGradients& pass, variable_list& result) {
+  const auto& [gate_z, up_z, gate_bias, up_bias, hidden] = pass;
+  const bool split = state.form.has_up && state.is_one_tensor() && gate_bias.numel() > 0;
+  const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
+  if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;
+  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
+}
+
+// ---- the usual way -----------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const Tensor& input,
+                                                      const Tensor& weight,
+                                                      const std::array<bool, 3>& wanted) {
+  const auto [x, w] = fill_in(input, weight, grad);
+  return steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
+}
+
+// The products of the layer's backward. dz is of both, or of gate.
+void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
+                  variable_list& result) {
+  const auto& wanted = state.wanted;
+  const auto &input = state.kept[input_index], &gate = state.kept[gate_index],
+             &up = state.kept[up_index];
+  const bool wants_input = wanted[input_edge];
+  if (!state.form.has_up) {
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear(dz, input, gate, {wants_input, wanted[gate_edge], false});
+    return;
+  }
+  const auto both = state.form.is_joined && wants_input ? gated::joined(gate, up) : Tensor();
+  if (both.defined() && wanted[gate_edge] == wanted[up_edge]) {
+    const bool wants_weights = wanted[gate_edge];
+    Tensor weights;
+    std::tie(result[input_edge], weights, std::ignore) =
+        backward_of_linear(dz, input, both, {true, wants_weights, false});
+    if (wants_weights) {
+      const auto rows = weights.sym_size(0) / 2;
+      result[gate_edge] = weights.narrow_symint(0, 0, rows);
+      result[up_edge] = weights.narrow_symint(0, rows, rows);
+    }
+    return;
+  }
+  const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
+  if (wants_input || wanted[gate_edge]) {
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear(first, input, gate, {wants_input, wanted[gate_edge], false});
+  }
+  if (wanted[up_edge]) {
+    result[up_edge] = std::get<1>(backward_of_linear(second, input, up, {false, true, false}));
+  }
+  if (wants_input) {
+    const explain::Row row("linear_glu", second, up);
+    explain::append("ATen addmm");
+    auto sum = as_rows(result[input_edge]);
+    // vmap has no rule for the form that writes to what it reads.
+    if (at::areAnyTensorSubclassLike({sum, second, up})) {
+      result[input_edge] = at::addmm(sum, as_rows(second), up).view_as(result[input_edge]);
+    } else {
+      at::addmm_out(sum, sum, as_rows(second), up);
+    }
+  }
+}
+
+variable_list usual(const State& state, const Tensor& grad) {
+  const KernelsOnly guard;
+  variable_list result(all_edges);
+  const auto& [activation, has_up, has_down, is_joined] = state.form;
+  const auto& wanted = state.wanted;
+  const auto& down = state.kept[down_index];
+  auto hidden = state.kept[hidden_index];
+  const auto wanted_of_pass = state.wanted_of_pass();
+  if (state.wants_layer()) {
+    const auto grad_hidden =
+        has_down ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false})) : grad;
+    const auto [gate_z, up_z] = preactivations(state);
+    const auto pass = steps::glu_backward({grad_hidden, gate_z, up_z, activation, wanted_of_pass});
+    put_bias_gradients(state, pass, result);
+    if (wanted_of_pass[0] || wanted_of_pass[1]) {
+      put_products(state, std::get<0>(pass), std::get<1>(pass), result);
+    }
+    if (wanted_of_pass[4]) hidden = std::get<4>(pass);
+  } else if (wanted_of_pass[4]) {
+    const auto [gate_z, up_z] = preactivations(state);
+    hidden = steps::glu(gate_z, up_z, activation);
+  }
+  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
+        backward_of_linear(grad, hidden, down, {false, wanted[down_edge], wanted[down_bias_edge]});
+  }
+  return result;
+}
+
+// ---- create_graph: the same in differentiable ATen, on tensors put back into the graph ----------
+
+variable_list differentiable(const State& state, const Tensor& grad) {
+  using Formula = reference::LinearFormula;
+  variable_list result(all_edges);
+  const auto& [activation, has_up, has_down, is_joined] = state.form;
+  const auto& wanted = state.wanted;
+  const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight,
+                         const std::array<bool, 3>& wants) {
+    const auto [x, w] = fill_in(input, weight, dy);
+    return Formula::linear_backward({dy, x, w, std::nullopt, Activation::none, wants});
+  };
+  const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
+                             size_t bias_edge) {
+    const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z);
+    return reconnect(z, x, w,
+                     {state.edge(input_edge), state.edge(weight_edge), state.edge(bias_edge)});
+  };
+
+  GluGradients pass;
+  auto hidden = state.kept[hidden_index];
+  if (state.kept[gate_z_index].defined()) {
+    auto [gate_z, up_z] = preactivations(state);
+    if (is_joined) std::tie(gate_z, up_z) = gated::halves(gate_z);
+    gate_z = connected(gate_z, gate_index, gate_edge, gate_bias_edge);
+    if (is_joined || state.kept[up_z_index].defined()) {
+      up_z = connected(*up_z, up_index, up_edge, up_bias_edge);
+    }
+    const auto grad_hidden =
+        has_down ? std::get<0>(linear(grad, {}, state.kept[down_index], {true, false, false}))
+                 : grad;
+    auto apart = state;  // halves of one tensor are two tensors here
+    apart.form.is_joined = false;
+    pass = reference::GluFormula::glu_backward(
+        {grad_hidden, gate_z, up_z, activation, apart.wanted_of_pass()});
+    put_bias_gradients(apart, pass, result);
+    if (state.wants_hidden()) hidden = std::get<4>(pass);
+
+    const auto& input = state.kept[input_index];
+    if (wanted[input_edge] || wanted[gate_edge]) {
+      std::tie(result[input_edge], result[gate_edge], std::ignore) =
+          linear(std::get<0>(pass), input, state.kept[gate_index],
+                 {wanted[input_edge], wanted[gate_edge], false});
+    }
+    if (has_up && (wanted[input_edge] || wanted[up_edge])) {
+      const auto [through_up, grad_up, none] =
+          linear(std::get<1>(pass), input, state.kept[up_index],
+                 {wanted[input_edge], wanted[up_edge], false});
+      if (wanted[input_edge]) result[input_edge] = result[input_edge] + through_up;
+      if (wanted[up_edge]) result[up_edge] = grad_up;
+    }
+  }
+  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = linear(
+        grad, hidden, state.kept[down_index], {false, wanted[down_edge], wanted[down_bias_edge]});
+  }
+  return result;
+}
+
+variable_list run(const State& state, const Tensor& grad) {
+  if (!grad.defined()) return variable_list(all_edges);
+  auto result =
+      must_be_differentiable(grad, state.kept) ? differentiable(state, grad) : usual(state, grad);
+  for (size_t i = 0; i < all_edges; ++i) {
+    if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
+  }
+  return result;
+}
+
+// ---- the node ----------------------------------------------------------------------------------
+
+class GatedNode final : public Node {
+ public:
+  GatedNode(edge_list&& edges, const Form& form) : Node(std::move(edges)), form_(form) {}
+
+  void keep(Indices index, const Tensor& tensor) {
+    kept_[index] = SavedVariable(tensor, /*is_output=*/false);
+  }
+
+  std::string name() const override {
+    return std::string(form_.has_down ? "FusedGatedMlp_" : "FusedLinearGlu_") +
+           fused::name(form_.activation) + "_Backward";
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    if (!grads[0].defined()) return variable_list(all_edges);
+    auto self = std::static_pointer_cast<Node>(getptr());
+    return run({std::move(self), form_, wanted_of(*this), unpack()}, grads[0]);
+  }
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override {
+    return {static_cast<int64_t>(form_.activation), form_.has_up, form_.has_down, form_.is_joined};
+  }
+  Backward backward() const override { return run_detached; }
+
+ private:
+  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+    const auto& traits = node.traits;
+    const Form form{static_cast<Activation>(traits[0]), traits[1] != 0, traits[2] != 0,
+                    traits[3] != 0};
+    return run({nullptr, form, node.wanted, node.variables}, grads[0]);
+  }
+
+  const Form form_;
+  std::array<SavedVariable, all_indices> kept_;
+};
+
+}  // namespace
+
+Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
+                           Activation activation) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  const bool before_gate = requires_grad(input) || requires_grad(gate) || requires_grad(gate_bias);
+  const bool before_up = requires_grad(input) || requires_grad(up) || requires_grad(up_bias);
+  const bool before_down = before_gate || before_up;
+
+  Tensor gate_z, up_z, hidden, output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (layer.is_stacked() || before_gate) {
+      std::tie(gate_z, up_z) = dispatch::gated_preactivations(layer);
+    } else {  // of two tensors one need not be kept
+      gate_z = fused::linear(input, gate, gate_bias);
+      up_z = fused::linear(input, *up, up_bias);
+    }
+    hidden = steps::glu(gate_z, up_z, activation);
+    output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
+  }
+  const bool is_joined = !layer.is_stacked() && !up_z.defined();
+  const auto node =
+      make_node<GatedNode>(edge_list{edge_of(input), edge_of(gate), edge_of(up), edge_of(gate_bias),
+                                     edge_of(up_bias), edge_of(down.weight), edge_of(down.bias)},
+                           Form{activation, !layer.is_stacked(), down.exists(), is_joined});
+  set_history(output, node);
+
+  const bool wants_down = requires_grad(down.weight);
+  if (requires_grad(gate) || requires_grad(up)) node->keep(input_index, input);
+  if (requires_grad(input)) {
+    node->keep(gate_index, gate);
+    if (!layer.is_stacked()) node->keep(up_index, *up);
+  }
+  if (before_down) {
+    if (down.exists()) node->keep(down_index, down.weight);
+    node->keep(gate_z_index, gate_z);
+    if (up_z.defined() && (before_gate || wants_down)) node->keep(up_z_index, up_z);
+  } else if (wants_down) {
+    node->keep(hidden_index, hidden);
+  }
+  return output;
+}
+
+}  // namespace fused::autograd

@@ -1,0 +1,148 @@
+// The passes of gated layers on the CPU: block by block, so that what one step has written is still
+// in a cache when the next one reads it. The steps are ATen's, which are vectorised.
+
+#include "core/aten_activation.h"
+#include "core/explain.h"
+#include "core/shapes.h"
+#include "dispatch/gated_kernels.h"
+#include "reference/linear.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+namespace fused::cpu {
+namespace {
+
+using reference::as_rows;
+using S = Shapes<ConcreteAllocator>;
+
+// Some six blocks of one step, in fp32, stay in the cache that a core has to itself.
+constexpr int64_t block_elements = 1 << 15;
+
+// Rows [first, first + count) at a time, on all threads. -> how many blocks there are
+template <typename Fn>
+int64_t for_blocks(int64_t rows, int64_t features, const Fn& fn) {
+  const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
+  const int64_t blocks = (rows + block - 1) / block;
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i * block;
+      fn(i, first, std::min(block, rows - first));
+    }
+  });
+  return blocks;
+}
+
+// Of [rows, features] each; those that are not wanted are undefined.
+struct Rows {
+  Tensor grad, gate, up, grad_gate, grad_up, hidden;
+};
+
+Tensor some(const Tensor& rows, int64_t first, int64_t count) {
+  return rows.defined() ? rows.narrow(0, first, count) : rows;
+}
+
+// The same roundings in between as torch's own operators make.
+void block_backward(const Rows& all, Activation activation, int64_t first, int64_t count) {
+  const auto of = [&](const Tensor& rows) { return some(rows, first, count); };
+  const auto grad = of(all.grad), gate = of(all.gate), up = of(all.up);
+  if (all.hidden.defined() || all.grad_up.defined()) {
+    const auto activated = activate(gate, activation);
+    if (auto hidden = of(all.hidden); hidden.defined()) at::mul_out(hidden, activated, up);
+    if (auto result = of(all.grad_up); result.defined()) at::mul_out(result, grad, activated);
+  }
+  if (auto result = of(all.grad_gate); result.defined()) {
+    activation_gradient_out(result, grad * up, gate, activation);
+  }
+}
+
+struct Glu : reference::Glu {
+  using Reference = reference::Glu;
+
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
+    const bool apart = has_value(up);
+    const int64_t features = gate.size(-1) / (apart ? 1 : 2);
+    const auto result = S::rows(gate, features);
+    if (result.numel() == 0) return result;
+    const auto rows = as_rows(result);
+    const auto [first_half, second_half] = parts(gate, up);
+    explain::append("gating in blocks");
+    for_blocks(rows.size(0), features, [&](int64_t, int64_t first, int64_t count) {
+      auto some = rows.narrow(0, first, count);
+      activate_out(some, first_half.narrow(0, first, count), activation);
+      some.mul_(second_half.narrow(0, first, count));
+    });
+    return result;
+  }
+
+  static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
+    const auto& wanted = step.wanted;
+    const bool apart = has_value(step.up);
+    const auto features = step.grad_output.size(-1);
+    if (step.grad_output.numel() == 0) return Reference::glu_backward(step);
+    // What is only summed is written as well.
+    const auto grad_gate = S::grad_input(step.gate, wanted[0] || wanted[2]);
+    const auto grad_up = S::grad_input(step.gate, apart && (wanted[1] || wanted[3]));
+    const auto hidden = S::grad_input(step.grad_output, wanted[4]);
+
+    Rows rows;
+    rows.grad = as_rows(reference::dense(step.grad_output));
+    std::tie(rows.gate, rows.up) = parts(step.gate, step.up);
+    const auto given = [](const Tensor& tensor) {
+      return tensor.numel() > 0 ? as_rows(tensor) : Tensor();
+    };
+    rows.hidden = given(hidden);
+    if (apart) {
+      rows.grad_gate = given(grad_gate), rows.grad_up = given(grad_up);
+    } else if (grad_gate.numel() > 0) {
+      std::tie(rows.grad_gate, rows.grad_up) = gated::halves(as_rows(grad_gate));
+    }
+
+    const auto type = at::toOpMathType(step.gate.scalar_type()) == at::kFloat &&
+                              step.gate.scalar_type() != at::kFloat
+                          ? at::kFloat
+                          : at::kDouble;
+    const int64_t count = rows.grad.size(0);
+    const int64_t most = std::clamp<int64_t>(block_elements / features, 1, count);
+    const int64_t blocks = (count + most - 1) / most;
+    const auto partial = [&](const Tensor& summed, bool is_wanted) {
+      return is_wanted ? at::empty({blocks, summed.size(-1)}, summed.options().dtype(type))
+                       : Tensor();
+    };
+    const auto gate_sums = partial(grad_gate, wanted[2]),
+               up_sums = partial(grad_up, apart && wanted[3]);
+    const auto add_up = [](const Tensor& sums, const Tensor& values, int64_t block, int64_t first,
+                           int64_t count) {
+      if (!sums.defined()) return;
+      auto sum = sums.select(0, block);
+      at::sum_out(sum, as_rows(values).narrow(0, first, count), 0, /*keepdim=*/false,
+                  sums.scalar_type());
+    };
+    explain::append("gating gradients in blocks");
+    for_blocks(count, features, [&](int64_t block, int64_t first, int64_t some_rows) {
+      block_backward(rows, step.activation, first, some_rows);
+      add_up(gate_sums, grad_gate, block, first, some_rows);
+      add_up(up_sums, grad_up, block, first, some_rows);
+    });
+    const auto total = [&](const Tensor& sums) {
+      return sums.defined() ? sums.sum(0).to(step.gate.scalar_type()) : S::unwanted(step.gate);
+    };
+    return {wanted[0] ? grad_gate : S::unwanted(step.gate),
+            wanted[1] ? grad_up : S::unwanted(step.gate), total(gate_sums), total(up_sums), hidden};
+  }
+
+ private:
+  static std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor& up) {
+    const auto rows = as_rows(reference::dense(gate));
+    return has_value(up) ? std::pair(rows, as_rows(reference::dense(*up))) : gated::halves(rows);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused, CPU, m) { dispatch::register_gated<Glu>(m); }
+
+}  // namespace fused::cpu

@@ -1,0 +1,97 @@
+// The passes of gated layers on a GPU.
+
+#include "cuda/kernels/gated.h"
+#include "core/shapes.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/gemm_call.h"
+#include "dispatch/gated_kernels.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace fused::cuda {
+namespace {
+
+using S = Shapes<Allocator>;
+
+// The pre-activations as rows, of two tensors or of one tensor's halves.
+struct Halves {
+  Operand gate, up;
+
+  Halves(const Tensor& gate_z, const OptionalTensor& up_z) : gate(plain_rows(gate_z)) {
+    if (has_value(up_z)) {
+      up = plain_rows(*up_z);
+      return;
+    }
+    auto& matrix = gate.matrix;
+    matrix.cols /= 2;
+    up.matrix = matrix;
+    up.matrix.data = static_cast<char*>(matrix.data) + matrix.cols * gate_z.element_size();
+  }
+
+  void describe(kernels::Gating& args, Activation activation, const Tensor& like) const {
+    args.activation = activation;
+    args.type = *gemm_type(like.scalar_type());
+    args.rows = gate.matrix.rows, args.cols = gate.matrix.cols;
+    args.gate = gate.matrix.data, args.ld_gate = gate.matrix.ld;
+    args.up = up.matrix.data, args.ld_up = up.matrix.ld;
+  }
+};
+
+void* data_of(const Tensor& result) { return result.numel() > 0 ? result.data_ptr() : nullptr; }
+
+struct Glu : reference::Glu {
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
+    const c10::cuda::CUDAGuard guard(gate.device());
+    const auto result = S::rows(gate, gate.size(-1) / (has_value(up) ? 1 : 2));
+    if (result.numel() == 0) return result;
+    kernels::Gating args;
+    const Halves halves(gate, up);
+    halves.describe(args, activation, gate);
+    args.hidden = result.data_ptr();
+    explain::append("own gating kernel");
+    kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
+    return result;
+  }
+
+  static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
+    const c10::cuda::CUDAGuard guard(step.gate.device());
+    if (step.grad_output.numel() == 0) return reference::Glu::glu_backward(step);
+    const auto& wanted = step.wanted;
+    const bool apart = has_value(step.up);
+    const int64_t features = step.grad_output.size(-1);
+    const auto grad_gate = S::grad_input(step.gate, wanted[0]);
+    const auto grad_up = S::grad_input(step.gate, apart && wanted[1]);
+    const auto gate_sums = S::vector(step.gate, step.gate.size(-1), wanted[2]);
+    const auto up_sums = S::vector(step.gate, features, apart && wanted[3]);
+    const auto hidden = S::grad_input(step.grad_output, wanted[4]);
+
+    kernels::GatingBackward args;
+    const Halves halves(step.gate, step.up);
+    halves.describe(args, step.activation, step.gate);
+    args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const auto grad = plain_rows(step.grad_output);
+    args.grad = grad.matrix.data, args.ld_grad = grad.matrix.ld;
+    args.ld_result = step.gate.size(-1);
+    args.hidden = data_of(hidden);
+    args.grad_gate = data_of(grad_gate), args.gate_sums = data_of(gate_sums);
+    args.grad_up = data_of(grad_up), args.up_sums = data_of(up_sums);
+    if (!apart) {
+      const auto second = [&](void* both) {
+        return both == nullptr ? nullptr
+                               : static_cast<char*>(both) + features * step.gate.element_size();
+      };
+      args.grad_up = second(args.grad_gate), args.up_sums = second(args.gate_sums);
+    }
+    explain::append("own one-pass gating kernel");
+    const Workspace scratch(kernels::scratch_bytes(args));
+    kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    return {grad_gate, grad_up, gate_sums, up_sums, hidden};
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_gated<Glu>(m); }
+
+}  // namespace fused::cuda

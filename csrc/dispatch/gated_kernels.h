@@ -1,0 +1,44 @@
+#pragma once
+
+// What the dispatcher calls for gated layers. A backend supplies the two passes over memory, glu
+// and glu_backward (see reference::GluFormula); the products are those of the linear operators.
+
+#include "core/explain.h"
+#include "core/policy.h"
+#include "dispatch/gated.h"
+#include "dispatch/signatures.h"
+#include "reference/gated.h"
+
+#include <torch/library.h>
+
+namespace fused::dispatch {
+
+template <class Backend>
+struct GluKernels {
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
+    constexpr auto op = "_glu";
+    const explain::Row row(op, gate, {});
+    gated::check_halves(op, gate, up);
+    return under_policy<Backend, reference::Glu>(
+        [&](auto w) { return decltype(w)::glu(gate, up, activation); });
+  }
+
+  static Quintuple glu_backward(const steps::GluBackward& step) {
+    constexpr auto op = "_glu_backward";
+    const explain::Row row(op, step.gate, {});
+    gated::check_glu_backward(op, step);
+    return under_policy<Backend, reference::Glu>(
+        [&](auto w) { return decltype(w)::glu_backward(step); });
+  }
+};
+
+template <class Backend>
+void register_gated(torch::Library& m) {
+  using K = GluKernels<Backend>;
+  m.impl("linear_glu", linear_glu);
+  m.impl("gated_mlp", gated_mlp);
+  m.impl("_glu", flat_glu<K::glu>);
+  m.impl("_glu_backward", flat_glu_backward<K::glu_backward>);
+}
+
+}  // namespace fused::dispatch

@@ -1,0 +1,38 @@
+#pragma once
+
+// Gated layers and the one pass of their backward in ATen. `GluFormula` is the definition,
+// differentiable; `Glu` gives the same as kernels do.
+
+#include "core/gated.h"
+
+#include <tuple>
+
+namespace fused::reference {
+
+using GluGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+struct GluFormula {
+  static constexpr bool obeys_policy = false;
+
+  // act(gate) ⊙ up of pre-activations, [*, hidden]
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
+
+  // -> gradients of gate and up, their sums over all rows, and what glu gave
+  static GluGradients glu_backward(const steps::GluBackward& step);
+
+  // The layer, and after it `down` where there is one.
+  static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation);
+};
+
+struct Glu {
+  static constexpr bool obeys_policy = true;
+
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
+  static GluGradients glu_backward(const steps::GluBackward& step);
+};
+
+// What no kernel of ours takes, by torch's own functions (reference/linear.h).
+Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
+                           const gated::Down& down, Activation activation, bool foreign = false);
+
+}  // namespace fused::reference

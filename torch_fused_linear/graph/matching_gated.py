@@ -1,0 +1,105 @@
+"""Recognises gated layers, act(gate(x)) * up(x), and the block with a layer after it."""
+
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from . import matching
+from .matching import Linear, find_linear, only_user, own_activation, value
+from .spellings import arguments, kind
+
+
+@dataclass
+class Gated:
+    """A gated layer; the last of the nodes is its result.
+
+    Attributes:
+        gate: the layer whose result goes through the activation, or where ``up`` is ``None`` the
+            one layer that both are halves of.
+        up: the layer whose result is multiplied with that.
+        gate_is_first: of one layer's halves.
+        down: the layer that takes the result and is all that does.
+    """
+
+    nodes: list[Node]
+    activation: str
+    gate: Linear
+    up: Linear | None
+    gate_is_first: bool = True
+    down: Linear | None = None
+
+
+def find_gated(node: Node) -> Gated | None:
+    """The gated layer whose product the node is."""
+    if kind(node) != "mul" or node.kwargs or len(node.args) != 2:
+        return None
+    for activated, up in (node.args, node.args[::-1]):
+        if not isinstance(activated, Node) or not isinstance(up, Node) or activated is up:
+            return None
+        same_type = matching.dtype_of(activated) == matching.dtype_of(up) == matching.dtype_of(node)
+        if not same_type or len(activated.users) != 1 or len(up.users) != 1:
+            continue
+        found = _of_factors(activated, up)
+        if found:
+            found.nodes.append(node)
+            return _with_down(found, node)
+    return None
+
+
+def _of_factors(activated: Node, up: Node) -> Gated | None:
+    name = own_activation(activated)
+    if name:  # an operator of ours that has it inside
+        return _of_layers(activated, up, name, [])
+    if kind(activated) not in ("relu", "gelu", "silu"):
+        return None
+    z = arguments(activated)
+    z = z and z["input"]
+    activation = isinstance(z, Node) and matching.find_activation(z)
+    if not activation or activation.nodes != [activated]:
+        return None
+    found = _of_layers(z, up, activation.name, [activated])
+    return found or _of_halves(z, up, activation.name, activated)
+
+
+def _of_layers(z: Node, up: Node, name: str, nodes: list[Node]) -> Gated | None:
+    gate_layer, up_layer = find_linear(z), find_linear(up)
+    if not gate_layer or not up_layer or own_activation(up):
+        return None
+    shapes = [list(value(layer.nodes[-1]).shape) for layer in (gate_layer, up_layer)]
+    if gate_layer.input is not up_layer.input or not matching.same(*shapes):
+        return None
+    return Gated([*gate_layer.nodes, *up_layer.nodes, *nodes], name, gate_layer, up_layer)
+
+
+def _of_halves(z: Node, up: Node, name: str, activated: Node) -> Gated | None:
+    if kind(z) != "getitem" or kind(up) != "getitem" or z.args[0] is not up.args[0]:
+        return None
+    both, indices = z.args[0], (z.args[1], up.args[1])
+    if sorted(map(str, indices)) != ["0", "1"] or len(both.users) != 2 or kind(both) != "chunk":
+        return None
+    args = arguments(both)
+    layer = args and isinstance(args["input"], Node) and find_linear(args["input"])
+    if not layer or own_activation(layer.nodes[-1]) or len(layer.nodes[-1].users) != 1:
+        return None
+    features = value(layer.nodes[-1]).shape[-1]
+    last = value(layer.nodes[-1]).dim() - 1
+    if args.get("chunks") != 2 or args.get("dim", 0) not in (-1, last):
+        return None
+    if not isinstance(features, int) or features % 2:
+        return None
+    return Gated([*layer.nodes, both, z, up, activated], name, layer, None, indices == (0, 1))
+
+
+def _with_down(found: Gated, node: Node) -> Gated:
+    user = only_user(node)
+    down = find_linear(user) if user is not None else None
+    if down and down.input is node and down.weight is not node and not own_activation(user):
+        found.down = down
+        found.nodes += down.nodes
+    return found
+
+
+def without_down(found: Gated) -> Gated:
+    """The gated layer alone."""
+    nodes = found.nodes[: -len(found.down.nodes)]
+    return replace(found, nodes=nodes, down=None)

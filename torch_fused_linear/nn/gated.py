@@ -1,0 +1,147 @@
+"""The gated feed-forward block of language models as one operator."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.types import Device
+
+from ..activations import ACTIVATIONS, CHOICE
+from ..functional import gated_mlp
+from .mlp import is_plain
+from .taking_over import check_plain
+
+
+class FusedGatedMLP(nn.Module):
+    r"""Applies :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)` in one.
+
+    It is the ``gate_proj``, ``up_proj`` and ``down_proj`` of LLaMA, Qwen, Mistral or Gemma, with
+    their ``state_dict``, but runs as :func:`torch_fused_linear.gated_mlp`. Where a child has been
+    given hooks or a parametrisation, or was exchanged, the children run one by one.
+
+    A ``state_dict`` with both weights in one, ``gate_up_proj.weight`` with gate's rows first, loads
+    as well.
+
+    Args:
+        in_features: size of each input sample.
+        hidden_features: size of what is between.
+        out_features: size of each output sample. Default: ``in_features``.
+        bias: if ``True``, the three layers have a bias. Default: ``False``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``. Default: ``'silu'``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+
+    Shape:
+        - Input: :math:`(*, \text{in\_features})`.
+        - Output: :math:`(*, \text{out\_features})`.
+
+    Attributes:
+        gate_proj: ``nn.Linear(in_features, hidden_features)``.
+        up_proj: ``nn.Linear(in_features, hidden_features)``.
+        down_proj: ``nn.Linear(hidden_features, out_features)``.
+
+    Raises:
+        ValueError: ``activation`` is none of these.
+
+    Examples::
+
+        >>> block = FusedGatedMLP(64, 172)
+        >>> block(torch.randn(2, 10, 64)).size()
+        torch.Size([2, 10, 64])
+    """
+
+    __constants__ = ("activation",)
+    activation: str
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = False,
+        activation: str = "silu",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_activation("FusedGatedMLP", activation)
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    @classmethod
+    def from_modules(
+        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str = "silu"
+    ) -> "FusedGatedMLP":
+        """The block of three layers that exist, which it shares (the same objects, not copies).
+
+        Args:
+            gate: its result goes through the activation. Exactly an ``nn.Linear``, as the others,
+                without hooks or anything else that the operator would pass by.
+            up: its result is multiplied with that.
+            down: takes the product.
+            activation: as of the class.
+
+        Returns:
+            The block, in the mode (training or not) of ``gate``.
+
+        Raises:
+            TypeError: one of them is something else, or has more than its parameters.
+            ValueError: their sizes do not fit, or ``activation`` is none of the class's.
+        """
+        function = f"{cls.__name__}.from_modules"
+        _check_activation(function, activation)
+        for layer in (gate, up, down):
+            check_plain(function, layer, (nn.Linear,))
+        hidden = gate.out_features
+        if up.weight.shape != gate.weight.shape or down.in_features != hidden:
+            shapes = ", ".join(str(list(layer.weight.shape)) for layer in (gate, up, down))
+            raise ValueError(
+                f"{function}: expected weights [hidden, in], [hidden, in] and [out, hidden], got "
+                f"{shapes}"
+            )
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block.gate_proj, block.up_proj, block.down_proj = gate, up, down
+        block.activation = activation
+        return block.train(gate.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.jit.is_scripting() and not self._runs_as_one():
+            activated = ACTIVATIONS[self.activation](self.gate_proj(input))
+            return self.down_proj(activated * self.up_proj(input))
+        return gated_mlp(
+            input,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            self.gate_proj.bias,
+            self.up_proj.bias,
+            self.down_proj.bias,
+            self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+    @torch.jit.unused
+    def _runs_as_one(self) -> bool:
+        return not _has_any_global_hook() and all(
+            type(layer) is nn.Linear and is_plain(layer)
+            for layer in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        for name in ("weight", "bias"):
+            both = state_dict.pop(f"{prefix}gate_up_proj.{name}", None)
+            if both is not None:
+                halves = both.chunk(2)
+                for layer, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+                    state_dict[f"{prefix}{layer}.{name}"] = half
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _check_activation(who: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{who}: activation must be {CHOICE}, got {activation!r}")
