@@ -41,6 +41,8 @@ struct Halves {
 void* data_of(const Tensor& result) { return result.numel() > 0 ? result.data_ptr() : nullptr; }
 
 struct Glu : reference::Glu {
+  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const c10::cuda::CUDAGuard guard(gate.device());
     const auto result = S::rows(gate, gate.size(-1) / (has_value(up) ? 1 : 2));

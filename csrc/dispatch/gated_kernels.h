@@ -20,7 +20,7 @@ struct GluKernels {
     const explain::Row row(op, gate, {});
     gated::check_halves(op, gate, up);
     return under_policy<Backend, reference::Glu>(
-        [&](auto w) { return decltype(w)::glu(gate, up, activation); });
+        gate, [&](auto w) { return decltype(w)::glu(gate, up, activation); });
   }
 
   static Quintuple glu_backward(const steps::GluBackward& step) {
@@ -28,7 +28,7 @@ struct GluKernels {
     const explain::Row row(op, step.gate, {});
     gated::check_glu_backward(op, step);
     return under_policy<Backend, reference::Glu>(
-        [&](auto w) { return decltype(w)::glu_backward(step); });
+        step.gate, [&](auto w) { return decltype(w)::glu_backward(step); });
   }
 };
 
