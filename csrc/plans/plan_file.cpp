@@ -59,7 +59,9 @@ class FileLock {
     int status = 0;
     while ((status = flock(descriptor_, LOCK_EX)) != 0 && errno == EINTR) {
     }
-    TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(errno));
+    const int error = errno;
+    if (status != 0) close(descriptor_);  // no destructor runs for what was not constructed
+    TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(error));
   }
   ~FileLock() { close(descriptor_); }
   FileLock(const FileLock&) = delete;

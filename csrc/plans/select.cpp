@@ -35,14 +35,14 @@ double root_mean_square(const PooledError& e) {
   return e.count > 0 ? std::sqrt(e.squares / e.count) : 0;
 }
 
-bool is_as_exact(const PooledError& error, const PooledError& reference) {
+bool is_as_exact(const PooledError& error, const PooledError& reference, double floor) {
   if (error.count == 0) return reference.count == 0;
-  constexpr double enough = 2048, none = 1e-6;  // far below any rounding
+  constexpr double enough = 2048;
   const double by_chance = error.count < enough ? 2 / std::sqrt(error.count) : 0;
   const double allowed = (1.1 + by_chance) * root_mean_square(reference);
   const double noise = error.noise / error.count;
-  return root_mean_square(error) <= std::sqrt(allowed * allowed + noise) + none &&
-         error.worst <= 4 * std::max(reference.worst, std::sqrt(noise)) + none;
+  return root_mean_square(error) <= std::sqrt(allowed * allowed + noise) + floor &&
+         error.worst <= 4 * std::max(reference.worst, std::sqrt(noise)) + 4 * floor;
 }
 
 }  // namespace
@@ -87,9 +87,10 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
   return result;
 }
 
-bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference) {
-  return errors.missed == 0 && is_as_exact(errors.elements, reference.elements) &&
-         is_as_exact(errors.aux, reference.aux) && is_as_exact(errors.sums, reference.sums);
+bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor) {
+  return errors.missed == 0 && is_as_exact(errors.elements, reference.elements, floor) &&
+         is_as_exact(errors.aux, reference.aux, floor) &&
+         is_as_exact(errors.sums, reference.sums, floor);
 }
 
 std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,

@@ -52,8 +52,9 @@ struct TrialErrors {
 };
 
 // Whether the root mean squares are at most 1.1 times the reference's, the largest errors in their
-// neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for.
-bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference);
+// neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for; errors below
+// `floor` are none: that of the exact results themselves.
+bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);
 
 // failed: it does not run, or there is no memory to try it, now.
 enum class Verdict { sound, inexact, failed };

@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor> LinearFormula::forward_aux(const Tensor& input, const
   const auto preactivation = at::linear(input, weight, bias);
   const auto output = activate(preactivation, activation);
   if (saved_for(activation) == Saved::output) {
-    return {output, pack_mask(preactivation.detach().ge(0))};
+    return {output, pack_mask(preactivation.detach().lt(0).logical_not())};  // NaN passes
   }
   return {output, preactivation};
 }

