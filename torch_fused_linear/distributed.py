@@ -18,7 +18,7 @@ __all__ = ["MLPParallel"]
 
 
 class MLPParallel(ParallelStyle):
-    """Tensor parallelism of a whole :class:`~torch_fused_linear.FusedMLP`, which stays one operator.
+    """Tensor parallelism of a :class:`~torch_fused_linear.FusedMLP`, which stays one operator.
 
     Layers are sharded in pairs, one by column and the next by row, so that what lies between the
     two is never gathered; of an odd number the last is replicated. ``ColwiseParallel`` and
