@@ -57,7 +57,12 @@ def test_equal_to_plain_torch(start, parameters, nearby):
     def work(thread: int) -> None:
         barrier.wait()
         for seed in seeds[thread::THREADS]:
-            got, label = results(parameters, seed, is_fused=True), f"graph of seed {seed}:"
+            label = f"graph of seed {seed}:"
+            try:
+                got = results(parameters, seed, is_fused=True)
+            except NotImplementedError as failure:  # torch's own, which policy "eager" runs
+                assert name == "eager" and "aten::silu_backward" in str(failure), label
+                continue
             try:
                 assert_same(got, want[seed], label, EXACT)
             except AssertionError:
