@@ -124,8 +124,8 @@ TORCH_LIBRARY(fused, m) {
       "Tensor grad_up_bias, Tensor output)",
       tags);
 
-  // Whether any of the tensors is of a Python class that has to be asked, and whether one is sharded
-  // over devices: Python has the kernels.
+  // Whether any of the tensors is of a Python class that has to be asked, and whether one is
+  // sharded over devices: Python has the kernels.
   m.def("_any_foreign(Tensor[] tensors) -> bool");
   m.def("_is_sharded(Tensor tensor) -> bool");
 
