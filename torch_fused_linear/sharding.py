@@ -53,8 +53,10 @@ RULES = {
     # An activation needs the whole sum, so that the inputs are not sharded.
     "linear_relu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
     "linear_gelu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
+    "linear_silu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
     "_linear_relu_aux": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
     "_linear_gelu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
+    "_linear_silu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
     "_relu_mask": Rule({"output": "*o"}, {"mask": ("*o", "")}, "*o"),
     "_activation_backward": Rule(
         {"grad_output": "*o", "saved": "*o"},
@@ -176,12 +178,11 @@ def _is_wanted(output: str, arguments: Mapping[str, object]) -> bool:
 def _mlp(op, args, kwargs):
     """A chain without autograd: layer by layer, each of which chooses its own placements."""
     hidden, weights, biases, activation = args[:4]
+    act = ACTIVATIONS[activation]
+    layer = getattr(torch.ops.fused, act.operator)
+    options = {} if act.approximate is None else {"approximate": act.approximate}
     for weight, bias in zip(weights[:-1], biases[:-1]):
-        if activation == "relu":
-            hidden = torch.ops.fused.linear_relu(hidden, weight, bias)
-        else:
-            approximate = ACTIVATIONS[activation].approximate
-            hidden = torch.ops.fused.linear_gelu(hidden, weight, bias, approximate=approximate)
+        hidden = layer(hidden, weight, bias, **options)
     return torch.ops.fused.linear(hidden, weights[-1], biases[-1])
 
 

@@ -15,12 +15,14 @@ ACTIVATIONS = {
     "none": lambda z: z,
     "relu": F.relu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
     "gelu_erf": F.gelu,
 }
 CALLS = {
     "none": fused.linear,
     "relu": fused.linear_relu,
     "gelu_tanh": fused.linear_gelu,
+    "silu": fused.linear_silu,
     "gelu_erf": lambda *args: fused.linear_gelu(*args, approximate="none"),
     "relu low": lambda *args: fused.linear_relu(*args, memory="low"),
     "gelu low": lambda *args: fused.linear_gelu(*args, memory="low"),

@@ -16,7 +16,7 @@ def test_every_placement_on_two(activation, four):
     assert four.run(checks.layer, activation, (2,), (4, 3, 6, 8), True, 1)[0] == ALL
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "relu low", "gelu low"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu low", "gelu low"])
 def test_other_activations_on_two(activation, four):
     assert four.run(checks.layer, activation, (2,), (4, 3, 6, 8), True, 7)[0] == 9
 
@@ -49,6 +49,7 @@ def test_bits_are_sharded_by_whole_groups(four):
         ("relu", "default", (2,), 67),
         ("gelu_tanh", "low", (4,), 67),
         ("gelu_erf", "default", (2,), 67),
+        ("silu", "default", (2,), 67),
     ],
 )
 def test_chains(activation, memory, shape, every, four):
