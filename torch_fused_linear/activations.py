@@ -53,6 +53,12 @@ CHOICE = ", ".join(map(repr, NAMES[:-1])) + f" or {NAMES[-1]!r}"
 _BY_APPROXIMATE = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
 
 
+def check_activation(who: str, activation: object) -> None:
+    """Raises ``ValueError``, which names who was called, for what is none of the names."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{who}: activation must be {CHOICE}, got {activation!r}")
+
+
 def name_of_gelu(approximate: object) -> str | None:
     """The operators' name of ``F.gelu(..., approximate=approximate)``."""
     return _BY_APPROXIMATE.get(approximate) if isinstance(approximate, str) else None

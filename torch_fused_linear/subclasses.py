@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from . import report
-from .activations import ACTIVATIONS, CHOICE
+from .activations import ACTIVATIONS, check_activation
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -61,8 +61,7 @@ def mlp(
     activation: str,
     memory: str,
 ) -> Tensor:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"mlp: activation must be {CHOICE}, got '{activation}'")
+    check_activation("mlp", activation)
     _begin("mlp", input, weights[0], memory)
     for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
         input = ACTIVATIONS[activation](F.linear(input, weight, bias))
@@ -78,8 +77,7 @@ def _glu(
     up_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{operator}: activation must be {CHOICE}, got '{activation}'")
+    check_activation(operator, activation)
     if up is None and up_bias is not None:
         raise ValueError(f"{operator}: up_bias must be None without up: gate_bias is both")
     if up is None and (gate.dim() != 2 or gate.shape[0] % 2):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.types import Device
 
-from ..activations import ACTIVATIONS, CHOICE
+from ..activations import ACTIVATIONS, check_activation
 from ..functional import gated_mlp
 from .mlp import is_plain
 from .taking_over import check_plain
@@ -62,7 +62,7 @@ class FusedGatedMLP(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_activation("FusedGatedMLP", activation)
+        check_activation("FusedGatedMLP", activation)
         super().__init__()
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -91,7 +91,7 @@ class FusedGatedMLP(nn.Module):
             ValueError: their sizes do not fit, or ``activation`` is none of the class's.
         """
         function = f"{cls.__name__}.from_modules"
-        _check_activation(function, activation)
+        check_activation(function, activation)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
         hidden = gate.out_features
@@ -140,8 +140,3 @@ class FusedGatedMLP(nn.Module):
                 for layer, half in zip(("gate_proj", "up_proj"), halves, strict=True):
                     state_dict[f"{prefix}{layer}.{name}"] = half
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _check_activation(who: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{who}: activation must be {CHOICE}, got {activation!r}")

@@ -19,4 +19,19 @@ std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& s
   return neighbours(lt_handle(matmul.device), matmul, descriptors, algorithm, most);
 }
 
+std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
+                             const Algorithm& algorithm) {
+  if (gemm::objection(call.problem, strategy, lt_version())) return std::nullopt;
+  Plan plan{&strategy, {}, {}, {}, {}, {}};
+  if (strategy.provider != Provider::cublaslt) return plan;
+  plan.matmul = gemm::matmul_of(call.problem, strategy);
+  plan.descriptors.emplace(plan.matmul);
+  plan.descriptors->set_pointers(operands_of(call, strategy));
+  const auto valid =
+      checked(lt_handle(plan.matmul.device), plan.matmul, *plan.descriptors, algorithm);
+  if (!valid) return std::nullopt;
+  plan.algorithm = *valid;
+  return plan;
+}
+
 }  // namespace fused::cuda::tune

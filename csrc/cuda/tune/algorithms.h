@@ -4,6 +4,7 @@
 
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/runtime/gemm_call.h"
+#include "cuda/runtime/prepared_plan.h"
 
 #include <vector>
 
@@ -15,5 +16,10 @@ std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& stra
 // Other configurations of an algorithm (tile, cluster), the most similar first.
 std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& strategy,
                                          const Algorithm& algorithm, size_t most);
+
+// A plan ready for this very call; nothing where the strategy or the algorithm cannot serve it.
+// Launches nothing and may be called while a stream captures.
+std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
+                             const Algorithm& algorithm);
 
 }  // namespace fused::cuda::tune

@@ -80,21 +80,12 @@ bool is_capturing() {
 // A decision made ready for this very problem; nothing where its algorithm cannot serve it.
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   const auto& problem = call.problem;
-  if (gemm::objection(problem, *decision.strategy, lt_version())) return std::nullopt;
-  Plan plan{decision.strategy, {}, {}, {}, {}, {}};
+  auto plan = plan_for(call, *decision.strategy, decision.algorithm);
   const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem));
-  if (decision.origin == Decision::Origin::rule && decision.strategy != rule) {
+  if (plan && decision.origin == Decision::Origin::rule && decision.strategy != rule) {
     const char* why = gemm::objection(problem, *rule, lt_version());
-    plan.remark = not_taken(problem, *rule, why ? why : "no valid algorithm is known");
+    plan->remark = not_taken(problem, *rule, why ? why : "no valid algorithm is known");
   }
-  if (decision.strategy->provider != Provider::cublaslt) return plan;
-  plan.matmul = gemm::matmul_of(problem, *decision.strategy);
-  plan.descriptors.emplace(plan.matmul);
-  plan.descriptors->set_pointers(operands_of(call, *decision.strategy));
-  const auto algorithm =
-      checked(lt_handle(plan.matmul.device), plan.matmul, *plan.descriptors, decision.algorithm);
-  if (!algorithm) return std::nullopt;
-  plan.algorithm = *algorithm;
   return plan;
 }
 

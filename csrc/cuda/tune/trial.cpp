@@ -4,6 +4,7 @@
 #include "core/explain.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
+#include "cuda/tune/algorithms.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -182,19 +183,8 @@ struct Trial::Data {
   std::optional<TrialErrors> errors_of(const Strategy& strategy, const Algorithm& algorithm) {
     return errors_of(
         [&](const End& end) {
-          const auto& problem = end.call.problem;
-          if (gemm::objection(problem, strategy, lt_version())) return false;
-          Plan plan{&strategy, {}, {}, {}, {}, {}};
-          if (strategy.provider == Provider::cublaslt) {
-            plan.matmul = gemm::matmul_of(problem, strategy);
-            plan.descriptors.emplace(plan.matmul);
-            plan.descriptors->set_pointers(operands_of(end.call, strategy));
-            const auto valid =
-                checked(lt_handle(plan.matmul.device), plan.matmul, *plan.descriptors, algorithm);
-            if (!valid) return false;
-            plan.algorithm = *valid;
-          }
-          return execute(end.call, plan, workspace, stream);
+          auto plan = plan_for(end.call, strategy, algorithm);
+          return plan && execute(end.call, *plan, workspace, stream);
         },
         &End::call, /*with_nan=*/true);
   }
