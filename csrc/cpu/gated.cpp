@@ -21,20 +21,26 @@ using S = Shapes<ConcreteAllocator>;
 // Some six blocks of one step, in fp32, stay in the cache that a core has to itself.
 constexpr int64_t block_elements = 1 << 15;
 
-// Rows [first, first + count) at a time, on all threads. -> how many blocks there are
-template <typename Fn>
-int64_t for_blocks(int64_t rows, int64_t features, const Fn& fn) {
-  const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
-  const int64_t blocks = (rows + block - 1) / block;
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i * block;
-      fn(i, first, std::min(block, rows - first));
-    }
-  });
-  return blocks;
-}
+// Rows [first, first + count) at a time, on all threads.
+struct Blocks {
+  int64_t rows, each, count;
+
+  Blocks(int64_t rows_, int64_t features)
+      : rows(rows_),
+        each(std::clamp<int64_t>(block_elements / features, 1, rows)),
+        count((rows + each - 1) / each) {}
+
+  template <typename Fn>
+  void run(const Fn& fn) const {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t first = i * each;
+        fn(i, first, std::min(each, rows - first));
+      }
+    });
+  }
+};
 
 // Of [rows, features] each; those that are not wanted are undefined.
 struct Rows {
@@ -70,7 +76,7 @@ struct Glu : reference::Glu {
     const auto rows = as_rows(result);
     const auto [first_half, second_half] = parts(gate, up);
     explain::append("gating in blocks");
-    for_blocks(rows.size(0), features, [&](int64_t, int64_t first, int64_t count) {
+    Blocks(rows.size(0), features).run([&](int64_t, int64_t first, int64_t count) {
       auto some = rows.narrow(0, first, count);
       activate_out(some, first_half.narrow(0, first, count), activation);
       some.mul_(second_half.narrow(0, first, count));
@@ -105,11 +111,9 @@ struct Glu : reference::Glu {
                               step.gate.scalar_type() != at::kFloat
                           ? at::kFloat
                           : at::kDouble;
-    const int64_t count = rows.grad.size(0);
-    const int64_t most = std::clamp<int64_t>(block_elements / features, 1, count);
-    const int64_t blocks = (count + most - 1) / most;
+    const Blocks blocks(rows.grad.size(0), features);
     const auto partial = [&](const Tensor& summed, bool is_wanted) {
-      return is_wanted ? at::empty({blocks, summed.size(-1)}, summed.options().dtype(type))
+      return is_wanted ? at::empty({blocks.count, summed.size(-1)}, summed.options().dtype(type))
                        : Tensor();
     };
     const auto gate_sums = partial(grad_gate, wanted[2]),
@@ -122,7 +126,7 @@ struct Glu : reference::Glu {
                   sums.scalar_type());
     };
     explain::append("gating gradients in blocks");
-    for_blocks(count, features, [&](int64_t block, int64_t first, int64_t some_rows) {
+    blocks.run([&](int64_t block, int64_t first, int64_t some_rows) {
       block_backward(rows, step.activation, first, some_rows);
       add_up(gate_sums, grad_gate, block, first, some_rows);
       add_up(up_sums, grad_up, block, first, some_rows);
