@@ -18,6 +18,7 @@ ENVIRONMENT := .venv/ready
 MODELS := .venv/models-ready
 DOCS := .venv/docs-ready
 WHEEL := .venv/wheel-ready
+HOPPER := .venv/hopper-ready
 endif
 
 .PHONY: demo test test-models gpu-test certify asan tsan docs build wheel lint format clean
@@ -27,7 +28,7 @@ demo: build
 
 # One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
 # each other's.
-test: build $(MODELS) $(DOCS)
+test: build $(MODELS) $(DOCS) $(HOPPER)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
 	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --dist loadfile') $(ARGS)
 
@@ -68,7 +69,8 @@ build: $(ENVIRONMENT)
 # For the torch at hand, which its version names; torch's and CUDA's libraries stay outside.
 OUTSIDE = libtorch*.so libc10*.so libcudart.so.* libcublas*.so.* libcudnn*.so.* libgomp.so.1
 SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-wheel: $(ENVIRONMENT) $(WHEEL)
+wheel: export TORCH_FUSED_LINEAR_HOPPER ?= 1
+wheel: $(ENVIRONMENT) $(WHEEL) $(HOPPER)
 	rm -rf dist/raw build/lib.*
 	PATH="$(SCRIPTS):$$PATH" TORCH_FUSED_LINEAR_LABEL=1 \
 	  $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
@@ -115,6 +117,10 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
 
 .venv/wheel-ready: requirements-wheel.txt | .venv/ready
 	$(PIP) -r requirements-wheel.txt
+	@touch $@
+
+.venv/hopper-ready: requirements-hopper.txt | .venv/ready
+	$(PIP) --no-deps -r requirements-hopper.txt
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python

@@ -5,6 +5,8 @@
     python -m build --sdist                   needs no torch
 
 Environment: TORCH_FUSED_LINEAR_CUDA=0|1 (CPU only | CUDA; unset: what torch is built for),
+TORCH_FUSED_LINEAR_HOPPER=0|1 (our own products for Hopper GPUs; unset: where there is one),
+TORCH_FUSED_LINEAR_CUTLASS (the folder of CUTLASS, for them; unset: the package nvidia-cutlass),
 TORCH_FUSED_LINEAR_LABEL=1 (torch and CUDA in the wheel's version), CUDA_HOME, TORCH_CUDA_ARCH_LIST,
 DEBUG=1, MAX_JOBS.
 """
@@ -26,10 +28,12 @@ from setuptools import Distribution, setup
 ROOT = Path(__file__).resolve().parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
 sys.path.insert(0, str(ROOT / "build_tools"))
+import hopper  # noqa: E402
+
 LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
 # Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
 ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd")
-CUDA_ROOMS = ("cuda", "cuda/kernels", "cuda/runtime", "cuda/tune")
+CUDA_ROOMS = ("cuda", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune")
 # As torch's own builds for CUDA 13. The last two are known to nvcc from 12.8 on.
 ARCHITECTURES, NEW_ARCHITECTURES = ["7.5", "8.0", "8.6", "9.0"], ["10.0", "12.0"]
 
@@ -156,7 +160,7 @@ def flags(debug):
     return every, ["-Wall", "-Wextra", "-Werror=switch", "-g" if debug else "-g0"]
 
 
-def library(home, debug):
+def library(home, debug, own_products):
     """The operators, which know nothing of Python."""
     import torch
     from torch.utils import cpp_extension
@@ -164,6 +168,12 @@ def library(home, debug):
     every, cxx = flags(debug)
     rooms = [*ROOMS, *CUDA_ROOMS] if home else ROOMS
     sources = [p for room in rooms for kind in ("*.cpp", "*.cu") for p in (CSRC / room).glob(kind)]
+    # Those have a target and a compiler's run of their own.
+    kernels = hopper.KERNELS.glob("*.cu")
+    sources = {*sources} - {
+        *kernels,
+        hopper.KERNELS / ("absent.cpp" if own_products else "hopper.cpp"),
+    }
     sources = sorted(str(p.relative_to(ROOT)) for p in sources)
     cpp_extension.CUDA_HOME = home and str(home)
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension
@@ -187,6 +197,10 @@ def library(home, debug):
             )
             ext.extra_link_args.append(str(next(found, f"-l{name}")))
     ext.include_dirs, system = [str(CSRC)], as_system(system)
+    if own_products:
+        jobs = int(os.environ["MAX_JOBS"])
+        nvcc = home / "bin" / "nvcc"
+        ext.extra_objects = hopper.objects(nvcc, system, ROOT / "build" / "hopper", jobs)
     ext.extra_compile_args = {
         "cxx": every + cxx + openmp + system,
         "nvcc": every + ["-Xcompiler", "-Wall,-Werror=switch"] + system,
@@ -296,22 +310,27 @@ def main():
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     debug = os.environ.get("DEBUG", "0") != "0"
+    own_products, why_own = hopper.choose(os.environ.get("TORCH_FUSED_LINEAR_HOPPER"), arch_list)
     config = {"torch": torch, "cuda": cuda, "arch_list": arch_list, "debug": debug}
+    config["hopper"] = own_products
     sources = fingerprint(config)
-    parts = {LIBRARY: {**config, "why": why, "fingerprint": sources}}
+    parts = {LIBRARY: {**config, "why": why, "why_hopper": why_own, "fingerprint": sources}}
     if Path(sysconfig.get_path("include"), "Python.h").exists():
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         parts[DIRECT] = {"torch": torch, "fingerprint": f"{sources}{suffix}"}
     what = f"CUDA {cuda} for {arch_list}" if home else "CPU ONLY, nothing of it runs on a GPU"
     what = f"torch_fused_linear for torch {torch}: {what} ({why})"
+    if home and "9.0" in arch_list:
+        what += f"; {'with' if own_products else 'without'} own products for Hopper ({why_own})"
     missing = [n for n in parts if "--inplace" not in sys.argv or not is_current(n, parts[n])]
     if not missing:
         return print(f"{what}: up to date")
     print(what, flush=True)
+    make = {LIBRARY: lambda: library(home, debug, own_products), DIRECT: lambda: direct(debug)}
     setup(
         **about,
         distclass=InTree if "--inplace" in sys.argv else Distribution,
-        ext_modules=[library(home, debug) if n == LIBRARY else direct(debug) for n in missing],
+        ext_modules=[make[n]() for n in missing],
         cmdclass={"build_ext": build_command(parts)},
     )
 

@@ -19,8 +19,9 @@ bool run(const PassCall& call) {
   const Workspace workspace(plan->algorithm.workspace);
   if (execute(call, *plan, workspace.data(), stream)) return true;
   // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
-  TORCH_WARN_ONCE("fused: cuBLASLt failed on ", plan->matmul, "; eager's way is taken");
-  spare = tune::fallback_plan(call.problem, "the library failed");
+  TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
+                  call.problem.matmul, "); eager's way is taken");
+  spare = tune::fallback_plan(call.problem, "it failed");
   return spare && execute(call, *spare, nullptr, stream);
 }
 

@@ -4,6 +4,7 @@
 // all passes but one; which strategy is taken, and with which algorithm, is a plan (plans/).
 // Another way is another row here, and a step of its own if it brings a new kernel.
 
+#include "gemm/hopper.h"
 #include "gemm/problem.h"
 
 #include <array>
@@ -12,8 +13,14 @@
 
 namespace fused::gemm {
 
-// Who does the matrix product.
+// Who does the matrix product; our own kernels are for Hopper GPUs.
 enum class Provider : uint8_t { cublaslt, own, aten };
+
+// What there is of them, in this build and on a device.
+struct Available {
+  size_t cublaslt = 0;  // cublasLtGetVersion()
+  bool hopper = false;
+};
 
 enum class Step : uint8_t {
   none,
@@ -54,6 +61,7 @@ inline constexpr Strategy strategies[] = {
      false,
      true,
      {Step::matmul, Step::own_activation}},
+    {Pass::fprop, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
     {Pass::fprop,
      "aten",
      Provider::aten,
@@ -77,6 +85,7 @@ inline constexpr Strategy strategies[] = {
      false,
      false,
      {Step::matmul, Step::own_one_pass}},
+    {Pass::dgrad, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
     {Pass::dgrad,
      "mm+one_pass",
      Provider::aten,
@@ -186,10 +195,21 @@ inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
 
 inline constexpr const char* approximate_gelu = "approximate";
 
+// Why our own product is none for this problem, or nullptr.
+inline const char* own_objection(const PassProblem& p) {
+  if (p.activation == Activation::none) return "no activation";
+  if (p.mask) return "a bit mask";
+  if (p.literal) return "the library's own epilogues are asked for";
+  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.pass == Pass::dgrad);
+}
+
 // Why the strategy is none for this problem, or nullptr.
-inline const char* objection(const PassProblem& p, const Strategy& s, size_t library_version) {
+inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
   const bool active = p.activation != Activation::none;
   if (p.pass != s.pass) return "another pass";
+  if (s.provider == Provider::own && has_step(s, Step::matmul)) {
+    return available.hopper ? own_objection(p) : "no kernels of our own here";
+  }
   if (s.pass == Pass::fprop) {
     if (p.mask && !s.fuses_activation) return "only an epilogue writes a bit mask";
     if (!active && has_step(s, Step::own_activation)) return "no activation";
@@ -216,7 +236,7 @@ inline const char* objection(const PassProblem& p, const Strategy& s, size_t lib
   if (s.fuses_activation && is_gelu(p.activation) && size_of(p.matmul.type) > 2) {
     return approximate_gelu;
   }
-  return refusal(matmul_of(p, s), library_version);
+  return refusal(matmul_of(p, s), available.cublaslt);
 }
 
 inline const Strategy* find_strategy(Pass pass, std::string_view name) {
@@ -235,10 +255,10 @@ inline const Strategy& fallback_of(Pass pass) {
 
 // Eager's own sequence; where ATen has none for the problem (no activation, a bit mask), the
 // fallback.
-inline const Strategy& eager_of(const PassProblem& p, size_t library_version) {
+inline const Strategy& eager_of(const PassProblem& p, const Available& available) {
   for (const auto& s : strategies) {
     const bool eager = s.role == Role::eager || s.role == Role::eager_fallback;
-    if (s.pass == p.pass && eager && !objection(p, s, library_version)) return s;
+    if (s.pass == p.pass && eager && !objection(p, s, available)) return s;
   }
   return fallback_of(p.pass);
 }
@@ -252,14 +272,16 @@ inline int64_t tokens_of(const PassProblem& p) {
 
 // The strategy taken where nothing has been measured: what was found to be best on a Hopper, and
 // the plain pieces elsewhere.
-inline const char* rule(const PassProblem& p) {
+inline const char* rule(const PassProblem& p, const Available& available) {
   constexpr int64_t many_tokens = 4096;
   const bool many = tokens_of(p) >= many_tokens;
   const bool narrow = size_of(p.matmul.type) == 2;
+  const bool own = available.hopper && many && !own_objection(p);
   switch (p.pass) {
     case Pass::fprop:
-      return "epilogue";
+      return own && p.activation != Activation::relu ? "hopper" : "epilogue";
     case Pass::dgrad:
+      if (own) return "hopper";
       if (p.literal && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
       // With BGRAD, or with a ReLU's mask, the library runs a slow kernel of its own behind it.
       if (p.activation == Activation::gelu_tanh && narrow && many && p.matmul.arch == 90) {

@@ -19,8 +19,12 @@ constexpr double never = std::numeric_limits<double>::infinity();
 void every_problem_has_a_way() {
   EXPECT(every_problem().size() > 100);
   for (const auto& p : every_problem()) {
-    const auto* by_rule = find_strategy(p.pass, rule(p));
-    EXPECT(by_rule != nullptr);
+    for (const auto& there : {with_hopper, without_hopper}) {
+      const auto* by_rule = find_strategy(p.pass, rule(p, there));
+      EXPECT(by_rule != nullptr);
+      // Our own product is named only where it can be taken.
+      if (by_rule->provider == Provider::own) EXPECT(!objection(p, *by_rule, there));
+    }
     std::vector<const Strategy*> ways;
     for (const auto& s : strategies) {
       if (!applies(p, s)) continue;
@@ -34,7 +38,7 @@ void every_problem_has_a_way() {
     const bool mask_is_written = p.pass == Pass::fprop && p.mask;
     const auto& fallback = fallback_of(p.pass);
     EXPECT(mask_is_written || (fallback.provider != Provider::cublaslt && applies(p, fallback)));
-    const auto& eager = eager_of(p, library);
+    const auto& eager = eager_of(p, with_hopper);
     EXPECT(mask_is_written || (eager.provider != Provider::cublaslt && applies(p, eager)));
     // What is asked for is done, and once: the activation, the bias.
     for (const auto* s : ways) {
@@ -75,8 +79,8 @@ void every_pass_has_one_fallback_and_one_eager() {
   }
   // Eager applies act' in a kernel of its own, which reads no bit mask.
   const auto edge = problem_of(Pass::dgrad, Activation::relu);
-  EXPECT(eager_of(edge, library).role == Role::eager);
-  EXPECT(&eager_of(problem_of(Pass::dgrad, Activation::relu, true, true), library) ==
+  EXPECT(eager_of(edge, with_hopper).role == Role::eager);
+  EXPECT(&eager_of(problem_of(Pass::dgrad, Activation::relu, true, true), with_hopper) ==
          &fallback_of(Pass::dgrad));
 }
 
@@ -130,6 +134,101 @@ void products_are_those_of_the_epilogue() {
   p = problem_of(Pass::wgrad);
   EXPECT(matmul_of(p, *find_strategy(p.pass, "bgradb")).epilogue == Epilogue::bgradb);
   EXPECT(matmul_of(p, *find_strategy(p.pass, "product+sum")).epilogue == Epilogue::identity);
+}
+
+// ---- our own products for Hopper ----------------------------------------------------------------
+
+void hopper_takes_what_the_hardware_can_copy() {
+  const auto backward = problem_of(Pass::dgrad, Activation::gelu_erf);
+  auto forward = problem_of(Pass::fprop, Activation::gelu_erf);
+  forward.aux = true, forward.matmul.ld_aux = forward.matmul.m;
+  for (const auto& good : {backward, forward, problem_of(Pass::dgrad, Activation::relu, false)}) {
+    EXPECT(applies(good, "hopper"));
+    EXPECT(objection(good, *find_strategy(good.pass, "hopper"), without_hopper) != nullptr);
+    const auto refused = [&good](const auto& change) {
+      auto p = good;
+      change(p);
+      return !applies(p, "hopper");
+    };
+    EXPECT(refused([](PassProblem& p) { p.activation = Activation::none; }));
+    EXPECT(refused([](PassProblem& p) { p.mask = true; }));
+    EXPECT(refused([](PassProblem& p) { p.literal = true; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.arch = 100; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = true; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.m += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.k += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.lda += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.ldb += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.ldd += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.ld_aux += 4; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.align_a = 3; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.align_b = 3; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.align_d = 3; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.align_aux = 3; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
+    // Rows that are apart, at offsets, and numbers of features that no tile divides.
+    EXPECT(!refused([](PassProblem& p) {
+      p.matmul.m = 264, p.matmul.k = 136, p.matmul.n = 8191;
+      p.matmul.lda = p.matmul.ldb = p.matmul.ldd = 512, p.matmul.ld_aux = 520;
+      p.matmul.align_a = p.matmul.align_b = p.matmul.align_d = p.matmul.align_aux = 4;
+    }));
+  }
+  // The bias is read in whole vectors, its gradient written number by number.
+  auto odd = forward;
+  odd.matmul.align_bias = 1;
+  EXPECT(!applies(odd, "hopper"));
+  odd = backward;
+  odd.matmul.align_bias = 1;
+  EXPECT(applies(odd, "hopper"));
+}
+
+// As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
+void hopper_partial_sums_are_all_column_sums() {
+  std::mt19937 random(1);
+  for (const auto& [m, n] : {std::pair{8, 1}, {128, 128}, {136, 129}, {264, 1000}}) {
+    Problem p;
+    p.m = m, p.n = n;
+    const int64_t rows = hopper::partial_rows(p), ld = hopper::partial_columns(p);
+    std::vector<float> partials(rows * ld), sums(m), expected(m);
+    for (int64_t token = 0; token < n; ++token) {
+      for (int64_t feature = 0; feature < m; ++feature) {
+        const auto value = static_cast<float>(random() % 8);
+        expected[feature] += value;
+        const int64_t tile = token / hopper::tile_tokens;
+        const int64_t column = feature / hopper::tile_features;
+        EXPECT(tile < rows && (column + 1) * hopper::tile_features <= ld);
+        partials[tile * ld + feature] += value;
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t feature = 0; feature < m; ++feature)
+        sums[feature] += partials[row * ld + feature];
+    }
+    EXPECT(sums == expected);
+    EXPECT(rows * hopper::tile_tokens - n < hopper::tile_tokens && ld - m < hopper::tile_features);
+  }
+}
+
+void hopper_knows_its_orders_only() {
+  for (uint64_t i = 0; i < std::size(hopper::orders); ++i) {
+    EXPECT(hopper::order_of({{i}, 0})->swizzle == hopper::orders[i].swizzle);
+  }
+  // A file from another version may hold any number.
+  EXPECT(!hopper::order_of({{std::size(hopper::orders)}, 0}) && !hopper::order_of({{~0ull}, 0}));
+}
+
+void rules_prefer_hopper_where_it_was_faster() {
+  const auto rule_of = [](const PassProblem& p) { return std::string(rule(p, with_hopper)); };
+  EXPECT(rule_of(problem_of(Pass::dgrad, Activation::relu)) == "hopper");
+  EXPECT(rule_of(problem_of(Pass::dgrad, Activation::gelu_tanh)) == "hopper");
+  EXPECT(rule_of(problem_of(Pass::fprop, Activation::gelu_erf)) == "hopper");
+  EXPECT(rule_of(problem_of(Pass::fprop, Activation::relu)) == "epilogue");
+  EXPECT(rule_of(problem_of(Pass::dgrad, Activation::none)) != "hopper");
+  auto few = problem_of(Pass::dgrad, Activation::gelu_tanh);
+  few.matmul.n = 256;
+  EXPECT(rule_of(few) != "hopper");
 }
 
 void token_counts_share_buckets() {
@@ -365,6 +464,10 @@ const Tests tests{
     {"one_fallback_and_one_eager", every_pass_has_one_fallback_and_one_eager},
     {"what_may_be_done_where", what_may_be_done_where},
     {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
+    {"hopper_takes_what_it_can_copy", hopper_takes_what_the_hardware_can_copy},
+    {"hopper_partial_sums", hopper_partial_sums_are_all_column_sums},
+    {"hopper_orders", hopper_knows_its_orders_only},
+    {"rules_prefer_hopper", rules_prefer_hopper_where_it_was_faster},
     {"token_counts_share_buckets", token_counts_share_buckets},
     {"the_fastest_wins", the_fastest_wins},
     {"the_incumbent_stays", the_incumbent_stays_unless_the_lead_is_clear},

@@ -11,6 +11,7 @@ using namespace fused::gemm;
 using namespace fused::plans;
 
 inline constexpr size_t library = 130100;
+inline constexpr Available with_hopper{library, true}, without_hopper{library, false};
 
 inline PassProblem problem_of(Pass pass, Activation activation = Activation::none, bool bias = true,
                               bool mask = false) {
@@ -34,8 +35,8 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
 inline std::vector<PassProblem> every_problem() {
   std::vector<PassProblem> all;
   for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation}) {
-    for (auto activation :
-         {Activation::none, Activation::relu, Activation::gelu_tanh, Activation::gelu_erf}) {
+    for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh,
+                            Activation::gelu_erf, Activation::silu}) {
       for (auto type : {Type::f64, Type::f32, Type::f16, Type::bf16}) {
         for (int flags = 0; flags < 16; ++flags) {
           const bool mask = flags & 2 && activation == Activation::relu;
@@ -56,7 +57,9 @@ inline std::vector<PassProblem> every_problem() {
   return all;
 }
 
-inline bool applies(const PassProblem& p, const Strategy& s) { return !objection(p, s, library); }
+inline bool applies(const PassProblem& p, const Strategy& s) {
+  return !objection(p, s, with_hopper);
+}
 inline bool applies(const PassProblem& p, const char* name) {
   return applies(p, *find_strategy(p.pass, name));
 }

@@ -14,7 +14,7 @@ def programs(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 20
+    assert len(NAMES) == 24
 
 
 @pytest.mark.parametrize("source, name", NAMES)

@@ -29,6 +29,7 @@ def module_at(path):
 
 
 build = module_at(ROOT / "setup.py")
+hopper = build.hopper
 gpu_record = module_at(ROOT / "tests" / "support" / "gpu_record.py")
 
 
@@ -87,6 +88,61 @@ def test_a_wish_for_cuda_that_cannot_be_met_is_an_error(tmp_path):
         build.choose_cuda("13.0", [tmp_path], "1")
     with pytest.raises(SystemExit, match="built without CUDA"):
         build.choose_cuda(None, [toolkit(tmp_path, "13.0")], "1")
+
+
+# --- our own products for Hopper GPUs -----------------------------------------------------------
+
+
+def test_hopper_is_built_where_it_is_wanted(monkeypatch, tmp_path):
+    monkeypatch.setattr(hopper, "headers", lambda: tmp_path)
+    monkeypatch.setattr(hopper, "is_visible", lambda: False)
+    default = build.default_architectures("13.0")
+    assert hopper.choose("1", default)[0] and hopper.choose("1", "8.0;9.0a")[0]
+    assert not hopper.choose("1", None)[0] and not hopper.choose("1", "8.0;10.0")[0]
+    assert not hopper.choose("0", default)[0]
+    built, why = hopper.choose(None, default)
+    assert not built and "TORCH_FUSED_LINEAR_HOPPER=1" in why
+    monkeypatch.setattr(hopper, "is_visible", lambda: True)
+    assert hopper.choose(None, default)[0] and not hopper.choose("0", default)[0]
+
+
+def test_hopper_without_cutlass_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(hopper, "headers", lambda: None)
+    monkeypatch.setattr(hopper, "is_visible", lambda: True)
+    with pytest.raises(SystemExit, match="pip install --no-deps nvidia-cutlass"):
+        hopper.choose("1", "9.0")
+    built, why = hopper.choose(None, "9.0")
+    assert not built and "nvidia-cutlass" in why
+    requirement = (ROOT / "requirements-hopper.txt").read_text().splitlines()[-1]
+    assert requirement == hopper.PACKAGE
+
+
+def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
+    """Nothing here may run them, but the code must be one that nvcc takes for this target."""
+    home, _, why = build.find_cuda()
+    if home is None or hopper.headers() is None:
+        pytest.skip(f"needs nvcc ({why}) and CUTLASS")
+    (tmp_path / "both.cu").write_text(
+        "\n".join(
+            [
+                '#include "cuda/hopper/backward.cuh"',
+                '#include "cuda/hopper/forward.cuh"',
+                "namespace fused::cuda::hopper {",
+                "template cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&);",
+                "template cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&);",
+                "}",
+            ]
+        )
+    )
+    monkeypatch.setattr(hopper, "KERNELS", tmp_path)
+    torch_include = Path(torch.__file__).parent / "include"
+    folders = [torch_include, torch_include / "torch/csrc/api/include"]
+    folders += [home / "include", home / "include/cccl"]
+    (made,) = hopper.objects(home / "bin/nvcc", build.as_system(map(str, folders)), tmp_path, 1)
+    assert b"sm_90a" in subprocess.run(["strings", made], capture_output=True).stdout
+    before = Path(made).stat().st_mtime_ns
+    hopper.objects(home / "bin/nvcc", build.as_system(map(str, folders)), tmp_path, 1)
+    assert Path(made).stat().st_mtime_ns == before, "nothing has changed"
 
 
 # --- the library in this tree -----------------------------------------------------------------

@@ -20,6 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The operators' names of the activations as cases name them.
 KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf"}
 ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
+ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
 
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
@@ -142,6 +143,7 @@ SUITES = {
         baselines=("eager", "addmm", "mm", "linear"),
         seconds=0.6,
         dtypes=("bf16", "fp16", "fp32"),  # fp32 for the small ones only: see cases_of
+        activations=ALL_ACTIVATIONS,
         quick_sizes=((16, 24), (24, 16)),
     ),
     "ffn": Suite(
@@ -151,6 +153,7 @@ SUITES = {
         modes=("step",),
         baselines=("cublaslt", "mlp-cublaslt", "eager", "mm"),
         seconds=1.0,
+        activations=ALL_ACTIVATIONS,
         quick_sizes=(block(8),),
     ),
     "mlp-small": Suite(

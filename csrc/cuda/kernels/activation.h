@@ -42,6 +42,10 @@ struct ActivationBackward {
   void* grad_bias = nullptr;    // [cols]; or nothing
 };
 
+// sums[col] = the sum of partials[row, col], in fp32.
+void sum_rows(gemm::Type type, const float* partials, int64_t rows, int64_t cols, int64_t ld,
+              void* sums, cudaStream_t stream);
+
 // Bytes of scratch that activation_backward needs.
 int64_t scratch_bytes(const ActivationBackward& args);
 

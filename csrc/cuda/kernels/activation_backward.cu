@@ -166,7 +166,18 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
       launch(kernel_for<T, act>(shape.vectors));
     });
     if (partials == nullptr) return;
-    sum_partials(partials, shape.grid.y, args.cols, static_cast<T*>(args.grad_bias), stream);
+    sum_partials(partials, shape.grid.y, args.cols, args.cols, static_cast<T*>(args.grad_bias),
+                 stream);
+  });
+}
+
+void sum_rows(gemm::Type type, const float* partials, int64_t rows, int64_t cols, int64_t ld,
+              void* sums, cudaStream_t stream) {
+  with_type(type, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (!std::is_same_v<T, double>) {
+      sum_partials(partials, rows, cols, ld, static_cast<T*>(sums), stream);
+    }
   });
 }
 

@@ -187,8 +187,8 @@ void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t strea
     launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
                   shape.segments_per_plane, shape.segments_per_chunk, partials);
     if (partials == nullptr) return;
-    sum_partials(partials, shape.grid.y, args.image.channels, static_cast<T*>(args.grad_bias),
-                 stream);
+    sum_partials(partials, shape.grid.y, args.image.channels, args.image.channels,
+                 static_cast<T*>(args.grad_bias), stream);
   });
 }
 

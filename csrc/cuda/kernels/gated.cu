@@ -205,7 +205,7 @@ void gating_backward(const GatingBackward& args, void* scratch, cudaStream_t str
     if (partials == nullptr) return;
     const auto add_up = [&](const Accumulator<T>* chunks, void* sums) {
       if (sums == nullptr) return;
-      sum_partials(chunks, shape.grid.y, args.cols, static_cast<T*>(sums), stream);
+      sum_partials(chunks, shape.grid.y, args.cols, args.cols, static_cast<T*>(sums), stream);
     };
     add_up(partials, args.gate_sums);
     add_up(partials + shape.grid.y * args.cols, args.up_sums);

@@ -44,17 +44,18 @@ __device__ A sum_over_block(A sum, A* shared) {
   return shared[0];
 }
 
-// grad_bias = the sum of the chunks' partial sums.
+// grad_bias = the sum of the chunks' partial sums, `ld` apart.
 template <typename T>
 __global__ void __launch_bounds__(block_threads)
-    sum_partials_kernel(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias) {
+    sum_partials_kernel(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
+                        T* grad_bias) {
   using A = Accumulator<T>;
   __shared__ A shared[block_threads];
   const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   A sum[1] = {};
   if (col < cols) {
-    for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
-      sum[0] += partials[chunk * cols + col];
+    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+      sum[0] += partials[chunk * ld + col];
     }
   }
   sum_over_y(sum, shared);
@@ -129,10 +130,10 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
 }
 
 template <typename T>
-void sum_partials(const Accumulator<T>* partials, int chunks, int64_t cols, T* grad_bias,
-                  cudaStream_t stream) {
+void sum_partials(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
+                  T* grad_bias, cudaStream_t stream) {
   const dim3 grid((cols + 31) / 32);
-  sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, chunks, cols, grad_bias);
+  sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, chunks, cols, ld, grad_bias);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

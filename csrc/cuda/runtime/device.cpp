@@ -1,5 +1,6 @@
 #include "cuda/runtime/device.h"
 
+#include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
 
 #include <ATen/Context.h>
@@ -23,6 +24,7 @@ struct Device {
   int arch = 0;
   int64_t workspace_limit = 0;
   bool has_code = false;
+  bool hopper = false;
   plans::Machine machine;
   std::mutex measuring;
 };
@@ -55,6 +57,7 @@ Device& device_of(int index) {
                  "TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor);
     }
     device.arch = properties->major * 10 + properties->minor;
+    device.hopper = hopper::available(index);
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
     device.machine = {model_of(index), lt_version(), 0};
@@ -94,6 +97,10 @@ cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
 size_t lt_version() {
   static const size_t version = cublasLtGetVersion();
   return version;
+}
+
+gemm::Available available(const gemm::PassProblem& problem) {
+  return {lt_version(), device_of(problem.matmul.device).hopper};
 }
 
 gemm::Settings gemm_settings(int device, gemm::Type type) {

@@ -2,7 +2,7 @@
 
 // What the passes need of the process and the device: handles, settings, scratch memory.
 
-#include "gemm/problem.h"
+#include "gemm/strategy.h"
 #include "plans/registry.h"
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +22,9 @@ c10::ScalarType scalar_type(gemm::Type type);
 // One handle per device, for all threads: cuBLASLt's calls are thread-safe.
 cublasLtHandle_t lt_handle(int device);
 size_t lt_version();
+
+// Of products, on the problem's device.
+gemm::Available available(const gemm::PassProblem& problem);
 
 // Whether our kernels were compiled for the device; a warning, once, where they were not.
 bool has_code_for(int device);

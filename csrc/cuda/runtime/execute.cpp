@@ -2,6 +2,7 @@
 
 #include "core/aten_activation.h"
 #include "core/explain.h"
+#include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 
@@ -80,6 +81,14 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       case Step::matmul:
         if (plan.strategy->provider == Provider::aten) {
           explain::append(aten_matmul(call, *plan.strategy));
+          break;
+        }
+        if (plan.strategy->provider == Provider::own) {
+          if (!hopper::run(p, plan.algorithm, operands_of(call, *plan.strategy), workspace,
+                           stream)) {
+            return false;
+          }
+          explain::append("own Hopper kernel");
           break;
         }
         if (matmul(lt_handle(p.matmul.device), plan.matmul, *plan.descriptors, plan.algorithm,

@@ -1,10 +1,27 @@
 #include "cuda/tune/algorithms.h"
 
+#include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 
 namespace fused::cuda::tune {
 
+namespace {
+
+bool is_own_product(const Strategy& strategy) {
+  return strategy.provider == Provider::own && gemm::has_step(strategy, Step::matmul);
+}
+
+}  // namespace
+
 std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most) {
+  if (is_own_product(strategy)) {
+    std::vector<Algorithm> orders(std::size(gemm::hopper::orders));
+    for (size_t i = 0; i < orders.size(); ++i) {
+      orders[i] = {{i}, hopper::workspace_bytes(call.problem)};
+    }
+    return orders;
+  }
+  if (strategy.provider != Provider::cublaslt) return {Algorithm()};
   const auto matmul = gemm::matmul_of(call.problem, strategy);
   Descriptors descriptors(matmul);
   return heuristic_algorithms(lt_handle(matmul.device), matmul, descriptors,
@@ -21,8 +38,12 @@ std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& s
 
 std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
                              const Algorithm& algorithm) {
-  if (gemm::objection(call.problem, strategy, lt_version())) return std::nullopt;
+  if (gemm::objection(call.problem, strategy, available(call.problem))) return std::nullopt;
   Plan plan{&strategy, {}, {}, {}, {}, {}};
+  if (is_own_product(strategy)) {
+    if (!gemm::hopper::order_of(algorithm)) return std::nullopt;
+    plan.algorithm = {algorithm.bytes, hopper::workspace_bytes(call.problem)};
+  }
   if (strategy.provider != Provider::cublaslt) return plan;
   plan.matmul = gemm::matmul_of(call.problem, strategy);
   plan.descriptors.emplace(plan.matmul);

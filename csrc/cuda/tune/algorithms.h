@@ -10,7 +10,8 @@
 
 namespace fused::cuda::tune {
 
-// What the library offers for the strategy's product, best guess first, at most so many.
+// What is offered for the strategy's product, best guess first, by the library at most so many. An
+// empty algorithm stands for those that leave nothing to choose.
 std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most);
 
 // Other configurations of an algorithm (tile, cluster), the most similar first.

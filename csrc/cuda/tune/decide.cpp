@@ -22,7 +22,8 @@ using plans::Decision;
 
 // The strategies that may be taken where nothing has been measured, the rule's first.
 std::vector<const Strategy*> in_order(const PassProblem& problem) {
-  std::vector<const Strategy*> order{gemm::find_strategy(problem.pass, gemm::rule(problem))};
+  std::vector<const Strategy*> order{
+      gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)))};
   for (const auto& s : gemm::strategies) {
     const bool plain = !s.fuses_activation && !(s.fuses_bias && problem.pass == gemm::Pass::wgrad);
     if (s.pass == problem.pass && plain && &s != order.front()) order.push_back(&s);
@@ -38,7 +39,7 @@ std::string not_taken(const PassProblem& problem, const Strategy& strategy, cons
 }
 
 bool is_eager(const PassProblem& problem, const Strategy& strategy) {
-  return &strategy == &gemm::eager_of(problem, lt_version()) &&
+  return &strategy == &gemm::eager_of(problem, available(problem)) &&
          (strategy.role == gemm::Role::eager || strategy.role == gemm::Role::eager_fallback);
 }
 
@@ -51,9 +52,6 @@ bool is_sound(const PassCall& call, const Decision& decision, Trial& trial) {
 std::optional<Decision> first_sound(const PassCall& call, const Strategy& strategy, Trial& trial) {
   Decision decision;
   decision.strategy = &strategy;
-  if (strategy.provider != Provider::cublaslt) {
-    return is_sound(call, decision, trial) ? std::optional(decision) : std::nullopt;
-  }
   for (const auto& algorithm : algorithms_for(call, strategy, /*most=*/4)) {
     decision.algorithm = algorithm;
     if (is_sound(call, decision, trial)) return decision;
@@ -64,12 +62,12 @@ std::optional<Decision> first_sound(const PassCall& call, const Strategy& strate
 // The first strategy that applies and is sound; eager's own way where none can be told to be.
 std::optional<Decision> decide_by_rule(const PassCall& call, Trial& trial) {
   for (const auto* strategy : in_order(call.problem)) {
-    if (gemm::objection(call.problem, *strategy, lt_version())) continue;
+    if (gemm::objection(call.problem, *strategy, available(call.problem))) continue;
     if (const auto decision = first_sound(call, *strategy, trial)) return decision;
   }
   Decision eager;
-  eager.strategy = &gemm::eager_of(call.problem, lt_version());
-  if (gemm::objection(call.problem, *eager.strategy, lt_version())) return std::nullopt;
+  eager.strategy = &gemm::eager_of(call.problem, available(call.problem));
+  if (gemm::objection(call.problem, *eager.strategy, available(call.problem))) return std::nullopt;
   return eager;
 }
 
@@ -81,9 +79,9 @@ bool is_capturing() {
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   const auto& problem = call.problem;
   auto plan = plan_for(call, *decision.strategy, decision.algorithm);
-  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem));
+  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
   if (plan && decision.origin == Decision::Origin::rule && decision.strategy != rule) {
-    const char* why = gemm::objection(problem, *rule, lt_version());
+    const char* why = gemm::objection(problem, *rule, available(problem));
     plan->remark = not_taken(problem, *rule, why ? why : "no valid algorithm is known");
   }
   return plan;
@@ -126,8 +124,8 @@ Timed decide_by_measuring(const PassCall& call, Trial* trial) {
 
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   const auto& fallback = gemm::fallback_of(problem.pass);
-  if (gemm::objection(problem, fallback, lt_version())) return std::nullopt;
-  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem));
+  if (gemm::objection(problem, fallback, available(problem))) return std::nullopt;
+  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
   return Plan{&fallback, not_taken(problem, *rule, why), {}, {}, {}, {}};
 }
 

@@ -135,12 +135,9 @@ Candidate candidate(const PassCall& call, const Strategy& strategy, const Algori
 std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_rule) {
   std::vector<Candidate> result;
   for (const auto& strategy : gemm::strategies) {
-    if (gemm::objection(call.problem, strategy, lt_version())) continue;
-    if (strategy.provider != Provider::cublaslt) {
-      result.push_back(candidate(call, strategy, {}));
-      continue;
-    }
-    if (call.problem.literal && by_rule != nullptr && &strategy != by_rule) continue;
+    if (gemm::objection(call.problem, strategy, available(call.problem))) continue;
+    const bool of_library = strategy.provider == Provider::cublaslt;
+    if (of_library && call.problem.literal && by_rule != nullptr && &strategy != by_rule) continue;
     for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
       result.push_back(candidate(call, strategy, algorithm));
     }
@@ -165,7 +162,7 @@ std::vector<Candidate> candidates_around(const PassCall& call, const Decision& w
 
 // Eager's own way; where ATen has none (a bit mask), the number of candidates.
 size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
-  const auto& eager = gemm::eager_of(call.problem, lt_version());
+  const auto& eager = gemm::eager_of(call.problem, available(call.problem));
   const bool sound = eager.role == gemm::Role::eager || eager.role == gemm::Role::eager_fallback;
   const auto it =
       std::ranges::find(candidates, &eager, [](const Candidate& c) { return c.decision.strategy; });

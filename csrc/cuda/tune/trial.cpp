@@ -2,9 +2,11 @@
 
 #include "core/aux_layout.h"
 #include "core/explain.h"
+#include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/algorithms.h"
+#include "plans/registry.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -15,6 +17,7 @@
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <tuple>
 #include <vector>
 
@@ -172,7 +175,12 @@ struct Trial::Data {
   const std::optional<TrialErrors>& reference() {
     if (!reference_known) {
       reference_known = true;
-      Plan plan{&gemm::eager_of(ends.front().eager.problem, lt_version()), {}, {}, {}, {}, {}};
+      Plan plan{&gemm::eager_of(ends.front().eager.problem, available(ends.front().eager.problem)),
+                {},
+                {},
+                {},
+                {},
+                {}};
       reference_errors =
           errors_of([&](const End& end) { return execute(end.eager, plan, nullptr, stream); },
                     &End::eager, /*with_nan=*/false);
@@ -252,11 +260,13 @@ struct Trial::Data {
     places.right = take(call.right.data ? bytes_of(call.right, element) : 0);
     places.result = take(bytes_of(call.result, element));
     places.aux = take(aux_bytes(call));
-    places.dense = take(call.aux.data ? call.aux.rows * call.aux.cols * element : 0);
+    // A mask's columns are bytes, the values that are made of it for eager are the result's.
+    places.dense = take(call.aux.data ? call.result.rows * call.result.cols * element : 0);
     places.bias = take(std::max(call.result.rows, call.result.cols) * element);
     places.exact = take(most_ends * most_seeds * most_samples * sizeof(Exact));
     places.errors = take(sizeof(TrialErrors));
-    places.workspace = take(call.problem.matmul.workspace_limit);
+    places.workspace =
+        take(std::max(call.problem.matmul.workspace_limit, hopper::workspace_bytes(call.problem)));
     return places;
   }
 
@@ -366,6 +376,27 @@ struct Trial::Data {
 
 // ---- verdict -----------------------------------------------------------------------------------
 
+namespace {
+
+void log_refusal(const Strategy& strategy, const TrialErrors& errors, const TrialErrors& eager) {
+  if (plans::verbosity() < 2) return;
+  std::ostringstream line;
+  line << "  refused " << strategy.name << ": " << errors.missed << " values or bits missed";
+  const auto compare = [&](const char* what, const plans::PooledError& ours,
+                           const plans::PooledError& theirs) {
+    if (ours.count == 0) return;
+    line << "; " << what << " " << std::sqrt(ours.squares / ours.count) << ", worst " << ours.worst
+         << " (eager " << std::sqrt(theirs.squares / std::max(theirs.count, 1.0)) << ", "
+         << theirs.worst << ")";
+  };
+  compare("errors", errors.elements, eager.elements);
+  compare("saved", errors.aux, eager.aux);
+  compare("sums", errors.sums, eager.sums);
+  plans::log(line.str());
+}
+
+}  // namespace
+
 Trial::Trial(const PassCall& call) : call_(call) {}
 Trial::~Trial() = default;
 
@@ -385,6 +416,7 @@ Verdict Trial::judge(const Strategy& strategy, const Algorithm& algorithm) {
     const auto verdict =
         plans::is_as_exact(*errors, *reference, f64 ? 1 : 1e-6) ? Verdict::sound : Verdict::inexact;
     verdicts().add(bucket, strategy, algorithm, verdict);
+    if (verdict == Verdict::inexact) log_refusal(strategy, *errors, *reference);
     return verdict;
   } catch (const c10::OutOfMemoryError&) {
     lacked_memory_ = true;

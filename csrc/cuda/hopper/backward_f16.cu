@@ -1,0 +1,10 @@
+#include "cuda/hopper/backward.cuh"
+
+namespace fused::cuda::hopper {
+
+template cudaError_t backward<gemm::Type::f16, Activation::relu>(const Product&);
+template cudaError_t backward<gemm::Type::f16, Activation::gelu_tanh>(const Product&);
+template cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&);
+template cudaError_t backward<gemm::Type::f16, Activation::silu>(const Product&);
+
+}  // namespace fused::cuda::hopper

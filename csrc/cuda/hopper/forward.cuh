@@ -1,0 +1,50 @@
+#pragma once
+
+#include "cuda/hopper/kernel.cuh"
+
+namespace fused::cuda::hopper {
+
+// act(product + bias), and the pre-activation stored beside it, if `aux`.
+template <gemm::Type type, Activation activation, bool aux>
+struct Forward {
+  using Element = ElementOf<type>;
+  using Bias = fusion::Sm90ColBroadcast<0, Tile, Element, float,
+                                        cute::Stride<cute::_1, cute::_0, int64_t>, vector, true>;
+  using Biased = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, nearest>, Bias,
+                                 fusion::Sm90AccFetch>;
+
+  using Descriptor =
+      epilogue::collective::detail::EpilogueDescriptor<Tile, EpilogueTile, void, Element,
+                                                       epilogue::TmaWarpSpecialized>;
+  using Store = epilogue::collective::detail::AuxStoreDescriptor<Descriptor, Columns, Element>;
+  using Stored =
+      fusion::Sm90EVT<fusion::Sm90AuxStore<Store::Stages, EpilogueTile, Element, nearest,
+                                           typename Store::Stride, typename Store::SmemLayoutAtom,
+                                           typename Store::CopyOpR2S, vector, false>,
+                      Biased>;
+
+  using Preactivation = std::conditional_t<aux, Stored, Biased>;
+  using Fusion = fusion::Sm90EVT<
+      fusion::Sm90Compute<Activate<activation, Element>::template Of, Element, float, nearest>,
+      Preactivation>;
+  using Kernel = hopper::Kernel<Element, Rows, void, Fusion>;
+
+  static cudaError_t run(const Product& p) {
+    auto arguments = Kernel::arguments(p);
+    const typename Bias::Arguments bias{static_cast<const Element*>(p.bias), Element(0), {}};
+    if constexpr (aux) {
+      const typename Kernel::StrideD stride = Kernel::columns(p.ld_aux);
+      arguments.epilogue.thread = {{{bias, {}, {}}, {static_cast<Element*>(p.aux), stride}}, {}};
+    } else {
+      arguments.epilogue.thread = {{bias, {}, {}}, {}};
+    }
+    return Kernel::launch(arguments, p.stream);
+  }
+};
+
+template <gemm::Type type, Activation activation, bool aux>
+cudaError_t forward(const Product& product) {
+  return Forward<type, activation, aux>::run(product);
+}
+
+}  // namespace fused::cuda::hopper

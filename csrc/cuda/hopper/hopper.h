@@ -1,0 +1,24 @@
+#pragma once
+
+// Our own products for Hopper GPUs, activation or its derivative and column sums in their epilogue.
+// Built where setup.py says so (TORCH_FUSED_LINEAR_HOPPER).
+
+#include "gemm/algorithm.h"
+#include "gemm/strategy.h"
+
+#include <cuda_runtime_api.h>
+
+namespace fused::cuda::hopper {
+
+// Whether the kernels were built, and run on this device.
+bool available(int device);
+
+// Bytes of scratch memory that run() needs: for the bias gradient's partial sums.
+int64_t workspace_bytes(const gemm::PassProblem& problem);
+
+// Forward: d = act(a · b + bias), and the pre-activation to aux, if problem.aux. Backward: d =
+// a · b · act'(aux), and its column sums to bias, if problem.bias. Whether it ran.
+bool run(const gemm::PassProblem& problem, const gemm::Algorithm& algorithm,
+         const gemm::Operands& operands, void* workspace, cudaStream_t stream);
+
+}  // namespace fused::cuda::hopper

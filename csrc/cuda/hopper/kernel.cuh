@@ -1,0 +1,114 @@
+#pragma once
+
+// A product on Hopper's tensor cores, built of CUTLASS 3's collectives: tiles of 128 x 128 that two
+// warp groups compute in turns ("pingpong"), so that one's epilogue runs while the other
+// multiplies.
+
+#include "cuda/hopper/epilogue.cuh"
+#include "cuda/hopper/product.h"
+
+#include <cutlass/cutlass.h>
+#include <cutlass/device_kernel.h>
+#include <cutlass/epilogue/thread/activation.h>
+#include <cutlass/gemm/kernel/gemm_universal_decl.h>
+#include <cutlass/half.h>
+#include <cutlass/cluster_launch.hpp>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp>
+#include <cutlass/gemm/collective/builders/sm90_gmma_builder.inl>
+#include <cutlass/gemm/collective/collective_builder_decl.hpp>
+#include <cutlass/gemm/collective/collective_mma_decl.hpp>
+#include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
+#include <cutlass/gemm/kernel/tile_scheduler.hpp>
+
+#include <array>
+#include <atomic>
+
+namespace fused::cuda::hopper {
+
+namespace epilogue = cutlass::epilogue;
+namespace fusion = cutlass::epilogue::fusion;
+
+template <gemm::Type type>
+using ElementOf =
+    std::conditional_t<type == gemm::Type::bf16, cutlass::bfloat16_t, cutlass::half_t>;
+
+using Tile = cute::Shape<cute::Int<gemm::hopper::tile_features>,
+                         cute::Int<gemm::hopper::tile_tokens>, cute::_64>;
+using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+// Each step ends with a barrier and a store: few large ones.
+using EpilogueTile = cute::Shape<cute::_64, cute::_64>;
+using Columns = cutlass::layout::ColumnMajor;
+using Rows = cutlass::layout::RowMajor;
+inline constexpr auto nearest = cutlass::FloatRoundStyle::round_to_nearest;
+inline constexpr int vector = 8;  // elements of 16 bytes
+
+template <typename Element, typename LayoutA, typename Source, typename Fusion>
+struct Kernel {
+  using Epilogue = typename epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float,
+      float, Source, Columns, vector, Element, Columns, vector, epilogue::TmaWarpSpecialized,
+      Fusion>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, vector, Element,
+      Columns, vector, float, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename Epilogue::SharedStorage))>,
+      cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+  using Gemm = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
+                                                    Epilogue, cutlass::gemm::PersistentScheduler>;
+  using Arguments = typename Gemm::Arguments;
+  using StrideD = typename Gemm::StrideD;
+
+  static StrideD columns(int64_t ld) { return cute::make_stride(cute::_1{}, ld, int64_t{0}); }
+
+  // What both passes have in common; what the epilogue fuses is the caller's.
+  static Arguments arguments(const Product& p) {
+    Arguments arguments{};
+    arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+    arguments.problem_shape = {p.m, p.n, p.k, 1};
+    typename Gemm::StrideA stride_a{};
+    constexpr int down_a = std::is_same_v<LayoutA, Rows> ? 0 : 1;
+    cute::get<down_a>(stride_a) = p.lda;
+    typename Gemm::StrideB stride_b{};
+    cute::get<0>(stride_b) = p.ldb;
+    arguments.mainloop = {static_cast<const Element*>(p.a), stride_a,
+                          static_cast<const Element*>(p.b), stride_b};
+    arguments.epilogue.ptr_D = static_cast<Element*>(p.d);
+    arguments.epilogue.dD = columns(p.ldd);
+    arguments.hw_info.sm_count = p.processors;
+    arguments.scheduler.raster_order =
+        static_cast<decltype(arguments.scheduler.raster_order)>(p.order.along);
+    arguments.scheduler.max_swizzle_size = p.order.swizzle;
+    return arguments;
+  }
+
+  static cudaError_t launch(const Arguments& arguments, cudaStream_t stream) {
+    const void* kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Gemm>);
+    if (const auto error = allow_shared_memory(kernel); error != cudaSuccess) return error;
+    auto params = Gemm::to_underlying_arguments(arguments, nullptr);
+    void* given[] = {&params};
+    const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}), 1);
+    const auto status = cutlass::ClusterLauncher::launch(
+        Gemm::get_grid_shape(params), cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
+        stream, kernel, given);
+    return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
+  }
+
+ private:
+  // Once a device.
+  static cudaError_t allow_shared_memory(const void* kernel) {
+    static std::array<std::atomic<bool>, 64> done{};
+    int device = 0;
+    if (const auto error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    auto& here = done[device % done.size()];
+    if (here) return cudaSuccess;
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            Gemm::SharedStorageSize);
+    if (error == cudaSuccess) here = true;
+    return error;
+  }
+};
+
+}  // namespace fused::cuda::hopper

@@ -1,0 +1,62 @@
+#pragma once
+
+// Our own products for Hopper GPUs: which problems they take, and in which configurations. Pure
+// logic; the kernels are in cuda/hopper.
+
+#include "gemm/algorithm.h"
+#include "gemm/problem.h"
+
+#include <array>
+#include <limits>
+
+namespace fused::gemm::hopper {
+
+// Of the result, what one block computes at a time.
+inline constexpr int64_t tile_features = 128, tile_tokens = 128;
+
+// Which tiles are computed at the same time, and so share what the L2 cache holds of the operands.
+struct Order {
+  enum class Along : uint8_t { either, features, tokens };  // CUTLASS's RasterOrderOptions
+  Along along;
+  int swizzle;  // tiles of the other direction beside each other
+};
+// The first is the best where all fits the cache, the second where nothing does.
+inline constexpr Order orders[] = {{Order::Along::either, 1}, {Order::Along::tokens, 8}};
+
+// The order's place in the table stands for the algorithm.
+inline std::optional<Order> order_of(const Algorithm& algorithm) {
+  if (algorithm.bytes[0] >= std::size(orders)) return std::nullopt;
+  return orders[algorithm.bytes[0]];
+}
+
+inline constexpr int64_t tiles(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
+
+// The bias gradient's partial sums: a row of fp32 for each tile of tokens, as wide as whole tiles.
+inline constexpr int64_t partial_rows(const Problem& p) { return tiles(p.n, tile_tokens); }
+inline constexpr int64_t partial_columns(const Problem& p) {
+  return tiles(p.m, tile_features) * tile_features;
+}
+
+// Why the product cannot be done here, or nullptr. The operands are those of torch's layers: the
+// weight as it is stored, and rows of unit stride.
+inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
+  if (p.arch != 90) return "not a Hopper GPU";
+  if (size_of(p.type) != 2) return "not of 16 bits";
+  if (p.transpose_b || p.transpose_a != (pass == Pass::fprop)) return "a transposed operand";
+  constexpr int64_t unit = 8;             // elements of 16 bytes, in which the hardware copies
+  constexpr uint8_t alignment_of_16 = 4;  // as a power of two
+  const auto fits = [](int64_t extent) { return extent % unit == 0; };
+  const auto aligned = [](uint8_t power) { return power >= alignment_of_16; };
+  if (!fits(p.m) || !fits(p.k)) return "features that are no multiple of 8";
+  if (!fits(p.lda) || !fits(p.ldb) || !fits(p.ldd) || (aux && !fits(p.ld_aux)) ||
+      !aligned(p.align_a) || !aligned(p.align_b) || !aligned(p.align_d) ||
+      (aux && !aligned(p.align_aux)) || (pass == Pass::fprop && bias && !aligned(p.align_bias))) {
+    return "rows that do not begin at multiples of 16 bytes";
+  }
+  // Coordinates have 32 bits, with room for a last tile.
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - 1024;
+  if (std::max({p.m, p.n, p.k}) > most) return "an extent beyond 32 bits";
+  return nullptr;
+}
+
+}  // namespace fused::gemm::hopper

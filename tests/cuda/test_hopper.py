@@ -1,0 +1,239 @@
+"""Our own products for Hopper GPUs, taken by force: values, layouts, infinities, capture."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import policy
+from plan_files import file_text
+
+import torch_fused_linear as tfl
+from torch_fused_linear import plans
+
+pytestmark = pytest.mark.cuda
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "silu": F.silu,
+}
+HALVES = [torch.bfloat16, torch.float16]
+KERNEL = "own Hopper kernel"
+ALGORITHM = slice(26, 34)  # of a plan's words
+ORDERS = 2
+
+
+@pytest.fixture(autouse=True)
+def built(cuda):
+    """Skips where there are none; nothing is known at first, and every size measured at once."""
+    plans.clear()
+    x = torch.zeros(8192, 64, device="cuda", dtype=torch.bfloat16)
+    with plans.budget(0), tfl.explain() as report:
+        tfl.linear_gelu(x, x[:64], approximate="none")
+    if KERNEL not in report.calls[0].path:
+        pytest.skip("no own products for Hopper in this build, or no such GPU")
+    with plans.budget(2), plans.patience(0):
+        yield
+    plans.clear()
+
+
+def forced(step, folder, order=0):
+    """What step gives when all it can be done by our own products is."""
+    plans.clear()
+    step()
+    plans.save(folder / "plans")
+    *lines, _ = (folder / "plans").read_text().splitlines()
+    for i, line in enumerate(lines[3:], 3):
+        words = line.split(" ")
+        is_product, activation, mask = words[1] in "01", words[2] != "0", words[5] != "0"
+        if is_product and activation and not mask:
+            words[0], words[ALGORITHM] = "hopper", [str(order), *"0000000"]
+            lines[i] = " ".join(words)
+    (folder / "plans").write_text(file_text("\n".join([*lines, ""])))
+    plans.clear()
+    plans.load(folder / "plans")
+    with tfl.explain() as report:
+        result = step()
+    return result, [call.path for call in report.calls]
+
+
+class Block:
+    """Two layers, the activation between them, and a gradient that comes."""
+
+    def __init__(self, tokens, i, h, o, dtype, activation, bias=True, seed=0):
+        torch.manual_seed(seed)
+
+        def draw(*sizes):
+            return torch.randn(sizes, device="cuda").to(dtype)
+
+        self.activation = activation
+        self.x, self.grad = draw(tokens, i), draw(tokens, o)
+        self.weights = [draw(h, i) / i**0.5, draw(o, h) / h**0.5]
+        self.biases = [draw(h), draw(o)] if bias else [None, None]
+        self.x.requires_grad_()
+        for tensor in (*self.weights, *filter(torch.is_tensor, self.biases)):
+            tensor.requires_grad_()
+
+    @property
+    def leaves(self):
+        return [self.x, *self.weights, *(b for b in self.biases if b is not None)]
+
+    def step(self):
+        y = tfl.mlp(self.x, self.weights, self.biases, activation=self.activation)
+        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
+
+    def inference(self):
+        with torch.no_grad():
+            w, b = self.weights[0], self.biases[0]
+            if self.activation == "relu":
+                return [tfl.linear_relu(self.x, w, b)]
+            if self.activation == "silu":
+                return [tfl.linear_silu(self.x, w, b)]
+            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+            return [tfl.linear_gelu(self.x, w, b, approximate=approximate)]
+
+    def plain(self, dtype, layers=2):
+        """The same by torch's functions, in another dtype."""
+        leaves = iter([t.detach().to(dtype).requires_grad_() for t in self.leaves])
+        x, weights = next(leaves), [next(leaves), next(leaves)]
+        biases = [next(leaves) if b is not None else None for b in self.biases]
+        h = ACTIVATIONS[self.activation](F.linear(x, weights[0], biases[0]))
+        if layers == 1:
+            return [h.detach()]
+        y = F.linear(h, weights[1], biases[1])
+        wanted = [x, *weights, *(b for b in biases if b is not None)]
+        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(dtype))]
+
+
+def assert_as_exact(got, eager, exact):
+    assert len(got) == len(eager) == len(exact)
+    for i, (ours, theirs, truth) in enumerate(zip(got, eager, exact)):
+        size = truth.square().mean().sqrt() + 1e-30
+        error = [float((r.double() - truth).square().mean().sqrt() / size) for r in (ours, theirs)]
+        few = 2 / ours.numel() ** 0.5 if ours.numel() < 2048 else 0
+        assert error[0] <= (1.1 + few) * error[1] + 1e-6, f"result {i}: {error}"
+
+
+SIZES = [
+    (8, 8, 8, 8),
+    (1, 64, 128, 64),
+    (129, 136, 264, 72),
+    (300, 64, 64, 64),
+    (1003, 520, 1032, 136),
+    (4097, 256, 384, 128),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES:
+            block = Block(*sizes, dtype, activation, bias)
+            got, paths = forced(block.step, tmp_path, order)
+            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
+            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES:
+            block = Block(*sizes, dtype, activation)
+            got, paths = forced(block.inference, tmp_path, order)
+            assert paths == [KERNEL]
+            assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_apart_and_at_offsets(activation, tmp_path):
+    block = Block(300, 136, 264, 72, torch.bfloat16, activation)
+    want = block.plain(torch.float64)
+    for name in ("x", "grad"):
+        tensor = getattr(block, name).detach()
+        wide = torch.full((300, tensor.shape[1] + 24), float("nan"), device="cuda").bfloat16()
+        wide[:, 8:-16] = tensor
+        setattr(block, name, wide[:, 8:-16].requires_grad_())
+    got, paths = forced(block.step, tmp_path)
+    assert KERNEL in paths[-2]
+    assert_as_exact(got, block.plain(torch.bfloat16), want)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
+    block = Block(133, 64, 136, 64, torch.bfloat16, activation)
+    with torch.no_grad():
+        block.x[5] = value
+        block.x[7, 3] = value
+        block.biases[0].zero_()
+    got, _ = forced(block.step, tmp_path)
+    with policy("eager"):
+        want = block.step()
+    for ours, theirs in zip(got, want):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        finite = theirs.isfinite()
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.1, atol=0.1)
+    if value == 0:
+        # ReLU's gradient at exactly 0 is 0.
+        assert activation != "relu" or not got[1][5].any()
+
+
+def test_padding_takes_nothing_of_an_infinite_weight(tmp_path):
+    """Tokens beyond the last are zeros in the last tile, and 0 times infinity is NaN."""
+    block = Block(130, 64, 64, 64, torch.bfloat16, "relu")
+    with torch.no_grad():
+        block.x.fill_(-1)
+        block.weights[0].fill_(1)
+        block.biases[0].zero_()  # nothing is let through
+        block.weights[1][0, 0] = float("inf")
+    got, paths = forced(block.step, tmp_path)
+    assert KERNEL in paths[-2]
+    assert not got[4].any(), "the first bias's gradient"
+
+
+def test_same_bits_again_in_other_streams_and_captured(tmp_path):
+    block = Block(1003, 520, 1032, 136, torch.bfloat16, "gelu_erf")
+    first, _ = forced(block.step, tmp_path)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(block.step(), first))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 4:
+        with torch.cuda.stream(stream):
+            results.append(block.step())
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = block.step()
+    for tensor in captured:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, first))
+
+
+def test_more_than_two_to_the_31_elements(tmp_path):
+    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        pytest.skip("needs 60 GB")
+    few, many, h = 2048, 140 * 1024, 16384
+    small = Block(few, 64, h, 64, torch.bfloat16, "gelu_erf")
+    forced(small.step, tmp_path)
+    with torch.no_grad():
+        block = Block(1, 64, h, 64, torch.bfloat16, "gelu_erf")
+        block.weights, block.biases = small.weights, small.biases
+        block.x = small.x.detach().repeat(many // few, 1).requires_grad_()
+        block.grad = small.grad.repeat(many // few, 1)
+    assert many * h > 2**31
+    with plans.budget(0), tfl.explain() as report:
+        y, grad_x, *_ = block.step()
+    assert KERNEL in report.calls[-2].path
+    want_y, want_x, *_ = small.step()
+    for start in (0, many - few, many // 2):
+        torch.testing.assert_close(y[start : start + few], want_y)
+        torch.testing.assert_close(grad_x[start : start + few], want_x)
