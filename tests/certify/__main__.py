@@ -10,6 +10,7 @@ where it was, if tree and question are the same.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
 import signal
@@ -41,6 +42,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--records", type=Path, default=record.FOLDER)
     parser.add_argument("--anew", action="store_true", help="from the start, whatever is there")
     parser.add_argument("--only", type=int, help="print what this unit finds; no record is written")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the units")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if unknown := set(options.parts) - set(parts.ALL):
@@ -55,7 +58,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def path_of(name: str, options: argparse.Namespace) -> Path:
     measured = "_measured" if options.measured else ""
-    return options.records / f"{name}{measured}_{record.machine_kind(options.device)}.json"
+    share = f"_{options.share[0]}_of_{options.share[1]}" if options.share[1] > 1 else ""
+    return options.records / f"{name}{measured}_{record.machine_kind(options.device)}{share}.json"
 
 
 def work(name: str, options: argparse.Namespace) -> None:
@@ -67,8 +71,11 @@ def work(name: str, options: argparse.Namespace) -> None:
         return
     asked = {"seed": options.seed, "count": options.count or part.count}
     asked["measured"] = options.measured
+    if options.share[1] > 1:
+        asked["share"] = list(options.share)
     path = path_of(name, options)
-    record.work(path, trial, record.begin(path, part, options.device, asked, options.anew))
+    begun = record.begin(path, part, options.device, asked, options.anew)
+    record.work(path, trial, begun, tuple(options.share))
 
 
 def ended_by(status: int) -> str:
@@ -101,6 +108,27 @@ def run(name: str, options: argparse.Namespace, given: list[str]) -> bool:
     return found["finished"] and not record.bad(found)
 
 
+def run_shared(name: str, options: argparse.Namespace, given: list[str]) -> bool:
+    """The same by several processes; their records become one."""
+
+    def run_share(i: int) -> Path:
+        share = argparse.Namespace(**{**vars(options), "share": (i, options.jobs)})
+        run(name, share, [*given, "--share", str(i), str(options.jobs)])
+        return path_of(name, share)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        paths = list(pool.map(run_share, range(options.jobs)))
+    shares = [json.loads(path.read_text()) for path in paths if path.exists()]
+    if len(shares) < options.jobs:
+        return False
+    whole = record.merge(shares, parts.ALL[name].trial(options.device, options.measured))
+    record.write(path_of(name, options), whole)
+    for path in paths:
+        path.unlink()
+    print(*record.lines(whole), sep="\n", flush=True)
+    return whole["finished"] and not record.bad(whole)
+
+
 def main(given: list[str] | None = None) -> int:
     given = sys.argv[1:] if given is None else given
     options = arguments(given)
@@ -108,7 +136,8 @@ def main(given: list[str] | None = None) -> int:
         work(options.parts[0], options)
         return 0
     names = options.parts or parts.that_make_sense(options.device)
-    verdicts = [run(name, options, given) for name in names]
+    how = run_shared if options.jobs > 1 and options.only is None else run
+    verdicts = [how(name, options, given) for name in names]
     return int(not all(verdicts))
 
 

@@ -115,9 +115,13 @@ class Pointer:
         self.path.unlink(missing_ok=True)
 
 
-def work(path: Path, trial: Trial, record: dict) -> None:
-    """Tries what the record lacks; leaves a record of all, however it ends."""
+def work(path: Path, trial: Trial, record: dict, share: tuple[int, int] = (0, 1)) -> None:
+    """Tries what the record lacks; leaves a record of all, however it ends.
+
+    Of several processes that share the units, (i, n) takes each n-th, beginning with the i-th.
+    """
     seed, count = record["asked"]["seed"], record["asked"]["count"]
+    units = range(share[0], count, share[1])
     pointer, before, began = Pointer(path), record["seconds"], time.monotonic()
     saved = began
     pointer.open()
@@ -128,7 +132,7 @@ def work(path: Path, trial: Trial, record: dict) -> None:
 
     save()
     try:
-        for unit in range(record["done"], count):
+        for unit in units[record["done"] :]:
             pointer.at(unit)
             if str(unit) not in record["crashed"]:
                 found = trial.one(seed, unit)
@@ -137,7 +141,7 @@ def work(path: Path, trial: Trial, record: dict) -> None:
                 for text in failures[: FAILURES_KEPT - len(record["failures"])]:
                     record["failures"].append({"unit": unit, "what": text})
                 add(record["found"], found)
-            record["done"] = unit + 1
+            record["done"] += 1
             if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                 save()
                 saved = time.monotonic()
@@ -146,6 +150,23 @@ def work(path: Path, trial: Trial, record: dict) -> None:
         record["verdict"] = trial.verdict(record["found"])
         save()
     pointer.remove()
+
+
+def merge(shares: list[dict], trial: Trial) -> dict:
+    """One record of what several processes have found."""
+    whole = {**shares[0], "done": 0, "failed": 0, "found": {}, "failures": [], "crashed": {}}
+    for share in shares:
+        whole["done"] += share["done"]
+        whole["failed"] += share["failed"]
+        whole["failures"] += share["failures"]
+        whole["crashed"] |= share["crashed"]
+        add(whole["found"], share["found"])
+    del whole["failures"][FAILURES_KEPT:]
+    whole["finished"] = all(share["finished"] for share in shares)
+    whole["seconds"] = max(share["seconds"] for share in shares)
+    whole["asked"] = {key: n for key, n in whole["asked"].items() if key != "share"}
+    whole["verdict"] = trial.verdict(whole["found"])
+    return whole
 
 
 def bad(record: dict) -> bool:
