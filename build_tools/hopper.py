@@ -82,8 +82,8 @@ def compile_one(nvcc, source, system, folder):
     if made.exists() and stamp.exists() and stamp.read_text() == current:
         return made
     stamp.unlink(missing_ok=True)
-    command = [nvcc, *FLAGS, *TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", *system]
-    command += ["-isystem", headers(), "-c", source, "-o", made]
+    command = [nvcc, "-c", *FLAGS, *TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", *system]
+    command += ["-isystem", headers(), source, "-o", made]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{source.name} does not compile:\n{done.stdout}{done.stderr}")

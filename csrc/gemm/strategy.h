@@ -276,7 +276,8 @@ inline const char* rule(const PassProblem& p, const Available& available) {
   constexpr int64_t many_tokens = 4096;
   const bool many = tokens_of(p) >= many_tokens;
   const bool narrow = size_of(p.matmul.type) == 2;
-  const bool own = available.hopper && many && !own_objection(p);
+  // With longer sums the epilogue is less of the time: measuring decides.
+  const bool own = available.hopper && many && p.matmul.k <= 2048 && !own_objection(p);
   switch (p.pass) {
     case Pass::fprop:
       return own && p.activation != Activation::relu ? "hopper" : "epilogue";

@@ -168,6 +168,7 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.matmul.align_d = 3; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.align_aux = 3; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.n = 65536, p.matmul.m = p.matmul.k = 4096; }));
     // Rows that are apart, at offsets, and numbers of features that no tile divides.
     EXPECT(!refused([](PassProblem& p) {
       p.matmul.m = 264, p.matmul.k = 136, p.matmul.n = 8191;
@@ -226,9 +227,11 @@ void rules_prefer_hopper_where_it_was_faster() {
   EXPECT(rule_of(problem_of(Pass::fprop, Activation::gelu_erf)) == "hopper");
   EXPECT(rule_of(problem_of(Pass::fprop, Activation::relu)) == "epilogue");
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::none)) != "hopper");
-  auto few = problem_of(Pass::dgrad, Activation::gelu_tanh);
-  few.matmul.n = 256;
-  EXPECT(rule_of(few) != "hopper");
+  auto other = problem_of(Pass::dgrad, Activation::gelu_tanh);
+  other.matmul.n = 256;
+  EXPECT(rule_of(other) != "hopper");
+  other.matmul.n = 8192, other.matmul.k = 4096;
+  EXPECT(rule_of(other) != "hopper" && applies(other, "hopper"));
 }
 
 void token_counts_share_buckets() {
