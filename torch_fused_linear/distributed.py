@@ -12,18 +12,35 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from .nn.gated import FusedGatedMLP
 from .nn.mlp import FusedMLP
 
 __all__ = ["MLPParallel"]
 
 
-class MLPParallel(ParallelStyle):
-    """Tensor parallelism of a :class:`~torch_fused_linear.FusedMLP`, which stays one operator.
+def _sharded_layers(
+    module: FusedMLP | FusedGatedMLP,
+) -> list[tuple[nn.Module, Placement, Placement]]:
+    """The layers of a block with the placements of their weights and biases."""
+    column, row = (Shard(0), Shard(0)), (Shard(1), Replicate())
+    if isinstance(module, FusedGatedMLP):
+        gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+        return [(gate, *column), (up, *column), (down, *row)]
+    layers = list(module)[::2]
+    placed = [(layer, *(row if k % 2 else column)) for k, layer in enumerate(layers)]
+    if len(layers) % 2:
+        placed[-1] = (layers[-1], Replicate(), Replicate())
+    return placed
 
-    Layers are sharded in pairs, one by column and the next by row, so that what lies between the
-    two is never gathered; of an odd number the last is replicated. ``ColwiseParallel`` and
-    ``RowwiseParallel`` for its children work as well, but put hooks on them, and the children then
-    run one by one, without fusion::
+
+class MLPParallel(ParallelStyle):
+    """Tensor parallelism of a block that stays one operator: ``FusedMLP`` or ``FusedGatedMLP``.
+
+    What lies between two layers is never gathered: gate and up of a
+    :class:`~torch_fused_linear.FusedGatedMLP` are sharded by column and down by row, and so are the
+    layers of a :class:`~torch_fused_linear.FusedMLP`, in pairs; of an odd number the last is
+    replicated. ``ColwiseParallel`` and ``RowwiseParallel`` for the children work as well, but put
+    hooks on them, and the children then run one by one, without fusion::
 
         parallelize_module(block, mesh, {"mlp": MLPParallel()})
 
@@ -34,7 +51,7 @@ class MLPParallel(ParallelStyle):
             of a DTensor. Default: ``True``.
 
     Raises:
-        NotImplementedError: applied to a module that is no ``FusedMLP``.
+        NotImplementedError: applied to another module.
     """
 
     def __init__(
@@ -50,26 +67,21 @@ class MLPParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, FusedMLP):
-            raise NotImplementedError(f"MLPParallel: expected a FusedMLP, got {type(module)}")
+        if not isinstance(module, (FusedMLP, FusedGatedMLP)):
+            raise NotImplementedError(
+                f"MLPParallel: expected a FusedMLP or FusedGatedMLP, got {type(module)}"
+            )
         return distribute_module(
             module, device_mesh, self._shard, self._prepare_input, self._prepare_output
         )
 
-    def _shard(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        if not isinstance(module, FusedMLP):
+    def _shard(self, name: str, module: FusedMLP | FusedGatedMLP, mesh: DeviceMesh) -> None:
+        if name:  # a child, which is seen to with its parent
             return
-        layers = list(module)[::2]
         place = partial(distribute_tensor, device_mesh=mesh, src_data_rank=self.src_data_rank)
-        for k, layer in enumerate(layers):
-            by_column = k % 2 == 0 and k + 1 < len(layers)
-            row = Shard(1) if k % 2 else Replicate()
-            placements = {
-                "weight": Shard(0) if by_column else row,
-                "bias": Shard(0) if by_column else Replicate(),
-            }
+        for layer, weight, bias in _sharded_layers(module):
             for key, parameter in list(layer.named_parameters(recurse=False)):
-                sharded = place(parameter, placements=[placements[key]])
+                sharded = place(parameter, placements=[weight if key == "weight" else bias])
                 wants_grad = parameter.requires_grad
                 layer.register_parameter(key, nn.Parameter(sharded, requires_grad=wants_grad))
 

@@ -45,6 +45,7 @@ class Rule:
 
 _LAYER = {"input": "*i", "weight": "oi", "bias": "o"}
 _BACKWARD = {"grad_output": "*o", "input": "*i", "weight": "oi", "saved": "*o"}
+_GATED = {"input": "*i", "gate": "hi", "up": "hi", "gate_bias": "h", "up_bias": "h"}
 _IMAGE = "*o"  # neighbouring pixels meet in a convolution
 _GRADIENTS = {"grad_weight": ("oi", "*"), "grad_bias": ("o", "*")}
 
@@ -73,6 +74,23 @@ RULES = {
             "grad_previous_bias": ("i", "*o"),
         },
         "*oi",
+    ),
+    "linear_glu": Rule(_GATED, {"": ("*h", "")}, "*h"),
+    # Column, then row: what is between is never gathered.
+    "gated_mlp": Rule(
+        {**_GATED, "down": "oh", "down_bias": "o"}, {"": ("*o", "h")}, "*ho", added=("down_bias",)
+    ),
+    "_glu": Rule({"gate": "*h", "up": "*h"}, {"": ("*h", "")}, "*h"),
+    "_glu_backward": Rule(
+        {"grad_output": "*h", "gate": "*h", "up": "*h"},
+        {
+            "grad_gate": ("*h", ""),
+            "grad_up": ("*h", ""),
+            "grad_gate_bias": ("h", "*"),
+            "grad_up_bias": ("h", "*"),
+            "output": ("*h", ""),
+        },
+        "*h",
     ),
     "conv2d_relu": Rule(
         {"input": "*chw", "weight": "ocxy", "bias": "o"}, {"": ("*ohw", "")}, _IMAGE
@@ -137,9 +155,11 @@ def _register_rules() -> None:
                 continue
             if label == "o" and given.get("groups", 1) != 1:
                 continue
+            if label == "h" and "up" not in tensors:  # gate's rows stand before up's
+                continue
             way, sums = [], False
             for name, (labels, summed) in rule.outputs.items():
-                if not _is_wanted(name, given):
+                if not _is_wanted(name, rule, given):
                     way.append(Replicate())
                     continue
                 is_sum = label in dimensions(summed)
@@ -166,11 +186,12 @@ def _schema_info(op, info):
     return info(static_argnum=first, needs_pytree=True)
 
 
-def _is_wanted(output: str, arguments: Mapping[str, object]) -> bool:
+def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:
     """Whether a backward is asked for this gradient."""
-    gradients = ("grad_input", "grad_weight", "grad_bias")
-    if output in gradients and "output_mask" in arguments:
-        return bool(arguments["output_mask"][gradients.index(output)])
+    if output in ("grad_up", "grad_up_bias") and arguments["up"] is None:
+        return False
+    if "output_mask" in arguments and not output.startswith("grad_previous"):
+        return bool(arguments["output_mask"][list(rule.outputs).index(output)])
     flag = {"grad_bias": "bias_grad", "grad_previous_bias": "previous_bias_grad"}.get(output)
     return bool(arguments.get(flag, True))
 

@@ -26,16 +26,6 @@ struct State {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// Python's answer; without Python there is no such tensor.
-bool is_sharded(const Tensor& tensor) {
-  constexpr auto key = c10::DispatchKey::BackendSelect;
-  if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_is_sharded", "");
-  static const auto op = handle.typed<bool(const Tensor&)>();
-  return handle.hasKernelForDispatchKey(key) && op.redispatch(c10::DispatchKeySet(key), tensor);
-}
-
 Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
                                SymIntArrayRef stride, SymIntArrayRef padding,
                                SymIntArrayRef dilation, const SymInt& groups,

@@ -138,7 +138,11 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   if (wanted[up_edge]) {
     result[up_edge] = std::get<1>(backward_of_linear(second, input, up, {false, true, false}));
   }
-  if (wants_input) {
+  if (wants_input && is_sharded(second)) {  // whose rows cannot always be viewed as a matrix's
+    const auto through_up =
+        std::get<0>(backward_of_linear(second, input, up, {true, false, false}));
+    result[input_edge] = result[input_edge] + through_up;
+  } else if (wants_input) {
     const explain::Row row("linear_glu", second, up);
     explain::append("ATen addmm");
     auto sum = as_rows(result[input_edge]);

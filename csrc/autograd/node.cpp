@@ -1,5 +1,7 @@
 #include "autograd/node.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 namespace fused::autograd {
 
 using torch::dynamo::autograd::CompiledNodeArgs;
@@ -84,6 +86,16 @@ variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor we
   if (wanted[1]) result[1] = std::move(weight);
   if (wanted[2]) result[2] = std::move(bias);
   return result;
+}
+
+// Python's answer; without Python there is no such tensor.
+bool is_sharded(const Tensor& tensor) {
+  constexpr auto key = c10::DispatchKey::BackendSelect;
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_is_sharded", "");
+  static const auto op = handle.typed<bool(const Tensor&)>();
+  return handle.hasKernelForDispatchKey(key) && op.redispatch(c10::DispatchKeySet(key), tensor);
 }
 
 }  // namespace fused::autograd

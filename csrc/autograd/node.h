@@ -82,6 +82,9 @@ std::shared_ptr<T> make_node(Args&&... args) {
 // Makes an output the node's.
 using torch::autograd::set_history;
 
+// Whether it is a tensor of torch.distributed's, of which this process holds a part.
+bool is_sharded(const Tensor& tensor);
+
 // Kernels alone, in the dtypes that they are given.
 struct KernelsOnly {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

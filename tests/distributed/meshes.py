@@ -22,6 +22,11 @@ def mesh_of(shape):
     return init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
+def mine(cases, mesh):
+    """What the ranks of this mesh check, where there are several such meshes."""
+    return cases[dist.get_rank() // mesh.size() :: dist.get_world_size() // mesh.size()]
+
+
 def local_of(tensor, mesh, placements):
     """This rank's part of a tensor that all ranks know; of partial sums an arbitrary part."""
     for dim, placement in enumerate(placements):

@@ -31,7 +31,11 @@ class Block(nn.Module):
     def __init__(self, kind, activation="gelu_tanh"):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.is_mlp = kind == "mlp"
+        self.is_mlp = kind.startswith(("mlp", "gated"))
+        self.is_plain = kind == "gated plain"
+        if kind.startswith("gated"):
+            self.mlp = tfl.FusedGatedMLP(WIDTH, HIDDEN, bias=True)
+            return
         if kind == "layers":
             self.up = {
                 "relu": tfl.FusedLinearReLU,
@@ -47,6 +51,9 @@ class Block(nn.Module):
             del self.up, self.down, self.act
 
     def forward(self, x):
+        if self.is_plain:
+            h, mlp = self.norm(x), self.mlp
+            return x + mlp.down_proj(nn.functional.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
         if self.is_mlp:
             return x + self.mlp(self.norm(x))
         h = self.act(self.up(self.norm(x)))
@@ -101,9 +108,9 @@ def train(model, batches, accumulate=None):
     return losses, result
 
 
-def single(batches=2, accumulate=False, **options):
-    """The plain model in one process, on the whole batch."""
-    model = model_of("plain", **options)
+def single(kind, batches=2, accumulate=False, **options):
+    """The plain model of the kind in one process, on the whole batch."""
+    model = model_of("gated plain" if kind.startswith("gated") else "plain", **options)
     hold = contextlib.nullcontext if accumulate else None
     return train(model, [batch(k) for k in range(batches)], hold)
 
@@ -132,13 +139,21 @@ def ran(report):
 # --- tensor parallel ----------------------------------------------------------------------------
 
 SEQUENCE = Shard(1)
+CHILDREN = {
+    "mlp children": ["mlp.0", "mlp.2"],
+    "gated children": ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+}
 
 
 def plan_of(kind, sequence, local):
     """How a block is spread: with sequence parallelism, or with whole activations between."""
     layout = SEQUENCE if sequence else Replicate()
     plan = {"norm": SequenceParallel()} if sequence else {}
-    if kind == "mlp":
+    if kind in CHILDREN:
+        *columns, row = CHILDREN[kind]
+        plan |= {name: ColwiseParallel(input_layouts=layout) for name in columns}
+        plan[row] = RowwiseParallel(output_layouts=layout, use_local_output=not sequence)
+    elif kind in ("mlp", "gated"):
         plan["mlp"] = MLPParallel(
             input_layouts=layout, output_layouts=layout, use_local_output=not sequence
         )
@@ -173,7 +188,7 @@ def tp(kind, ranks, sequence, local, compiled=False, activation="gelu_tanh"):
         model.compile(backend="aot_eager", fullgraph=not sequence)
     with tfl.explain() as report:
         got = train(model, [batch(k) for k in range(2)])
-    assert_same(got, single(activation=activation))
+    assert_same(got, single(kind, activation=activation))
     return ran(report)[len(report.calls) // 2 :]
 
 
@@ -197,9 +212,9 @@ def ddp(kind, how):
     with tfl.explain() as report:
         if how == "no_sync":
             got = train(run, mine(4), model.no_sync)
-            want = single(4, accumulate=True)
+            want = single(kind, 4, accumulate=True)
         else:
-            got, want = train(run, mine(2)), single()
+            got, want = train(run, mine(2)), single(kind)
     assert_same(got, want, mean_losses=True)
     return report.handed_over
 
@@ -234,9 +249,9 @@ def fsdp(kind, by, how):
 
     with tfl.explain() as report:
         if how == "accumulated":
-            got, want = train(model, mine(4), accumulate), single(4, accumulate=True)
+            got, want = train(model, mine(4), accumulate), single(kind, 4, accumulate=True)
         else:
-            got, want = train(model, mine(2)), single()
+            got, want = train(model, mine(2)), single(kind)
     assert_same(got, want, mean_losses=True)
     return report.handed_over
 
@@ -264,7 +279,7 @@ def two_dimensions(kind, sequence):
     fully_shard(model, mesh=mesh["dp"])
     with tfl.explain() as report:
         got = train(model, mine(2, mesh["dp"]))
-    assert_same(got, single(), mean_losses=True)
+    assert_same(got, single(kind), mean_losses=True)
     return ran(report)[len(report.calls) // 2 :]
 
 

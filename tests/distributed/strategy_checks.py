@@ -4,7 +4,8 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from meshes import mesh_of, spread
+from gated import Gated
+from meshes import mesh_of, mine, spread
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_fused_linear as tfl
@@ -72,8 +73,8 @@ def layer(activation, shape, sizes, bias, every):
     tensors = [x, w, b] if bias else [x, w]
     g = randn(*sizes[:-2], sizes[-1], seed=3)
     each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
-    cases = list(itertools.product(*each))[::every]
-    for placements in cases:
+    cases = list(itertools.islice(itertools.product(*each), 0, None, every))
+    for placements in mine(cases, mesh):
         check_call(
             CALLS[activation],
             lambda *args: PLAIN[activation](F.linear(*args)),
@@ -112,12 +113,43 @@ def chain(activation, memory, shape, every):
             [*one, [Shard(2)] * mesh.ndim, [Partial()] * mesh.ndim], one, one, one, one[:2], one[:2]
         )
     )[::every]
-    for placements in cases:
+    for placements in mine(cases, mesh):
         check_call(ours, plain, tensors, placements, mesh, randn(3, 4, widths[-1], seed=3))
     return len(cases)
 
 
-def communication(*wanted):
+def gated(form, out, bias, activation, shape, every):
+    """The same of a gated layer, or with ``out`` of a block."""
+    mesh = mesh_of(shape)
+    block = Gated(form, (4, 3), (6, 8, out), bias=bias, activation=activation)
+    tensors = [t.detach() for t in block.leaves]
+    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
+    cases = list(itertools.islice(itertools.product(*each), 0, None, every))
+    for placements in mine(cases, mesh):
+        check_call(block.call, block.eager, tensors, placements, mesh, block.g)
+    return len(cases)
+
+
+def gated_in_parts(shape):
+    """Gradients of one tensor only, and second derivatives, column and then row parallel."""
+    mesh = mesh_of(shape)
+    block = Gated("apart", (4, 3), (6, 8, 5))
+    column, row, same = Shard(0), Shard(1), Replicate()
+    placements = (same, column, column, column, column, row, same)
+    for k in range(len(block.leaves)):
+        ours = [spread(t.detach(), mesh, [p]) for t, p in zip(block.leaves, placements)]
+        plain = [t.detach().clone() for t in block.leaves]
+        grads = []
+        for leaves, call in ((ours, block.call), (plain, block.eager)):
+            leaves[k].requires_grad_()
+            grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k])
+            grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k], create_graph=True)
+            grads += torch.autograd.grad(grads[-1].square().sum(), leaves[k])
+        for got, want in zip(grads[:3], grads[3:]):
+            assert_close(got, want, f"leaf {k}")
+
+
+def communication():
     """What a layer pair and the chain of it send, column and then row parallel."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -125,12 +157,14 @@ def communication(*wanted):
     column, row, same = [Shard(0)], [Shard(1)], [Replicate()]
     x = spread(randn(2, 3, 8), mesh, same).requires_grad_()
     w = [spread(randn(16, 8), mesh, column), spread(randn(8, 16), mesh, row)]
+    up = spread(randn(16, 8, seed=1), mesh, column)
     b = [spread(randn(16), mesh, column), spread(randn(8), mesh, same)]
-    for t in (*w, *b):
+    for t in (up, *w, *b):
         t.requires_grad_()
     ways = {
         "mlp": lambda: fused.mlp(x, w, b, "gelu_tanh"),
         "layers": lambda: fused.linear(fused.linear_gelu(x, w[0], b[0]), w[1], b[1]),
+        "gated": lambda: fused.gated_mlp(x, w[0], up, w[1], b[0], b[0], b[1]),
     }
     found = {}
     for name, way in ways.items():
@@ -155,8 +189,8 @@ def convolution(shape, groups, batch, every):
     how = ([2, 1], [1, 1], [1, 1], groups)
     g = randn(*batch, 8, 4, 6, seed=3)
     each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in (x, w, b)]
-    cases = list(itertools.product(*each))[::every]
-    for placements in cases:
+    cases = list(itertools.islice(itertools.product(*each), 0, None, every))
+    for placements in mine(cases, mesh):
         check_call(
             lambda *args: fused.conv2d_relu(*args, *how),
             lambda *args: F.relu(F.conv2d(*args, *how)),
@@ -215,3 +249,11 @@ def second_derivative(activation):
         results.append(torch.autograd.grad(gx.square().sum(), leaves))
     for a, b in zip(*results):
         assert_close(b, a, activation)
+
+
+def known_to_dtensor():
+    """The names of our operators that DTensor has been told how to run."""
+    dispatcher = DTensor._op_dispatcher
+    known = {*dispatcher.sharding_propagator.op_strategy_funcs, *dispatcher._custom_op_handlers}
+    names = (op._schema.name.partition("::") for op in known)
+    return {name for namespace, _, name in names if namespace == "fused"}

@@ -38,6 +38,20 @@ def test_sequence_parallel(kind, four):
     assert operators(calls).count("_linear_backward_across") == 2
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gated_blocks_run_fused_at_both_ends(sequence, four):
+    calls = four.run(checks.tp, "gated", 2, sequence, False)[0]
+    halves = {shapes for name, shapes, *_ in calls if name in ("_glu", "_glu_backward")}
+    assert halves == {"[8, 4, 8]"}
+    assert operators(calls).count("_glu_backward") == 2
+
+
+@pytest.mark.parametrize("kind", ["mlp children", "gated children"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_children_with_plans_of_their_own_run_one_by_one(kind, sequence, four):
+    assert four.run(checks.tp, kind, 2, sequence, True)[0] == []
+
+
 @pytest.mark.parametrize("kind", ["fuse_", "fuse_ after"])
 def test_fused_models_keep_their_results(kind, four):
     """Layers with torch's hooks on them run the plain way, whichever came first."""
@@ -52,6 +66,11 @@ def test_tensor_parallel_compiled(four):
 def test_ddp(how, four):
     handed_over = four.run(checks.ddp, "layers", how)
     assert how == "compiled" or set(handed_over) == {8 if how == "no_sync" else 4}
+
+
+def test_gated_blocks_in_ddp_and_fsdp(four):
+    four.run(checks.ddp, "gated", "no_sync")
+    four.run(checks.fsdp, "gated", "block", "checkpointed")
 
 
 @pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
@@ -70,10 +89,11 @@ def test_mixed_precision(four):
     four.run(checks.mixed_precision, "layers")
 
 
-@pytest.mark.parametrize(("kind", "sequence"), [("layers", True), ("mlp", False)])
+@pytest.mark.parametrize(("kind", "sequence"), [("layers", True), ("mlp", False), ("gated", True)])
 def test_fsdp_and_tensor_parallel(kind, sequence, four):
     calls = four.run(checks.two_dimensions, kind, sequence)[0]
-    assert operators(calls).count("_linear_backward_across") == 2
+    backward = "_glu_backward" if kind == "gated" else "_linear_backward_across"
+    assert operators(calls).count(backward) == 2
 
 
 def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):

@@ -7,8 +7,24 @@ processes do not divide are among them, so that some have nothing at all.
 
 import pytest
 import strategy_checks as checks
+import torch
+
+from torch_fused_linear import sharding
 
 ALL = 5 * 4 * 3  # placements of an input of three dimensions, of a weight and of a bias
+
+
+def test_every_operator_has_a_rule(four):
+    """Of those that make tensors of tensors; ``mlp`` is taken apart instead."""
+    made = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace == "fused":
+            schema = getattr(torch.ops.fused, operator).default._schema
+            if any("Tensor" in str(result.type) for result in schema.returns):
+                made.add(operator)
+    assert made == {*sharding.RULES, "mlp"}
+    assert four.run(checks.known_to_dtensor)[0] == made
 
 
 @pytest.mark.parametrize("activation", ["none", "relu"])
@@ -56,6 +72,21 @@ def test_chains(activation, memory, shape, every, four):
     assert four.run(checks.chain, activation, memory, shape, every)[0] == 9
 
 
+@pytest.mark.parametrize(
+    ("form", "out", "bias", "activation", "shape", "every", "cases"),
+    [
+        ("apart", None, False, "silu", (2,), 1, 5 * 4 * 4),
+        ("apart", 5, False, "silu", (2,), 23, 14),
+        ("apart", 5, True, "gelu_erf", (4,), 967, 9),
+        ("apart", None, False, "relu", (2, 2), 1013, 7),
+        ("stacked", 5, True, "gelu_tanh", (2,), 79, 10),
+        ("stacked", None, False, "silu", (4,), 3, 7),
+    ],
+)
+def test_gated_layers(form, out, bias, activation, shape, every, cases, four):
+    assert four.run(checks.gated, form, out, bias, activation, shape, every)[0] == cases
+
+
 def test_convolutions(four):
     assert four.run(checks.convolution, (2,), 1, (4,), 11)[0] == 10
     assert four.run(checks.convolution, (2,), 1, (3,), 11)[0] == 10
@@ -67,22 +98,39 @@ def test_frozen_parameters(four):
     assert four.run(checks.frozen, (2,))[0] == 63
 
 
+def test_gated_layers_of_which_little_is_wanted(four):
+    four.run(checks.gated_in_parts, (2,))
+
+
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 def test_second_derivatives(activation, four):
     four.run(checks.second_derivative, activation)
 
 
-@pytest.mark.parametrize("way", ["mlp", "layers"])
-def test_hidden_activations_are_never_gathered(way, four):
+CHAIN = [
+    ("_linear_gelu_aux", "[2, 3, 8] x [4, 8]"),
+    ("linear", "[2, 3, 4] x [8, 4]"),
+    ("_linear_backward_across", "[2, 3, 4] x [8, 4]"),
+    ("_linear_backward", "[2, 3, 8] x [4, 8]"),
+]
+GATED = [
+    ("linear", "[2, 3, 8] x [4, 8]"),
+    ("linear", "[2, 3, 8] x [4, 8]"),
+    ("_glu", "[2, 3, 4]"),
+    ("linear", "[2, 3, 4] x [8, 4]"),
+    ("_linear_backward", "[2, 3, 4] x [8, 4]"),
+    ("_glu_backward", "[2, 3, 4]"),
+    *[("_linear_backward", "[2, 3, 8] x [4, 8]")] * 3,
+    ("_linear_backward", "[2, 3, 4] x [8, 4]"),
+]
+
+
+@pytest.mark.parametrize(("way", "ran"), [("mlp", CHAIN), ("layers", CHAIN), ("gated", GATED)])
+def test_hidden_activations_are_never_gathered(way, ran, four):
     """Column, then row parallel: a sum forward, and a sum backward for the input's gradient."""
     inference, training, calls = four.run(checks.communication)[0][way]
     assert inference == {"all_reduce": 1}
     assert training == {"all_reduce": 2}
-    assert [(name, shapes) for name, shapes, _ in calls] == [
-        ("_linear_gelu_aux", "[2, 3, 8] x [4, 8]"),
-        ("linear", "[2, 3, 4] x [8, 4]"),
-        ("_linear_backward_across", "[2, 3, 4] x [8, 4]"),
-        ("_linear_backward", "[2, 3, 8] x [4, 8]"),
-    ]
+    assert [(name, shapes) for name, shapes, _ in calls] == ran
     if way == "layers":
         assert calls[2][2] == "handed over"
