@@ -1,4 +1,4 @@
-"""Makes the other tables of docs/performance.md, those of docs/memory.md and docs/cpu.md, a figure.
+"""Makes the other tables of docs/performance.md and those of three more pages, and a figure.
 
     python benchmarks/make_performance.py            rewrite the tables, draw the figure anew
     python benchmarks/make_performance.py --check    exit with 1 if a table is out of date
@@ -21,7 +21,7 @@ from make_table import Numbers, Result, by_machine, duration, rewrite, shape, ta
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("performance.md", "memory.md", "cpu.md")
+PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md")
 FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
@@ -160,6 +160,21 @@ def cpu_compiled(results: Sequence[Result]) -> list[str]:
     return table(head, rows, words=5)
 
 
+def several_gpus(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for result in find(results, suite="distributed"):
+        case, numbers = result["case"], result["numbers"]
+        row = [case["part"], str(case["width"]), case["arrangement"]]
+        row.append(duration(numbers["plain"]["median"]))
+        for name in ("layers", "fuse_"):
+            ratio = numbers["plain"]["median"] / numbers[name]["median"]
+            row += [duration(numbers[name]["median"]), f"{ratio:.2f}"]
+        memory = result.get("memory", {})
+        rows.append([*row, " / ".join(f"{mib:.0f}" for mib in memory.values())])
+    head = ["block", "d", "arrangement", "plain", "layers", "times", "`fuse_`", "times"]
+    return table([*head, "MiB: plain / layers / `fuse_`"], rows, words=3)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
@@ -173,6 +188,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, packed": partial(on_a_cpu, "forward", "packed"),
     "on a CPU, step": partial(on_a_cpu, "step", "ours"),
     "on a CPU, compiled": cpu_compiled,
+    "several GPUs": several_gpus,
 }
 
 
@@ -189,7 +205,7 @@ def render(name: str, paths: Sequence[Path]) -> str:
             header = latest_header(results)
             where = f"{header['machine']}, torch {header['torch']}, {header['date'][:10]}:"
             parts.append("\n".join([where, "", *lines]))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "Not measured yet."
 
 
 MARKS = re.compile(r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL)

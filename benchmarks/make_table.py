@@ -210,8 +210,9 @@ def measured(results: Iterable[Result]) -> str:
 def section(results: list[Result]) -> list[str]:
     whole = [result for result in results if result["case"]["suite"] == "models"]
     convs = [result for result in results if result["case"]["suite"] == "conv"]
-    # What the suite `cpu` says is told by docs/cpu.md.
-    layers = [r for r in results if r["case"]["suite"] not in ("models", "conv", "cpu")]
+    # What the others say is told by pages of their own.
+    elsewhere = ("models", "conv", "cpu", "distributed")
+    layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     parts = []
     if whole:
         about = f"{measured(whole)} {MODELS_ABOUT}"

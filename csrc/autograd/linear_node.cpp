@@ -129,12 +129,21 @@ struct Receiver {
   Tensor saved;
 };
 
+const char* stands_between(const torch::autograd::Edge& edge) {
+  // FSDP2's node before a module that it wraps: a function in Python, whose name is all there is.
+  if (explain::enabled() && edge.is_valid() &&
+      edge.function->name() == "RegisterPostBackwardFunctionBackward") {
+    return "FSDP wraps the layer by itself";
+  }
+  return "the input is not a fused layer's output";
+}
+
 // Nothing, and the reason in words, where the plain way is taken.
 std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state) {
   if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
   if (!state.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
   auto* producer = dynamic_cast<LinearNode*>(state.edge(Edge::input_edge).function.get());
-  if (producer == nullptr) return {std::nullopt, "the input is not a fused layer's output"};
+  if (producer == nullptr) return {std::nullopt, stands_between(state.edge(Edge::input_edge))};
   if (producer->activation() == Activation::none) return {std::nullopt, "no activation before"};
   if (const char* objection = handover::objection(*state.node)) return {std::nullopt, objection};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing

@@ -1,39 +1,47 @@
-"""The examples, as their readers run them: two processes."""
+"""The examples and the benchmark, in two processes that are started as torchrun starts them."""
 
-import os
+import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from bench_records import ROOT
+from ranks import run_script
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "distributed"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from make_performance import render
+
+EXAMPLES = ROOT / "examples" / "distributed"
 SAYS = {
     "data_parallel": "handed over 10 times in 5 steps",
     "fsdp2": "handed over 10 times in 5 steps",
     "tensor_parallel": "_linear_backward_across [8, 16, 128] x [64, 128] handed over",
 }
 
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
 
 def test_there_are_examples():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "together"}
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("name", SAYS)
-def test_example(name):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])},
-    )
-    assert done.returncode == 0, done.stderr
-    assert SAYS[name] in done.stdout
-    losses = re.findall(r"loss (\S+), in a single process (\S+)", done.stdout)
+def test_example(name, tmp_path):
+    said = run_script(EXAMPLES / f"{name}.py", 2, tmp_path)
+    assert SAYS[name] in said
+    losses = re.findall(r"loss (\S+), in a single process (\S+)", said)
     assert len(losses) == 5
     assert float(losses[-1][0]) < float(losses[0][0])
+
+
+def test_benchmark(tmp_path):
+    """It runs, compares what it times, and its numbers are a table of the documentation."""
+    file = tmp_path / "numbers.json"
+    script = ROOT / "benchmarks" / "distributed.py"
+    said = run_script(script, 2, tmp_path, "--tiny", "--blocks", "1", "--json", str(file))
+    cases = [result["case"] for result in json.loads(file.read_text())["results"]]
+    assert len(cases) == 8 and {case["ranks"] for case in cases} == {2}
+    table = render("several GPUs", [file]).splitlines()[2:]
+    assert len(table) == 2 + len(cases)
+    assert all(line in said for line in table)

@@ -53,9 +53,19 @@ def test_children_with_plans_of_their_own_run_one_by_one(kind, sequence, four):
 
 
 @pytest.mark.parametrize("kind", ["fuse_", "fuse_ after"])
-def test_fused_models_keep_their_results(kind, four):
-    """Layers with torch's hooks on them run the plain way, whichever came first."""
-    assert four.run(checks.tp, kind, 2, False, True)[0] == []
+@pytest.mark.parametrize(("sequence", "local"), [(False, True), (False, False), (True, False)])
+def test_fused_models(kind, sequence, local, four):
+    """The operator runs between the hooks of torch's plan, whichever came first."""
+    calls = four.run(checks.tp, kind, 2, sequence, local)[0]
+    assert calls[0][:2] == FORWARD
+    across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
+    assert across == ([] if local else ["handed over"] * 2)
+
+
+def test_where_fused_models_run_as_written(four):
+    """An activation after a sum that is not made yet, a hook of somebody else, odd layouts."""
+    for how, operators_of in four.run(checks.hooks_around_layers)[0].items():
+        assert operators_of == (["linear_relu"] if how == "fused" else []), how
 
 
 def test_tensor_parallel_compiled(four):
@@ -75,14 +85,17 @@ def test_gated_blocks_in_ddp_and_fsdp(four):
 
 @pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
 def test_fsdp_by_block(how, four):
-    handed_over = four.run(checks.fsdp, "layers", "block", how)
-    assert set(handed_over) == {8 if how == "accumulated" else 4}
+    for handed_over, _ in four.run(checks.fsdp, "layers", "block", how):
+        assert handed_over == (8 if how == "accumulated" else 4)
 
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
 def test_fsdp_by_layer(kind, four):
-    """FSDP's hooks stand between the layers, and see the gradient: nothing is handed over."""
-    assert set(four.run(checks.fsdp, kind, "layer", "plain")) == {0}
+    """FSDP's node stands between the layers; after ``fuse_`` they run as written."""
+    for handed_over, remarks in four.run(checks.fsdp, kind, "layer", "plain"):
+        assert handed_over == 0
+        assert ("plain: FSDP wraps the layer by itself" in remarks) == (kind == "layers")
+        assert bool(remarks) == (kind != "fuse_")
 
 
 def test_mixed_precision(four):
@@ -102,3 +115,10 @@ def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):
 
 def test_pipeline_stages_between_fused_layers(four):
     four.run(checks.pipeline)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "tp"])
+def test_warming_up_leaves_no_trace(how, four):
+    ran = four.run(checks.warmed_up, how)[0]
+    assert ran[0] == "_linear_gelu_aux"
+    assert ("_linear_backward" in ran) == (how != "fsdp")

@@ -25,7 +25,8 @@ from ..activations import ACTIVATIONS as BY_NAME
 from ..activations import name_of_gelu
 from ..functional import linear, linear_gelu, linear_relu, linear_silu
 from ..nn.conv import FusedConv2dReLU
-from ..subclasses import PLAIN
+from ..subclasses import PLAIN, is_foreign
+from . import parallel
 from .families import ACTIVATIONS, CONV1D, full_name
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -83,7 +84,7 @@ recipe: Callable[[FunctionType], tuple | None] | None = None
 def hooks_objection(module: nn.Module) -> str | None:
     """Where somebody watches the module or has replaced its forward."""
     own = module.__dict__
-    for kind in HOOKS:
+    for kind in HOOKS[2:] if parallel.is_spread(module) else HOOKS:
         if own.get(kind):
             return f"has {kind.strip('_').replace('_', ' ')}"
     if "forward" in own:
@@ -133,10 +134,17 @@ def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
     if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
         return None
     weight, bias = held["weight"], held["bias"]
-    if any(type(t) not in PLAIN for t in (input, weight, *([] if bias is None else [bias]))):
+    parameters = [weight] if bias is None else [weight, bias]
+    is_spread = parallel.is_spread(layer)
+    if is_spread:
+        if is_foreign(input) or any(type(t) in PLAIN or is_foreign(t) for t in parameters):
+            return None
+    elif any(type(t) not in PLAIN for t in (input, *parameters)):
         return None
     if not is_dynamo_compiling() and not plain_modes():
         return None
+    if is_spread:
+        return (Begun, layer, input, weight, bias, ())
     if cls is not nn.Linear and cls is not nn.Conv2d:
         weight = weight.t()  # a view: the operators take any strides
     return (Begun, layer, input, weight, bias, ()) if fits(layer, input, weight, bias) else None
@@ -286,22 +294,35 @@ def _activate(memory, function, args, kwargs):
     watched = isinstance(function, nn.Module) and (
         hooks_objection(function) or _has_any_global_hook()
     )
-    _, layer, input, weight, bias, dropouts = h
-    if kind is None or watched or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d)):
+    _, layer, input, weight, _, dropouts = h
+    if (
+        kind is None
+        or watched
+        or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d))
+        or (type(weight) not in PLAIN and not parallel.has_whole_sums(layer))
+    ):
         if not args:
             return function(**{**kwargs, "input": value(h)})
         return function(value(h), *args[1:], **kwargs)
     if type(layer) is nn.Conv2d:
         result = FusedConv2dReLU.forward(layer, input)
     elif kind == "relu":
-        result = linear_relu(input, weight, bias, memory)
+        result = _run(linear_relu, h, memory)
     elif kind == "silu":
-        result = linear_silu(input, weight, bias, memory)
+        result = _run(linear_silu, h, memory)
     else:
-        result = linear_gelu(input, weight, bias, BY_NAME[kind].approximate, memory)
+        result = _run(linear_gelu, h, BY_NAME[kind].approximate, memory)
     for p, *_ in dropouts:
         result = F.dropout(result, p)  # not in place: the backward needs what the operator returned
     return result
+
+
+def _run(operator, h, *options):
+    """An operator in the place of the begun call's layer."""
+    _, layer, input, weight, bias, _ = h
+    if type(weight) in PLAIN:
+        return operator(input, weight, bias, *options)
+    return parallel.between_hooks(layer, operator, input, weight, bias, *options)
 
 
 def value(h):
@@ -367,5 +388,5 @@ def run_sequential(self, input):
 
 def _end(h, follows: bool):
     if follows and is_begun(h) and not h[5] and type(h[1]) is not nn.Conv2d:
-        return linear(*h[2:5])
+        return _run(linear, h)
     return value(h)

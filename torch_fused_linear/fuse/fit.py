@@ -7,6 +7,7 @@ from torch import nn
 
 from .call import DTYPES, LAYERS, activation_kind, hooks_objection
 from .families import ACTIVATION_FUNCTIONS, ACTIVATION_LIBRARIES, CONV1D, REFUSALS, full_name
+from .parallel import is_spread
 
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
 
@@ -54,7 +55,9 @@ def linear_objection(linear: nn.Module, is_sharded: bool = False) -> str | None:
     if reason := hooks_objection(linear):
         return reason
     weight = linear._parameters.get("weight")
-    if type(weight) is not nn.Parameter and not (is_sharded and type(weight).__name__ == "DTensor"):
+    may_be_distributed = is_sharded or is_spread(linear)
+    is_distributed = may_be_distributed and type(weight).__name__ == "DTensor"
+    if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
         return f"there are no fused kernels for {weight.dtype}"

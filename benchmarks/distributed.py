@@ -1,0 +1,338 @@
+"""Training steps of transformer blocks on several GPUs: fused beside plain in the same arrangement.
+
+    torchrun --nproc-per-node 2 benchmarks/distributed.py --json FILE
+    python benchmarks/distributed.py --ranks 2 --tiny     starts the processes itself; on a CPU, too
+
+A step is forward and backward with all gradients and the communication of the arrangement, without
+optimizer. Every rank has its own tokens; under tensor parallelism all ranks work on those of all.
+What is compared takes turns, in rounds, all ranks in the same order. A round's time is that of the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where not installed
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from make_performance import several_gpus
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_fused_linear as tfl
+from torch_fused_linear.bench.machine import header, warm_up
+from torch_fused_linear.bench.timing import Number, no_garbage_collection
+
+ARRANGEMENTS = ("DDP", "FSDP2", "TP", "TP + sequence parallel")
+CONTENDERS = ("plain", "layers", "fuse_")
+PARTS = ("feed-forward", "whole")
+MIN_ROUNDS, MAX_ROUNDS, TINY_ROUNDS = 5, 31, 2
+BATCH_SECONDS = 0.03
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, fused: bool) -> None:
+        super().__init__()
+        if fused:
+            self.up, self.act = tfl.FusedLinearGELU(width, 4 * width), nn.Identity()
+            self.down = tfl.FusedLinear(4 * width, width)
+        else:
+            self.up, self.act = nn.Linear(width, 4 * width), nn.GELU(approximate="tanh")
+            self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, part: str, fused: bool) -> None:
+        super().__init__()
+        self.attends = part == "whole"
+        if self.attends:
+            self.attention_norm = nn.LayerNorm(width)
+            self.attention = Attention(width, min(128, width // 8))
+        self.norm, self.mlp = nn.LayerNorm(width), FeedForward(width, fused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attends:
+            x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.norm(x))
+
+
+# --- arrangements -----------------------------------------------------------------------------
+
+
+def plan_of(block: Block, is_fused: bool, is_sequence: bool) -> dict:
+    """By column, then by row, in both halves of the block."""
+    layout = Shard(1) if is_sequence else Replicate()
+    # Fused layers hand their gradients over where nothing makes ordinary tensors between them.
+    up = ColwiseParallel(output_layouts=Shard(2), use_local_output=False)
+    row = partial(RowwiseParallel, output_layouts=layout, use_local_output=not is_sequence)
+    plan = {"mlp.up": up if is_fused else ColwiseParallel(), "mlp.down": row()}
+    parts = ["mlp"]
+    if block.attends:
+        plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan["attention.out"] = row()
+        parts.append("attention")
+    if is_sequence:
+        gather = partial(PrepareModuleInput, input_layouts=layout, use_local_output=False)
+        plan |= {name: gather(desired_input_layouts=Replicate()) for name in parts}
+        plan |= {"norm" if n == "mlp" else "attention_norm": SequenceParallel() for n in parts}
+    return plan
+
+
+def arranged(model: nn.Sequential, arrangement: str, mesh, is_fused: bool) -> nn.Module:
+    if arrangement == "DDP":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if arrangement == "FSDP2":
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    is_sequence = arrangement != "TP"
+    for block in model:
+        parallelize_module(block, mesh, plan_of(block, is_fused, is_sequence))
+    if is_sequence:
+        whole = PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=False
+        )
+        parallelize_module(model[0], mesh, whole)
+    return model
+
+
+class Step:
+    """One contender's training step."""
+
+    def __init__(self, name: str, case: dict, shape: list[int], mesh, dtype) -> None:
+        width, arrangement = case["width"], case["arrangement"]
+        torch.manual_seed(0)
+        device = torch.device(mesh.device_type)
+        is_fused = name == "layers"
+        with device:
+            torch.set_default_dtype(dtype)
+            blocks = [Block(width, case["part"], is_fused) for _ in range(case["blocks"])]
+            torch.set_default_dtype(torch.float32)
+            torch.manual_seed(1 + dist.get_rank() * arrangement.startswith(("DDP", "FSDP")))
+            self.x = torch.randn(*shape, width, dtype=dtype).requires_grad_()
+            self.grad = torch.randn(*shape, width, dtype=dtype)
+        if arrangement == "TP + sequence parallel":
+            part = mesh.get_local_rank(), mesh.size()
+            self.x = self.x.detach().chunk(part[1], 1)[part[0]].contiguous().requires_grad_()
+            self.grad = self.grad.chunk(part[1], 1)[part[0]].contiguous()
+        model = nn.Sequential(*blocks)
+        if name == "fuse_":
+            tfl.fuse_(model)
+        self.model = arranged(model, arrangement, mesh, is_fused)
+
+    def clear(self) -> None:
+        self.x.grad = None
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def __call__(self) -> Tensor:
+        self.clear()
+        output = self.model(self.x)
+        output = output.to_local() if isinstance(output, DTensor) else output
+        output.backward(self.grad)
+        return output.detach()
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+def slowest(values: list[float], device: torch.device) -> list[float]:
+    """Of each value the largest of all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def seconds_of(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    dist.barrier()
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            step()
+        return (time.perf_counter() - begin) / calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def timed(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, Number]:
+    """Microseconds of a step; how many rounds there are is decided by all ranks together."""
+    first = slowest([seconds_of(step, 2, device) for step in steps.values()], device)
+    calls = {
+        name: max(1, min(20, round(BATCH_SECONDS / once)))
+        for name, once in zip(steps, first, strict=True)
+    }
+    rounds: list[dict[str, float]] = []
+    order, shuffle = list(steps), random.Random(0).shuffle
+    begin = time.perf_counter()
+    with no_garbage_collection():
+        while len(rounds) < (MAX_ROUNDS if seconds else TINY_ROUNDS):
+            shuffle(order)
+            mine = [seconds_of(steps[name], calls[name], device) for name in order]
+            *all_times, spent = slowest([*mine, time.perf_counter() - begin], device)
+            rounds.append(dict(zip(order, all_times, strict=True)))
+            if len(rounds) >= MIN_ROUNDS and spent > seconds:
+                break
+    return {
+        name: Number.over([times[name] * 1e6 for times in rounds], calls[name]) for name in steps
+    }
+
+
+def peak_of(step: Step, device: torch.device) -> float:
+    """MiB that a step takes at most, beyond what there is before it."""
+    step.clear()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return slowest([(torch.cuda.max_memory_allocated() - before) / 2**20], device)[0]
+
+
+def check(outputs: dict[str, Tensor]) -> None:
+    """All contenders compute the same."""
+    want = outputs["plain"].float()
+    for name, output in outputs.items():
+        error = ((output.float() - want).norm() / want.norm()).item()
+        if not error < 0.02:
+            raise RuntimeError(f"{name} is not what plain is: relative difference {error:.3g}")
+
+
+def measured(case: dict, shape: list[int], mesh, seconds: float, dtype: torch.dtype) -> dict:
+    device = torch.device(mesh.device_type)
+    steps = {name: Step(name, case, shape, mesh, dtype) for name in CONTENDERS}
+    check({name: step() for name, step in steps.items()})
+    if device.type == "cuda":
+        tfl.plans.broadcast()
+    for step in steps.values():
+        step()
+    numbers = {name: asdict(number) for name, number in timed(steps, device, seconds).items()}
+    result = {"case": case, "unit": "us", "numbers": numbers}
+    if device.type == "cuda":
+        result["memory"] = {name: peak_of(step, device) for name, step in steps.items()}
+    return result
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, without torchrun")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--blocks", type=int, default=4, help="of a model")
+    parser.add_argument("--seconds", type=float, default=3, help="for the rounds of a case")
+    parser.add_argument("--only", nargs="+", default=ARRANGEMENTS, choices=ARRANGEMENTS)
+    parser.add_argument("--tiny", action="store_true", help="does it run?")
+    return parser.parse_args(arguments)
+
+
+def start() -> torch.device:
+    local = int(os.environ["LOCAL_RANK"])
+    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if has_gpus else torch.device("cpu")
+    if has_gpus:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    return device
+
+
+def main(arguments: list[str]) -> None:
+    given = parsed(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        from torch.distributed.run import main as torchrun
+
+        torchrun(["--standalone", f"--nproc-per-node={given.ranks}", __file__, *arguments])
+        return
+    device = start()
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    warm_up(device)
+    sequences, tokens = (2, 8) if given.tiny else (8, 1024)
+    widths = [32] if given.tiny else given.widths
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    about = header(device, arguments)
+    about["machine"] = f"{ranks} x {about['machine']}"
+    results = []
+    for width in widths:
+        for part in PARTS:
+            for arrangement in given.only:
+                case = {
+                    "suite": "distributed",
+                    "part": part,
+                    "width": width,
+                    "blocks": given.blocks,
+                    "tokens": sequences * tokens,
+                    "dtype": "bf16" if dtype == torch.bfloat16 else "fp32",
+                    "activation": "gelu",
+                    "mode": "step",
+                    "arrangement": arrangement,
+                    "ranks": ranks,
+                }
+                count = sequences * (ranks if arrangement.startswith("TP") else 1)
+                seconds = 0 if given.tiny else given.seconds
+                results.append(measured(case, [count, tokens], mesh, seconds, dtype))
+                gc.collect()
+                torch.cuda.empty_cache()
+                if dist.get_rank() == 0:
+                    medians = {n: f"{v['median']:.0f}" for n, v in results[-1]["numbers"].items()}
+                    print(f"{part}, {width}, {arrangement}: us {medians}", flush=True)
+    if dist.get_rank() == 0:
+        print("\n".join(["", about["machine"], "", *several_gpus(results)]))
+        if given.json:
+            given.json.write_text(json.dumps({"header": about, "results": results}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
