@@ -180,6 +180,8 @@ def tensor_parallel(model, mesh, kind, sequence=False, local=True):
 def tp(kind, ranks, sequence, local, compiled=False, activation="gelu_tanh"):
     """Two steps of tensor parallelism; what ran in the last."""
     mesh = mesh_of((ranks,))
+    if dist.get_rank() >= ranks:  # another mesh, of which the processors are better used here
+        return None
     model = model_of("plain" if kind == "fuse_ after" else kind, activation=activation)
     tensor_parallel(model, mesh, kind, sequence, local)
     if kind == "fuse_ after":

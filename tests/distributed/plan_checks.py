@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from plan_files import file_text
 
+import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 
@@ -46,13 +47,40 @@ def fails():
 
 def real():
     """Plans of rank 0 after a warm-up: every rank has them, and no others, then."""
-    import torch_fused_linear as tfl
-
     rank = dist.get_rank()
+    options = {"device": "cuda", "dtype": torch.bfloat16}
     with plans.budget(20):
         plans.clear()
-        layer = tfl.FusedLinearGELU(64 * (rank + 1), 256, device="cuda", dtype=torch.bfloat16)
-        plans.warmup(layer, torch.randn(512, 64 * (rank + 1), device="cuda", dtype=torch.bfloat16))
+        layer = tfl.FusedLinearGELU(64 * (rank + 1), 256, **options)
+        plans.warmup(layer, torch.randn(512, 64 * (rank + 1), **options))
         before = plans.show()
     count = plans.broadcast()
     return count, before, plans.show()
+
+
+def same_bits():
+    """How many elements differ from rank 0's after ``broadcast``; whether more was measured."""
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    with plans.budget(20):
+        plans.clear()
+        for model, x in _models_and_inputs(options, range(2)):
+            plans.warmup(model, x)
+    plans.broadcast()
+    differ = 0
+    with plans.budget(0):
+        for model, x in _models_and_inputs(options, range(3)):  # the last has no plans
+            y = model(x)
+            grads = torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])
+            for value in (y.detach(), *grads):
+                first = value.clone()
+                dist.broadcast(first, 0)
+                differ += int((first != value).sum())
+    return differ, "measured" in plans.show()
+
+
+def _models_and_inputs(options, which):
+    for k in which:
+        torch.manual_seed(k)
+        width = 128 << k
+        model = tfl.FusedMLP(width, 4 * width, width, activation="gelu_tanh", **options)
+        yield model, torch.randn(1024, width, **options).requires_grad_()

@@ -13,16 +13,19 @@ def test_strategies(activation, two_gpus):
     two_gpus.run(strategies.layer, activation, (2,), (4, 3, 16, 8), True, 7)
 
 
-def test_chains_and_convolutions(two_gpus):
+def test_chains_gated_layers_and_convolutions(two_gpus):
     two_gpus.run(strategies.chain, "gelu_tanh", "default", (2,), 47)
+    two_gpus.run(strategies.gated, "apart", 5, True, "silu", (2,), 967)
+    two_gpus.run(strategies.gated, "stacked", 5, True, "gelu_tanh", (2,), 79)
     two_gpus.run(strategies.convolution, (2,), 1, (4,), 13)
 
 
-@pytest.mark.parametrize("kind", ["layers", "mlp"])
+@pytest.mark.parametrize("kind", ["layers", "mlp", "gated", "fuse_", "fuse_ after"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel(kind, sequence, two_gpus):
     calls = two_gpus.run(parallel.tp, kind, 2, sequence, False)[0]
-    assert [name for name, *_ in calls].count("_linear_backward_across") == 2
+    backward = "_glu_backward" if kind == "gated" else "_linear_backward_across"
+    assert [name for name, *_ in calls].count(backward) == 2
 
 
 @pytest.mark.parametrize("how", ["no_sync", "static graph"])
@@ -45,3 +48,7 @@ def test_plans_of_one_rank_go_to_all(two_gpus):
     assert before and others and before != others
     # a line says as well whether the plan was measured or read
     assert len(after.splitlines()) == len(after_too.splitlines()) == count
+
+
+def test_the_same_plans_give_the_same_bits(two_gpus):
+    assert two_gpus.run(plan_checks.same_bits) == [(0, False)] * 2

@@ -56,6 +56,7 @@ def tree_hash():
 def summary(report, exit_code):
     """Counts, failures and reasons for skipping, from pytest's JUnit report."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
+    two_gpus = counts.copy()  # of those that need two
     failed_tests, skip_reasons = [], collections.Counter()
     # A crash of the interpreter leaves no report, or half of one.
     try:
@@ -64,16 +65,17 @@ def summary(report, exit_code):
         cases = []
         failed_tests.append(f"pytest wrote no report; it ended with {exit_code}")
     for case in cases:
-        skipped = case.find("skipped")
+        skipped, outcome = case.find("skipped"), "passed"
         if case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
+            outcome = "failed"
             failed_tests.append(f"{case.get('classname')}::{case.get('name')}")
         elif skipped is not None:
-            counts["skipped"] += 1
+            outcome = "skipped"
             skip_reasons[skipped.get("message")] += 1
-        else:
-            counts["passed"] += 1
-    return {**counts, "failed_tests": failed_tests, "skip_reasons": dict(skip_reasons)}
+        counts[outcome] += 1
+        two_gpus[outcome] += case.get("classname").endswith("test_two_gpus")
+    found = {"failed_tests": failed_tests, "skip_reasons": dict(skip_reasons)}
+    return {**counts, "two_gpus": two_gpus, **found}
 
 
 def write(record):

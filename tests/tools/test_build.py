@@ -425,6 +425,7 @@ def test_the_record_counts_what_pytest_reports(tmp_path):
         "@pytest.mark.parametrize('i', [1, 2])\n"
         "def test_skipped(i): pytest.skip('no moon')\n"
     )
+    (tmp_path / "test_two_gpus.py").write_text("def test_good(): pass\n")
     report = tmp_path / "report.xml"
     subprocess.run(
         [sys.executable, "-m", "pytest", f"--junitxml={report}", f"--rootdir={tmp_path}", tmp_path],
@@ -432,9 +433,10 @@ def test_the_record_counts_what_pytest_reports(tmp_path):
         capture_output=True,
     )
     assert gpu_record.summary(report, 1) == {
-        "passed": 1,
+        "passed": 2,
         "failed": 2,
         "skipped": 2,
+        "two_gpus": {"passed": 1, "failed": 0, "skipped": 0},
         "failed_tests": ["test_it::test_bad", "test_it::test_error"],
         "skip_reasons": {"no moon": 2},
     }
