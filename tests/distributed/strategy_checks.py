@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 from gated import Gated
-from meshes import mesh_of, mine, spread
+from meshes import local_of, mesh_of, mine, spread
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_fused_linear as tfl
@@ -41,7 +41,13 @@ def all_placements(tensor):
 
 
 def assert_close(got, want, case):
-    got = got.full_tensor() if isinstance(got, DTensor) else got
+    if isinstance(got, DTensor):
+        if all(type(p) in (Replicate, Shard) for p in got.placements):  # every rank checks its part
+            assert got.shape == want.shape, case
+            want = local_of(want, got.device_mesh, got.placements)
+            got = got.to_local()
+        else:
+            got = got.full_tensor()
     torch.testing.assert_close(
         got.cpu(), want, rtol=1e-9, atol=1e-9, msg=lambda text: f"{case}: {text}"
     )
