@@ -108,10 +108,13 @@ def run_script(path, size: int, folder, *arguments: str, seconds: float = SECOND
         processes.append(_context().Process(target=_run_script, args=args, daemon=True))
         processes[-1].start()
     end = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
+    while any(p.exitcode is None for p in processes) and time.monotonic() < end:
+        if any(p.exitcode for p in processes):  # the others would wait for it
+            break
+        time.sleep(0.05)
     for process in processes:
         process.kill()
+        process.join()
     texts = [file.read_text() if file.exists() else "" for file in said]
     assert [process.exitcode for process in processes] == [0] * size, "\n".join(texts)
     return texts[0]
