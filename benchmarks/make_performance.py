@@ -164,15 +164,15 @@ def several_gpus(results: Sequence[Result]) -> list[str]:
     rows = []
     for result in find(results, suite="distributed"):
         case, numbers = result["case"], result["numbers"]
-        row = [case["part"], str(case["width"]), case["arrangement"]]
+        row = [f"{case['part']}, d={case['width']}", case["arrangement"]]
         row.append(duration(numbers["plain"]["median"]))
         for name in ("layers", "fuse_"):
             ratio = numbers["plain"]["median"] / numbers[name]["median"]
             row += [duration(numbers[name]["median"]), f"{ratio:.2f}"]
         memory = result.get("memory", {})
         rows.append([*row, " / ".join(f"{mib:.0f}" for mib in memory.values())])
-    head = ["block", "d", "arrangement", "plain", "layers", "times", "`fuse_`", "times"]
-    return table([*head, "MiB: plain / layers / `fuse_`"], rows, words=3)
+    head = ["block", "arrangement", "plain", "layers", "times", "`fuse_`", "times"]
+    return table([*head, "MiB: plain / layers / `fuse_`"], rows, words=2)
 
 
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
