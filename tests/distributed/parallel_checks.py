@@ -194,47 +194,6 @@ def tp(kind, ranks, sequence, local, compiled=False, activation="gelu_tanh"):
     return ran(report)[len(report.calls) // 2 :]
 
 
-class Own(ColwiseParallel):
-    """A plan with a hook that an activation must not pass."""
-
-    @staticmethod
-    def _prepare_output_fn(layouts, use_local, module, output, mesh):
-        return ColwiseParallel._prepare_output_fn(layouts, use_local, module, output, mesh) - 1
-
-
-def hooks_around_layers():
-    """What runs of a layer and ReLU after ``fuse_``, and that it is what ran before."""
-    mesh = mesh_of((4,))
-    whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
-    ways = {
-        "fused": ColwiseParallel(**whole),
-        "a sum to make": RowwiseParallel(**whole),
-        "watched before": ColwiseParallel(**whole),
-        "watched after": ColwiseParallel(**whole),
-        "with keywords": ColwiseParallel(**whole),
-        "a style of its own": Own(),
-    }
-    found = {}
-    for how, plan in ways.items():
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device_type(), torch.float64)
-        parallelize_module(model, mesh, {"0": plan})
-        if how == "watched before":
-            model[0].register_forward_pre_hook(lambda _, given: (2 * given[0],))
-        if how == "watched after":
-            model[0].register_forward_hook(lambda _, given, output: output - 1)
-        if how == "with keywords":
-            model[0].register_forward_pre_hook(lambda *given: None, with_kwargs=True)
-        x = batch(0)[0]
-        want = model(x)
-        tfl.fuse_(model)
-        with torch.no_grad(), tfl.explain() as report:
-            got = model(x)
-        torch.testing.assert_close(got, want.detach())
-        found[how] = [call.operator for call in report.calls]
-    return found
-
-
 # --- data parallel ------------------------------------------------------------------------------
 
 

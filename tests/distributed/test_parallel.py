@@ -3,6 +3,7 @@
 Four processes on the CPU; the same checks on two GPUs are in test_two_gpus.py.
 """
 
+import fuse_checks
 import parallel_checks as checks
 import pytest
 
@@ -64,7 +65,7 @@ def test_fused_models(kind, sequence, local, four):
 
 def test_where_fused_models_run_as_written(four):
     """An activation after a sum that is not made yet, a hook of somebody else, odd layouts."""
-    for how, operators_of in four.run(checks.hooks_around_layers)[0].items():
+    for how, operators_of in four.run(fuse_checks.hooks_around_layers)[0].items():
         assert operators_of == (["linear_relu"] if how == "fused" else []), how
 
 
