@@ -122,32 +122,30 @@ def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -
     return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
 
-def _begun(layer: nn.Module, input: Tensor) -> tuple | None:
+def parameters(layer: object) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a layer that does nothing but apply them; None of any other."""
     cls = type(layer)
+    if not isinstance(layer, nn.Module):
+        return None
     if cls not in LAYERS:
         if full_name(cls) != CONV1D or is_dynamo_compiling():
             return None
         learn(layer)
     if hooks_objection(layer) or _has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
         return None
+    if parallel.is_spread(layer):
+        return None
     held = layer._parameters
     if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
         return None
     weight, bias = held["weight"], held["bias"]
-    parameters = [weight] if bias is None else [weight, bias]
-    is_spread = parallel.is_spread(layer)
-    if is_spread:
-        if is_foreign(input) or any(type(t) in PLAIN or is_foreign(t) for t in parameters):
-            return None
-    elif any(type(t) not in PLAIN for t in (input, *parameters)):
+    if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
         return None
     if not is_dynamo_compiling() and not plain_modes():
         return None
-    if is_spread:
-        return (Begun, layer, input, weight, bias, ())
     if cls is not nn.Linear and cls is not nn.Conv2d:
         weight = weight.t()  # a view: the operators take any strides
-    return (Begun, layer, input, weight, bias, ()) if fits(layer, input, weight, bias) else None
+    return weight, bias
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
@@ -189,6 +187,13 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
     return None if value is None else activation_kind(value, inner)
 
 
+def plain_kind(function: object, options: dict | None = None) -> str | None:
+    """The same, unless somebody watches the activation."""
+    if isinstance(function, nn.Module) and (hooks_objection(function) or _has_any_global_hook()):
+        return None
+    return activation_kind(function, options)
+
+
 def called_by(function: FunctionType) -> tuple[object, object]:
     """What a function calls with its argument, if it does no more, and the options of that call."""
     known = RECIPES.get(function)
@@ -220,13 +225,35 @@ def call(function, layer, input):
     return activate(function, begin(layer, input))
 
 
+def ready(layer, input) -> tuple | None:
+    """A begun call of a plain layer; None where it must be called as it is."""
+    begun = None if is_dynamo_compiling() else direct.begin(layer, input)
+    if begun is None and type(input) in PLAIN:
+        held = parameters(layer)
+        if held is not None and fits(layer, input, *held):
+            return (Begun, layer, input, *held, ())
+    return begun
+
+
+def _ready_between_hooks(layer, input) -> tuple | None:
+    """The same of a layer under a plan of tensor parallelism, whose weight is a DTensor."""
+    if not isinstance(layer, nn.Module) or not parallel.is_spread(layer):
+        return None
+    watched = hooks_objection(layer) or _has_any_global_hook() or not plain_modes()
+    if watched or not is_untouched(nn.Linear, LAYERS[nn.Linear]) or is_foreign(input):
+        return None
+    held = layer._parameters
+    weight, bias = held.get("weight"), held.get("bias")
+    given = [weight] if bias is None else [weight, bias]
+    if weight is None or any(type(t) in PLAIN or is_foreign(t) for t in given):
+        return None
+    return (Begun, layer, input, weight, bias, ())
+
+
 def begin(layer, input=None, /, **named):
     """In place of ``layer(x)`` or ``layer(input=x)`` where an activation follows."""
-    x, begun = named["input"] if named else input, None
-    if not is_dynamo_compiling():
-        begun = direct.begin(layer, x)
-    if begun is None and isinstance(layer, nn.Module):
-        begun = _begun(layer, x)
+    given = named["input"] if named else input
+    begun = ready(layer, given) or _ready_between_hooks(layer, given)
     if begun is not None:
         return begun
     return layer(**named) if named else layer(input)
@@ -290,14 +317,10 @@ def _activate(memory, function, args, kwargs):
         options = {"inplace": args[1]}
     elif len(args) > 1:
         options = {"more": args}
-    kind = activation_kind(function, options)
-    watched = isinstance(function, nn.Module) and (
-        hooks_objection(function) or _has_any_global_hook()
-    )
+    kind = plain_kind(function, options)
     _, layer, input, weight, _, dropouts = h
     if (
         kind is None
-        or watched
         or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d))
         or (type(weight) not in PLAIN and not parallel.has_whole_sums(layer))
     ):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from . import fit
 from .call import activation_kind
 from .classes import SEQUENTIAL, origin
-from .reading import Step, Text
+from .reading import Text
 from .report import Block
 from .resolve import Value
 from .rewrite import can_change
+from .steps import Step
 
 OPERATORS = {  # of each activation: the operator before, and the fused one
     "none": (None, "linear"),
@@ -36,6 +37,7 @@ class Element:
         text: the code that it is in; None for a child of an nn.Sequential.
         at: the numbers of its run and step there; for a child its name.
         step: as it was read.
+        parts: of each form of a product: its activation, its layer or both layers.
     """
 
     owner: nn.Module
@@ -44,6 +46,7 @@ class Element:
     at: object
     step: Step | None = None
     cls: type | None = None
+    parts: list[list[Element]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple:
@@ -100,6 +103,50 @@ class Layer:
             return meets_next
         return not meets_next and (dropped or not self.meets_parameters)
 
+    def operators(self) -> tuple[list[str], list[str]]:
+        """What runs for it before it is fused and after."""
+        before, after = [], []
+        for value in self.layers:
+            operator, fused = OPERATORS[self.kind]
+            fused = "conv2d_relu" if self.is_convolution else fused
+            before += products(value) + ["Dropout"] * self.drops_before
+            before += [operator] * (operator is not None) + ["Dropout"] * self.drops_after
+            after += [fused] + ["Dropout"] * (self.drops_before + self.drops_after)
+        return before, after
+
+
+@dataclass
+class Gated(Layer):
+    """``act(gate(x)) * up(x)``, and the layer after it where it is part of the same call.
+
+    Attributes:
+        sets: the layers of each call: gate and up, or the one for both, and the layer after them.
+        is_stacked: whether gate and up are one layer.
+    """
+
+    sets: list[list[Value]] = field(default_factory=list)
+    is_stacked: bool = False
+
+    memory_pays = False
+
+    def operators(self) -> tuple[list[str], list[str]]:
+        before, after = [], []
+        label, drop = OPERATORS[self.kind][0], ["Dropout"] * self.drops_before
+        for first, *others in self.sets:
+            act = ["Chunk", label] if self.is_stacked else [label, *products(others.pop(0))]
+            before += [*products(first), *act, "Mul", *drop]
+            before += [operator for value in others for operator in products(value)]
+            fused = f"gated_mlp ({label})" if others else f"linear_glu ({label})"
+            after += [f"linear_glu ({label})", "Dropout", "linear"] if others and drop else [fused]
+            before, after = (o + ["Dropout"] * self.drops_after for o in (before, after))
+        return before, after
+
+
+def products(value: Value) -> list[str]:
+    """The operators of a layer alone."""
+    product = "Conv2d" if isinstance(value.value, nn.Conv2d) else "MatMul"
+    return [product] + ["BiasAdd"] * (value.value.bias is not None)
+
 
 def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
@@ -152,16 +199,8 @@ def blocks(layers: Iterable[Layer], classes: dict[nn.Module, type], path_of) -> 
         chain, before, after = [], [], []
         while layer is not None and layer not in chain:
             chain.append(layer)
-            for value in layer.layers:
-                operator, fused = OPERATORS[layer.kind]
-                product = "MatMul"
-                if layer.is_convolution:
-                    product, fused = "Conv2d", "conv2d_relu"
-                drops = ["Dropout"]
-                before += [product] + ["BiasAdd"] * (value.value.bias is not None)
-                before += drops * layer.drops_before + [operator] * (operator is not None)
-                after += [fused] + drops * layer.drops_before
-                before, after = (o + drops * layer.drops_after for o in (before, after))
+            for whole, part in zip((before, after), layer.operators()):
+                whole += part
             layer = layer.next
         paths = tuple(value.path for layer in chain for value in layer.layers)
         owner, kind = element.owner, origin(type(element.owner)).__name__

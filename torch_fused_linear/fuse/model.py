@@ -7,14 +7,19 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import fit
 from .call import hooks_objection
 from .chains import Chain, Element, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
+from .products import Product
 from .reading import Text, Unreadable, names, place_of
 from .resolve import Resolver, Value
+from .steps import Step
+
+FUSED = (FusedMLP, FusedGatedMLP)
 
 
 class Model:
@@ -52,7 +57,7 @@ class Model:
             if not self._is_inner(module):
                 yield self._flatten(module)
             return
-        if isinstance(module, FusedMLP) or not any(fit.is_layer(m) for m in module.modules()):
+        if isinstance(module, FUSED) or not any(fit.is_layer(m) for m in module.modules()):
             return
         for base, name, function in self.functions_of(module):
             if (base, name) == SEQUENTIAL:
@@ -67,15 +72,19 @@ class Model:
             self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
         self._texts[function] = text
-        resolver, chains = Resolver(module, text), []
-        for number, run in enumerate(text.runs):
-            chain = []
-            for k, step in enumerate(run):
-                values = [] if step.callee is None else resolver.values(step.callee)
-                values = [Value(join(self.paths[module], v.path), v.value) for v in values]
-                chain.append(Element(module, values, text, (number, k), step, base))
-            chains.append(chain)
-        return chains
+        resolver, path = Resolver(module, text), self.paths[module]
+
+        def element(step: Step, at: tuple[int, int]) -> Element:
+            values = [] if step.callee is None else resolver.values(step.callee)
+            values = [Value(join(path, v.path), v.value) for v in values]
+            forms = step.forms if isinstance(step, Product) else ()
+            parts = [[element(s, at) for s in (form.act, *form.layers)] for form in forms]
+            return Element(module, values, text, at, step, base, parts)
+
+        return [
+            [element(step, (number, k)) for k, step in enumerate(run)]
+            for number, run in enumerate(text.runs)
+        ]
 
     def _mentions_activation(self, module: nn.Module, function) -> bool:
         for name in names(function.__code__) | set(function.__code__.co_freevars):

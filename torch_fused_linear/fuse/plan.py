@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..nn.mlp import FusedMLP
 from . import families, fit
 from .call import activation_kind, learn
 from .chains import (
@@ -35,7 +34,8 @@ from .classes import (
     subclass,
 )
 from .families import full_name
-from .model import Model
+from .gated_plan import FILTERED, GatedPlan
+from .model import FUSED, Model
 from .reading import Text, place_of
 from .report import Report, Skipped
 from .resolve import Value
@@ -48,7 +48,6 @@ NORMALISED = (
     "where it is not trained (torch.nn.utils.fuse_conv_bn_eval)"
 )
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
-FILTERED = "filter_fn says no"
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Change:
         return Config(functions, *sets)
 
 
-class Plan:
+class Plan(GatedPlan):
     """Finds what can be fused.
 
     Attributes:
@@ -100,12 +99,13 @@ class Plan:
         self.changes = {module: Change.of(module) for module in self.paths}
         self._asked: dict[str, bool] = {}
         self._results: dict[tuple[nn.Module, Text], set[str]] = {}
+        self._gated: set[tuple] = set()  # places of calls in gated layers
         self._seen: set[int] = set()  # activations that follow a layer somewhere
         self._reasons: dict[type, str | None] = {}
         bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
         self.is_sharded = "FSDPModule" in bases  # whose layers have plain weights when they run
         chains = [chain for module in self.paths for chain in self.model.chains(module)]
-        for step in (self._find_layers, self._link, self._follow_names):
+        for step in (self._find_gated, self._find_layers, self._link, self._follow_names):
             for chain in chains:
                 step(chain)
         self._explain_the_rest()
@@ -116,7 +116,7 @@ class Plan:
         self._find_normalised(chain)
         for i, element in enumerate(chain):
             layers = element.of(fit.is_layer)
-            if not layers:
+            if not layers or element.place in self._gated:
                 continue
             k = pass_over(chain, i + 1)
             if k == len(chain) or not is_activation(chain[k]):
@@ -293,7 +293,7 @@ class Plan:
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
         for element in chain:
-            if element.text is None or element.place in self.layers:
+            if element.text is None or element.place in {*self.layers, *self._gated}:
                 continue
             name = getattr(element.step.data, "id", None)
             if name is None or not is_changeable(element):
@@ -332,7 +332,7 @@ class Plan:
                 if isinstance(child, nn.Module) and activation_kind(child)
                 and id(child) not in self._seen
             ]  # fmt: skip
-            if is_sequential(module) or isinstance(module, FusedMLP):
+            if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]

@@ -12,62 +12,24 @@ import ast
 import hashlib
 import linecache
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
-from .call import METHODS
+from .products import product_of
+from .steps import Run, Step, is_condition, is_harmless, mentions, step_of
 
-# What an expression may be made of that runs between a layer and its activation.
-HARMLESS = (
-    *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.IfExp),
-    *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
-)
 GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
 LOOPS = ("For", "AsyncFor", "While")
+WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
+INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 SEES_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
 
 
 class Unreadable(Exception):
     """Says why the source of a function cannot be had, or believed."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call of one tensor.
-
-    Attributes:
-        node: the call.
-        callee: what is called; None for ``h.relu()``.
-        data: the tensor's expression.
-        is_sole: whether nobody but this call sees what the step before returned, and nothing of
-            consequence runs between the two.
-        guard: the condition under which it comes; None if it always does.
-    """
-
-    node: ast.Call
-    callee: ast.expr | None
-    data: ast.expr
-    is_sole: bool = True
-    guard: ast.expr | None = None
-
-    @property
-    def method(self) -> str | None:
-        return None if self.callee is not None else self.node.func.attr
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether the tensor is all that is given."""
-        return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
-
-    def options(self) -> dict[str, object]:
-        """What is given beside the tensor by name; of what is no constant, the expression."""
-        given = {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
-        return {k: v.value if isinstance(v, ast.Constant) else v for k, v in given.items()}
-
-
-Run = tuple[Step, ...]
 
 
 class Text:
@@ -165,37 +127,10 @@ def is_docstring(statement: ast.AST) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def dotted(node: ast.AST) -> list[str]:
-    """``a.b.c`` as its parts; empty if it is not of this kind."""
-    if isinstance(node, ast.Attribute):
-        before = dotted(node.value)
-        return [*before, node.attr] if before else []
-    return [node.id] if isinstance(node, ast.Name) else []
-
-
-def is_harmless(*nodes: ast.AST | None) -> bool:
-    return all(
-        isinstance(n, HARMLESS) for node in nodes if node is not None for n in ast.walk(node)
-    )
-
-
-def is_condition(node: ast.AST) -> bool:
-    """Harmless, and the same each time it is asked."""
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    inner = {id(part) for call in calls for part in (call, call.func)}
-    return all(dotted(call.func) == ["len"] and is_harmless(*call.args) for call in calls) and all(
-        isinstance(n, HARMLESS) for n in ast.walk(node) if id(n) not in inner
-    )
-
-
 def is_local(target: ast.expr) -> bool:
     """Whether assigning to it changes names and nothing else."""
     parts = target.elts if isinstance(target, ast.Tuple) else [target]
     return all(isinstance(part, ast.Name) for part in parts)
-
-
-def mentions(node: ast.AST, name: str) -> list[ast.Name]:
-    return [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
 
 
 class _Reader:
@@ -237,7 +172,7 @@ class _Reader:
         for statement in block[k + 1 :]:
             if mentions(statement, name):
                 break
-            passes = passes and self._passes(statement)
+            passes = passes and self.passes(statement)
         else:
             return None
         part, guard = statement, None
@@ -248,19 +183,19 @@ class _Reader:
                       and isinstance(n.ctx, ast.Store)}  # fmt: skip
             if mentions(guard, name) or any(mentions(guard, other) for other in stored):
                 return None
-        if not isinstance(part, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
+        if not isinstance(part, WHOLE):
             return None
         reads = [n for n in mentions(part, name) if isinstance(n.ctx, ast.Load)]
         if len(reads) != 1:
             return None
-        step = _step(self.parents[id(reads[0])])
+        step = step_of(self.parents[id(reads[0])])
         if step is None and isinstance(self.parents[id(reads[0])], (ast.Attribute, ast.keyword)):
-            step = _step(self.parents[id(self.parents[id(reads[0])])])
+            step = step_of(self.parents[id(self.parents[id(reads[0])])])
         if step is None or step.data is not reads[0]:
             return None
         return reads[0], passes and self._is_sole(name, block[k], part, reads[0], guard), guard
 
-    def _passes(self, statement: ast.stmt) -> bool:
+    def passes(self, statement: ast.stmt) -> bool:
         """Whether a layer may wait while the statement runs."""
         if isinstance(statement, ast.Assign):
             return all(map(is_local, statement.targets)) and is_harmless(statement.value)
@@ -268,36 +203,46 @@ class _Reader:
 
     def _is_sole(self, name: str, start: ast.stmt, part: ast.stmt, read: ast.Name, guard) -> bool:
         """Whether only `read`, in the statement `part`, sees what `start` assigns to `name`."""
-        if self.is_closed or name in self.code.co_cellvars or name not in self.code.co_varnames:
+        if not self.is_hidden(name) or not self.comes_first(read, part):
             return False
-        # what is called before, or decides whether it is read
-        node = read
-        while node is not part:
-            node = self.parents[id(node)]
-            if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)):
-                return False
-            if isinstance(node, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
-                return False
-        here = read.lineno, read.col_offset
-        for n in ast.walk(part):
-            if isinstance(n, (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
-                around = any(m is read for m in ast.walk(n))
-                if (n.lineno, n.col_offset) < here and not around:
-                    return False
         target, _ = _assignment(part)
-        in_try = any(type(p).__name__ in GUARDED for p in self._around(part))
+        in_try = any(type(p).__name__ in GUARDED for p in self.around(part))
         if guard is not None or (target == name and not in_try):
             return target == name and not in_try
+        return self.is_read_by(name, start, {id(read)})
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether it is a local name that only this function's own code can read."""
+        if self.is_closed or name in self.code.co_cellvars:
+            return False
+        return name in self.code.co_varnames
+
+    def comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
+        """Whether the statement `part` calls nothing before `node`, and `node` once in any case."""
+        for outer in self.around(node):
+            if outer is part:
+                break
+            if isinstance(outer, INNER):
+                return False
+        own, here = {id(n) for n in ast.walk(node)}, (node.lineno, node.col_offset)
+        return all(
+            (n.lineno, n.col_offset) >= here or id(n) in own or any(m is node for m in ast.walk(n))
+            for n in ast.walk(part)
+            if isinstance(n, CALLS)
+        )
+
+    def is_read_by(self, name: str, start: ast.stmt, reads: set[int]) -> bool:
+        """Whether only these nodes see what the statement `start` assigns to `name`."""
         return not any(
             self._reaches(start, n)
             for n in mentions(self.function, name)
-            if n is not read and not isinstance(n.ctx, ast.Store)
+            if id(n) not in reads and not isinstance(n.ctx, ast.Store)
         ) and not any(
             isinstance(n, ast.AugAssign) and getattr(n.target, "id", None) == name
             for n in ast.walk(self.function)
         )
 
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
         while id(node) in self.parents:
             node = self.parents[id(node)]
             yield node
@@ -305,12 +250,12 @@ class _Reader:
     def _reaches(self, start: ast.stmt, read: ast.Name) -> bool:
         """Whether what the statement `start` assigns may be what `read` sees: not if a statement
         that must run before `read` assigns the same name, unless `start` lies between them."""
-        loops = [p for p in self._around(start) if type(p).__name__ in LOOPS]
+        loops = [p for p in self.around(start) if type(p).__name__ in LOOPS]
         is_before = (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset)
-        if is_before and not any(p in loops for p in self._around(read)):
+        if is_before and not any(p in loops for p in self.around(read)):
             return False
         name, inner = read.id, read
-        for outer in self._around(read):
+        for outer in self.around(read):
             for field in ("body", "orelse", "finalbody"):
                 block = getattr(outer, field, None)
                 if isinstance(block, list) and any(s is inner for s in block):
@@ -325,13 +270,16 @@ class _Reader:
 
     def _runs(self, node: ast.AST) -> Iterator[Run]:
         """Runs in the expressions of a statement, or in part of an expression."""
-        steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), None)
-        if steps:
-            yield steps
-            parts = [source, *(k.value for s in steps for k in s.node.keywords if k.arg != "input")]
-            parts += [a for s in steps for a in s.node.args if a is not s.data]
+        steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), node)
+        parts = [k.value for s in steps for k in s.node.keywords if k.arg != "input"]
+        parts += [a for s in steps for a in s.node.args if a is not s.data]
+        product = product_of(self, source)
+        if product or steps:
+            yield (product, *steps) if product else steps
+        if steps and not product:
+            parts.insert(0, source)
         else:
-            parts = [p for p in ast.iter_child_nodes(node) if not isinstance(p, ast.stmt)]
+            parts[:0] = [p for p in ast.iter_child_nodes(source) if not isinstance(p, ast.stmt)]
         for part in parts:
             if not isinstance(part, (ast.Lambda, ast.excepthandler, ast.match_case)):
                 yield from self._runs(part)
@@ -353,32 +301,7 @@ def _assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
 def _unnest(value: ast.AST | None) -> tuple[Run, ast.AST | None]:
     """``self.b(self.a(x))`` as its steps, the first first, and ``x``."""
     steps: list[Step] = []
-    while (step := _step(value)) is not None:
+    while (step := step_of(value)) is not None:
         steps.append(step)
         value = step.data
     return tuple(steps[::-1]), value
-
-
-def _step(node: ast.AST | None) -> Step | None:
-    if not isinstance(node, ast.Call):
-        return None
-    inputs = [k for k in node.keywords if k.arg == "input"]
-    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
-    if is_method and not node.args and not node.keywords:
-        return Step(node, None, node.func.value)
-    others = [*node.args[1:], *(k.value for k in node.keywords if k.arg != "input")]
-    if any(k.arg is None for k in node.keywords) or not is_harmless(*others):
-        return None
-    data = node.args[0] if node.args else inputs[0].value if inputs else None
-    if data is None or (node.args and inputs) or isinstance(data, ast.Starred):
-        return None
-    if inputs and node.keywords[0].arg != "input":
-        return None
-    return Step(node, node.func, data) if is_callee(node.func) else None
-
-
-def is_callee(node: ast.expr) -> bool:
-    """``self.a.b``, ``self.layers[i]``, ``layer`` or ``getattr(self, name)``."""
-    if isinstance(node, ast.Call):
-        return dotted(node.func) == ["getattr"] and len(node.args) == 2
-    return is_harmless(node) and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))

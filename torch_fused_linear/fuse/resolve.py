@@ -13,8 +13,9 @@ from typing import NamedTuple
 from torch import nn
 
 from . import call
-from .reading import Text, Unreadable, dotted, is_docstring
+from .reading import Text, Unreadable, is_docstring
 from .rewrite import cells
+from .steps import dotted
 
 MISSING = object()
 ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}

@@ -11,15 +11,17 @@ import ast
 import dis
 import hashlib
 import linecache
-from functools import reduce
+from functools import partial, reduce
 from types import CellType, FunctionType
 from typing import NamedTuple
 
 import torch
 
 from .. import functional
-from . import call
-from .reading import Run, Step, Text
+from . import call, gated
+from .products import Product, halved, is_torch_chunk
+from .reading import Text
+from .steps import Run, Step
 
 HELPERS = {
     "fused_call": call.call,
@@ -31,6 +33,13 @@ HELPERS = {
     "fused_unless": call.unless,
     "fused_method_relu": call.METHODS["relu"],
     "fused_method_relu_": call.METHODS["relu_"],
+    "fused_gated": gated.gated,
+    "fused_gated_halves": gated.gated_halves,
+    "fused_method_chunk": gated.method_chunk,
+    "fused_both": gated.both,
+    "fused_down": gated.down,
+    "fused_value": call.value,
+    "fused_partial": partial,
     "fused_is_scripting": torch.jit.is_scripting,
     "fused_run_sequential": call.run_sequential,
     "fused_linear": functional.linear,
@@ -38,6 +47,8 @@ HELPERS = {
     "fused_linear_gelu": functional.linear_gelu,
     "fused_linear_silu": functional.linear_silu,
     "fused_conv2d_relu": functional.conv2d_relu,
+    "fused_linear_glu": functional.linear_glu,
+    "fused_gated_mlp": functional.gated_mlp,
 }
 FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
 FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
@@ -94,6 +105,9 @@ def cells(function: FunctionType) -> dict[str, object]:
 def can_change(text: Text, step: Step) -> bool:
     """Whether the call is written in a way that pieces can be put into."""
     node, cut = step.node, _Cut(text)
+    if isinstance(step, Product):
+        signs = [cut.between(form.node.left, form.node.right, to_start=True) for form in step.forms]
+        return all(sign.count(b"*") == 1 and b"#" not in sign for sign in signs)
     if step.callee is None:
         return cut.between(step.data, node).lstrip().startswith(b".")
     first = node.args[0] if node.args else node.keywords[0]
@@ -148,9 +162,59 @@ class _Edits:
 
     def around(self, step: Step, before: str, after: str) -> None:
         """``f(x)`` becomes ``before x after``."""
+        self.peel(step.node, step.data, before, after)
+
+    def peel(self, node: ast.AST, inner: ast.AST, before: str, after: str) -> None:
+        """What is around `inner` becomes this, on as many lines."""
         cut = self.cut
-        self.put(cut.start(step.node), cut.start(step.data), before)
-        self.put(cut.end(step.data), cut.end(step.node), after)
+        for start, end, piece in (
+            (cut.start(node), cut.start(inner), before),
+            (cut.end(inner), cut.end(node), after),
+        ):
+            lines = "\n" * cut.source[start:end].count(b"\n")
+            self.put(start, end, piece + lines if piece is before else lines + piece)
+
+    def gated(self, product: Product, is_begun: bool, refuses: bool) -> None:
+        """``act(gate(x)) * up(x)`` becomes ``gated(order, act, gate, up, x, x)``."""
+        for form in product.forms:
+            layers = [ast.unparse(layer.callee) for layer in form.layers]
+            if refuses:
+                layers = [f"fused_unless(self, {layer})" for layer in layers]
+            helper, options = "fused_gated", ""
+            if form.halves is not None:
+                helper, options = "fused_gated_halves", f", {arguments(form.halves)}"
+                layers.append(chunk_of(form.halves))
+            head = f"{helper}({form.order!r}, {called(form.act)}, {', '.join(layers)}, "
+            head = head if is_begun else f"fused_value({head}"
+            cut, node = self.cut, form.node
+            star = cut.source.index(b"*", cut.end(node.left))
+            self.put(cut.start(node), cut.start(node), head)
+            self.put(star, star + 1, ",")
+            self.put(cut.end(node), cut.end(node), options + (")" if is_begun else "))"))
+        self.peel_calls(product)
+
+    def gated_script(self, steps: Run, operator: str, tensors: str) -> None:
+        """The same for TorchScript: the operator of the left factor's tensor."""
+        product, *others = steps
+        for step in others[::-1]:
+            self.around(step, "(", ")")
+        node = product.node
+        cut = self.cut
+        star = cut.source.index(b"*", cut.end(node.left))
+        self.put(cut.start(node), cut.start(node), f"{operator}(")
+        self.put(star, cut.end(node), f"{tensors})")
+        self.peel_calls(product)
+
+    def peel_calls(self, product: Product) -> None:
+        """What the layers and the activation are called with stays in their place."""
+        done = set()
+        for form in product.forms:
+            for step in (form.act, *form.layers):
+                if id(step.node) not in done:
+                    self.around(step, "(", ")")
+            if form.halves is not None and id(form.halves) not in done:
+                self.peel(form.halves, halved(form.halves), "fused_both(", ")")
+            done |= {id(call) for call in form.calls}
 
     def render(self, start: int, end: int) -> bytes:
         pieces, at = [], start
@@ -174,6 +238,15 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     chosen = sorted(_apart(text, marks), key=lambda m: _order(text.runs[m.run], m))
     for mark in chosen:
         steps = text.runs[mark.run][mark.first : mark.last + 1]
+        if isinstance(steps[0], Product):
+            for step in steps[:0:-1]:
+                helper = "fused_down" if step is steps[-1] else "fused_through"
+                edits.call(step, helper, refuses and step is steps[-1])
+            edits.gated(steps[0], len(steps) > 1, refuses)
+            if mark.script:
+                script.gated_script(steps, *mark.script)
+            expressions += [node for step in steps for node in step.nodes]
+            continue
         guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
         begin = "fused_begin" if len(steps) > 1 else "fused_follow"
         if guard is not None:
@@ -204,16 +277,41 @@ def is_simple(steps: Run, mark: Mark) -> bool:
     return is_nested and not mark.low and all(s.node.args and s.is_bare for s in steps)
 
 
+def called(step: Step) -> str:
+    """What is called, with what is given beside the tensor."""
+    if step.callee is None:
+        return f"fused_method_{step.method}"
+    named = [k for k in step.node.keywords if k.arg != "input"]
+    if not named:
+        return ast.unparse(step.callee)
+    return f"fused_partial({ast.unparse(step.callee)}, {', '.join(map(ast.unparse, named))})"
+
+
+def chunk_of(halves: ast.Call) -> str:
+    return "torch.chunk" if is_torch_chunk(halves) else "fused_method_chunk"
+
+
+def arguments(halves: ast.Call) -> str:
+    """What is given to ``chunk`` beside the tensor."""
+    given = [*halves.args[is_torch_chunk(halves) :], *halves.keywords]
+    return ", ".join(map(ast.unparse, given))
+
+
 def _apart(text: Text, marks: tuple[Mark, ...]) -> list[Mark]:
     """The marks without those whose calls are in another: a call may be an activation in one run
     and a layer in the next."""
     taken, kept = set(), []
-    for mark in sorted(marks, key=lambda m: m.first == m.last):
-        calls = {id(step.node) for step in text.runs[mark.run][mark.first : mark.last + 1]}
+    for mark in sorted(marks, key=lambda m: (not is_gated(text, m), m.first == m.last)):
+        steps = text.runs[mark.run][mark.first : mark.last + 1]
+        calls = {id(node) for step in steps for node in step.nodes}
         if not calls & taken:
             kept.append(mark)
             taken |= calls
     return kept
+
+
+def is_gated(text: Text, mark: Mark) -> bool:
+    return isinstance(text.runs[mark.run][mark.first], Product)
 
 
 def _order(run: Run, mark: Mark) -> tuple[int, int]:

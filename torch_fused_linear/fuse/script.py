@@ -6,15 +6,19 @@ the operator, and anywhere else what it always had. Python goes on running the d
 
 from __future__ import annotations
 
+import ast
+
 from torch import nn
 
 from . import classes, fit
 from .call import _has_any_global_hook
 from .classes import SEQUENTIAL, Config, origin, subclass
 from .families import CONV1D, full_name
+from .products import Product
 from .reading import Text
 from .resolve import Resolver
-from .rewrite import Mark, unwrapped
+from .rewrite import Mark, arguments, unwrapped
+from .steps import Run
 
 SEQUENTIAL_TEXT = """def forward(self, input):
     if fused_is_scripting():
@@ -47,6 +51,8 @@ def script_config(module: nn.Module, config: Config) -> Config:
 def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None:
     """The operator for a mark and its arguments after the parameters; None for the original."""
     steps = text.runs[mark.run][mark.first : mark.last + 1]
+    if isinstance(steps[0], Product):
+        return chosen_gated(steps, resolver)
     layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
     between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
     if len(between) != max(len(steps) - 2, 0) or _has_any_global_hook():
@@ -61,6 +67,37 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
             return None
     found = {operator(layer, kind, between, mark.low) for layer in layers for kind in kinds}
     return found.pop() if len(found) == 1 else None
+
+
+def chosen_gated(steps: Run, resolver: Resolver) -> tuple[str, str] | None:
+    """The same for a gated layer that is written in one way, and for the block."""
+    form, *others = steps[0].forms
+    act, layers = form.act, [*form.layers, *steps[1:][-1:]]
+    found = [v.value for layer in layers for v in resolver.values(layer.callee)]
+    between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
+    kinds = ["relu"]
+    if act.callee is not None:
+        options = act.options() or None
+        kinds = [fit.plain_kind(v.value, options) for v in resolver.values(act.callee)]
+    if others or len(kinds) != 1 or None in kinds or len(found) != len(layers):
+        return None
+    if not all(fit.is_linear(m) and operator(m, None, between, False) for m in found):
+        return None
+    if form.halves is not None and arguments(form.halves) not in ("2, -1", "2, dim=-1"):
+        return None
+    if form.halves is None and found[0].weight.shape != found[1].weight.shape:
+        return None
+    texts = [(ast.unparse(layer.callee), m) for layer, m in zip(layers, found)]
+    tensors = []
+    for name in ("weight", "bias"):
+        held = [f"{text}.{name}" if getattr(m, name) is not None else "None" for text, m in texts]
+        if form.halves is not None:
+            both = held.pop(0)
+            held[:0] = [both, "None"] if form.order[0] == "0" else [
+                both if both == "None" else f"{both}.chunk(2)[{k}]" for k in (1, 0)]  # fmt: skip
+        tensors += held
+    name = "gated_mlp" if len(steps) > 1 else "linear_glu"
+    return f"fused_{name}", f", {', '.join(tensors)}, {kinds[0]!r}"
 
 
 def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
