@@ -121,6 +121,24 @@ def globals_copied() -> None:
     rewrite.dressed = dressed
 
 
+def other_half_gated() -> None:
+    original = rewrite.HELPERS["fused_gated_halves"]
+
+    def swapped(order, *args, **kwargs):
+        return original("10"[int(order[0])] + order[1:], *args, **kwargs)
+
+    rewrite.HELPERS["fused_gated_halves"] = swapped
+
+
+def one_input_for_both_factors() -> None:
+    original = rewrite.HELPERS["fused_gated"]
+    rewrite.HELPERS["fused_gated"] = lambda *args: original(*args[:5], args[4])
+
+
+def read_of_a_factor_ignored() -> None:
+    reading._Reader.is_read_by = lambda *args: True
+
+
 def children_remembered() -> None:
     """A Sequential runs what it held when it was fused."""
     fuse, kept = tree_compare.tfl.fuse_, {}

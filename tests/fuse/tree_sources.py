@@ -131,6 +131,7 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
         return linear(rng, i, o, simple)
 
     sizes = {"fc1": (4, 6), "fc2": (6, 4), "fc3": (4, 4), "fc4": (6, 6), "__own": (4, 4)}
+    sizes |= {"wide": (4, 6), "both": (4, 12)}
     found = {name: line(*size) for name, size in sizes.items()}
     several = ", ".join(line(4, 4) for _ in range(rng.choice([1, 2, 3])))
     acts = ", ".join(rng.choice(MODULES) for _ in range(3))
@@ -149,6 +150,7 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     found["stem"] = "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 1))"
     found["drop"], found["flag"] = drop, str(rng.random() < 0.5)
     found["approx"] = repr(rng.choice(["none", "tanh"]))
+    found["axis"] = rng.choice(["-1", "-1", "0"])
     found["kind"] = repr(rng.choice(["relu", "tanh gelu"]))
     needed = [n for n in found if re.search(rf"self\.{n}\b|[\"']{n}[\"']", text)]
     if "tied" in needed and "fc3" not in needed:

@@ -103,6 +103,30 @@ N4a = A(self.conv((E4).reshape(1, 1, -1, 4))).reshape(x.shape)
 N4a = self.stem((E4).reshape(1, 1, -1, 4)).reshape(x.shape)
 ---
 N4a = self.helper(E4)
+---
+N6a = A(L46(V4)) * L46(V4)
+---
+T4a = E4
+N4b = L64(L46(T4a) * A(self.wide(T4a)))
+---
+T4a = E4
+T6g = A(self.wide(T4a))
+T6u = L46(T4a)
+N4b = L64(self.drop(T6g * T6u))
+---
+T4a = E4
+T6g = self.wide(T4a)
+T4a = L46(T4a)
+T4a = A(T6g) * T4a
+N4b = L64(T4a)
+---
+T6g, T6u = self.both(E4).chunk(2, dim=-1)
+N4b = L64(A(T6u) * T6g)
+---
+N6a = self.both(E4)
+N6b, N6a = N6a.chunk(2, -1)
+N6a = N6a * A(N6b)
+N4b = self.drop(L64(N6a))
 """
 
 WILD = """
@@ -313,6 +337,47 @@ N4a = (F.relu if C else torch.tanh)(L44(E4))
 ---
 N4a = (L44 if C else L44)(E4).relu()
 ---
+N4a = A(L44(V4)) * L44(V4) * L44(V4)
+---
+N4a = sum(T4g(T4l(V4)) * L44(V4) for T4l, T4g in zip(self.layers, self.acts))
+---
+T4a = (E4) * 1
+T6g = self.wide(T4a)
+T4a.mul_(0.5)
+N4b = L64(A(T6g) * self.fc1(T4a))
+---
+T4a = E4
+T6g = self.wide(T4a)
+T4a = V4
+T6u = L46(T4a)
+N4b = L64(A(T6g) * T6u)
+---
+T4a = (E4) * 1
+T6g = A(self.wide(T4a))
+N6u = L46(T4a)
+N4b = L64(T6g * N6u) + T6g.sum()
+---
+T4a = E4
+T6g, T6u = torch.chunk(self.both(T4a), 2, dim=x.dim() - 1)
+N6b = T6g * A(T6u) if C else A(T6g) * T6u
+---
+T4a = E4
+T6g, T6u = self.both(T4a).chunk(2, dim=self.axis)
+N4b = L64(T6g * A(T6u) if C else A(T6g) * T6u)
+---
+T4a = E4
+T6g = F.gelu(self.wide(T4a), approximate="tanh")
+N4b = A(L64(T6g * L46(T4a)))
+---
+T4a = E4
+try:
+    T6g = self.wide(T4a)
+    T6u = L46(T4a)
+    N4b = L64(A(T6g) * T6u)
+except TypeError:
+    N4b = T4a
+    raise
+---
 N4a = OWN.helper(self, E4)
 ---
 N4a = E4 if isinstance(self, OWN) else x
@@ -326,7 +391,7 @@ PARTS = ["N4a = self.parts[0](E4)", "N4a = E4\nfor T4p in self.parts:\n    N4a =
 SIMPLE, WILD = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WILD))
 
 LAYERS = {
-    "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]"],
+    "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]", "self.wide"],
     "64": ["self.fc2", 'self._modules["fc2"]', "self.seq[-1]"],
     "44": ["self.fc3", 'self.get_submodule("fc3")', "self.layers[0]", "self.__own", "self.__own"],
     "66": ["self.fc4", "next(iter([self.fc4]))"],

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..functional import gated_mlp, linear_glu
-from .call import Begun, call, follow, is_begun, parameters, plain_kind, ready, value
+from .call import METHODS, Begun, call, follow, is_begun, parameters, plain_kind, ready, value
 
 
 def gated(order, act, gate, up, left, right):
@@ -44,7 +44,7 @@ def gated_halves(order, act, layer, chunk, left, right, /, *args, **kwargs):
     `order` says which half is gate's, and of which each factor is.
     """
     half, factors = order.split()
-    kind = plain_kind(act) if left is right else None
+    kind = plain_kind(act) if left is right and not _is_in_place(act) else None
     begun = ready(layer, left) if kind else None
     is_known = chunk is method_chunk or chunk is torch.chunk
     if begun and is_known and _is_in_two(begun, *args, **kwargs):
@@ -57,6 +57,12 @@ def gated_halves(order, act, layer, chunk, left, right, /, *args, **kwargs):
     g, u = chunk(layer(left), *args, **kwargs)
     g, u = (g, u) if half == "0" else (u, g)
     return act(g) * u if factors == "gu" else u * act(g)
+
+
+def _is_in_place(act):
+    """Whether it writes into a half, which torch forbids where there are gradients."""
+    given = act.keywords if type(act) is partial else getattr(act, "__dict__", {})
+    return given.get("inplace", False) or act in (torch.relu_, METHODS["relu_"])
 
 
 def method_chunk(h, /, *args, **kwargs):

@@ -56,10 +56,12 @@ class Resolver:
         if isinstance(target, ast.Name):
             self.assigned.setdefault(target.id, []).append((value, iterated))
         elif isinstance(target, ast.Tuple):
+            is_zip = isinstance(iterated, ast.Call) and dotted(iterated.func) == ["zip"]
+            zipped = iterated.args if is_zip and len(iterated.args) == len(target.elts) else []
             for k, part in enumerate(target.elts):
                 one = value.elts[k : k + 1] if isinstance(value, ast.Tuple) else []
                 if one or iterated is not None:  # all that may come, which is enough to know
-                    self._assign(part, *one or [None], iterated)
+                    self._assign(part, *one or [None], *zipped[k : k + 1] or [iterated])
 
     def values(self, node: ast.expr, depth: int = 0) -> list[Value]:
         """What it may be; empty if that is not known."""
