@@ -22,7 +22,7 @@ using dispatch::OptionalTensor;
 
 // What know_plain was given, kept for good.
 PyObject *layers, *activations, *relus, *gelu, *silu, *begun, *global_hooks, *untouched,
-    *linear_class, *conv_class;
+    *linear_class, *conv_class, *glu;
 
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
@@ -104,18 +104,25 @@ struct Ready {
   const Tensor& input;
   PyObject *weight, *bias;  // borrowed
   OptionalTensor transposed;
+  PyObject* wrapped() const {
+    return transposed ? THPVariable_Wrap(*transposed) : Py_NewRef(weight);
+  }
   const Tensor& matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
   OptionalTensor vector() const {
     return bias == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias));
   }
 };
 
-std::optional<Ready> ready(PyObject* layer, PyObject* input) {
+// The parameters of a plain layer, borrowed, and its class's groups.
+struct Plain {
+  PyObject *weight, *bias, *groups;
+};
+
+std::optional<Plain> plain(PyObject* layer) {
   static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
                          *const bias_name = intern("bias"), *const groups_name = intern("groups");
-  if (layers == nullptr || !THPVariable_CheckExact(input)) return std::nullopt;
-  PyObject* cls = reinterpret_cast<PyObject*>(Py_TYPE(layer));
-  PyObject* forward = item(layers, cls);
+  if (layers == nullptr) return std::nullopt;
+  PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
   if (forward == nullptr) return std::nullopt;
   const Reference dict(PyObject_GenericGetDict(layer, nullptr));
   if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
@@ -129,16 +136,27 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
       !(bias == Py_None || THPVariable_CheckExact(bias))) {
     return std::nullopt;
   }
+  return Plain{weight, bias, item(dict.object, groups_name)};
+}
+
+// transformers' Conv1D has its weight transposed; the operators take any strides.
+OptionalTensor transposed(PyObject* layer, const Tensor& weight) {
+  const bool is_linear = reinterpret_cast<PyObject*>(Py_TYPE(layer)) == linear_class;
+  return is_linear ? std::nullopt : OptionalTensor(weight.t());
+}
+
+std::optional<Ready> ready(PyObject* layer, PyObject* input) {
+  const auto found = THPVariable_CheckExact(input) ? plain(layer) : std::nullopt;
+  if (!found) return std::nullopt;
+  const auto [weight, bias, groups] = *found;
   Ready call{THPVariable_Unpack(input), weight, bias, {}};
   const Tensor& w = THPVariable_Unpack(weight);
   bool fit = false;
-  if (cls == conv_class) {
-    PyObject* groups = item(dict.object, groups_name);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class) {
     fit = groups != nullptr && PyLong_CheckExact(groups) && w.dim() == 4 && call.input.dim() <= 4 &&
           fits(call.input, w, bias, 3, w.size(1) * PyLong_AsLong(groups));
   } else if (w.dim() == 2) {
-    // transformers' Conv1D; the operators take any strides
-    if (cls != linear_class) call.transposed = w.t();
+    call.transposed = transposed(layer, w);
     fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
   }
   return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
@@ -149,9 +167,7 @@ PyObject* begin(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const auto found = count == 2 ? ready(given[0], given[1]) : std::nullopt;
   if (!found) Py_RETURN_NONE;
-  PyObject* weight =
-      found->transposed ? THPVariable_Wrap(*found->transposed) : Py_NewRef(found->weight);
-  return Py_BuildValue("(OOONO())", begun, given[0], given[1], weight, found->bias);
+  return Py_BuildValue("(OOONO())", begun, given[0], given[1], found->wrapped(), found->bias);
   END_HANDLE_TH_ERRORS
 }
 
@@ -237,11 +253,87 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// gated(function, layer, other layer or None, input, up_first) -> a begun gated layer,
+// (Begun, glu, (input, gate, up, gate_bias, up_bias, activation), None, None, ()), or None
+PyObject* gated(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const std::string_view kind = count == 5 && layers != nullptr ? kind_of(given[0]) : "";
+  const auto first = kind.empty() ? std::nullopt : ready(given[1], given[3]);
+  if (!first || first->matrix().dim() != 2) Py_RETURN_NONE;
+  PyObject *gate = nullptr, *up = nullptr, *gate_bias = nullptr, *up_bias = nullptr;
+  if (given[2] != Py_None) {
+    const auto second = ready(given[2], given[3]);
+    if (!second || second->matrix().sizes() != first->matrix().sizes()) Py_RETURN_NONE;
+    up = second->wrapped();
+    up_bias = Py_NewRef(second->bias);
+  } else if (first->matrix().size(0) % 2 != 0) {
+    Py_RETURN_NONE;
+  } else if (given[4] == Py_True) {
+    const auto weights = first->matrix().chunk(2);
+    gate = THPVariable_Wrap(weights[1]);
+    up = THPVariable_Wrap(weights[0]);
+    if (const auto bias = first->vector()) {
+      const auto biases = bias->chunk(2);
+      gate_bias = THPVariable_Wrap(biases[1]);
+      up_bias = THPVariable_Wrap(biases[0]);
+    }
+  }
+  const auto or_none = [](PyObject* owned) { return owned ? owned : Py_NewRef(Py_None); };
+  if (gate == nullptr) {
+    gate = first->wrapped();
+    gate_bias = Py_NewRef(first->bias);
+  }
+  PyObject* name = PyUnicode_FromStringAndSize(kind.data(), kind.size());
+  return Py_BuildValue("(OO(ONNNNN)OO())", begun, glu, given[3], gate, or_none(up),
+                       or_none(gate_bias), or_none(up_bias), name, Py_None, Py_None);
+  END_HANDLE_TH_ERRORS
+}
+
+OptionalTensor optional(PyObject* object) {
+  return object == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(object));
+}
+
+// down(layer, a begun gated layer) -> the block's result or None
+PyObject* down(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 2 || layers == nullptr || !PyTuple_CheckExact(given[1]) ||
+      PyTuple_GET_SIZE(given[1]) != 6 || PyTuple_GET_ITEM(given[1], 1) != glu ||
+      PyTuple_GET_SIZE(PyTuple_GET_ITEM(given[1], 5)) != 0) {
+    Py_RETURN_NONE;
+  }
+  const auto part = [&](Py_ssize_t k) {
+    return PyTuple_GET_ITEM(PyTuple_GET_ITEM(given[1], 2), k);
+  };
+  const auto found = plain(given[0]);
+  for (Py_ssize_t k = 0; k < 5; ++k) {
+    if (part(k) != Py_None && !THPVariable_CheckExact(part(k))) Py_RETURN_NONE;
+  }
+  if (!found || THPVariable_Unpack(found->weight).dim() != 2) Py_RETURN_NONE;
+  const Tensor x = THPVariable_Unpack(part(0)), gate = THPVariable_Unpack(part(1));
+  const OptionalTensor up = optional(part(2)), gate_bias = optional(part(3)),
+                       up_bias = optional(part(4)), bias = optional(found->bias);
+  Tensor weight = THPVariable_Unpack(found->weight);
+  if (const auto matrix = transposed(given[0], weight)) weight = *matrix;
+  // the rows of gate are what the layer's input will have for features
+  if (!fits(gate, weight, found->bias, 2, weight.size(1) * (up ? 1 : 2))) Py_RETURN_NONE;
+  const std::string_view kind = PyUnicode_AsUTF8(part(5));
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fused::gated_mlp", "")
+                             .typed<dispatch::GatedMlp>();
+  Tensor result;
+  {
+    const pybind11::gil_scoped_release released;
+    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
 // know_plain(layers, activations, relus, gelu, silu, Begun, global hooks, untouched, Linear,
-// Conv2d)
+// Conv2d, the function of a begun gated layer)
 PyObject* know_plain(PyObject*, PyObject* arguments) {
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOO", &layers, &activations, &relus, &gelu, &silu,
-                        &begun, &global_hooks, &untouched, &linear_class, &conv_class)) {
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOO", &layers, &activations, &relus, &gelu, &silu,
+                        &begun, &global_hooks, &untouched, &linear_class, &conv_class, &glu)) {
     return nullptr;
   }
   Py_INCREF(arguments);  // for good
@@ -255,10 +347,12 @@ PyCFunction function(F* f) {
 
 }  // namespace
 
-PyMethodDef expression_methods[5] = {
+PyMethodDef expression_methods[7] = {
     {"begin", function(begin), METH_FASTCALL, nullptr},
     {"activate", function(activate), METH_FASTCALL, nullptr},
     {"call", function(call), METH_FASTCALL, nullptr},
+    {"gated", function(gated), METH_FASTCALL, nullptr},
+    {"down", function(down), METH_FASTCALL, nullptr},
     {"know_plain", know_plain, METH_VARARGS, nullptr},
     {},
 };

@@ -5,7 +5,7 @@
 
 namespace fused {
 
-// begin, activate, call and know_plain, for PyModule_AddFunctions.
-extern PyMethodDef expression_methods[5];
+// begin, activate, call, gated, down and know_plain, for PyModule_AddFunctions.
+extern PyMethodDef expression_methods[7];
 
 }  // namespace fused

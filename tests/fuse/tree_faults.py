@@ -27,14 +27,14 @@ from torch import nn  # noqa: E402
 from trees import grow  # noqa: E402
 
 from torch_fused_linear import _library  # noqa: E402
-from torch_fused_linear.fuse import call, classes, reading, rewrite  # noqa: E402
+from torch_fused_linear.fuse import call, classes, gated, reading, rewrite  # noqa: E402
 
 MOST_TREES = 600  # within which a fault must show
 
 
 def in_python() -> None:
     """Decisions are made by the Python code alone, where faults can be planted."""
-    call.direct = _library._NotDirect()
+    call.direct = gated.direct = _library._NotDirect()
 
 
 def hooks_ignored() -> None:

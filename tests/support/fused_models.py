@@ -68,6 +68,12 @@ def results(model: nn.Module, inputs: Sequence | dict) -> list[Tensor | None]:
     return [output.detach(), *(None if t.grad is None else t.grad.clone() for t in leaves)]
 
 
+def gated(report) -> list[str]:
+    """The gated operators that a report of fuse_ names."""
+    names = [name for block in report.fused for name in block.after]
+    return [name for name in names if name.startswith(("gated_mlp", "linear_glu"))]
+
+
 def cast(inputs, dtype: torch.dtype):
     """The floating inputs in this dtype."""
 

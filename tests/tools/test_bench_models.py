@@ -26,6 +26,7 @@ from torch_fused_linear.bench.timing import Number
 CPU = torch.device("cpu")
 TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}
 BLOCKS = {"ViT-tiny": 2, "BERT-tiny": 3, "GPT-2 tiny": 2, "OPT-tiny": 2, "DLRM tiny": 1}
+BLOCKS["LLaMA-tiny"] = 2
 BLOCKS |= {"TD3 tiny": 1, "VGG-tiny": 4, "ResNet-tiny, folded": 9}
 LIBRARIES = {"ViT-tiny": "timm", "DLRM tiny": "torch", "TD3 tiny": "torch", "VGG-tiny": "torch"}
 LIBRARIES["ResNet-tiny, folded"] = "torchvision"
@@ -101,19 +102,22 @@ def test_each_model_is_of_its_size_and_activation(name, activation):
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     known = {"ViT-B/16": 86.6, "BERT-base": 109.5, "GPT-2 small": 124.4, "OPT-125M": 125.2}
     known |= {"VGG-16": 138.36, "ResNet-50, folded": 25.53, "TD3 critic": 0.0722}
+    known["LLaMA, 16 layers"] = 16 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e6 + 2 * 8192 * 2048 / 1e6
     assert millions == pytest.approx(known.get(name, 3.52), rel=0.01)
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    operator = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)"}.get(activation)
+    operator = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)", "silu": "gated_mlp (SiLU)"}
     report = tfl.fuse_(model)
     blocks = {"BERT-base": 13, "DLRM top MLP": 1, "TD3 critic": 1}
-    blocks |= {"VGG-16": 14, "ResNet-50, folded": 33}
+    blocks |= {"VGG-16": 14, "ResNet-50, folded": 33, "LLaMA, 16 layers": 16}
     assert len(report.fused) == blocks.get(name, 12)
     if name in ("VGG-16", "ResNet-50, folded"):
         assert report.fused[0].after == ("conv2d_relu",)
         assert not report.skipped
         return
     assert not report.skipped
-    assert {block.after[0] for block in report.fused} == {operator or "linear_gelu (erf)"}
+    assert {block.after[0] for block in report.fused} == {
+        operator.get(activation, "linear_gelu (erf)")
+    }
 
 
 def test_a_missing_package_is_told_in_words(monkeypatch, capsys):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_fused_linear.bench import gated
 from torch_fused_linear.bench.convolutions import (
     COMPILED_CONVOLUTIONS,
     CONVOLUTIONS,
@@ -18,7 +19,7 @@ from torch_fused_linear.bench.convolutions import (
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The operators' names of the activations as cases name them.
-KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf"}
+KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf", "silu": "silu"}
 ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
 ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
 
@@ -37,17 +38,23 @@ MODELS = (
     ("BERT-base", "gelu", (32, 512)),
     ("GPT-2 small", "gelu", (8, 1024)),
     ("OPT-125M", "relu", (8, 1024)),
+    ("LLaMA, 16 layers", "silu", (4, 2048)),
     ("DLRM top MLP", "relu", (8192, 1)),
     ("TD3 critic", "relu", (256, 1)),
     ("VGG-16", "relu", (32, 224, 224)),
     ("ResNet-50, folded", "relu", (32, 224, 224)),
 )
-MEMORY_MODELS = (("ViT-B/16", "gelu-erf", (32, 197)), ("ViT-B/16", "gelu", (32, 197)))
+MEMORY_MODELS = (
+    ("ViT-B/16", "gelu-erf", (32, 197)),
+    ("ViT-B/16", "gelu", (32, 197)),
+    ("LLaMA, 16 layers", "silu", (4, 2048)),
+)
 TINY_MODELS = (
     ("ViT-tiny", "gelu-erf", (2, 5)),
     ("BERT-tiny", "gelu", (2, 4)),
     ("GPT-2 tiny", "gelu", (2, 4)),
     ("OPT-tiny", "relu", (2, 4)),
+    ("LLaMA-tiny", "silu", (2, 4)),
     ("DLRM tiny", "relu", (4, 1)),
     ("TD3 tiny", "relu", (4, 1)),
     ("VGG-tiny", "relu", (2, 8, 8)),
@@ -95,6 +102,11 @@ class Case:
     @property
     def amount(self) -> str:
         return f"{'N' if self.conv else 'T'}={self.tokens}"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is a block with two layers from the first size to the second."""
+        return self.suite.startswith("gated")
 
     @property
     def with_gradients(self) -> bool:
@@ -183,6 +195,42 @@ SUITES = {
         modes=("forward", "step"),
         baselines=("eager", "addmm"),
         seconds=0.4,
+    ),
+    "gated": Suite(
+        about="gated block of a language model with SiLU, inference and training step",
+        sizes=gated.SIZES,
+        tokens=(1, 8, 64, 8192),  # few for inference only: see worth_the_time
+        modes=("forward", "step"),
+        baselines=("eager", "mm", "compile", "liger", "quack"),
+        seconds=1.0,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "gated-host": Suite(
+        about="CPU time per call of a gated block, the GPU not waited for",
+        sizes=gated.SIZES[:1],
+        tokens=(1, 64),
+        modes=("forward", "step"),
+        baselines=("eager", "liger"),
+        seconds=0.4,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "gated-memory": Suite(
+        about="memory that a gated block keeps for its backward, and takes at most",
+        sizes=gated.SIZES,
+        tokens=(8192,),
+        modes=("saved", "peak"),
+        baselines=("eager", "liger", "quack"),
+        seconds=0.0,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
     ),
     "conv": Suite(
         about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
@@ -283,6 +331,8 @@ def worth_the_time(case: Case) -> bool:
         return case.sizes in SMALL_LAYERS
     if case.suite == "activation":
         return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "gated" and case.tokens < 8192:
+        return case.mode == "forward"
     if case.suite == "conv" and case.mode == "graph":
         return case.dtype == "bf16" and case.conv.last
     return True
@@ -298,6 +348,8 @@ def worth_compiling(case: Case) -> bool:
         return False
     if case.conv:
         return case.conv in COMPILED_CONVOLUTIONS
+    if case.is_gated:
+        return case.tokens in (1, 8192)
     if case.suite == "layer":
         return case.sizes == (1024, 4096) and case.tokens == 8192
     return case.suite == "mlp-small" or (case.suite == "ffn" and case.tokens == 8192)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import ACTIVATIONS
-from torch_fused_linear.bench import convolutions, edge
+from torch_fused_linear.bench import convolutions, edge, gated
 from torch_fused_linear.bench.cases import KINDS, Case
 from torch_fused_linear.bench.operands import Operands
 from torch_fused_linear.bench.timing import Call, Contender
@@ -32,6 +32,7 @@ BASELINES = (
     *("eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
     "copy",  # of the suite `activation` only
     "conv",  # of convolutions only
+    *gated.OTHERS,  # of gated blocks only
 )
 POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
@@ -74,6 +75,8 @@ def eager_stack(case: Case, data: Operands) -> nn.Sequential:
 
 
 def eager(case: Case, data: Operands) -> Network:
+    if case.is_gated:
+        return gated.Block(data.layers)
     if case.conv:
         return convolutions.eager(*data.layers)
     if len(data.layers) > 1:
@@ -158,8 +161,17 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
 }
 
 
+def network_of(name: str, case: Case, data: Operands) -> Network:
+    if case.is_gated and name in gated.BLOCKS:
+        return gated.BLOCKS[name](data.layers)
+    return NETWORKS[name](case, data)
+
+
 def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
+    if case.is_gated:
+        known = {*gated.BLOCKS, "mm", *COMPILED}
+        return name in known and (name not in gated.OTHERS or device.type == "cuda")
     if case.model:
         return name in ("fused", "fused-low", "compile+pass", "eager", "compile")
     if case.conv and name in ("ours", "eager", "conv"):
@@ -185,14 +197,15 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         )
     if name in COMPILED:
         return case.mode in ("forward", "step")
-    return name not in ("copy", "conv")
+    return name not in ("copy", "conv", "fused", *gated.OTHERS)
 
 
 # ------------------------------------------------------------------------------------- modes
 
 
 def step_of(network: Network, data: Operands) -> Call:
-    leaves = data.leaves
+    own = network.parameters() if isinstance(network, nn.Module) else ()
+    leaves = [*data.leaves, *own]
 
     def step() -> None:
         for leaf in leaves:
@@ -228,6 +241,8 @@ def call_of(mode: str, network: Network, data: Operands) -> Call:
 
 def products(case: Case, data: Operands) -> Call:
     """The matrix products alone, as torch.mm does them: what no fusing can be faster than."""
+    if case.is_gated:
+        return gated.products(data.layers, data.input, data.grad_output, case.mode != "forward")
     weights = [layer.weight.detach() for layer in data.layers]
     hidden = [data.input.new_empty(case.tokens, n).normal_() for n in case.sizes[1:-1]]
     inputs, grads = [data.input.detach(), *hidden], [*hidden, data.grad_output]
@@ -293,7 +308,7 @@ def contender(name: str, case: Case, sets: Sequence[Operands]) -> Contender:
             if case.mode == "graph":
                 calls = [graph_of(call) for call in calls]
         else:
-            calls = [call_of(case.mode, NETWORKS[name](case, data), data) for data in sets]
+            calls = [call_of(case.mode, network_of(name, case, data), data) for data in sets]
     if name == "packed":
         layers = [layer for operands in sets for layer in operands.layers]
         conditions = partial(weights_packed, conditions, layers, calls)

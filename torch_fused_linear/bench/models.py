@@ -170,12 +170,16 @@ class Family:
 
 bert = partial(hugging_face, head="BertForMaskedLM", settings="BertConfig")
 gpt2 = partial(hugging_face, head="GPT2LMHeadModel", settings="GPT2Config")
+llama = partial(hugging_face, head="LlamaForCausalLM", settings="LlamaConfig")
 opt = partial(hugging_face, head="OPTForCausalLM", settings="OPTConfig")
 
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {"dropout": 0.0, "attention_dropout": 0.0}
 # Without sizes of its own a configuration is that of the model's small or base form.
+LLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16}
+LLAMA |= {"num_attention_heads": 16, "vocab_size": 8192}
+TINY_LLAMA = {"intermediate_size": 24}
 WORDS = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_VIT = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
@@ -193,6 +197,7 @@ FAMILIES = {
     "BERT-base": Family(bert, ids, BERT),
     "GPT-2 small": Family(gpt2, ids, GPT2),
     "OPT-125M": Family(opt, ids, OPT),
+    "LLaMA, 16 layers": Family(llama, ids, LLAMA),
     # The top of MLPerf's DLRM, deeper; 480 as NVIDIA pads its 479, so that rows are aligned.
     "DLRM top MLP": Family(
         dlrm, interactions, {"sizes": (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)}
@@ -205,6 +210,7 @@ FAMILIES = {
     "BERT-tiny": Family(bert, ids, {**BERT, **WORDS, **TINY, "intermediate_size": 32}),
     "GPT-2 tiny": Family(gpt2, ids, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "OPT-tiny": Family(opt, ids, {**OPT, **WORDS, **TINY, **TINY_OPT}),
+    "LLaMA-tiny": Family(llama, ids, {**WORDS, **TINY, **TINY_LLAMA}),
     "DLRM tiny": Family(dlrm, interactions, {"sizes": (16, 24, 24, 24, 16, 16, 8, 8, 1)}),
     "TD3 tiny": Family(critic, observations, {"inputs": 5, "hidden": 16}),
     "VGG-tiny": Family(vgg, photos, TINY_VGG, conv=True),

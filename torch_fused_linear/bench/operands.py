@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torch_fused_linear.bench import convolutions
+from torch_fused_linear.bench import convolutions, gated
 from torch_fused_linear.bench.cases import DTYPES, MEMORY_MODES, Case
 
 # In a real network other layers run between two calls of this one, and a GPU's cache holds little
@@ -35,7 +35,10 @@ class Operands:
             layers = [convolutions.random_layer(case.conv, **options)]
             x, grad_output = convolutions.random_images(case.conv, case.tokens, **options)
         else:
-            layers = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
+            if case.is_gated:
+                layers = gated.random_layers(case.sizes, **options)
+            else:
+                layers = [nn.Linear(i, o, **options) for i, o in itertools.pairwise(case.sizes)]
             x, grad_output = (
                 torch.randn(case.tokens, n, **options) for n in (case.sizes[0], case.sizes[-1])
             )

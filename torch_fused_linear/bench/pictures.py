@@ -25,11 +25,13 @@ NAMES = {
     "reduce-overhead": "torch.compile, reduce-overhead",
     "cublaslt": "ours, policy cublaslt",
     "mlp-cublaslt": "FusedMLP, policy cublaslt",
+    "liger": "Liger's LigerSwiGLUMLP",
+    "quack": "QuACK's gated MLP",
     "addmm": "torch._addmm_activation",
     "nvmath": "nvmath-python",
 }
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
-MARKERS = {"relu": "o", "gelu": "s", "gelu-erf": "D"}
+MARKERS = {"relu": "o", "gelu": "s", "gelu-erf": "D", "silu": "^"}
 FILLED = {"bf16": "full", "fp16": "none", "fp32": "left"}
 LOSING_SIDE = "#fdecea"
 TIMES_EAGER = "times as fast as eager (1: equal)"

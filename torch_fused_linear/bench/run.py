@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_fused_linear import plans
-from torch_fused_linear.bench import contenders, traffic
+from torch_fused_linear.bench import contenders, gated, traffic
 from torch_fused_linear.bench.cases import MEMORY_MODES, Case
 from torch_fused_linear.bench.models import Models
 from torch_fused_linear.bench.operands import random_sets
@@ -55,7 +55,7 @@ def timed_record(
             ready.append(make(name))
         except Exception as failure:
             record.failed[name] = in_one_line(failure)
-    clock = clock_for(device, host=case.suite == "host")
+    clock = clock_for(device, host=case.suite.endswith("host"))
     with plans.patience(0):
         record.numbers, failed = measure(ready, clock, seconds)
     record.failed.update(failed)
@@ -107,7 +107,8 @@ def entrants(case: Case, names: Sequence[str], device: torch.device) -> list[str
     if case.suite == "activation":
         return [name for name in names if name in ("ours", "eager", "copy")]
     if case.mode in MEMORY_MODES:
-        names = [name for name in names if name in ("eager", *contenders.POLICIES)]
+        known = ("eager", *contenders.POLICIES, *gated.OTHERS)
+        names = [name for name in names if name in known]
     return [name for name in names if contenders.applies(name, case, device)]
 
 

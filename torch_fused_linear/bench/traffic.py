@@ -10,9 +10,9 @@ from torch import Tensor
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.bench.cases import DTYPES, KINDS, Case
 from torch_fused_linear.bench.contenders import (
-    NETWORKS,
     conditions_of,
     in_turns,
+    network_of,
     step_of,
 )
 from torch_fused_linear.bench.models import Models
@@ -107,7 +107,7 @@ def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
 def memory_of(name: str, case: Case, data: Operands) -> float:
     """In bytes."""
     with conditions_of(name, case):
-        network, leaves = NETWORKS[name](case, data), data.leaves
+        network, leaves = network_of(name, case, data), data.leaves
         if case.mode == "peak":
             return peak_bytes(step_of(network, data), leaves)
         if case.mode == "B/element":

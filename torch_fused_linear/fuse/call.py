@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .._library import direct
 from ..activations import ACTIVATIONS as BY_NAME
 from ..activations import name_of_gelu
-from ..functional import linear, linear_gelu, linear_relu, linear_silu
+from ..functional import linear, linear_gelu, linear_glu, linear_relu, linear_silu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN, is_foreign
 from . import parallel
@@ -56,9 +56,15 @@ GLOBAL_HOOKS = tuple(
     getattr(nn.modules.module, f"_global_{kind}")
     for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 )
-direct.know_plain(
-    *(LAYERS, MODULES, RELU, F.gelu, F.silu, Begun, GLOBAL_HOOKS, UNTOUCHED, nn.Linear, nn.Conv2d)
-)
+
+
+def glu(given: tuple) -> Tensor:
+    """In the place of a begun call's layer: its input is all that linear_glu takes."""
+    return linear_glu(*given)
+
+
+KNOWN = (LAYERS, MODULES, RELU, F.gelu, F.silu, Begun, GLOBAL_HOOKS, UNTOUCHED)
+direct.know_plain(*KNOWN, nn.Linear, nn.Conv2d, glu)
 
 
 def learn(value: object) -> None:

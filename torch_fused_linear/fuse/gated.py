@@ -11,9 +11,12 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
-from ..functional import gated_mlp, linear_glu
-from .call import METHODS, Begun, call, follow, is_begun, parameters, plain_kind, ready, value
+from .._library import direct
+from ..functional import gated_mlp
+from ..subclasses import PLAIN
+from .call import METHODS, Begun, call, follow, glu, is_begun, parameters, plain_kind, ready, value
 
 
 def gated(order, act, gate, up, left, right):
@@ -21,11 +24,8 @@ def gated(order, act, gate, up, left, right):
 
     `order` says which call comes first, gate, activation or up, and of which each factor is.
     """
-    kind = plain_kind(act) if left is right else None
-    first = ready(gate, left) if kind else None
-    second = ready(up, left) if first else None
-    if second and first[3].dim() == 2 and first[3].shape == second[3].shape:
-        return _begun(left, first[3], second[3], first[4], second[4], kind)
+    if left is right and (begun := _begun(act, gate, up, left)):
+        return begun
     calls, factors = order.split()
     x, y = (left, right) if factors == "gu" else (right, left)
     if calls == "gau":
@@ -44,16 +44,11 @@ def gated_halves(order, act, layer, chunk, left, right, /, *args, **kwargs):
     `order` says which half is gate's, and of which each factor is.
     """
     half, factors = order.split()
-    kind = plain_kind(act) if left is right and not _is_in_place(act) else None
-    begun = ready(layer, left) if kind else None
-    is_known = chunk is method_chunk or chunk is torch.chunk
-    if begun and is_known and _is_in_two(begun, *args, **kwargs):
-        weight, bias = begun[3:5]
-        if half == "0":
-            return _begun(left, weight, None, bias, None, kind)
-        up, weight = weight.chunk(2)
-        up_bias, bias = (None, None) if bias is None else bias.chunk(2)
-        return _begun(left, weight, up, bias, up_bias, kind)
+    is_known = left is right and (chunk is method_chunk or chunk is torch.chunk)
+    if is_known and not _is_in_place(act) and _is_in_two(left, *args, **kwargs):
+        begun = _begun(act, layer, None, left, half == "1")
+        if begun:
+            return begun
     g, u = chunk(layer(left), *args, **kwargs)
     g, u = (g, u) if half == "0" else (u, g)
     return act(g) * u if factors == "gu" else u * act(g)
@@ -69,43 +64,59 @@ def method_chunk(h, /, *args, **kwargs):
     return h.chunk(*args, **kwargs)
 
 
-def _is_in_two(begun, chunks, dim=0):
-    _, _, x, weight, *_ = begun
-    return (
-        weight.dim() == 2
-        and weight.shape[0] % 2 == 0
-        and chunks == 2
-        and (dim == -1 or dim == x.dim() - 1)
-    )
+def _is_in_two(x, chunks, dim=0):
+    return type(x) in PLAIN and chunks == 2 and (dim == -1 or dim == x.dim() - 1)
 
 
-def _begun(x, gate, up, gate_bias, up_bias, kind):
-    """As `begin` of call.py has it: what runs it is in the place of the layer."""
-    named = {"gate": gate, "up": up, "gate_bias": gate_bias, "up_bias": up_bias}
-    return Begun, partial(linear_glu, **named, activation=kind), x, None, None, ()
+def _begun(act, layer, other, x, up_first=False):
+    """A begun gated layer of both layers or of one for both; None where one is not plain."""
+    if not is_dynamo_compiling():
+        begun = direct.gated(act, layer, other, x, up_first)
+        if begun is not None:
+            return begun
+    kind = plain_kind(act)
+    begun = kind and ready(layer, x)
+    if not begun or begun[3].dim() != 2:
+        return None
+    gate, up, gate_bias, up_bias = begun[3], None, begun[4], None
+    if other is not None:
+        begun = ready(other, x)
+        if begun is None or begun[3].shape != gate.shape:
+            return None
+        up, up_bias = begun[3:5]
+    elif gate.shape[0] % 2:
+        return None
+    elif up_first:
+        up, gate = gate.chunk(2)
+        if gate_bias is not None:
+            up_bias, gate_bias = gate_bias.chunk(2)
+    return Begun, glu, (x, gate, up, gate_bias, up_bias, kind), None, None, ()
 
 
 def down(layer, h=None, /, **named):
-    """In place of ``layer(h)`` where h may be such a product, not yet computed."""
+    """In place of ``layer(h)`` where h may be a begun gated layer."""
     given = named["input"] if named else h
     if is_begun(given):
+        result = None if is_dynamo_compiling() else direct.down(layer, given)
+        if result is not None:
+            return result
         held = None if given[5] or type(layer) is nn.Conv2d else parameters(layer)
-        if held and _fits(given[1].keywords, *held):
-            weight, bias = held
-            return gated_mlp(given[2], **given[1].keywords, down=weight, down_bias=bias)
+        if held and _fits(given[2], *held):
+            (x, gate, up, gate_bias, up_bias, kind), (weight, bias) = given[2], held
+            return gated_mlp(x, gate, up, weight, gate_bias, up_bias, bias, kind)
         given = value(given)
     return follow(layer, input=given) if named else follow(layer, given)
 
 
-def _fits(gate, weight, bias):
+def _fits(glu, weight, bias):
     """False where torch's own function would raise an error, or autocast has to decide."""
-    like, stacked = gate["gate"], gate["up"] is None
-    hidden = like.shape[0] // 2 if stacked else like.shape[0]
+    _, gate, up, *_ = glu
+    hidden = gate.shape[0] // (2 if up is None else 1)
     given = (weight,) if bias is None else (weight, bias)
     return (
         weight.dim() == 2
         and weight.shape[1] == hidden
-        and all(t.dtype == like.dtype and t.device == like.device for t in given)
+        and all(t.dtype == gate.dtype and t.device == gate.device for t in given)
     )
 
 
