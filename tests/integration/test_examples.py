@@ -59,7 +59,7 @@ def assert_pictures(folder, *names):
 def test_there_are_examples():
     """An empty list of parameters would pass."""
     names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
-    assert names == {script.stem for script in SCRIPTS}
+    assert names | {"llama"} == {script.stem for script in SCRIPTS}
 
 
 @script_param
@@ -352,4 +352,25 @@ def test_graph_pass(device, tmp_path, drawn):
     assert found["fused calls"] == {"fuse_": 8, "unfuse_": 0}
     assert found["apart after unfuse_"] < 1e-5
     assert_pictures(tmp_path, "graph_pass_fuse.png", "graph_pass_graph.png")
+    assert_understood(drawn)
+
+
+# --- a gated model ----------------------------------------------------------------------------
+
+
+@device_param
+def test_llama(device, tmp_path, drawn):
+    sizes = ["--width", 16, "--hidden", 40, "--context", 16, "--batch", 4]
+    found = run("llama", device, tmp_path, *sizes, "--steps", 20, "--seconds", 0.02)
+    assert [block.after for block in found["report"].fused] == [("gated_mlp (SiLU)",)] * 2
+    assert found["calls"].count("_glu_backward") == 2
+    plain, fused = found["losses"]["plain"], found["losses"]["fused"]
+    assert plain[0] == pytest.approx(math.log(256), abs=0.6) and plain[-1] < plain[0] - 0.3
+    assert found["apart"] == max(abs(a - b) for a, b in zip(plain, fused, strict=True)) < 1e-3
+    # Of four tensors [batch, context, hidden] in fp32 two are not kept, in both layers.
+    spared = 2 * 2 * 4 * 16 * 40 * 4
+    memory = found["memory"]
+    assert (memory["plain"] - memory["fused"]) * 2**20 == spared
+    assert all(speed > 0 for speed in found["speeds"].values())
+    assert_pictures(tmp_path, "llama.png", "llama_blocks.png")
     assert_understood(drawn)
