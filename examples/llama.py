@@ -144,7 +144,7 @@ def draw(path: Path, losses: dict, speeds: dict, memory: dict, where: str) -> No
         bars, (speeds, memory), ("tokens per second", "MiB kept for the backward"), strict=True
     ):
         drawn = axes.bar(list(values), list(values.values()), color=[COLOURS[n] for n in values])
-        axes.bar_label(drawn, [f"{value:,.4g}" for value in values.values()])
+        axes.bar_label(drawn, [f"{value:,.1f}" for value in values.values()])
         axes.set(title=f"A step, {where}", ylabel=label)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -103,6 +103,12 @@ def test_a_fused_box_stands_under_what_it_took_in():
     ops = ("MatMul", "BiasAdd", "Dropout", "ReLU", "Dropout", "MatMul")
     after = ("linear_relu", "Dropout", "Dropout", "linear")
     assert spans(ops, after) == [(0, 3), (3, 1), (4, 1), (5, 1)]
+    ops = ("MatMul", "SiLU", "MatMul", "Mul", "MatMul", "BiasAdd")
+    assert spans(ops, ("gated_mlp (SiLU)",)) == [(0, 6)]
+    assert spans(ops, ("linear_glu (SiLU)", "linear")) == [(0, 4), (4, 2)]
+    assert spans(ops * 2, ("gated_mlp (SiLU)",) * 2) == [(0, 6), (6, 6)]
+    ops = ("MatMul", "Chunk", "SiLU", "Mul", "Dropout", "MatMul")
+    assert spans(ops, ("linear_glu (SiLU)", "Dropout", "linear")) == [(0, 4), (4, 1), (5, 1)]
 
 
 def test_without_matplotlib_the_picture_says_what_is_missing(tmp_path, monkeypatch):

@@ -27,7 +27,9 @@ def fuse_(
     Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
     becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, GELU
     or SiLU run as :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`, an
-    ``nn.Conv2d`` and ReLU as :func:`conv2d_relu`, and anything else runs the original expression.
+    ``nn.Conv2d`` and ReLU as :func:`conv2d_relu`, a gated layer ``act(gate(x)) * up(x)`` as
+    :func:`linear_glu` or with the layer after it as :func:`gated_mlp`, and anything else runs the
+    original expression.
     The linear layer after the activation is called as :func:`linear`, so that in the backward
     gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). Found are
     neighbours in
@@ -47,7 +49,7 @@ def fuse_(
             with its name in the model; one for which it returns ``False`` is called as before.
         memory: ``'default'``, or ``'low'`` to keep less for the backward where less is kept then:
             GELU with a linear layer straight after it, and ReLU with no module with parameters
-            there, which would keep ReLU's output anyway.
+            there, which would keep ReLU's output anyway. Gated layers have no such form.
         dry_run: only report.
 
     Returns:

@@ -18,9 +18,12 @@ COLOURS = {
     "BiasAdd": "#e3edd2",
     "ReLU": "#fbe0c3",
     "GELU": "#fbe0c3",
+    "SiLU": "#fbe0c3",
+    "Mul": "#e3edd2",
     "Dropout": "#eceff1",
     "linear": "#2a6f97",
 }
+GATED = ("gated_mlp", "linear_glu")
 INK = "#12304a"
 FAINT = "#6b7a86"
 ARROW = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
@@ -72,7 +75,8 @@ def draw_pattern(
     ]
     join(axes, ends, lines["after"])
     for k, (operator, follower) in enumerate(pairwise(after)):
-        if "Dropout" not in (operator, follower):  # it would keep the two apart in training
+        is_apart = "Dropout" in (operator, follower)  # in training
+        if not is_apart and not operator.startswith(GATED):
             hand_over(axes, ends[k], ends[k + 1], lines["after"], operator)
 
 
@@ -80,7 +84,7 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
     """Of each operator after: its first column, and how many operators before it stands for.
 
     A fused operator stands for all from its MatMul or Conv2d up to the next but dropouts, which
-    follow it.
+    follow it; a gated one for more of them.
     """
     products = ("MatMul", "Conv2d")
     starts = [i for i, operator in enumerate(before) if operator in products] + [len(before)]
@@ -89,7 +93,12 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
         if operator == "Dropout":
             column, span = sum(found[-1]), 1
         else:
-            column, end = starts.pop(0), starts[0]
+            column = starts.pop(0)
+            if operator.startswith(GATED):  # to its product, and with the layer after it
+                product = before.index("Mul", column)
+                starts = [start for start in starts if start > product]
+                del starts[: operator.startswith(GATED[0])]
+            end = starts[0]
             span = end - column - before[column:end].count("Dropout")
         found.append((column, span))
     return found
@@ -100,7 +109,7 @@ def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tup
 
     x = 1.3 + column * (WIDTH + GAP)
     width = span * WIDTH + (span - 1) * GAP
-    fused = operator.startswith(("linear", "conv2d"))
+    fused = operator.startswith(("linear", "conv2d", GATED[0]))
     colour = COLOURS.get("linear" if fused else operator.partition(" ")[0], "#ffffff")
     style = "round,pad=0,rounding_size=0.08"
     box = (x, y - HEIGHT / 2), width, HEIGHT
@@ -120,7 +129,7 @@ def hand_over(
 ) -> None:
     """An arrow from the later layer back to the earlier: the gradient with the activation's part
     and the bias's sum done."""
-    derivative = "ReLU′" if "relu" in operator else "GELU′"
+    derivative = {"linear_relu": "ReLU′", "linear_silu": "SiLU′"}.get(operator, "GELU′")
     low = y + HEIGHT / 2
     right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
     dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}
