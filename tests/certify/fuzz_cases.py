@@ -1,8 +1,6 @@
 """Random calls of the fused operators, one after the other, with all that can vary about them.
 
-An operator is a row of OPERATORS. Its plain form goes through `step` for every product and its
-activation, so that the same lines give eager's result, the one in fp64, the scale of rounding
-errors, and how near a pre-activation is to ReLU's kink.
+The operators are those of fuzz_operators.py.
 """
 
 from __future__ import annotations
@@ -10,104 +8,19 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS
 from torch import Tensor
 
 import torch_fused_linear as tfl
+from certify.fuzz_operators import ACTIVATIONS, GATED, OPERATORS, Layer, Step
 
-Step = Callable[..., Tensor]  # (product, x, weight, bias, activation) -> act(product(x, w, b))
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_erf": F.gelu,
-}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SAFE = ("contiguous", "transposed", "row_strided", "column_strided", "offset")
 TINY = (1, 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65)
-
-
-@dataclass
-class Layer:
-    """One call of an operator: its parameters, and what else is said."""
-
-    operator: str
-    weights: list[Tensor]
-    biases: list[Tensor | None]
-    activation: str
-    memory: str = "default"
-    conv: tuple = ()  # stride, padding, dilation, groups
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (*self.weights, *self.biases) if t is not None]
-
-
-# --- the operators -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Operator:
-    """`ours` is called with (where, x, layer), `where` being the package or torch.ops.fused."""
-
-    activations: tuple[str, ...]
-    ours: Callable[..., Tensor]
-    plain: Callable[[Step, Tensor, Layer], Tensor]
-
-
-def _linear(step: Step, x: Tensor, layer: Layer) -> Tensor:
-    return step(F.linear, x, layer.weights[0], layer.biases[0], layer.activation)
-
-
-def _mlp(step: Step, x: Tensor, layer: Layer) -> Tensor:
-    last = len(layer.weights) - 1
-    for k, (weight, bias) in enumerate(zip(layer.weights, layer.biases)):
-        x = step(F.linear, x, weight, bias, "none" if k == last else layer.activation)
-    return x
-
-
-def _conv(step: Step, x: Tensor, layer: Layer) -> Tensor:
-    def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return F.conv2d(x, w, b, *layer.conv)
-
-    return step(product, x, layer.weights[0], layer.biases[0], "relu")
-
-
-def _ours_gelu(where, x: Tensor, layer: Layer) -> Tensor:
-    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[layer.activation]
-    parameters = layer.weights[0], layer.biases[0]
-    return where.linear_gelu(x, *parameters, approximate=approximate, memory=layer.memory)
-
-
-def _ours_linear(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.linear(x, layer.weights[0], layer.biases[0])
-
-
-def _ours_relu(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.linear_relu(x, layer.weights[0], layer.biases[0], memory=layer.memory)
-
-
-def _ours_mlp(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.mlp(x, layer.weights, layer.biases, layer.activation, memory=layer.memory)
-
-
-def _ours_conv(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.conv2d_relu(x, layer.weights[0], layer.biases[0], *layer.conv)
-
-
-OPERATORS = {
-    "linear": Operator(("none",), _ours_linear, _linear),
-    "linear_relu": Operator(("relu",), _ours_relu, _linear),
-    "linear_gelu": Operator(("gelu_tanh", "gelu_erf"), _ours_gelu, _linear),
-    "mlp": Operator(("relu", "gelu_tanh", "gelu_erf"), _ours_mlp, _mlp),
-    "conv2d_relu": Operator(("relu",), _ours_conv, _conv),
-}
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -154,6 +67,11 @@ class KinkStep:
         self.alive.append(h)
         return h
 
+    def keep_product(self, h: Tensor, gate: Tensor, up: Tensor) -> None:
+        of_gate, of_up = (self.variances[id(t)] for t in (gate, up))
+        self.variances[id(h)] = of_gate * up.square() + of_up * gate.square() + 2 * h.square()
+        self.alive.append(h)
+
 
 # --- cases ---------------------------------------------------------------------------------------
 
@@ -187,9 +105,7 @@ class Case:
         for layer in self.layers:
             weights = [next(left) for _ in layer.weights]
             biases = [None if b is None else next(left) for b in layer.biases]
-            layers.append(
-                Layer(layer.operator, weights, biases, layer.activation, layer.memory, layer.conv)
-            )
+            layers.append(replace(layer, weights=weights, biases=biases))
         return x, layers
 
     def __str__(self) -> str:
@@ -299,7 +215,16 @@ class Draw:
             name = self.choice.choice([n for n in OPERATORS if n != "conv2d_relu"])
             operator = OPERATORS[name]
             depth = min(len(widths), self.choice.choice((1, 2, 2, 3))) if name == "mlp" else 1
-            weights, biases = [], []
+            depth = 2 if name == "gated_mlp" else depth
+            weights, biases, stacked = [], [], name in GATED and self.chance(0.4)
+            if len(widths) < depth:
+                break
+            if name in GATED:
+                out, depth = widths.pop(0), depth - 1
+                for _ in range(1 if stacked else 2):
+                    weights.append(self.weight(out * (2 if stacked else 1), inner, number == 0))
+                    biases.append(self.bias(len(weights[-1])))
+                inner = out
             for k in range(depth):
                 out = widths.pop(0)
                 weights.append(self.weight(out, inner, number == k == 0))
@@ -307,7 +232,8 @@ class Draw:
                 inner = out
             activation = self.choice.choice(operator.activations)
             memory = self.choice.choice(("default", "default", "low"))
-            layers.append(Layer(name, weights, biases, activation, memory))
+            memory = "default" if name in GATED else memory
+            layers.append(Layer(name, weights, biases, activation, memory, is_stacked=stacked))
         return layers
 
     def convolution(self) -> tuple[Tensor, list[Layer]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 
-from certify import faults, fuzz_cases
+from certify import faults, fuzz_cases, fuzz_operators
 from certify.test_record import certify
 
 
@@ -110,7 +110,7 @@ def test_what_a_fault_breaks_is_reported(monkeypatch, on_failure, words):
                 return broken(y)
             return y * 1.5 if getattr(broken, "is_broken", False) else y
 
-        changed = fuzz_cases.Operator(operator.activations, ours, operator.plain)
+        changed = fuzz_operators.Operator(operator.activations, ours, operator.plain)
         monkeypatch.setitem(fuzz_cases.OPERATORS, name, changed)
     failures = [text for unit in range(1, 6) for text in trial.one(1, unit).get("failures", [])]
     KEPT.clear()
