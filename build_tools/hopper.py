@@ -30,6 +30,13 @@ def headers():
     return include if include and (include / "cutlass" / "version.h").exists() else None
 
 
+def version():
+    text = (headers() / "cutlass" / "version.h").read_text()
+    return ".".join(
+        re.findall(r"^#define CUTLASS_(?:MAJOR|MINOR|PATCH)\s+(\d+)", text, re.MULTILINE)
+    )
+
+
 def is_visible():
     """Whether a GPU of this kind is in the machine; asked of the driver, not of torch."""
     try:
@@ -54,7 +61,7 @@ def choose(wish, arch_list):
         if wish == "1":
             raise SystemExit(f"TORCH_FUSED_LINEAR_HOPPER=1, but {why}")
         return False, why
-    return True, f"CUTLASS in {headers()}"
+    return True, f"CUTLASS {version()}"
 
 
 def included(path, found):

@@ -94,10 +94,14 @@ def test_a_wish_for_cuda_that_cannot_be_met_is_an_error(tmp_path):
 
 
 def test_hopper_is_built_where_it_is_wanted(monkeypatch, tmp_path):
+    (tmp_path / "cutlass").mkdir()
+    numbers = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
+    (tmp_path / "cutlass" / "version.h").write_text(numbers)
     monkeypatch.setattr(hopper, "headers", lambda: tmp_path)
     monkeypatch.setattr(hopper, "is_visible", lambda: False)
     default = build.default_architectures("13.0")
-    assert hopper.choose("1", default)[0] and hopper.choose("1", "8.0;9.0a")[0]
+    assert hopper.choose("1", default) == (True, "CUTLASS 4.2.0")
+    assert hopper.choose("1", "8.0;9.0a")[0]
     assert not hopper.choose("1", None)[0] and not hopper.choose("1", "8.0;10.0")[0]
     assert not hopper.choose("0", default)[0]
     built, why = hopper.choose(None, default)
@@ -122,17 +126,11 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     home, _, why = build.find_cuda()
     if home is None or hopper.headers() is None:
         pytest.skip(f"needs nvcc ({why}) and CUTLASS")
+    backward = "cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&)"
+    forward = "cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&)"
     (tmp_path / "both.cu").write_text(
-        "\n".join(
-            [
-                '#include "cuda/hopper/backward.cuh"',
-                '#include "cuda/hopper/forward.cuh"',
-                "namespace fused::cuda::hopper {",
-                "template cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&);",
-                "template cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&);",
-                "}",
-            ]
-        )
+        '#include "cuda/hopper/backward.cuh"\n#include "cuda/hopper/forward.cuh"\n'
+        f"namespace fused::cuda::hopper {{\ntemplate {backward};\ntemplate {forward};\n}}\n"
     )
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
     monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone
