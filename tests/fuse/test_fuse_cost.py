@@ -3,6 +3,7 @@
 python tests/fuse/test_fuse_cost.py     prints the numbers that docs/models.md has
 """
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -34,6 +35,16 @@ class Statements(Expression):
         h = self.fc(x)
         h = torch.relu(h)
         return h
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(4, 4) for _ in range(3))
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -68,6 +79,18 @@ def costs() -> dict[str, tuple[float, float]]:
         plain.fc = model.fc
         ours, theirs = quickest(lambda m=model: m.forward(x), lambda p=plain: p.forward(x))
         found[cls.__name__] = theirs, ours - theirs
+    gated = Gated()
+    assert len(tfl.fuse_(gated).fused) == 1
+    linears = (gated.gate, gated.up, gated.down)
+    given = [linear.weight for linear in linears] + [linear.bias for linear in linears]
+
+    def block(self, x):
+        return self.down and self.act and self.gate and self.up and tfl.gated_mlp(x, *given)
+
+    gated_plain = copy.copy(gated)
+    tfl.unfuse_(gated_plain)
+    ours, theirs = quickest(lambda: gated.forward(x), lambda: block(gated_plain, x))
+    found["gated"] = theirs, ours - theirs
     layers = [nn.Linear(4, 4) for _ in range(PLACES)]
     chain = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())))
     assert len(tfl.fuse_(chain).fused) == 1

@@ -65,7 +65,7 @@ def method_chunk(h, /, *args, **kwargs):
 
 
 def _is_in_two(x, chunks, dim=0):
-    return type(x) in PLAIN and chunks == 2 and (dim == -1 or dim == x.dim() - 1)
+    return chunks == 2 and (dim == -1 or (type(x) in PLAIN and dim == x.dim() - 1))
 
 
 def _begun(act, layer, other, x, up_first=False):
