@@ -57,6 +57,12 @@ class Alone(Block):
         return (gate * self.w3(x)).tanh()
 
 
+class ByName(Block):
+    def forward(self, x):
+        gate = F.silu(input=self.w1(input=x))
+        return self.w2(input=gate * self.w3(x))
+
+
 class Method(Block):
     def forward(self, x):
         return self.w2(self.w1(x).relu() * self.w3(x))
@@ -363,7 +369,16 @@ class Watched(Block):
         return self.w2(gate * up)
 
 
-OTHERS = [ReadElsewhere, OtherInput, CalledBetween, Exchanged, ThreeChunks, SameHalf, Watched]
+OTHERS = [
+    ByName,
+    ReadElsewhere,
+    OtherInput,
+    CalledBetween,
+    Exchanged,
+    ThreeChunks,
+    SameHalf,
+    Watched,
+]
 
 
 @pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.__name__)

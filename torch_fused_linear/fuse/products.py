@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .steps import Step, dotted, is_condition, is_harmless, mentions, step_of
+from .steps import WHOLE, Step, dotted, is_condition, is_harmless, mentions, step_of
 
 # What reads the function, of reading.py, which imports this file.
 Reader = Any
-WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 
 
 class Form(NamedTuple):
@@ -83,22 +82,26 @@ def _form(reader: Reader, node: ast.AST | None) -> Form | None:
         reads: list = []
         value, half = _origin(reader, activated, reads)
         act = step_of(value) if half is None else None
-        if act is None or act.node.args[1:]:
+        if act is None or len(act.node.args) != (act.callee is not None):
             continue
         value, half = _origin(reader, act.data, reads)
         rest, other_half = _origin(reader, other, reads)
         if half is None and other_half is None:
             gate, up = step_of(value), step_of(rest)
-            if gate and up and gate.is_bare and up.is_bare and _is_same(gate.data, up.data):
+            if _is_bare(gate) and _is_bare(up) and _is_same(gate.data, up.data):
                 calls = {"g": gate.node, "a": act.node, "u": up.node}
                 order = "".join(sorted(calls, key=lambda name: _end(calls[name])))
                 return Form(node, act, gate, up, None, tuple(reads), f"{order} {written}")
         elif value is rest and {half, other_half} == {0, 1} and is_chunk(value):
             layer, part = _origin(reader, halved(value), reads)
             gate = step_of(layer) if part is None else None
-            if gate and gate.is_bare:
+            if _is_bare(gate):
                 return Form(node, act, gate, None, value, tuple(reads), f"{half} {written}")
     return None
+
+
+def _is_bare(step: Step | None) -> bool:
+    return step is not None and step.is_bare and len(step.node.args) == 1
 
 
 def _is_same(one: ast.expr, other: ast.expr) -> bool:

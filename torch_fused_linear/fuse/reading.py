@@ -17,11 +17,10 @@ from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
 from .products import product_of
-from .steps import Run, Step, is_condition, is_harmless, mentions, step_of
+from .steps import WHOLE, Run, Step, is_condition, is_harmless, mentions, step_of
 
 GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
 LOOPS = ("For", "AsyncFor", "While")
-WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)

@@ -13,6 +13,7 @@ HARMLESS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.IfExp),
     *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
 )
+WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 
 
 @dataclass(frozen=True)
