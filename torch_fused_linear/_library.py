@@ -40,7 +40,7 @@ direct = _direct()
 
 
 def build_info() -> dict[str, Any]:
-    """What the library was built for: torch, cuda (None: CPU only) and why, arch_list, hopper, debug.
+    """What the library was built for: torch, cuda (None: CPU only), arch_list, hopper, debug.
 
     Empty when there is no finished build.
     """

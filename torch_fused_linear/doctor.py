@@ -139,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
     if built["cuda"] and "9.0" in built["arch_list"]:
-        say("hopper", f"{'with' if built['hopper'] else 'without'} own products ({built['why_hopper']})")
+        there = "with" if built["hopper"] else "without"
+        say("Hopper", f"{there} products of our own ({built['why_hopper']})")
     say("calls", calls_path())
     say("oneDNN", onednn_path())
     say("cuBLASLt", cublaslt_path(built["cuda"]))
