@@ -13,9 +13,8 @@ struct Forward {
   using Biased = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, nearest>, Bias,
                                  fusion::Sm90AccFetch>;
 
-  using Descriptor =
-      epilogue::collective::detail::EpilogueDescriptor<Tile, EpilogueTile, void, Element,
-                                                       epilogue::TmaWarpSpecialized>;
+  using Descriptor = epilogue::collective::detail::EpilogueDescriptor<Tile, EpilogueTile, void,
+                                                                      Element, EpilogueSchedule>;
   using Store = epilogue::collective::detail::AuxStoreDescriptor<Descriptor, Columns, Element>;
   using Stored =
       fusion::Sm90EVT<fusion::Sm90AuxStore<Store::Stages, EpilogueTile, Element, nearest,

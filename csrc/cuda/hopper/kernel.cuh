@@ -19,6 +19,7 @@
 #include <cutlass/gemm/collective/collective_builder_decl.hpp>
 #include <cutlass/gemm/collective/collective_mma_decl.hpp>
 #include <cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp>
+#include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
 
@@ -34,11 +35,15 @@ template <gemm::Type type>
 using ElementOf =
     std::conditional_t<type == gemm::Type::bf16, cutlass::bfloat16_t, cutlass::half_t>;
 
+#ifndef FUSED_HOPPER_SHAPES  // benchmarks/tune_hopper.py tries others
 using Tile = cute::Shape<cute::Int<gemm::hopper::tile_features>,
                          cute::Int<gemm::hopper::tile_tokens>, cute::_64>;
 using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
 // Each step ends with a barrier and a store: few large ones.
 using EpilogueTile = cute::Shape<cute::_64, cute::_64>;
+using Schedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
+using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
+#endif
 using Columns = cutlass::layout::ColumnMajor;
 using Rows = cutlass::layout::RowMajor;
 inline constexpr auto nearest = cutlass::FloatRoundStyle::round_to_nearest;
@@ -48,14 +53,14 @@ template <typename Element, typename LayoutA, typename Source, typename Fusion>
 struct Kernel {
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float,
-      float, Source, Columns, vector, Element, Columns, vector, epilogue::TmaWarpSpecialized,
+      float, Source, Columns, vector, Element, Columns, vector, EpilogueSchedule,
       Fusion>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, vector, Element,
       Columns, vector, float, Tile, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename Epilogue::SharedStorage))>,
-      cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+      Schedule>::CollectiveOp;
   using Gemm = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                     Epilogue, cutlass::gemm::PersistentScheduler>;
   using Arguments = typename Gemm::Arguments;
