@@ -37,7 +37,7 @@ TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", 
 LAYERS_ABOUT = (
     "Blocks of two layers, small networks and single layers. A step is forward and backward with "
     "all gradients; times: eager's time over ours; times compile: that of the fastest "
-    "`torch.compile` mode measured. `gelu` is the tanh form."
+    "`torch.compile` mode measured, in the latest run it took part in. `gelu` is the tanh form."
 )
 CONVOLUTIONS_ABOUT = (
     "Convolution, bias and ReLU on images that are channels-last in memory; `@` is their height "
@@ -59,14 +59,17 @@ Numbers = dict[str, dict[str, float]]
 
 
 def by_machine(paths: Iterable[Path]) -> dict[str, list[Result]]:
-    """Results of each machine with their file's header; where files overlap, the latest says."""
+    """Results of each machine with their file's header; where files overlap, the latest says.
+
+    What it says anew is under "before": who was compared then may not have run again.
+    """
     contents = [json.loads(path.read_text()) for path in paths]
     merged: dict[str, dict[str, Result]] = {}
     for content in sorted(contents, key=lambda c: c["header"]["date"]):
         here = merged.setdefault(content["header"]["machine"], {})
         for result in content["results"]:
             key = json.dumps(result["case"], sort_keys=True)
-            here[key] = {**result, "header": content["header"]}
+            here[key] = {**result, "header": content["header"], "before": here.get(key)}
     return {name: list(results.values()) for name, results in merged.items()}
 
 
@@ -114,6 +117,15 @@ def ratio(numbers: Numbers, others: Iterable[str]) -> str:
     return "" if mine is None or theirs is None else f"{theirs / mine:.2f}"
 
 
+def ratio_to_compiled(result: Result | None) -> str:
+    """Of the latest run in which torch.compile took part."""
+    while result is not None:
+        if found := ratio(result.get("numbers", {}), COMPILED):
+            return found
+        result = result.get("before")
+    return ""
+
+
 def beside_eager(numbers: Numbers) -> list[str]:
     times = [duration(numbers[n]["median"]) if n in numbers else "" for n in ("ours", "eager")]
     return [*times, ratio(numbers, ["eager"])]
@@ -137,7 +149,7 @@ def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) ->
         if case["mode"] == "forward":
             rows["forward"].append(row)
         else:
-            rows["step"].append([*row, ratio(numbers, COMPILED)])
+            rows["step"].append([*row, ratio_to_compiled(result)])
     lines = []
     for mode, here in rows.items():
         if here:

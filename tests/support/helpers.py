@@ -218,7 +218,8 @@ class Tally:
             # the mean of so many elements is not a matter of luck: a quarter ulp will do there
             message = f"{label}: mean error {ours / self.count} ulp, eager's {eager / self.count}"
             assert ours <= 1.1 * eager + 0.25 * self.count, message
-            assert w_ours <= 1.1 * w_eager + 1, f"{label}: worst error {w_ours} ulp, {w_eager}"
+            # the worst of them is: a loose gate
+            assert w_ours <= 2 * w_eager + 1, f"{label}: worst error {w_ours} ulp, {w_eager}"
 
 
 def add_checked(
