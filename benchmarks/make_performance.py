@@ -21,7 +21,7 @@ from make_table import Numbers, Result, by_machine, duration, rewrite, shape, ta
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md")
+PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md", "hopper.md")
 FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
@@ -175,6 +175,31 @@ def several_gpus(results: Sequence[Result]) -> list[str]:
     return table([*head, "MiB: plain / layers / `fuse_`"], rows, words=2)
 
 
+def own_products(results: Sequence[Result]) -> list[str]:
+    """The best order of each kernel, beside the bare product and eager's forward."""
+    cases = find(results, suite="hopper")
+    kernels = [r for r in cases if "shapes" in r["case"] and "variant" not in r["case"]]
+    names = {str(r["case"]["shapes"]): r["case"]["shapes"] for r in kernels}
+    bare = find(cases, mode="bare")
+    rows = []
+    for mode in ("backward", "forward"):
+        for activation in values(find(kernels, mode=mode), "activation"):
+            for shapes in names.values():
+                here = find(kernels, mode=mode, activation=activation, shapes=shapes)
+                if not here:
+                    continue
+                row = [mode, activation, "pingpong" if shapes["pingpong"] else "cooperative"]
+                row += ["x".join(map(str, shapes[key])) for key in ("tile", "cluster", "epilogue")]
+                for b in bare:
+                    case = {"sizes": b["case"]["sizes"], "tokens": b["case"]["tokens"]}
+                    best = min(r["numbers"]["ours"]["median"] for r in find(here, **case))
+                    beside = "mm" if mode == "backward" else "linear"
+                    row.append(f"{best / b['numbers'][beside]['median']:.2f}")
+                rows.append(row)
+    sizes = [f"{b['case']['tokens']} x {shape(b['case'])}" for b in bare]
+    return table(["", "activation", "", "tile", "cluster", "epilogue", *sizes], rows, words=6)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
@@ -189,6 +214,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, step": partial(on_a_cpu, "step", "ours"),
     "on a CPU, compiled": cpu_compiled,
     "several GPUs": several_gpus,
+    "own products": own_products,
 }
 
 
