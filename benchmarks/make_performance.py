@@ -188,8 +188,9 @@ def own_products(results: Sequence[Result]) -> list[str]:
                 here = find(kernels, mode=mode, activation=activation, shapes=shapes)
                 if not here:
                     continue
-                row = [mode, activation, "pingpong" if shapes["pingpong"] else "cooperative"]
-                row += ["x".join(map(str, shapes[key])) for key in ("tile", "cluster", "epilogue")]
+                sizes = ["x".join(map(str, shapes[k])) for k in ("tile", "cluster", "epilogue")]
+                how = "pingpong" if shapes["pingpong"] else "cooperative"
+                row = [f"{mode}, {activation}", " ".join([how, *sizes])]
                 for b in bare:
                     case = {"sizes": b["case"]["sizes"], "tokens": b["case"]["tokens"]}
                     best = min(r["numbers"]["ours"]["median"] for r in find(here, **case))
@@ -197,7 +198,7 @@ def own_products(results: Sequence[Result]) -> list[str]:
                     row.append(f"{best / b['numbers'][beside]['median']:.2f}")
                 rows.append(row)
     sizes = [f"{b['case']['tokens']} x {shape(b['case'])}" for b in bare]
-    return table(["", "activation", "", "tile", "cluster", "epilogue", *sizes], rows, words=6)
+    return table(["", "kernel", *sizes], rows, words=2)
 
 
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
