@@ -40,10 +40,19 @@ std::string take_line(std::istream& in, const std::string& start) {
   return good ? line.substr(start.size()) : "";
 }
 
+// Another version may know strategies that this one does not, and mean something else by the
+// configurations of its own kernels.
+bool is_understood(const std::optional<std::pair<PassProblem, Decision>>& entry,
+                   const std::string& version) {
+  if (version == own_version) return true;
+  return entry && entry->second.strategy->provider != gemm::Provider::own;
+}
+
 std::string to_text(const PlanFile& plans) {
   std::ostringstream text;
   text.imbue(std::locale::classic());
-  text << first_line << "\ngpu " << plans.gpu << "\ncublaslt " << plans.library_version << '\n';
+  text << first_line << "\ngpu " << plans.gpu << "\ncublaslt " << plans.library_version
+       << "\nversion " << own_version << '\n';
   for (const auto& [problem, decision] : plans.decisions) {
     text << to_text(problem, decision) << '\n';
   }
@@ -103,7 +112,12 @@ PlanFile read_plan_file(const std::string& path) {
   plans.gpu = take_line(lines, "gpu ");
   plans.library_version = std::strtoull(take_line(lines, "cublaslt ").c_str(), nullptr, 10);
   for (std::string line; std::getline(lines, line);) {
+    if (plans.decisions.empty() && line.starts_with("version ")) {
+      plans.version = line.substr(std::string_view("version ").size());
+      continue;
+    }
     auto entry = from_text(line);
+    if (!is_understood(entry, plans.version)) continue;
     TORCH_CHECK_VALUE(entry, "plans: ", path, " holds a line that is no plan: '", line, "'",
                       refused);
     plans.decisions.push_back(std::move(*entry));

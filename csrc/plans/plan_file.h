@@ -6,10 +6,14 @@
 
 namespace fused::plans {
 
+// This package's version. What another one has written is used as far as it is understood.
+inline constexpr const char* own_version = "0.2.0";
+
 struct PlanFile {
   std::string gpu;         // model, compute capability and multiprocessors
   size_t library_version;  // of cuBLASLt
   std::vector<std::pair<PassProblem, Decision>> decisions;
+  std::string version = own_version;  // who wrote it
 };
 
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.

@@ -158,6 +158,37 @@ struct Grouping : std::numpunct<char> {
   char do_decimal_point() const override { return ','; }
 };
 
+std::string with_checksum(const std::string& body) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const unsigned char c : body) hash = (hash ^ c) * 0x100000001b3;
+  std::ostringstream text;
+  text << body << "checksum " << std::hex << hash << '\n';
+  return text.str();
+}
+
+void another_versions_file_is_used_as_far_as_it_is_understood() {
+  const auto p = problem_of(Pass::fprop, Activation::gelu_erf);
+  const auto library_plan =
+      to_text(problem_of(Pass::fprop, Activation::relu),
+              decision(problem_of(Pass::fprop, Activation::relu), "epilogue"));
+  const auto own_plan = to_text(p, decision(p, "hopper"));
+  const auto file = [&](const std::string& version) {
+    put("other",
+        with_checksum("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 130100\n" + version +
+                      library_plan + '\n' + own_plan + "\nsome_new_strategy 1 2 3\n"));
+    return read_plan_file("other");
+  };
+  const auto others = file("version 9.9.9\n");
+  EXPECT(others.version == "9.9.9" && others.decisions.size() == 1);
+  EXPECT(others.decisions.front().second.strategy->name == std::string("epilogue"));
+  for (const auto& version : {std::string(), "version " + std::string(own_version) + '\n'}) {
+    EXPECT(error_of([&] { file(version); }).find("holds a line that is no plan") !=
+           std::string::npos);
+  }
+  write_plan_file("ours", file_of(1), false);
+  EXPECT(read_plan_file("ours").version == own_version);
+}
+
 void the_locale_does_not_matter() {
   write_plan_file("plain", file_of(3), false);
   const auto before = std::locale::global(std::locale(std::locale(), new Grouping));
@@ -210,6 +241,7 @@ const Tests tests{
     {"text_comes_back", text_comes_back},
     {"text_that_is_no_decision", text_that_is_no_decision},
     {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},
+    {"another_versions_file", another_versions_file_is_used_as_far_as_it_is_understood},
     {"the_locale_does_not_matter", the_locale_does_not_matter},
     {"other_machines_files_do_not_fit", other_machines_files_do_not_fit},
     {"processes_share_a_file", processes_share_a_file},

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +93,11 @@ def test_a_bad_file_is_refused(text, message, tmp_path):
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         plans.load(path)
+
+
+def test_files_say_this_packages_version():
+    header = (Path(tfl.__file__).parents[1] / "csrc/plans/plan_file.h").read_text()
+    assert f'own_version = "{tfl.__version__}";' in header
 
 
 def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):

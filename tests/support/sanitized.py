@@ -23,7 +23,14 @@ from torch.utils.cpp_extension import include_paths  # noqa: E402
 
 import setup  # noqa: E402
 
-PROGRAMS = ("threads_test", "handover_test", "gemm_test", "plan_test", "plan_file_test")
+PROGRAMS = (
+    "threads_test",
+    "handover_test",
+    "gated_test",
+    "gemm_test",
+    "plan_test",
+    "plan_file_test",
+)
 # Of code that is not ours: torch is not compiled with the sanitizer, which then cannot see how it
 # keeps its threads apart; its registries live until the process ends.
 OPTIONS = {

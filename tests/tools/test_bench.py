@@ -260,7 +260,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(bench, "measure_case", interrupted)
     assert main(["layer", "--quick", "--device", "cpu", "--json", str(path)]) == 130
     assert [record.case for record in results.load(path)[1]] == measured
-    assert "after 3 of 24 cases" in capsys.readouterr().out
+    assert "after 3 of 36 cases" in capsys.readouterr().out
 
 
 def test_what_our_reference_fails_at_too_is_no_failure_of_ours():
@@ -454,11 +454,11 @@ def test_bad_arguments_give_one_line(arguments, says, capsys):
 def test_the_grid_is_the_one_promised():
     cuda = torch.device("cuda")
     layer = cases_of("layer", cuda)
-    assert len(layer) == len(set(layer)) == 5 * 3 * 2 * 2 * 2 + 2 * 3 * 1 * 2 * 2
-    assert len(cases_of("ffn", cuda)) == 3 * 3 * 2 * 2
+    assert len(layer) == len(set(layer)) == 5 * 3 * 2 * 3 * 2 + 2 * 3 * 1 * 3 * 2
+    assert len(cases_of("ffn", cuda)) == 3 * 3 * 2 * 3
     assert {case.mode for case in cases_of("mlp-small", cuda)} == {"step", "graph"}
     assert {case.mode for case in cases_of("mlp-small", CPU)} == {"step"}
     shapes = {(case.tokens, case.sizes[0]) for case in cases_of("activation", cuda)}
     assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
-    assert len(cases_of("models", cuda)) == 9 * 2 + 1  # a folded network is not trained
+    assert len(cases_of("models", cuda)) == 10 * 2 + 1  # a folded network is not trained
     assert len(cases_of("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not cases_of("cpu", cuda)

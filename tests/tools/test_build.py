@@ -154,7 +154,7 @@ def library():
 
 def test_the_library_is_of_these_sources():
     info = _library.build_info()
-    config = {key: info[key] for key in ("torch", "cuda", "arch_list", "debug")}
+    config = {key: info[key] for key in ("torch", "cuda", "arch_list", "debug", "hopper")}
     assert info["fingerprint"] == build.fingerprint(config), "csrc has changed: run `make build`"
 
 
@@ -199,6 +199,7 @@ def copy(tmp_path):
     (package / "_C.abi3.so").write_text("finished")
     (package / f"_direct{SUFFIX}").write_text("finished")
     config = {"torch": torch.__version__, "cuda": None, "arch_list": None, "debug": False}
+    config["hopper"] = False
     fingerprint = module_at(tmp_path / "setup.py").fingerprint(config)
     (package / "_C.json").write_text(json.dumps({**config, "fingerprint": fingerprint}))
     direct = {"torch": torch.__version__, "fingerprint": fingerprint + SUFFIX}

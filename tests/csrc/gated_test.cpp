@@ -1,0 +1,122 @@
+// Gated layers through LibTorch, against their formula in ATen: sizes that no block divides, halves
+// of one weight, views, every subset of gradients. `gated_test NAME` runs one test and exits with 1
+// where it fails. Meant for the sanitizers as well, which see what a wrong size would touch.
+
+#include "expect.h"
+#include "fused_linear.h"
+
+#include <torch/torch.h>
+
+#include <random>
+#include <thread>
+#include <vector>
+
+using at::Tensor;
+using fused::Activation;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr const char* activations[] = {"relu", "gelu_tanh", "gelu_erf", "silu"};
+
+Tensor act(const Tensor& z, const std::string& name) {
+  if (name == "relu") return at::relu(z);
+  if (name == "silu") return at::silu(z);
+  return at::gelu(z, name == "gelu_tanh" ? "tanh" : "none");
+}
+
+struct Case {
+  int64_t tokens, in, hidden;
+  bool stacked, bias;
+  std::string activation;
+  unsigned wanted;  // a bit for each tensor
+};
+
+// A tensor whose rows are apart, every second time.
+Tensor draw(std::mt19937& random, int64_t rows, int64_t cols) {
+  if (random() % 2) return torch::randn({rows, cols}, torch::kDouble);
+  return torch::randn({rows, cols + 3}, torch::kDouble).narrow(1, 2, cols);
+}
+
+void compare(const Case& c, std::mt19937& random) {
+  variable_list leaves{draw(random, c.tokens, c.in),
+                       draw(random, c.hidden * (c.stacked ? 2 : 1), c.in)};
+  if (!c.stacked) leaves.push_back(draw(random, c.hidden, c.in));
+  const size_t weights = leaves.size();
+  for (size_t i = 1; c.bias && i < weights; ++i) {
+    leaves.push_back(torch::randn({leaves[i].size(0)}, torch::kDouble));
+  }
+  for (auto& leaf : leaves) leaf = leaf.detach();
+  variable_list wanted;
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    if (c.wanted >> i & 1) wanted.push_back(leaves[i].requires_grad_());
+  }
+  const auto& x = leaves[0];
+  const auto gate = leaves[1], up = c.stacked ? Tensor() : leaves[2];
+  const auto gate_bias = c.bias ? leaves[weights] : Tensor();
+  const auto up_bias = c.bias && !c.stacked ? leaves[weights + 1] : Tensor();
+  const auto optional = [](const Tensor& t) {
+    return t.defined() ? std::optional(t) : std::nullopt;
+  };
+
+  const auto y = fused::linear_glu(x, gate, optional(up), optional(gate_bias), optional(up_bias),
+                                   c.activation);
+  auto z = at::linear(x, gate, optional(gate_bias));
+  Tensor u;
+  if (c.stacked) {
+    const auto halves = z.chunk(2, -1);
+    z = halves[0], u = halves[1];
+  } else {
+    u = at::linear(x, up, optional(up_bias));
+  }
+  const auto plain = act(z, c.activation) * u;
+  EXPECT(torch::allclose(y, plain, 1e-9, 1e-9));
+  if (wanted.empty()) return;
+  const auto grad = draw(random, c.tokens, c.hidden);
+  const auto ours = torch::autograd::grad({y}, wanted, {grad});
+  const auto theirs = torch::autograd::grad({plain}, wanted, {grad});
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT(torch::allclose(ours[i], theirs[i], 1e-9, 1e-9));
+  }
+}
+
+void try_some(unsigned seed, int count) {
+  std::mt19937 random(seed);
+  const auto pick = [&random](std::initializer_list<int64_t> from) {
+    return *(from.begin() + random() % from.size());
+  };
+  for (int i = 0; i < count; ++i) {
+    compare({pick({0, 1, 2, 7, 33, 300}), pick({1, 3, 16}), pick({1, 5, 24, 129, 700}),
+             random() % 2 == 0, random() % 2 == 0, activations[random() % 4],
+             static_cast<unsigned>(random() % 32)},
+            random);
+  }
+}
+
+void values_and_gradients() { try_some(1, 300); }
+
+void several_threads() {
+  std::vector<std::thread> threads;
+  for (unsigned k = 0; k < 4; ++k) threads.emplace_back([k] { try_some(10 + k, 60); });
+  for (auto& thread : threads) thread.join();
+}
+
+// Blocks of rows are shared by torch's own threads.
+void torchs_threads() {
+  at::set_num_threads(4);
+  std::mt19937 random(3);
+  for (const char* activation : activations) {
+    compare({4000, 8, 96, true, true, activation, 31}, random);
+    compare({4000, 8, 96, false, true, activation, 31}, random);
+  }
+}
+
+const Tests tests{
+    {"values_and_gradients", values_and_gradients},
+    {"several_threads", several_threads},
+    {"torchs_threads", torchs_threads},
+};
+
+}  // namespace
+
+int main(int, char** argv) { return run_one(tests, argv); }
