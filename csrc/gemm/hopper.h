@@ -56,7 +56,8 @@ inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
   // Coordinates have 32 bits, with room for a last tile.
   constexpr int64_t most = std::numeric_limits<int32_t>::max() - 1024;
   if (std::max({p.m, p.n, p.k}) > most) return "an extent beyond 32 bits";
-  // There the library's larger tiles win, which move less: 65536 x 4096 x 16384 was 5 % slower here.
+  // There the library's larger tiles win, which move less: 65536 x 4096 x 16384 was 5 % slower
+  // here.
   constexpr double most_multiplications = 1e12;
   if (static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) >
       most_multiplications) {
