@@ -287,7 +287,7 @@ class Draw:
         if kinks.near is not None and kinks.near.any():
             g = g.masked_fill(kinks.near, 0)
         else:
-            keeps = bool(layers[0].conv)
+            keeps = bool(layers and layers[0].conv)
             g = self.image(g, "grad") if keeps else self.matrix(g, "grad")
         count = 1 + sum(len(layer.tensors) for layer in layers)
         case = Case(

@@ -192,3 +192,23 @@ def test_gradient_at_exactly_zero_is_zero(name, bias, layout, dtype, device):
     with policy(name):
         for result in run(conv.call, case):
             assert not result.any()
+
+
+def test_one_channel_between_two_layers():
+    """Its strides are ambiguous, and torch's own convolution reads garbage through some of them."""
+    torch.manual_seed(0)
+    image, first = torch.randn(3, 16, 12, 4), torch.randn(1, 16, 1, 5)
+    second, bias = torch.randn(2, 1, 1, 3), torch.randn(2)
+    first = first.contiguous(memory_format=torch.channels_last)
+    arguments = ((1, 1), (0, 1), (2, 1)), ((1, 2), (0, 1))
+
+    def chain(layer, dtype):
+        given = [t.to(dtype) for t in (image, first, second, bias)]
+        hidden = layer(given[0], given[1], given[3][:1], *arguments[0])
+        return layer(hidden, given[2], given[3], *arguments[1])
+
+    def plain(x, weight, bias, *geometry):
+        return torch.relu(torch.nn.functional.conv2d(x, weight, bias, *geometry))
+
+    got = chain(torch.ops.fused.conv2d_relu, torch.float32)
+    torch.testing.assert_close(got, chain(plain, torch.float64).float(), rtol=1e-4, atol=1e-4)
