@@ -36,7 +36,7 @@ def test_a_record_that_changes_makes_the_page_old(copies):
     path = next(records.glob("fuzz*.json"))
     record = json.loads(path.read_text())
     record["failed"] += 1
-    record["failures"].append({"unit": 17, "what": "a failure [planted]"})
+    record["failures"].insert(0, {"unit": 17, "what": "a failure [planted]"})
     record["crashed"]["18"] = "SIGSEGV"
     path.write_text(json.dumps(record))
     assert made("--check", "--page", page, "--records", records).returncode == 1
