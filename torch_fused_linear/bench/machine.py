@@ -6,6 +6,7 @@ import datetime
 import platform
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def header(device: torch.device, arguments: list[str]) -> dict[str, Any]:
         "cudnn": {
             name: getattr(torch.backends.cudnn, name) for name in ("allow_tf32", "benchmark")
         },
-        "arguments": arguments,
+        # Where a file lay is of nobody's interest elsewhere.
+        "arguments": [Path(a).name if Path(a).is_absolute() else a for a in arguments],
         "clocks": {},
     }
