@@ -73,19 +73,19 @@ def included(path, found):
     return found
 
 
-def fingerprint(nvcc, source):
-    """Of all that the object is made of, and of no path."""
-    texts = [p.read_bytes() for p in sorted(included(source, set()))]
-    texts.append((headers() / "cutlass" / "version.h").read_bytes())
+def tools(nvcc):
+    """What compiles all of them: versions and flags, and no path."""
+    texts = [(headers() / "cutlass" / "version.h").read_bytes()]
     texts.append(subprocess.run([nvcc, "--version"], capture_output=True).stdout)
     texts.append(" ".join([*FLAGS, *TARGET]).encode())
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+    return texts
 
 
-def compile_one(nvcc, source, system, folder):
+def compile_one(nvcc, source, system, folder, made_with):
     made = folder / f"{source.stem}.o"
     stamp = folder / f"{source.stem}.sha256"
-    current = fingerprint(nvcc, source)
+    texts = [p.read_bytes() for p in sorted(included(source, set()))]
+    current = hashlib.sha256(b"\0".join([*texts, *made_with])).hexdigest()
     if made.exists() and stamp.exists() and stamp.read_text() == current:
         return made
     stamp.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def compile_one(nvcc, source, system, folder):
     return made
 
 
-def objects(nvcc, system, folder, jobs, names=None):
+def objects(nvcc, system, folder, jobs):
     """Compiles the kernels.
 
     Args:
@@ -106,13 +106,13 @@ def objects(nvcc, system, folder, jobs, names=None):
         system: flags that name the system headers, torch's and CUDA's.
         folder: where the objects are put, and looked for.
         jobs: how many at a time; each takes 2 GiB.
-        names: of the sources, without ending; all of them, if not given.
 
     Returns:
         The paths of the objects.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sorted(p for p in KERNELS.glob("*.cu") if names is None or p.stem in names)
+    made_with = tools(nvcc)
     with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
-        work = [pool.submit(compile_one, nvcc, source, system, folder) for source in sources]
+        sources = sorted(KERNELS.glob("*.cu"))
+        work = [pool.submit(compile_one, nvcc, s, system, folder, made_with) for s in sources]
         return [str(done.result()) for done in work]
