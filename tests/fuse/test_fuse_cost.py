@@ -108,8 +108,14 @@ def costs() -> dict[str, tuple[float, float]]:
 
 
 def test_a_fused_place_costs_little():
-    """A third of the smallest operator, whatever the machine: a microsecond where that takes 3."""
-    assert all(extra < operator / 3 for operator, extra in costs().values()), costs()
+    """A third of the smallest operator, whatever the machine: a microsecond where that takes 3.
+    Other programs can disturb a whole measurement, but not several."""
+    tries = []
+    for _ in range(5):
+        tries.append(costs())
+        if all(extra < operator / 3 for operator, extra in tries[-1].values()):
+            return
+    pytest.fail(str(tries))
 
 
 if __name__ == "__main__":
