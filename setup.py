@@ -17,6 +17,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
 sys.path.insert(0, str(ROOT / "build_tools"))
 import hopper  # noqa: E402
+import precompiled  # noqa: E402
 
 LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
 # Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
@@ -239,7 +241,7 @@ def is_current(name, about):
 
 def build_command(parts):
     import output
-    from torch.utils.cpp_extension import BuildExtension
+    from torch.utils.cpp_extension import BuildExtension, get_cxx_compiler
 
     class BuildLibrary(BuildExtension):
         def finalize_options(self):
@@ -262,6 +264,17 @@ def build_command(parts):
         def build_extensions(self):
             with output.summarised(Path(self.build_temp, "build.log")):
                 super().build_extensions()
+
+        def build_extension(self, ext):
+            if ext.name == LIBRARY:
+                cxx = ext.extra_compile_args["cxx"]
+                cxx += precompiled.flags(
+                    [*shlex.split(get_cxx_compiler()), *self.compiler.compiler_so[1:], *cxx],
+                    Path(self.build_temp),
+                    parts[LIBRARY],
+                    int(os.environ["MAX_JOBS"]),
+                )
+            super().build_extension(ext)
 
         def copy_extensions_to_source(self):
             """At no moment is there a library in the tree that looks finished and is not."""

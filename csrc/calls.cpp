@@ -49,17 +49,17 @@ Tensor mlp(const Tensor& input, at::TensorList weights,
 
 Tensor linear_glu(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
                   const std::optional<Tensor>& gate_bias, const std::optional<Tensor>& up_bias,
-                  std::string_view activation) {
+                  std::string_view activation, std::string_view memory) {
   static const auto op = find<dispatch::LinearGlu>("fused::linear_glu");
-  return op.call(input, gate, up, gate_bias, up_bias, activation);
+  return op.call(input, gate, up, gate_bias, up_bias, activation, memory);
 }
 
 Tensor gated_mlp(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
                  const Tensor& down, const std::optional<Tensor>& gate_bias,
                  const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
-                 std::string_view activation) {
+                 std::string_view activation, std::string_view memory) {
   static const auto op = find<dispatch::GatedMlp>("fused::gated_mlp");
-  return op.call(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
+  return op.call(input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

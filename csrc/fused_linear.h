@@ -60,7 +60,7 @@ Tensor linear_glu(const Tensor& input,                          // [*, in]
                   const std::optional<Tensor>& up = {},         // [hidden, in]
                   const std::optional<Tensor>& gate_bias = {},  // [hidden]
                   const std::optional<Tensor>& up_bias = {},    // [hidden]
-                  std::string_view activation = "silu");
+                  std::string_view activation = "silu", std::string_view memory = "default");
 
 // The block that language models have between their attentions: the gated layer and a linear one
 // after it, as one operator and one node.
@@ -71,7 +71,7 @@ Tensor gated_mlp(const Tensor& input,                          // [*, in]
                  const std::optional<Tensor>& gate_bias = {},  // [hidden]
                  const std::optional<Tensor>& up_bias = {},    // [hidden]
                  const std::optional<Tensor>& down_bias = {},  // [out]
-                 std::string_view activation = "silu");
+                 std::string_view activation = "silu", std::string_view memory = "default");
 
 // y = max(conv2d(x, W) + b, 0); stride, padding and dilation are one number or (height, width)
 Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, height, width]

@@ -49,11 +49,12 @@ TORCH_LIBRARY(fused, m) {
   // after it.
   m.def(
       "linear_glu(Tensor input, Tensor gate, Tensor? up=None, Tensor? gate_bias=None, "
-      "Tensor? up_bias=None, *, str activation='silu') -> Tensor",
+      "Tensor? up_bias=None, *, str activation='silu', str memory='default') -> Tensor",
       tags);
   m.def(
       "gated_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
-      "Tensor? up_bias=None, Tensor? down_bias=None, *, str activation='silu') -> Tensor",
+      "Tensor? up_bias=None, Tensor? down_bias=None, *, str activation='silu', "
+      "str memory='default') -> Tensor",
       tags);
 
   // relu(conv2d(input, weight) + bias)

@@ -224,6 +224,7 @@ def linear_glu(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     activation: str = "silu",
+    memory: str = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
     (xW_\text{up}^T + b_\text{up})`, a gated linear unit.
@@ -240,6 +241,10 @@ def linear_glu(
     the gradient that arrives, and writes both gradients and the biases' sums. See
     `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
 
+    With ``memory='low'`` :func:`linear`, :func:`linear_relu`, :func:`linear_gelu` or
+    :func:`linear_silu` with :math:`y` itself for input keeps nothing more, and has :math:`y` again,
+    bit for bit, from that pass.
+
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
         gate: :math:`(\text{hidden\_features}, \text{in\_features})`, dtype and device of ``input``;
@@ -248,23 +253,26 @@ def linear_glu(
         gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
         up_bias: :math:`(\text{hidden\_features})` or ``None``.
         activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+        memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{hidden\_features})`.
 
     Raises:
         RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``activation`` is none of these; without ``up``, ``gate`` cannot be halved or
-            ``up_bias`` is given.
+        ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` cannot
+            be halved or ``up_bias`` is given.
     """
     if not is_scripting():
         if not is_dynamo_compiling():
-            result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation)
+            result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
             if result is not None:
                 return result
         if any(map(subclasses.is_foreign, (input, gate, up, gate_bias, up_bias))):
-            return subclasses.linear_glu(input, gate, up, gate_bias, up_bias, activation)
-    return torch.ops.fused.linear_glu(input, gate, up, gate_bias, up_bias, activation=activation)
+            return subclasses.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
+    return torch.ops.fused.linear_glu(
+        input, gate, up, gate_bias, up_bias, activation=activation, memory=memory
+    )
 
 
 def gated_mlp(
@@ -276,6 +284,7 @@ def gated_mlp(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     activation: str = "silu",
+    memory: str = "default",
 ) -> Tensor:
     r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
 
@@ -283,6 +292,9 @@ def gated_mlp(
     and one node of the graph: what lies between the two layers is not kept either, the backward
     computes it again in the pass that it makes over memory anyway. It keeps two tensors of the
     hidden size, where torch keeps four.
+
+    With ``memory='low'`` it keeps one: the product with ``up`` is made again in the backward, one
+    more to the nine of a training step. (Where ``gate`` is both weights it keeps both.)
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -293,6 +305,7 @@ def gated_mlp(
         up_bias: as :func:`linear_glu`.
         down_bias: :math:`(\text{out\_features})` or ``None``.
         activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+        memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
@@ -303,15 +316,15 @@ def gated_mlp(
     if not is_scripting():
         if not is_dynamo_compiling():
             result = direct.gated_mlp(
-                input, gate, up, down, gate_bias, up_bias, down_bias, activation
+                input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
             )
             if result is not None:
                 return result
         tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
         if any(map(subclasses.is_foreign, tensors)):
-            return subclasses.gated_mlp(*tensors, activation)
+            return subclasses.gated_mlp(*tensors, activation, memory)
     return torch.ops.fused.gated_mlp(
-        input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation
+        input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation, memory=memory
     )
 
 

@@ -135,7 +135,9 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
             second = product(input, up, up_bias, gemm)
         return op.Mul(activate(first, activation), second)
 
-    def linear_glu(input, gate, up=None, gate_bias=None, up_bias=None, activation="silu"):
+    def linear_glu(
+        input, gate, up=None, gate_bias=None, up_bias=None, activation="silu", memory="default"
+    ):
         return glu(input, gate, up, gate_bias, up_bias, activation)
 
     def gated_mlp(
@@ -147,6 +149,7 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         up_bias=None,
         down_bias=None,
         activation="silu",
+        memory="default",
     ):
         hidden = glu(input, gate, up, gate_bias, up_bias, activation)
         return product(hidden, down, down_bias, is_matrix(input))
@@ -177,7 +180,8 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
         "memory": str,
     }
     optional = dict.fromkeys(("up", "gate_bias", "up_bias", "down_bias"), tensor | None)
-    gated = {"input": tensor, "gate": tensor, "down": tensor, **optional, "activation": str}
+    gated = {"input": tensor, "gate": tensor, "down": tensor, **optional}
+    gated |= {"activation": str, "memory": str}
     for function in (linear_glu, gated_mlp):
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         function.__annotations__ = {name: gated[name] for name in names}

@@ -76,6 +76,7 @@ def _glu(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     activation: str,
+    memory: str,
 ) -> Tensor:
     check_activation(operator, activation)
     if up is None and up_bias is not None:
@@ -85,7 +86,7 @@ def _glu(
             f"{operator}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
             f"got {list(gate.shape)}"
         )
-    _begin(operator, input, gate)
+    _begin(operator, input, gate, memory)
     z = F.linear(input, gate, gate_bias)
     first, second = z.chunk(2, -1) if up is None else (z, F.linear(input, up, up_bias))
     return ACTIVATIONS[activation](first) * second
@@ -98,8 +99,9 @@ def linear_glu(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     activation: str,
+    memory: str,
 ) -> Tensor:
-    return _glu("linear_glu", input, gate, up, gate_bias, up_bias, activation)
+    return _glu("linear_glu", input, gate, up, gate_bias, up_bias, activation, memory)
 
 
 def gated_mlp(
@@ -111,8 +113,9 @@ def gated_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    memory: str,
 ) -> Tensor:
-    hidden = _glu("gated_mlp", input, gate, up, gate_bias, up_bias, activation)
+    hidden = _glu("gated_mlp", input, gate, up, gate_bias, up_bias, activation, memory)
     return F.linear(hidden, down, down_bias)
 
 

@@ -1,16 +1,20 @@
 // The node of fused::linear_glu and fused::gated_mlp. It keeps the input and the two
 // pre-activations; what was made of them is computed again in the pass that the backward makes over
-// memory anyway.
+// memory anyway. With low memory up's pre-activation of a block is computed again by its product,
+// and the layer after linear_glu keeps the pre-activations in place of its input.
 
 #include "autograd/gated_node.h"
 
 #include "autograd/arguments.h"
 #include "autograd/double_backward.h"
+#include "autograd/handover.h"
 #include "core/explain.h"
 #include "dispatch/gated.h"
 #include "fused_linear.h"
 #include "reference/gated.h"
 #include "reference/linear.h"
+
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -37,10 +41,11 @@ enum Indices {
   input_index,
   gate_index,
   up_index,
+  up_bias_index,  // where up's pre-activation is computed again
   down_index,
-  gate_z_index,  // pre-activations
-  up_z_index,
   hidden_index,  // what goes into down, where nothing before that wants a gradient
+  gate_z_index,  // pre-activations: the last, which may come with a note
+  up_z_index,
   all_indices
 };
 
@@ -48,17 +53,31 @@ enum Indices {
 struct Form {
   Activation activation;
   bool has_up, has_down;
-  bool is_joined;  // gate's pre-activations are both, [*, 2 hidden], though there is up
+  bool is_joined;      // gate's pre-activations are both, [*, 2 hidden], though there is up
+  bool is_up_dropped;  // up's pre-activation is computed again
+
+  bool is_one_tensor() const { return !has_up || is_joined; }
 };
+
+// Of the pass: gradients of the pre-activations, of the biases, and the layer's result.
+std::array<bool, 5> wanted_of_pass(const Form& form, const std::vector<bool>& wanted, bool hidden) {
+  if (form.is_one_tensor()) {
+    return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
+            wanted[gate_bias_edge] || wanted[up_bias_edge], false, hidden};
+  }
+  return {wanted[input_edge] || wanted[gate_edge], wanted[input_edge] || wanted[up_edge],
+          wanted[gate_bias_edge], wanted[up_bias_edge], hidden};
+}
 
 // What a backward works on.
 struct State {
   std::shared_ptr<Node> node;  // none in compiled autograd
+  bool is_running;             // the engine runs the node, which is not called by hand
   Form form;
   std::vector<bool> wanted;  // by edge
   variable_list kept;
 
-  bool is_one_tensor() const { return !form.has_up || form.is_joined; }
+  bool is_one_tensor() const { return form.is_one_tensor(); }
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
@@ -68,15 +87,8 @@ struct State {
     return node ? node->next_edge(index) : torch::autograd::Edge();
   }
 
-  // Of the pass: gradients of the pre-activations, of the biases, and the layer's result.
   std::array<bool, 5> wanted_of_pass() const {
-    const bool hidden = wants_hidden() && !kept[hidden_index].defined();
-    if (is_one_tensor()) {
-      return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
-              wanted[gate_bias_edge] || wanted[up_bias_edge], false, hidden};
-    }
-    return {wanted[input_edge] || wanted[gate_edge], wanted[input_edge] || wanted[up_edge],
-            wanted[gate_bias_edge], wanted[up_bias_edge], hidden};
+    return autograd::wanted_of_pass(form, wanted, wants_hidden() && !kept[hidden_index].defined());
   }
 };
 
@@ -84,6 +96,12 @@ struct State {
 std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
   const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
   if (state.is_one_tensor()) return {gate, std::nullopt};
+  if (state.form.is_up_dropped) {
+    const auto& bias = state.kept[up_bias_index];
+    const KernelsOnly guard;
+    return {gate, fused::linear(state.kept[input_index], state.kept[up_index],
+                                bias.defined() ? OptionalTensor(bias) : std::nullopt)};
+  }
   return {gate, up.defined() ? up : placeholder(gate, gate.sym_sizes().vec())};
 }
 
@@ -155,19 +173,48 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   }
 }
 
-variable_list usual(const State& state, const Tensor& grad) {
+// The gradients of the pass over memory, or what a consumer has left of them (handover.h).
+template <typename Pass>
+GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& note,
+                    const Pass& pass) {
+  if (!note) return pass(grad);
+  auto known = note->gradients;
+  if (!grad.is_same(note->passed)) {
+    const auto [gate, up, gate_bias, up_bias, hidden] = pass(grad - note->passed);
+    const variable_list rest{gate, up, gate_bias, up_bias};
+    for (size_t i = 0; i < known.size(); ++i) known[i] = handover::with_rest(known[i], rest[i]);
+  }
+  return {known[0], known[1], known[2], known[3], Tensor()};
+}
+
+// Nothing, and the reason in words, where the plain way is taken.
+std::pair<std::optional<handover::Receiver>, const char*> find_receiver(const State& state) {
+  if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
+  if (!state.wanted[input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
+  return handover::find_receiver(*state.node);
+}
+
+variable_list usual(const State& state, const Tensor& grad,
+                    const std::optional<handover::Note>& note) {
+  const auto [receiver, reason] = find_receiver(state);
   const KernelsOnly guard;
+  if (explain::enabled()) {
+    explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
+  }
   variable_list result(all_edges);
-  const auto& [activation, has_up, has_down, is_joined] = state.form;
   const auto& wanted = state.wanted;
   const auto& down = state.kept[down_index];
+  const bool has_down = state.form.has_down;
   auto hidden = state.kept[hidden_index];
   const auto wanted_of_pass = state.wanted_of_pass();
   if (state.wants_layer()) {
     const auto grad_hidden =
         has_down ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false})) : grad;
-    const auto [gate_z, up_z] = preactivations(state);
-    const auto pass = steps::glu_backward({grad_hidden, gate_z, up_z, activation, wanted_of_pass});
+    const auto pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+      const auto [gate_z, up_z] = preactivations(state);
+      return steps::glu_backward(
+          {grad_output, gate_z, up_z, state.form.activation, wanted_of_pass});
+    });
     put_bias_gradients(state, pass, result);
     if (wanted_of_pass[0] || wanted_of_pass[1]) {
       put_products(state, std::get<0>(pass), std::get<1>(pass), result);
@@ -175,21 +222,27 @@ variable_list usual(const State& state, const Tensor& grad) {
     if (wanted_of_pass[4]) hidden = std::get<4>(pass);
   } else if (wanted_of_pass[4]) {
     const auto [gate_z, up_z] = preactivations(state);
-    hidden = steps::glu(gate_z, up_z, activation);
+    hidden = steps::glu(gate_z, up_z, state.form.activation);
   }
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
     std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
         backward_of_linear(grad, hidden, down, {false, wanted[down_edge], wanted[down_bias_edge]});
+  }
+  if (receiver) {
+    auto left = receiver->node->derive(result[input_edge], receiver->saved);
+    result[input_edge] = left.passed;
+    receiver->leave(std::move(left));
   }
   return result;
 }
 
 // ---- create_graph: the same in differentiable ATen, on tensors put back into the graph ----------
 
-variable_list differentiable(const State& state, const Tensor& grad) {
+variable_list differentiable(const State& state, const Tensor& grad,
+                             std::optional<handover::Note> note) {
   using Formula = reference::LinearFormula;
   variable_list result(all_edges);
-  const auto& [activation, has_up, has_down, is_joined] = state.form;
+  const auto& [activation, has_up, has_down, is_joined, is_up_dropped] = state.form;
   const auto& wanted = state.wanted;
   const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight,
                          const std::array<bool, 3>& wants) {
@@ -209,7 +262,7 @@ variable_list differentiable(const State& state, const Tensor& grad) {
     auto [gate_z, up_z] = preactivations(state);
     if (is_joined) std::tie(gate_z, up_z) = gated::halves(gate_z);
     gate_z = connected(gate_z, gate_index, gate_edge, gate_bias_edge);
-    if (is_joined || state.kept[up_z_index].defined()) {
+    if (is_joined || is_up_dropped || state.kept[up_z_index].defined()) {
       up_z = connected(*up_z, up_index, up_edge, up_bias_edge);
     }
     const auto grad_hidden =
@@ -217,8 +270,15 @@ variable_list differentiable(const State& state, const Tensor& grad) {
                  : grad;
     auto apart = state;  // halves of one tensor are two tensors here
     apart.form.is_joined = false;
-    pass = reference::GluFormula::glu_backward(
-        {grad_hidden, gate_z, up_z, activation, apart.wanted_of_pass()});
+    if (is_joined && note) {
+      auto& known = note->gradients;
+      std::tie(known[0], known[1]) = gated::halves(known[0]);
+      if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
+    }
+    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+      return reference::GluFormula::glu_backward(
+          {grad_output, gate_z, up_z, activation, apart.wanted_of_pass()});
+    });
     put_bias_gradients(apart, pass, result);
     if (state.wants_hidden()) hidden = std::get<4>(pass);
 
@@ -243,10 +303,11 @@ variable_list differentiable(const State& state, const Tensor& grad) {
   return result;
 }
 
-variable_list run(const State& state, const Tensor& grad) {
+variable_list run(const State& state, const Tensor& grad,
+                  const std::optional<handover::Note>& note) {
   if (!grad.defined()) return variable_list(all_edges);
-  auto result =
-      must_be_differentiable(grad, state.kept) ? differentiable(state, grad) : usual(state, grad);
+  auto result = must_be_differentiable(grad, state.kept) ? differentiable(state, grad, note)
+                                                         : usual(state, grad, note);
   for (size_t i = 0; i < all_edges; ++i) {
     if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
   }
@@ -255,9 +316,12 @@ variable_list run(const State& state, const Tensor& grad) {
 
 // ---- the node ----------------------------------------------------------------------------------
 
-class GatedNode final : public Node {
+class GatedNode final : public handover::Producer {
  public:
-  GatedNode(edge_list&& edges, const Form& form) : Node(std::move(edges)), form_(form) {}
+  GatedNode(edge_list&& edges, const Form& form, Memory memory)
+      : Producer(std::move(edges)),
+        form_(form),
+        lends_(memory == Memory::low && !form.has_down && lends_output(true)) {}
 
   void keep(Indices index, const Tensor& tensor) {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
@@ -268,15 +332,57 @@ class GatedNode final : public Node {
            fused::name(form_.activation) + "_Backward";
   }
 
+  const char* refusal() const override {
+    if (form_.has_down) return "no activation before";
+    // What is passed on is gate's.
+    return wanted_of_pass(form_, wanted_of(*this), false)[0] ? nullptr : "its gate is frozen";
+  }
+
+  variable_list lend_saved() override {
+    auto gate = lend(gate_z_index);
+    return gate.defined() ? variable_list{std::move(gate), lend(up_z_index)} : variable_list();
+  }
+
+  handover::Note derive(const Tensor& grad, variable_list saved, Tensor* output) override {
+    const auto& gate_z = saved[0];
+    OptionalTensor up_z;
+    if (!form_.is_one_tensor()) up_z = saved[1];
+    const auto wanted = wanted_of_pass(form_, wanted_of(*this), output != nullptr);
+    auto [gate, up, gate_bias, up_bias, hidden] =
+        steps::glu_backward({grad, gate_z, up_z, form_.activation, wanted});
+    if (output != nullptr) *output = std::move(hidden);
+    auto passed = form_.is_one_tensor() ? gated::halves(gate).first : gate;
+    return {std::move(passed), {gate, up, gate_bias, up_bias}, std::move(saved)};
+  }
+
+  std::optional<KeptInput> lend_output() override {
+    if (!lends_) return std::nullopt;
+    auto gate = lend(gate_z_index);
+    if (!gate.defined()) return std::nullopt;
+    auto up = form_.is_one_tensor() ? Tensor() : lend(up_z_index);
+    if (!form_.is_one_tensor() && !up.defined()) return std::nullopt;
+    return KeptInput{{form_.activation, /*is_gated=*/true}, {std::move(gate), std::move(up)}};
+  }
+
  protected:
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(all_edges);
+    // A hook may call the node by hand while the engine runs another one.
+    const bool is_running = torch::autograd::get_current_node().get() == this;
+    std::optional<handover::Note> note;
+    if (is_running) note = take(torch::autograd::get_current_graph_task_id());
+    // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
+    const bool has_saved = note && note->is_unchanged();
+    auto kept = unpack(0, has_saved ? size_t{gate_z_index} : kept_.size());
+    if (has_saved) kept.insert(kept.end(), note->saved.begin(), note->saved.end());
     auto self = std::static_pointer_cast<Node>(getptr());
-    return run({std::move(self), form_, wanted_of(*this), unpack()}, grads[0]);
+    return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grads[0],
+               note);
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation), form_.has_up, form_.has_down, form_.is_joined};
+    return {static_cast<int64_t>(form_.activation), form_.has_up, form_.has_down, form_.is_joined,
+            form_.is_up_dropped};
   }
   Backward backward() const override { return run_detached; }
 
@@ -284,27 +390,32 @@ class GatedNode final : public Node {
   static variable_list run_detached(const variable_list& grads, const Detached& node) {
     const auto& traits = node.traits;
     const Form form{static_cast<Activation>(traits[0]), traits[1] != 0, traits[2] != 0,
-                    traits[3] != 0};
-    return run({nullptr, form, node.wanted, node.variables}, grads[0]);
+                    traits[3] != 0, traits[4] != 0};
+    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables}, grads[0],
+               std::nullopt);
   }
 
   const Form form_;
+  const bool lends_;
   std::array<SavedVariable, all_indices> kept_;
 };
 
 }  // namespace
 
 Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
-                           Activation activation) {
+                           Activation activation, Memory memory) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   const bool before_gate = requires_grad(input) || requires_grad(gate) || requires_grad(gate_bias);
   const bool before_up = requires_grad(input) || requires_grad(up) || requires_grad(up_bias);
   const bool before_down = before_gate || before_up;
+  const bool wants_down = requires_grad(down.weight);
+  const bool reads_up = before_down && (before_gate || wants_down);
+  const bool drops_up = memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
 
   Tensor gate_z, up_z, hidden, output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (layer.is_stacked() || before_gate) {
+    if (layer.is_stacked() || (before_gate && !drops_up)) {
       std::tie(gate_z, up_z) = dispatch::gated_preactivations(layer);
     } else {  // of two tensors one need not be kept
       gate_z = fused::linear(input, gate, gate_bias);
@@ -314,22 +425,20 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
     output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
   }
   const bool is_joined = !layer.is_stacked() && !up_z.defined();
-  const auto node =
-      make_node<GatedNode>(edge_list{edge_of(input), edge_of(gate), edge_of(up), edge_of(gate_bias),
-                                     edge_of(up_bias), edge_of(down.weight), edge_of(down.bias)},
-                           Form{activation, !layer.is_stacked(), down.exists(), is_joined});
+  const auto node = make_node<GatedNode>(
+      edge_list{edge_of(input), edge_of(gate), edge_of(up), edge_of(gate_bias), edge_of(up_bias),
+                edge_of(down.weight), edge_of(down.bias)},
+      Form{activation, !layer.is_stacked(), down.exists(), is_joined, drops_up}, memory);
   set_history(output, node);
 
-  const bool wants_down = requires_grad(down.weight);
-  if (requires_grad(gate) || requires_grad(up)) node->keep(input_index, input);
-  if (requires_grad(input)) {
-    node->keep(gate_index, gate);
-    if (!layer.is_stacked()) node->keep(up_index, *up);
-  }
+  if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep(input_index, input);
+  if (requires_grad(input)) node->keep(gate_index, gate);
+  if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node->keep(up_index, *up);
+  if (drops_up && has_value(up_bias)) node->keep(up_bias_index, *up_bias);
   if (before_down) {
     if (down.exists()) node->keep(down_index, down.weight);
     node->keep(gate_z_index, gate_z);
-    if (up_z.defined() && (before_gate || wants_down)) node->keep(up_z_index, up_z);
+    if (up_z.defined() && reads_up && !drops_up) node->keep(up_z_index, up_z);
   } else if (wants_down) {
     node->keep(hidden_index, hidden);
   }

@@ -1,5 +1,7 @@
 #include "autograd/handover.h"
 
+#include "core/explain.h"
+
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -84,18 +86,26 @@ bool captured(Graph* node) {
   return it != exec_info->end() && it->second.captures_ != nullptr;
 }
 
+const char* stands_between(const torch::autograd::Edge& edge) {
+  // FSDP2's node before a module that it wraps: a function in Python, whose name is all there is.
+  if (explain::enabled() && edge.is_valid() &&
+      edge.function->name() == "RegisterPostBackwardFunctionBackward") {
+    return "FSDP wraps the layer by itself";
+  }
+  return "the input is not a fused layer's output";
+}
+
 }  // namespace
 
 bool enabled() { return switched_on().load(std::memory_order_relaxed); }
 void set_enabled(bool enabled) { switched_on() = enabled; }
 
-Note::Note(Tensor dz, Tensor grad_bias, Tensor saved)
-    : dz(std::move(dz)),
-      grad_bias(std::move(grad_bias)),
-      saved(std::move(saved)),
-      version_(version_of(this->saved)) {}
+Note::Note(Tensor passed, variable_list gradients, variable_list saved)
+    : passed(std::move(passed)), gradients(std::move(gradients)), saved(std::move(saved)) {
+  for (const auto& tensor : this->saved) versions_.push_back(version_of(tensor));
+}
 
-bool Note::is_unchanged() const { return version_of(saved) == version_; }
+bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
 
 void Producer::leave(int graph_task, Note note) {
   {
@@ -128,6 +138,10 @@ std::optional<Note> Producer::take(int graph_task) {
   return note;
 }
 
+Tensor with_rest(const Tensor& passed, const Tensor& rest) {
+  return at::where(passed.isfinite(), passed + rest, passed);
+}
+
 const char* objection(torch::autograd::Node& consumer) {
   if (!enabled()) return "switched off";
   if (at::GradMode::is_enabled()) return "create_graph";
@@ -147,6 +161,23 @@ const char* objection(torch::autograd::Node& consumer) {
   if (producer.stream() != consumer.stream()) return "another stream";
   if (has_other_consumers(&producer, consumer, graph_task)) return "another consumer";
   return nullptr;
+}
+
+void Receiver::leave(Note note) const {
+  node->leave(torch::autograd::get_current_graph_task_id(), std::move(note));
+}
+
+std::pair<std::optional<Receiver>, const char*> find_receiver(Graph& consumer) {
+  const auto& edge = consumer.next_edge(0);
+  auto* producer = dynamic_cast<Producer*>(edge.function.get());
+  if (producer == nullptr) return {std::nullopt, stands_between(edge)};
+  if (const char* why = producer->refusal()) return {std::nullopt, why};
+  if (const char* why = objection(consumer)) return {std::nullopt, why};
+  // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
+  // must be switched off around it.
+  auto saved = producer->lend_saved();
+  if (saved.empty()) return {std::nullopt, "its saved tensors were freed"};
+  return {Receiver{producer, std::move(saved)}, nullptr};
 }
 
 }  // namespace fused::autograd::handover

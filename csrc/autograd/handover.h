@@ -5,8 +5,9 @@
 // The gradient of a layer's output is produced by the next layer's backward. Where the next layer
 // (the consumer) is ours, and nobody else looks at that gradient, the consumer applies this layer's
 // activation derivative right behind its matrix product, or inside it, and sums this layer's bias
-// gradient on the way. It passes dz on in place of dy and leaves a note that says so. The producer
-// trusts a note only if the gradient that arrives is the very tensor that the note names. If
+// gradient on the way. It passes dz on in place of dy (of a gated layer gate's) and leaves a note
+// that says so. The producer trusts a note only if the gradient that arrives is the very tensor
+// that the note names. If
 // another gradient was added to it on the way, the producer applies its derivative to the
 // difference. (That happens where the tensor is itself a root of the backward, or the root consumes
 // it beside the consumer: roots are not among the nodes that can be searched. The difference costs
@@ -15,6 +16,7 @@
 // A hook that is put on the tensor by another hook, after the consumer has run, sees dz.
 
 #include "autograd/node.h"
+#include "autograd/recompute.h"
 
 #include <atomic>
 #include <mutex>
@@ -28,25 +30,42 @@ bool enabled();
 void set_enabled(bool enabled);
 
 struct Note {
-  Note(Tensor dz, Tensor grad_bias, Tensor saved);
+  Note(Tensor passed, variable_list gradients, variable_list saved);
 
-  Tensor dz;         // what the consumer passed on. Holding it keeps the engine from adding another
-                     // gradient to it in place, which would go unseen.
-  Tensor grad_bias;  // [out] or undefined
-  Tensor saved;      // what the producer's act' is read from, already unpacked: checkpoint allows
-                     // it to be unpacked only once
+  Tensor passed;            // what the consumer passed on. Holding it keeps the engine from adding
+                            // another gradient to it in place, which would go unseen.
+  variable_list gradients;  // what else it has computed, as the producer wants it
+  variable_list saved;      // what the producer's act' is read from, already unpacked: checkpoint
+                            // allows it to be unpacked only once
 
-  // Whether nobody has written to it since.
+  // Whether nobody has written to them since.
   bool is_unchanged() const;
 
  private:
-  int64_t version_;
+  std::vector<int64_t> versions_;
 };
 
 // A node that notes may be left for, each in one run of the engine.
 class Producer : public Node {
  public:
   using Node::Node;
+
+  // Why a consumer cannot apply its derivative, or nullptr.
+  virtual const char* refusal() const = 0;
+
+  // What its derivative is read from; none where it has been released.
+  virtual variable_list lend_saved() = 0;
+
+  // Where the derivative is that of one tensor, which a product can apply: the activation, and
+  // whether the bias wants a gradient in this run. Else none.
+  virtual std::pair<Activation, bool> derivative() const { return {Activation::none, false}; }
+
+  // Applies the derivative. The result is what the consumer passes on and leaves. `output`, where
+  // it is wanted, becomes what the layer gave, computed again.
+  virtual Note derive(const Tensor& grad, variable_list saved, Tensor* output = nullptr) = 0;
+
+  // With low memory: what its output can be computed from.
+  virtual std::optional<KeptInput> lend_output() = 0;
 
   // The note goes with the run, if the run ends before it is taken.
   void leave(int graph_task, Note note);
@@ -61,9 +80,25 @@ class Producer : public Node {
   std::atomic<size_t> waiting_{0};  // lets a node without notes pass without the lock
 };
 
+// A gradient, dealt with, and the rest that was added to it on the way, dealt with by itself.
+// Beside an infinity the rest is lost, and does not matter.
+Tensor with_rest(const Tensor& passed, const Tensor& rest);
+
 // Why the gradient that `consumer` is about to pass along its first edge must stay the true one,
 // or nullptr: then that edge's node, and nobody else, will receive it. Whether the node is one of
 // ours is for the caller to know.
 const char* objection(torch::autograd::Node& consumer);
+
+// The producer's side of a hand-over, read before the consumer does its work.
+struct Receiver {
+  Producer* node;
+  variable_list saved;
+
+  void leave(Note note) const;
+};
+
+// Of the node that the engine runs, which will pass a gradient along its first edge. Nothing, and
+// the reason in words, where the plain way is taken.
+std::pair<std::optional<Receiver>, const char*> find_receiver(torch::autograd::Node& consumer);
 
 }  // namespace fused::autograd::handover

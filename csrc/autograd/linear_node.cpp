@@ -7,7 +7,6 @@
 #include "fused_linear.h"
 #include "reference/linear.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fused::autograd {
@@ -25,9 +24,9 @@ struct State {
   LinearNode* node;  // none in compiled autograd
   bool is_running;   // the engine runs the node, which is not called by hand
   Activation activation;
-  Activation input_is_of;  // none, or that of the pre-activation kept for the input
   std::array<bool, 3> wanted;
-  variable_list variables;  // input, weight, saved; undefined where not kept
+  KeptInput input;
+  Tensor weight, saved;  // undefined where not kept
 
   torch::autograd::Edge edge(size_t index) const {
     return node != nullptr ? node->next_edge(index) : torch::autograd::Edge();
@@ -35,36 +34,10 @@ struct State {
   torch::autograd::Edge output() const {
     return node != nullptr ? torch::autograd::Edge(node->getptr(), 0) : torch::autograd::Edge();
   }
+  bool is_input_kept() const { return input.form.activation == Activation::none; }
 };
 
-// ---- low memory: GELU's and SiLU's output is kept by nobody ------------------------------------
-
-// What a node keeps to have its input in the backward.
-struct KeptInput {
-  Tensor tensor;
-  Activation is_of = Activation::none;
-};
-
-// The input, or where a layer of low memory has just computed it, the pre-activation that it was
-// computed from, which that layer keeps anyway.
-KeptInput input_to_keep(const Tensor& input) {
-  if (input.is_leaf() || input.is_view() || input.output_nr() != 0 || input._version() != 0) {
-    return {input};
-  }
-  if (auto* producer = dynamic_cast<LinearNode*>(input.grad_fn().get())) {
-    if (auto preactivation = producer->lend_preactivation(); preactivation.defined()) {
-      return {std::move(preactivation), producer->activation()};
-    }
-  }
-  return {input};
-}
-
-// Whether the next layer may do so. Hooks on saved tensors may keep them in another place and may
-// be asked for each of them only once.
-bool lends_preactivation(Activation activation, Memory memory) {
-  return memory == Memory::low && saved_for(activation) == Saved::preactivation &&
-         !at::SavedTensorDefaultHooks::get_hooks();
-}
+// ---- low memory ---------------------------------------------------------------------------------
 
 // ReLU's output as bits. The output itself where its rows are so short that those of bits would be
 // longer.
@@ -88,24 +61,22 @@ template <typename ActivationGradient>
 Arrived arrive(const State& state, const Tensor& grad, const std::optional<handover::Note>& note,
                const ActivationGradient& activation_gradient) {
   if (!note) return {grad, state.activation, {}};
-  if (grad.is_same(note->dz)) return {grad, Activation::none, note->grad_bias};
+  if (grad.is_same(note->passed)) return {grad, Activation::none, note->gradients[0]};
   // Another gradient was added to the one that had been dealt with (the tensor was a root of this
   // backward as well): the rest still has to pass through the derivative.
-  const auto rest = activation_gradient(grad - note->dz);
-  // Beside an infinity the rest is lost, and does not matter.
-  const auto dz = at::where(note->dz.isfinite(), note->dz + rest, note->dz);
-  return {dz, Activation::none, {}};
+  const auto rest = activation_gradient(grad - note->passed);
+  return {handover::with_rest(note->passed, rest), Activation::none, {}};
 }
 
 // create_graph: gradients that are themselves differentiable.
 Gradients differentiable(const State& state, const Tensor& grad,
                          const std::optional<handover::Note>& note) {
-  auto kept = state.variables;
-  if (state.input_is_of != Activation::none) {
-    kept[0] = at_edge(activated(kept[0], state.input_is_of), state.edge(Edge::input_edge));
+  auto kept_input = state.input.tensors[0];
+  if (!state.is_input_kept()) {
+    kept_input = at_edge(recompute(state.input), state.edge(Edge::input_edge));
   }
-  const auto [input, weight] = fill_in(kept[0], kept[1], grad);
-  auto saved = kept[2];
+  const auto [input, weight] = fill_in(kept_input, state.weight, grad);
+  auto saved = state.saved;
   // ReLU's second derivative, of zeros, goes by way of the output, and so past its hooks.
   if (saved.defined() && saved.scalar_type() == at::kByte) {
     saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), state.output());
@@ -122,91 +93,94 @@ Gradients differentiable(const State& state, const Tensor& grad,
   return {grad_input, grad_weight, grad_bias};
 }
 
-// The producer's side of a hand-over, read before the consumer does its work.
-struct Receiver {
-  LinearNode* node;
-  bool wants_bias;
-  Tensor saved;
-};
-
-const char* stands_between(const torch::autograd::Edge& edge) {
-  // FSDP2's node before a module that it wraps: a function in Python, whose name is all there is.
-  if (explain::enabled() && edge.is_valid() &&
-      edge.function->name() == "RegisterPostBackwardFunctionBackward") {
-    return "FSDP wraps the layer by itself";
-  }
-  return "the input is not a fused layer's output";
-}
-
 // Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<Receiver>, const char*> find_receiver(const State& state) {
+std::pair<std::optional<handover::Receiver>, const char*> find_receiver(const State& state) {
   if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
   if (!state.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
-  auto* producer = dynamic_cast<LinearNode*>(state.edge(Edge::input_edge).function.get());
-  if (producer == nullptr) return {std::nullopt, stands_between(state.edge(Edge::input_edge))};
-  if (producer->activation() == Activation::none) return {std::nullopt, "no activation before"};
-  if (const char* objection = handover::objection(*state.node)) return {std::nullopt, objection};
-  // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
-  // must be switched off around it.
-  auto saved = producer->lend_saved();
-  if (!saved.defined()) return {std::nullopt, "its saved tensors were freed"};
-  const bool wants_bias = producer->task_should_compute_output(Edge::bias_edge);
-  return {Receiver{producer, wants_bias, std::move(saved)}, nullptr};
+  return handover::find_receiver(*state.node);
 }
 
 Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
   auto [receiver, reason] = find_receiver(state);
   const KernelsOnly guard;
   const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
-    return std::get<0>(steps::activation_backward(others, state.variables[2], state.activation,
+    return std::get<0>(steps::activation_backward(others, state.saved, state.activation,
                                                   /*bias_grad=*/false));
   });
-  // Where the weight's gradient is not wanted only the shape is read, which is the same.
-  const bool recompute = state.input_is_of != Activation::none && state.wanted[Edge::weight_edge];
-  const auto [input, weight] =
-      fill_in(recompute ? activated(state.variables[0], state.input_is_of) : state.variables[0],
-              state.variables[1], arrived.grad);
   const bool bias_known = arrived.grad_bias.defined();
   auto mask = state.wanted;
   mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
+  const OptionalTensor saved(state.saved);
+  // A gated layer that takes over computes its output again on the way.
+  const bool is_input_coming = !state.is_input_kept() && receiver && state.input.form.is_gated &&
+                               arrived.still_to_apply == Activation::none;
+  // Where the weight's gradient is not wanted only the shape is read.
+  Tensor kept_input;
+  if (state.is_input_kept()) {
+    kept_input = state.input.tensors[0];
+  } else if (mask[Edge::weight_edge] && !is_input_coming) {
+    kept_input = recompute(state.input);
+  }
   if (explain::enabled()) {
     explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
   }
-  const OptionalTensor saved(state.variables[2]);
-  const steps::LinearBackward layer{arrived.grad,           input, weight, saved,
-                                    arrived.still_to_apply, mask};
+  const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) {
+    const auto [input, weight] = fill_in(x, state.weight, arrived.grad);
+    return steps::linear_backward(
+        {arrived.grad, input, weight, saved, arrived.still_to_apply, wanted});
+  };
+  Tensor grad_input, grad_weight, grad_bias;
   if (!receiver) {
-    const auto [grad_input, grad_weight, grad_bias] = steps::linear_backward(layer);
-    return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
+    std::tie(grad_input, grad_weight, grad_bias) = backward(kept_input, mask);
+  } else if (const auto [activation, wants_bias] = receiver->node->derivative();
+             activation != Activation::none) {
+    const auto [input, weight] = fill_in(kept_input, state.weight, arrived.grad);
+    Tensor receivers_bias;
+    std::tie(grad_input, grad_weight, grad_bias, receivers_bias) = steps::linear_backward_across(
+        {arrived.grad, input, weight, saved, arrived.still_to_apply, mask},
+        {receiver->saved[0], activation, wants_bias});
+    receiver->leave({grad_input, {wants_bias ? receivers_bias : Tensor()}, receiver->saved});
+  } else {
+    const bool in_two = is_input_coming && mask[Edge::weight_edge];
+    std::tie(grad_input, grad_weight, grad_bias) =
+        backward(kept_input, in_two ? std::array{true, false, false} : mask);
+    auto passed =
+        receiver->node->derive(grad_input, receiver->saved, in_two ? &kept_input : nullptr);
+    grad_input = passed.passed;
+    receiver->leave(std::move(passed));
+    if (in_two) {
+      std::tie(std::ignore, grad_weight, grad_bias) =
+          backward(kept_input, {false, true, mask[Edge::bias_edge]});
+    }
   }
-  auto [dz, grad_weight, grad_bias, receivers_bias] = steps::linear_backward_across(
-      layer, {receiver->saved, receiver->node->activation(), receiver->wants_bias});
-  receiver->node->leave(torch::autograd::get_current_graph_task_id(),
-                        {dz, receiver->wants_bias ? receivers_bias : Tensor(), receiver->saved});
-  return {dz, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
+  return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
 }
 
 variable_list gradients(const State& state, const Tensor& grad,
                         const std::optional<handover::Note>& note) {
-  auto result = must_be_differentiable(grad, state.variables) ? differentiable(state, grad, note)
-                                                              : usual(state, grad, note);
+  auto result = must_be_differentiable(grad, {state.input.tensors[0], state.input.tensors[1],
+                                              state.weight, state.saved})
+                    ? differentiable(state, grad, note)
+                    : usual(state, grad, note);
   return by_edge(state.wanted, std::move(result.input), std::move(result.weight),
                  std::move(result.bias));
 }
 
-variable_list run_detached(const variable_list& grads, const Detached& node) {
+}  // namespace
+
+variable_list LinearNode::run_detached(const variable_list& grads, const Detached& node) {
   if (!grads[0].defined()) return variable_list(3);
-  const auto& traits = node.traits;
+  const auto& [traits, kept, wanted] = node;
   return gradients({nullptr,
                     /*is_running=*/false,
                     static_cast<Activation>(traits[0]),
-                    static_cast<Activation>(traits[1]),
-                    {node.wanted[0], node.wanted[1], node.wanted[2]},
-                    node.variables},
+                    {wanted[0], wanted[1], wanted[2]},
+                    {{static_cast<Activation>(traits[1]), traits[2] != 0},
+                     {kept[input_index], kept[input_up_index]}},
+                    kept[weight_index],
+                    kept[saved_index]},
                    grads[0], std::nullopt);
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation,
@@ -259,42 +233,52 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
   return {};
 }
 
-Tensor activated(const Tensor& preactivation, Activation activation, Time time) {
-  const auto op = is_gelu(activation) ? "gelu" : fused::name(activation);
-  const explain::Row row(op, preactivation, {});
-  if (explain::enabled()) {
-    const auto how = std::string("ATen ") + op + (time == Time::again ? ", recomputed" : "");
-    explain::append(how.c_str());
-  }
-  return activate(preactivation, activation);
-}
-
 // ---- the node ----------------------------------------------------------------------------------
 
 LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        Activation activation, Memory memory)
     : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
       activation_(activation),
-      lends_(lends_preactivation(activation, memory)) {}
+      lends_(memory == Memory::low && lends_output(saved_for(activation) == Saved::preactivation)) {
+}
 
 void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& output,
                       const Tensor& saved) {
   if (weight.requires_grad()) {
-    const auto kept = input_to_keep(input);
-    kept_[input_index] = SavedVariable(kept.tensor, /*is_output=*/false);
-    input_is_of_ = kept.is_of;
+    const auto [form, tensors] = input_to_keep(input);
+    input_form_ = form;
+    kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
+    if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
   }
   if (input.requires_grad()) kept_[weight_index] = SavedVariable(weight, /*is_output=*/false);
   kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
 }
 
-Tensor LinearNode::lend_preactivation() {
-  if (!lends_) return {};
-  try {
-    return lend(saved_index);
-  } catch (const c10::Error&) {
-    return {};  // it was written to since
-  }
+const char* LinearNode::refusal() const {
+  return activation_ == Activation::none ? "no activation before" : nullptr;
+}
+
+variable_list LinearNode::lend_saved() {
+  auto saved = lend(saved_index);
+  return saved.defined() ? variable_list{std::move(saved)} : variable_list();
+}
+
+std::pair<Activation, bool> LinearNode::derivative() const {
+  return {activation_, task_should_compute_output(bias_edge)};
+}
+
+handover::Note LinearNode::derive(const Tensor& grad, variable_list saved, Tensor* output) {
+  TORCH_INTERNAL_ASSERT(output == nullptr);
+  const bool wants_bias = task_should_compute_output(bias_edge);
+  auto [dz, grad_bias] = steps::activation_backward(grad, saved[0], activation_, wants_bias);
+  return {std::move(dz), {wants_bias ? grad_bias : Tensor()}, std::move(saved)};
+}
+
+std::optional<KeptInput> LinearNode::lend_output() {
+  if (!lends_) return std::nullopt;
+  auto preactivation = lend(saved_index);
+  if (!preactivation.defined()) return std::nullopt;
+  return KeptInput{{activation_, /*is_gated=*/false}, {std::move(preactivation), {}}};
 }
 
 std::string LinearNode::name() const {
@@ -302,7 +286,8 @@ std::string LinearNode::name() const {
 }
 
 std::vector<int64_t> LinearNode::traits() const {
-  return {static_cast<int64_t>(activation_), static_cast<int64_t>(input_is_of_)};
+  return {static_cast<int64_t>(activation_), static_cast<int64_t>(input_form_.activation),
+          input_form_.is_gated};
 }
 
 Node::Backward LinearNode::backward() const { return run_detached; }
@@ -316,16 +301,16 @@ variable_list LinearNode::apply(variable_list&& grads) {
   if (is_running) note = take(torch::autograd::get_current_graph_task_id());
   // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
   const bool has_saved = note && note->is_unchanged();
-  auto variables = unpack(0, has_saved ? size_t{saved_index} : kept_.size());
-  if (has_saved) variables.push_back(note->saved);
+  const auto kept = unpack(0, has_saved ? size_t{saved_index} : kept_.size());
   return gradients(
       {this,
        is_running,
        activation_,
-       input_is_of_,
        {task_should_compute_output(input_edge), task_should_compute_output(weight_edge),
         task_should_compute_output(bias_edge)},
-       std::move(variables)},
+       {input_form_, {kept[input_index], kept[input_up_index]}},
+       kept[weight_index],
+       has_saved ? note->saved[0] : kept[saved_index]},
       grad, note);
 }
 

@@ -24,14 +24,11 @@ class LinearNode final : public handover::Producer {
   // Saves what the backward needs, no more than torch keeps for the layer and its activation.
   void keep(const Tensor& input, const Tensor& weight, const Tensor& output, const Tensor& saved);
 
-  Activation activation() const { return activation_; }
-
-  // What act' is read from; undefined where it has been released.
-  Tensor lend_saved() { return lend(saved_index); }
-
-  // The pre-activation, where the next layer may keep it in place of the output: with low memory
-  // nobody keeps that.
-  Tensor lend_preactivation();
+  const char* refusal() const override;
+  variable_list lend_saved() override;
+  std::pair<Activation, bool> derivative() const override;
+  handover::Note derive(const Tensor& grad, variable_list saved, Tensor* output) override;
+  std::optional<KeptInput> lend_output() override;
 
   std::string name() const override;
 
@@ -42,12 +39,15 @@ class LinearNode final : public handover::Producer {
   Backward backward() const override;
 
  private:
-  enum { input_index, weight_index, saved_index };
+  static variable_list run_detached(const variable_list& grads, const Detached& node);
+
+  // The last may come with a note.
+  enum { input_index, input_up_index, weight_index, saved_index, all_indices };
 
   const Activation activation_;
   const bool lends_;
-  Activation input_is_of_ = Activation::none;  // or that of the pre-activation kept instead
-  std::array<SavedVariable, 3> kept_;          // input, weight, saved
+  KeptInput::Form input_form_;
+  std::array<SavedVariable, all_indices> kept_;
 };
 
 // One layer's forward for training, as a node runs it: the output, and what its activation's
@@ -59,10 +59,5 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
 // The same where nobody wants a gradient: nothing is kept.
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation);
-
-// The activation of the pre-activation that a node keeps. With low memory the forward takes the
-// same way as the backward, so that what the latter recomputes has the same bits.
-enum class Time { first, again };
-Tensor activated(const Tensor& preactivation, Activation activation, Time time = Time::again);
 
 }  // namespace fused::autograd

@@ -5,6 +5,7 @@
 
 #include "autograd/double_backward.h"
 #include "autograd/linear_node.h"
+#include "autograd/recompute.h"
 #include "core/aten_activation.h"
 #include "fused_linear.h"
 #include "reference/linear.h"

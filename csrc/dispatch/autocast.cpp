@@ -72,19 +72,19 @@ struct Autocast {
 
   static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                           std::string_view activation) {
+                           std::string_view activation, std::string_view memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
     return fused::linear_glu(cast(input), cast(gate), cast(up), cast(gate_bias), cast(up_bias),
-                             activation);
+                             activation, memory);
   }
 
   static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                           const Tensor& down, const OptionalTensor& gate_bias,
                           const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                          std::string_view activation) {
+                          std::string_view activation, std::string_view memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
     return fused::gated_mlp(cast(input), cast(gate), cast(up), cast(down), cast(gate_bias),
-                            cast(up_bias), cast(down_bias), activation);
+                            cast(up_bias), cast(down_bias), activation, memory);
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -1,5 +1,6 @@
 #include "dispatch/gated.h"
 
+#include "core/memory.h"
 #include "reference/gated.h"
 
 namespace fused::dispatch {
@@ -35,15 +36,18 @@ Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& dow
 
 Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                  std::string_view activation) {
+                  std::string_view activation, std::string_view memory) {
   constexpr auto op = "linear_glu";
+  parse_memory(op, memory);
   return forward(op, {input, gate, up, gate_bias, up_bias}, {}, gated::parse(op, activation));
 }
 
 Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                  const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                 const OptionalTensor& down_bias, std::string_view activation) {
+                 const OptionalTensor& down_bias, std::string_view activation,
+                 std::string_view memory) {
   constexpr auto op = "gated_mlp";
+  parse_memory(op, memory);
   return forward(op, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
                  gated::parse(op, activation));
 }

@@ -29,10 +29,10 @@ using LinearSilu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, s
 using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
                    std::string_view, std::string_view);
 using LinearGlu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                         const OptionalTensor&, std::string_view);
+                         const OptionalTensor&, std::string_view, std::string_view);
 using GatedMlp = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                        std::string_view);
+                        std::string_view, std::string_view);
 using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
                           c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
 using LinearReluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);

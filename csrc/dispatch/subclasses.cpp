@@ -88,8 +88,9 @@ Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<Optional
 
 Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                  std::string_view activation) {
+                  std::string_view activation, std::string_view memory) {
   constexpr auto op = "linear_glu";
+  parse_memory(op, memory);
   const gated::Layer layer{input, gate, up, gate_bias, up_bias};
   gated::check(op, layer);
   return reference::gated_as_torch_does(op, why, layer, {}, gated::parse(op, activation),
@@ -98,8 +99,10 @@ Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor&
 
 Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                  const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                 const OptionalTensor& down_bias, std::string_view activation) {
+                 const OptionalTensor& down_bias, std::string_view activation,
+                 std::string_view memory) {
   constexpr auto op = "gated_mlp";
+  parse_memory(op, memory);
   const gated::Layer layer{input, gate, up, gate_bias, up_bias};
   gated::check(op, layer);
   return reference::gated_as_torch_does(op, why, layer, {down, down_bias},

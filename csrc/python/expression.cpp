@@ -323,7 +323,7 @@ PyObject* down(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Tensor result;
   {
     const pybind11::gil_scoped_release released;
-    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind);
+    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind, "default");
   }
   return THPVariable_Wrap(std::move(result));
   END_HANDLE_TH_ERRORS

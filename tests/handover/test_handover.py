@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DTYPES, LOW_DTYPES, one_thread  # noqa: F401
-from stacks import MIXED, OPS, Stack, assert_equal_plain, assert_same, reasons
+from stacks import LAYERS, MIXED, OPS, Stack, assert_equal_plain, assert_same, reasons
 
 import torch_fused_linear as tfl
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = list(itertools.product(OPS, OPS))
+PAIRS = list(itertools.product(LAYERS, LAYERS))
 
 
 def expected(activations):
@@ -30,16 +30,17 @@ def step(stack):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_four_layers_hand_over_three_times(dtype, device):
-    for activations in (MIXED, ["relu"] * 4, ["gelu_tanh"] * 4, ["gelu_erf"] * 4):
+    for activations in (MIXED, *([name] * 4 for name in LAYERS if name != "none")):
         report = assert_equal_plain(step, 3, activations=activations, dtype=dtype, device=device)
-        across = [c for c in report.calls if c.operator == "_linear_backward_across"]
-        assert len(across) == 3 and all(c.handover == "handed over" for c in across)
-        assert reasons(report)[-1] == "the input is not a fused layer's output"
+        handed = {c.operator for c in report.calls if c.handover == "handed over"}
+        gated = {"_glu_backward", "_linear_backward"}
+        assert handed == (gated if "glu" in activations else {"_linear_backward_across"}), report
+        assert "the input is not a fused layer's output" in reasons(report)
 
 
 def test_gradients_are_those_of_torch(device):
     """And not merely the same with and without."""
-    for activations in itertools.product(OPS, repeat=3):
+    for activations in itertools.product(LAYERS, repeat=3):
         fused, eager = (Stack(activations, device=device) for _ in "ab")
         fused.backward(fused())
         eager.backward(eager(fused=False))
@@ -81,7 +82,7 @@ def check_stack(activations, lead, device):
     def function(*leaves):
         x, parameters = leaves[0], leaves[1:]
         for k, activation in enumerate(activations):
-            x = OPS[activation].call(x, *parameters[2 * k : 2 * k + 2])
+            x = LAYERS[activation].call(x, *parameters[2 * k : 2 * k + 2])
         return x
 
     with tfl.explain() as report:

@@ -34,6 +34,7 @@ class Gated:
         bias: bool = True,
         activation: str = "silu",
         seed: int = 0,
+        memory: str = "default",
     ) -> None:
         gen = torch.Generator().manual_seed(seed)
         width, hidden, out = sizes
@@ -42,7 +43,7 @@ class Gated:
             values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
             return values.to(device=device, dtype=dtype).requires_grad_()
 
-        self.form, self.activation = form, activation
+        self.form, self.activation, self.memory = form, activation, memory
         self.x = leaf(*lead, width)
         small = 1 / math.sqrt(max(width, 1))
         rows = [hidden, hidden] if form == "apart" else [2 * hidden]
@@ -56,6 +57,10 @@ class Gated:
     def leaves(self) -> list[Tensor]:
         ends = [t for t in (self.down, self.down_bias) if t is not None]
         return [self.x, *self.weights, *self.biases, *ends]
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"activation": self.activation, "memory": self.memory}
 
     def pair(self, tensors: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """(gate, up) of the weights or of the biases, as the operators are given them."""
@@ -73,9 +78,9 @@ class Gated:
         own = self.of(leaves)
         (gate, up), (gate_bias, up_bias) = own.pair(own.weights), own.pair(own.biases)
         if own.down is None:
-            return fused.linear_glu(own.x, gate, up, gate_bias, up_bias, activation=own.activation)
+            return fused.linear_glu(own.x, gate, up, gate_bias, up_bias, **own.options)
         ends = own.down, gate_bias, up_bias, own.down_bias
-        return fused.gated_mlp(own.x, gate, up, *ends, activation=own.activation)
+        return fused.gated_mlp(own.x, gate, up, *ends, **own.options)
 
     def eager(self, *leaves: Tensor) -> Tensor:
         own = self.of(leaves)

@@ -37,14 +37,26 @@ def fused(x, weight, bias, activation, memory):
     return ops.linear_gelu(x, weight, bias, approximate=approximate, memory=memory)
 
 
-def plain_block(x, weights, biases, activation):
-    gate = plain(x, weights[0], biases[0], activation, None)
-    hidden = gate * F.linear(x, weights[1], biases[1])
-    return F.linear(hidden, weights[2], biases[2])
+def plain_glu(x, gate, up, gate_bias, up_bias, activation, memory):
+    if up is None:
+        gate, up = gate.chunk(2)
+        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
+    return plain(x, gate, gate_bias, activation, memory) * F.linear(x, up, up_bias)
 
 
-def fused_block(x, weights, biases, activation):
-    return torch.ops.fused.gated_mlp(x, *weights, *biases, activation=activation)
+def fused_glu(x, *given):
+    *tensors, activation, memory = given
+    return torch.ops.fused.linear_glu(x, *tensors, activation=activation, memory=memory)
+
+
+def plain_block(x, gate, up, down, gate_bias, up_bias, bias, activation, memory):
+    hidden = plain_glu(x, gate, up, gate_bias, up_bias, activation, memory)
+    return F.linear(hidden, down, bias)
+
+
+def fused_block(x, *given):
+    *tensors, activation, memory = given
+    return torch.ops.fused.gated_mlp(x, *tensors, activation=activation, memory=memory)
 
 
 def plain_mlp(x, weights, biases, activation, memory="default"):
@@ -69,8 +81,9 @@ class Parameters:
 
         self.weights = [leaf(WIDTH, WIDTH) for _ in range(4)]
         self.biases = [leaf(WIDTH) for _ in range(4)]
+        self.both = [leaf(2 * WIDTH, WIDTH), leaf(2 * WIDTH)]  # of gate and up
         self.inputs = [leaf(2, WIDTH) for _ in range(2)] + [leaf(1, 2, WIDTH)]
-        self.leaves = [*self.weights, *self.biases, *self.inputs]
+        self.leaves = [*self.weights, *self.biases, *self.both, *self.inputs]
         self.frozen = [t.detach() * 0.9 for t in self.weights]
 
 
@@ -80,6 +93,7 @@ class Graph:
     def __init__(self, parameters: Parameters, seed: int, is_fused: bool) -> None:
         self.choice, self.parameters = random.Random(seed), parameters
         self.layer, self.mlp = (fused, fused_mlp) if is_fused else (plain, plain_mlp)
+        self.glu = fused_glu if is_fused else plain_glu
         self.block = fused_block if is_fused else plain_block
         self.seen: list[Tensor] = []
         self.retained: list[Tensor] = []
@@ -100,6 +114,17 @@ class Graph:
     def bias(self) -> Tensor | None:
         return self.choice.choice([*self.parameters.biases, None])
 
+    def gate_and_up(self) -> list[Tensor | None]:
+        """Weights and biases: apart, in one, or the halves of one."""
+        weight, bias = self.parameters.both
+        bias = self.choice.choice([bias, None])
+        form = self.choice.randrange(4)
+        if form < 2:
+            return [self.weight(), self.weight(), self.bias(), self.bias()]
+        if form == 2:
+            return [weight, None, bias, None]
+        return [*weight.chunk(2), *((None, None) if bias is None else bias.chunk(2))]
+
     def grow(self) -> Tensor:
         choice = self.choice
         # mostly from the newest, so that there are chains
@@ -108,9 +133,12 @@ class Graph:
         activation = choice.choice(list(OPS))
         memory = choice.choice(["default", "default", "low"])
         kind = choice.random()
-        if kind < 0.1 and activation != "none":
-            weights = [self.weight() for _ in range(3)]
-            return self.block(x, weights, [self.bias() for _ in range(3)], activation)
+        if kind < 0.2 and activation != "none":
+            gate, up, gate_bias, up_bias = self.gate_and_up()
+            if kind < 0.12:
+                return self.glu(x, gate, up, gate_bias, up_bias, activation, memory)
+            biases = gate_bias, up_bias, self.bias()
+            return self.block(x, gate, up, self.weight(), *biases, activation, memory)
         if kind < 0.6:
             return self.layer(x, self.weight(), self.bias(), activation, memory)
         if kind < 0.72:

@@ -8,11 +8,25 @@ from collections.abc import Callable, Sequence
 
 import helpers
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fused_linear as tfl
 
 OPS = {op.activation: op for op in helpers.OPS}
+
+
+class Glu:
+    """A gated layer with the parameters of any other: up's weight is made of gate's."""
+
+    def call(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return torch.ops.fused.linear_glu(x, w, w.cos(), None, b)
+
+    def eager(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return F.silu(F.linear(x, w)) * F.linear(x, w.cos(), b)
+
+
+LAYERS = {**OPS, "glu": Glu()}
 MIXED = ("relu", "gelu_tanh", "gelu_erf", "none")
 HANDED = "handed over"
 
@@ -45,7 +59,7 @@ class Stack:
         self.g = leaf(*lead, widths[len(self.activations)]).detach()
 
     def layer(self, k: int, x: Tensor, fused: bool = True) -> Tensor:
-        op = OPS[self.activations[k]]
+        op = LAYERS[self.activations[k]]
         call = op.call if fused else op.eager
         return call(x, self.weights[k], self.biases[k])
 

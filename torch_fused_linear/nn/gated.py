@@ -7,6 +7,7 @@ from torch.types import Device
 
 from ..activations import ACTIVATIONS, check_activation
 from ..functional import gated_mlp
+from .linear import check_memory, memory_repr
 from .mlp import is_plain
 from .taking_over import check_plain
 
@@ -29,6 +30,8 @@ class FusedGatedMLP(nn.Module):
         activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``. Default: ``'silu'``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
+            the backward makes the product of ``up_proj`` again. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
@@ -40,7 +43,7 @@ class FusedGatedMLP(nn.Module):
         down_proj: ``nn.Linear(hidden_features, out_features)``.
 
     Raises:
-        ValueError: ``activation`` is none of these.
+        ValueError: ``activation`` or ``memory`` is none of these.
 
     Examples::
 
@@ -49,8 +52,9 @@ class FusedGatedMLP(nn.Module):
         torch.Size([2, 10, 64])
     """
 
-    __constants__ = ("activation",)
+    __constants__ = ("activation", "memory")
     activation: str
+    memory: str = "default"
 
     def __init__(
         self,
@@ -61,18 +65,26 @@ class FusedGatedMLP(nn.Module):
         activation: str = "silu",
         device: Device = None,
         dtype: torch.dtype | None = None,
+        memory: str = "default",
     ) -> None:
         check_activation("FusedGatedMLP", activation)
+        check_memory("FusedGatedMLP", memory)
         super().__init__()
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation = activation
+        self.memory = memory
 
     @classmethod
     def from_modules(
-        cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str = "silu"
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        activation: str = "silu",
+        memory: str = "default",
     ) -> "FusedGatedMLP":
         """The block of three layers that exist, which it shares (the same objects, not copies).
 
@@ -82,16 +94,19 @@ class FusedGatedMLP(nn.Module):
             up: its result is multiplied with that.
             down: takes the product.
             activation: as of the class.
+            memory: as of the class.
 
         Returns:
             The block, in the mode (training or not) of ``gate``.
 
         Raises:
             TypeError: one of them is something else, or has more than its parameters.
-            ValueError: their sizes do not fit, or ``activation`` is none of the class's.
+            ValueError: their sizes do not fit, or ``activation`` or ``memory`` is none of the
+                class's.
         """
         function = f"{cls.__name__}.from_modules"
         check_activation(function, activation)
+        check_memory(function, memory)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
         hidden = gate.out_features
@@ -104,7 +119,7 @@ class FusedGatedMLP(nn.Module):
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
-        block.activation = activation
+        block.activation, block.memory = activation, memory
         return block.train(gate.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -120,10 +135,11 @@ class FusedGatedMLP(nn.Module):
             self.up_proj.bias,
             self.down_proj.bias,
             self.activation,
+            self.memory,
         )
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
+        return f"activation={self.activation!r}" + memory_repr(self.memory)
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
