@@ -33,6 +33,7 @@ import hopper  # noqa: E402
 import precompiled  # noqa: E402
 
 LIBRARY, DIRECT = "torch_fused_linear._C", "torch_fused_linear._direct"
+INSTALLED = ("fused_linear.h", "fused_activation.h")
 # Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
 ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd")
 CUDA_ROOMS = ("cuda", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune")
@@ -287,7 +288,8 @@ def build_command(parts):
 
         def describe(self, package):
             (package / "include").mkdir(exist_ok=True)
-            shutil.copy2(CSRC / "fused_linear.h", package / "include")
+            for name in INSTALLED:
+                shutil.copy2(CSRC / name, package / "include")
             for ext in self.extensions:
                 write_json(record(ext.name, package), parts[ext.name])
 

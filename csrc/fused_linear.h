@@ -6,6 +6,8 @@
 //
 // memory: "default", or "low" to keep less for the backward, which then computes more.
 
+#include "fused_activation.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
 
@@ -17,10 +19,6 @@
 namespace fused {
 
 using at::Tensor;
-
-// What follows the matrix product. gelu_tanh is the approximation that cuBLASLt computes, gelu_erf
-// the exact form; one is never put in the place of the other.
-enum class Activation { none, relu, gelu_tanh, gelu_erf, silu };
 
 // y = x Wᵀ + b
 Tensor linear(const Tensor& input,                      // [*, in]

@@ -2,7 +2,7 @@
 
 // The activations: their names, and what a backward reads to differentiate each.
 
-#include "fused_linear.h"
+#include "fused_activation.h"
 
 #include <c10/util/Exception.h>
 

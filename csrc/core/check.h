@@ -5,6 +5,7 @@
 
 #include "core/activation.h"
 #include "core/aux_layout.h"
+#include "fused_linear.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>

@@ -6,6 +6,7 @@
 
 #include "core/activation.h"
 #include "core/aux_layout.h"
+#include "fused_linear.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/SmallVector.h>

@@ -177,8 +177,9 @@ def test_the_library_knows_no_python():
 
 
 def test_the_public_header_is_installed_beside_the_library():
-    installed = PACKAGE / "include" / "fused_linear.h"
-    assert installed.read_bytes() == (ROOT / "csrc" / "fused_linear.h").read_bytes()
+    for name in ("fused_linear.h", "fused_activation.h"):
+        installed = PACKAGE / "include" / name
+        assert installed.read_bytes() == (ROOT / "csrc" / name).read_bytes()
 
 
 # --- building again ---------------------------------------------------------------------------
@@ -191,7 +192,8 @@ def copy(tmp_path):
     shutil.copytree(ROOT / "build_tools", tmp_path / "build_tools")
     (tmp_path / "csrc" / "python").mkdir(parents=True)
     (tmp_path / "csrc" / "python" / "direct.cpp").write_text("")
-    (tmp_path / "csrc" / "fused_linear.h").write_text("#pragma once\n")
+    for name in ("fused_linear.h", "fused_activation.h"):
+        (tmp_path / "csrc" / name).write_text("#pragma once\n")
     (tmp_path / "csrc" / "library.cpp").write_text('#include "fused_linear.h"\n')
     package = tmp_path / "torch_fused_linear"
     package.mkdir()
@@ -291,7 +293,7 @@ def test_a_finished_build_is_complete_and_not_repeated(copy):
     assert "CPU ONLY" in first.stdout and "TORCH_FUSED_LINEAR_CUDA=0" in first.stdout
     assert (package / "_C.abi3.so").read_text() == "built\n"
     assert (package / f"_direct{SUFFIX}").read_text() == "built\n"
-    assert (package / "include" / "fused_linear.h").exists()
+    assert (package / "include" / "fused_activation.h").exists()
     about = json.loads((package / "_C.json").read_text())
     assert about["torch"] == torch.__version__ and about["cuda"] is None
     assert not list(package.glob("*.tmp"))

@@ -1,0 +1,11 @@
+#pragma once
+
+// By itself as the kernels include no tensors.
+
+namespace fused {
+
+// What follows the matrix product. gelu_tanh is the approximation that cuBLASLt computes, gelu_erf
+// the exact form; one is never put in the place of the other.
+enum class Activation { none, relu, gelu_tanh, gelu_erf, silu };
+
+}  // namespace fused
