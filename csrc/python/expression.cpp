@@ -253,11 +253,11 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// gated(function, layer, other layer or None, input, up_first) -> a begun gated layer,
-// (Begun, glu, (input, gate, up, gate_bias, up_bias, activation), None, None, ()), or None
+// gated(function, layer, other layer or None, input, memory, up_first) -> a begun gated layer,
+// (Begun, glu, (input, gate, up, gate_bias, up_bias, activation, memory), None, None, ()), or None
 PyObject* gated(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  const std::string_view kind = count == 5 && layers != nullptr ? kind_of(given[0]) : "";
+  const std::string_view kind = count == 6 && layers != nullptr ? kind_of(given[0]) : "";
   const auto first = kind.empty() ? std::nullopt : ready(given[1], given[3]);
   if (!first || first->matrix().dim() != 2) Py_RETURN_NONE;
   PyObject *gate = nullptr, *up = nullptr, *gate_bias = nullptr, *up_bias = nullptr;
@@ -268,7 +268,7 @@ PyObject* gated(PyObject*, PyObject* const* given, Py_ssize_t count) {
     up_bias = Py_NewRef(second->bias);
   } else if (first->matrix().size(0) % 2 != 0) {
     Py_RETURN_NONE;
-  } else if (given[4] == Py_True) {
+  } else if (given[5] == Py_True) {
     const auto weights = first->matrix().chunk(2);
     gate = THPVariable_Wrap(weights[1]);
     up = THPVariable_Wrap(weights[0]);
@@ -284,8 +284,8 @@ PyObject* gated(PyObject*, PyObject* const* given, Py_ssize_t count) {
     gate_bias = Py_NewRef(first->bias);
   }
   PyObject* name = PyUnicode_FromStringAndSize(kind.data(), kind.size());
-  return Py_BuildValue("(OO(ONNNNN)OO())", begun, glu, given[3], gate, or_none(up),
-                       or_none(gate_bias), or_none(up_bias), name, Py_None, Py_None);
+  return Py_BuildValue("(OO(ONNNNNO)OO())", begun, glu, given[3], gate, or_none(up),
+                       or_none(gate_bias), or_none(up_bias), name, given[4], Py_None, Py_None);
   END_HANDLE_TH_ERRORS
 }
 
@@ -316,14 +316,14 @@ PyObject* down(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (const auto matrix = transposed(given[0], weight)) weight = *matrix;
   // the rows of gate are what the layer's input will have for features
   if (!fits(gate, weight, found->bias, 2, weight.size(1) * (up ? 1 : 2))) Py_RETURN_NONE;
-  const std::string_view kind = PyUnicode_AsUTF8(part(5));
+  const std::string_view kind = PyUnicode_AsUTF8(part(5)), memory = PyUnicode_AsUTF8(part(6));
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("fused::gated_mlp", "")
                              .typed<dispatch::GatedMlp>();
   Tensor result;
   {
     const pybind11::gil_scoped_release released;
-    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind, "default");
+    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind, memory);
   }
   return THPVariable_Wrap(std::move(result));
   END_HANDLE_TH_ERRORS

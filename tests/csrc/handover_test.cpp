@@ -6,9 +6,12 @@
 #include "fused_linear.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/torch.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <atomic>
 #include <cstdio>
@@ -84,7 +87,7 @@ variable_list run(const Layer& layer, std::function<Tensor(const Tensor&)> actio
 // What an honest consumer does: passes dz on and says so.
 Tensor honest(const Layer& layer, const Tensor& grad) {
   auto dz = grad * layer.slope;
-  layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z});
+  layer.node()->leave(running_task(), {dz, {dz.sum(0)}, {layer.z}});
   return dz;
 }
 
@@ -102,7 +105,7 @@ void a_lie_is_believed_and_found() {
   const auto want = run(layer, plain);
   const auto wrong_dz = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope + 1e-6;
-    layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z});
+    layer.node()->leave(running_task(), {dz, {dz.sum(0)}, {layer.z}});
     return dz;
   });
   for (size_t i = 0; i < want.size(); ++i) EXPECT(!same(wrong_dz[i], want[i]));
@@ -110,7 +113,7 @@ void a_lie_is_believed_and_found() {
   const auto bias = torch::randn({5}, torch::kDouble);
   const auto wrong_bias = run(layer, [&](const Tensor& grad) {
     auto dz = grad * layer.slope;
-    layer.node()->leave(running_task(), {dz, bias, layer.z});
+    layer.node()->leave(running_task(), {dz, {bias}, {layer.z}});
     return dz;
   });
   EXPECT(same(wrong_bias[0], want[0]) && same(wrong_bias[1], want[1]));
@@ -122,7 +125,7 @@ void a_lie_is_believed_and_found() {
       layer,
       [&](const Tensor& grad) {
         auto dz = grad * layer.slope;
-        layer.node()->leave(running_task(), {dz, dz.sum(0), layer.z * 2});
+        layer.node()->leave(running_task(), {dz, {dz.sum(0)}, {layer.z * 2}});
         return dz;
       },
       extra);
@@ -145,13 +148,13 @@ void a_stale_note_is_ignored() {
   });
   EXPECT(earlier >= 0);
   for (int task : {-1, earlier, earlier + 1000}) {
-    layer.node()->leave(task, {lie, bias, layer.z});
+    layer.node()->leave(task, {lie, {bias}, {layer.z}});
   }
   EXPECT(same(run(layer, plain), want));
   EXPECT(same(run(layer,
                   [&](const Tensor& grad) {
-                    other.node()->leave(running_task(), {lie, bias, other.z});
-                    layer.node()->leave(running_task() + 1, {lie, bias, layer.z});
+                    other.node()->leave(running_task(), {lie, {bias}, {other.z}});
+                    layer.node()->leave(running_task() + 1, {lie, {bias}, {layer.z}});
                     return grad;
                   }),
               want));
@@ -240,9 +243,9 @@ void notes_are_kept_by_node_and_run() {
   EXPECT(a.node()->waiting() == 2);
   EXPECT(!b.node()->take(1));
   EXPECT(!a.node()->take(3));
-  EXPECT(a.node()->take(2)->dz.is_same(u));
+  EXPECT(a.node()->take(2)->passed.is_same(u));
   EXPECT(!a.node()->take(2));
-  EXPECT(a.node()->take(1)->dz.is_same(t));
+  EXPECT(a.node()->take(1)->passed.is_same(t));
   EXPECT(a.node()->waiting() + b.node()->waiting() == 0);
   // A note that nobody shares the tensor of is none of a run that is over: the engine lets go of
   // the tensor as soon as it has added another to it, while the note is still to be read.
@@ -263,7 +266,7 @@ void notes_are_kept_by_node_and_run() {
         auto* node = i % 2 ? a.node() : b.node();
         node->leave(10 * k, {mine, {}, {}});
         const auto note = node->take(10 * k);
-        if (!note || !note->dz.is_same(mine)) ++wrong;
+        if (!note || !note->passed.is_same(mine)) ++wrong;
       }
     });
   }

@@ -4,7 +4,10 @@
 #include "expect.h"
 #include "fused_linear.h"
 
-#include <torch/torch.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <sys/wait.h>
 #include <unistd.h>

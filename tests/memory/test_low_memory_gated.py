@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gated import FORMS, Gated, activation_param, form_param
 from helpers import assert_bits, device_param, kept_bytes, one_thread  # noqa: F401
 from stacks import HANDED, assert_same
@@ -159,6 +160,58 @@ def test_an_output_that_was_written_to_is_kept():
         leaves = [*pair.glu.leaves, pair.down]
         results.append(torch.autograd.grad(fused.linear(h, pair.down).sin().sum(), leaves))
     assert_same(*results)
+
+
+# --- fuse_ --------------------------------------------------------------------------------------
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.down, self.act = nn.Linear(8, 6), nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class AndOn(Apart):
+    """With an activation after it, so that the layer is one call with that."""
+
+    def forward(self, x):
+        return F.relu(self.down(self.act(self.gate(x)) * self.up(x)))
+
+
+class Chunked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = nn.Linear(6, 16), nn.Linear(8, 6)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(up * F.gelu(gate))
+
+
+@pytest.mark.parametrize(
+    "cls, default, low", [(Apart, 16, 8), (Chunked, 16, 16), (AndOn, 24 + 6, 16 + 4)]
+)
+def test_fuse_(cls, default, low):
+    """In elements a row. ReLU keeps bits, 16 bytes of them."""
+    x = torch.randn(5, 6)
+    plain = cls()
+    fused_default, fused_low = copy.deepcopy(plain), copy.deepcopy(plain)
+    assert len(tfl.fuse_(fused_default).fused) == len(tfl.fuse_(fused_low, memory="low").fused)
+    assert kept_bytes(lambda: fused_default(x)) == 4 * 5 * default
+    for model in (fused_low, torch.jit.script(fused_low), copy.deepcopy(fused_low)):
+        assert kept_bytes(lambda: model(x)) == 4 * 5 * low
+        y, want = model(x), plain(x)
+        assert_same([y, *grads(model, y)], [want, *grads(plain, want)])
+    tfl.unfuse_(fused_low)
+    assert kept_bytes(lambda: fused_low(x)) == kept_bytes(lambda: plain(x))
+
+
+def grads(model, y):
+    return torch.autograd.grad(y.sin().sum(), [*model.parameters()])
 
 
 # --- layers, errors, compilers ------------------------------------------------------------------

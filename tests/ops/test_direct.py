@@ -28,8 +28,8 @@ CASES = {
     "linear_relu": ((X, W, B), ("low",), {"memory": "low"}),
     "linear_gelu": ((X, W, B), ("none", "default"), {"approximate": "none"}),
     "linear_silu": ((X, W, B), ("low",), {"memory": "low"}),
-    "linear_glu": ((X, W, W + 1, B, None), ("relu",), {"activation": "relu"}),
-    "gated_mlp": ((X, W, W + 1, W.t(), None, B, None), ("silu",), {"activation": "silu"}),
+    "linear_glu": ((X, W, W + 1, B, None), ("relu", "default"), {"activation": "relu"}),
+    "gated_mlp": ((X, W, W + 1, W.t(), None, B, None), ("silu", "low"), {"memory": "low"}),
     "mlp": ((X, *LAYERS), ("gelu_tanh", "default"), {}),
     "conv2d_relu": ((IMAGE, KERNEL, B), ([2, 1], [0, 1], [1, 1], 1), {}),
 }

@@ -80,6 +80,8 @@ def gated_samples(name, x, w, b, g):
         ]:
             ends = () if name == "linear_glu" else (leaf(up.t()),)
             yield (x, gate, second, *ends, *biases), {"activation": "gelu_tanh"}
+        ends = () if name == "linear_glu" else (leaf(up.t()),)
+        yield (x, w, up, *ends, b, b), {"memory": "low"}
         return
     both = leaf(torch.cat([g, g.cos()], -1))
     for gate, second, activation in [(g, leaf(g.cos()), "silu"), (both, None, "gelu_erf")]:
@@ -204,10 +206,10 @@ def test_schemas():
     }
     weights = "Tensor input, Tensor gate, Tensor? up"
     biases = "Tensor? gate_bias=None, Tensor? up_bias=None"
-    activation = '*, str activation="silu"'
+    options = '*, str activation="silu", str memory="default"'
     want |= {
-        "linear_glu": f"({weights}=None, {biases}, {activation}) -> Tensor",
-        "gated_mlp": f"({weights}, Tensor down, {biases}, Tensor? down_bias=None, {activation})"
+        "linear_glu": f"({weights}=None, {biases}, {options}) -> Tensor",
+        "gated_mlp": f"({weights}, Tensor down, {biases}, Tensor? down_bias=None, {options})"
         " -> Tensor",
         "_glu": "(Tensor gate, Tensor? up, str activation) -> Tensor",
         "_glu_backward": "(Tensor grad_output, Tensor gate, Tensor? up, str activation, "

@@ -103,6 +103,11 @@ class Layer:
             return meets_next
         return not meets_next and (dropped or not self.meets_parameters)
 
+    @property
+    def last(self) -> Element:
+        """The last that is part of the call."""
+        return self.activation
+
     def operators(self) -> tuple[list[str], list[str]]:
         """What runs for it before it is fused and after."""
         before, after = [], []
@@ -122,12 +127,22 @@ class Gated(Layer):
     Attributes:
         sets: the layers of each call: gate and up, or the one for both, and the layer after them.
         is_stacked: whether gate and up are one layer.
+        down: the layer after them.
     """
 
     sets: list[list[Value]] = field(default_factory=list)
     is_stacked: bool = False
+    down: Element | None = None
 
-    memory_pays = False
+    @property
+    def last(self) -> Element:
+        return self.down or self.linear
+
+    @property
+    def memory_pays(self) -> bool:
+        """In a block up's product can be made again; what a fused layer gets can be computed."""
+        is_block = self.down is not None and not self.is_stacked
+        return is_block or (self.next is not None and not self.drops_before)
 
     def operators(self) -> tuple[list[str], list[str]]:
         before, after = [], []

@@ -19,12 +19,12 @@ from ..subclasses import PLAIN
 from .call import METHODS, Begun, call, follow, glu, is_begun, parameters, plain_kind, ready, value
 
 
-def gated(order, act, gate, up, left, right):
+def gated(order, act, gate, up, left, right, memory="default"):
     """In place of ``act(gate(x)) * up(x)``; `left` and `right` are what the factors' layers get.
 
     `order` says which call comes first, gate, activation or up, and of which each factor is.
     """
-    if left is right and (begun := _begun(act, gate, up, left)):
+    if left is right and (begun := _begun(act, gate, up, left, memory)):
         return begun
     calls, factors = order.split()
     x, y = (left, right) if factors == "gu" else (right, left)
@@ -38,7 +38,7 @@ def gated(order, act, gate, up, left, right):
     return g * u if factors == "gu" else u * g
 
 
-def gated_halves(order, act, layer, chunk, left, right, /, *args, **kwargs):
+def gated_halves(order, act, layer, chunk, left, right, /, *args, memory="default", **kwargs):
     """In place of ``act(g) * u`` with ``g, u = chunk(layer(x), ...)``.
 
     `order` says which half is gate's, and of which each factor is.
@@ -46,7 +46,7 @@ def gated_halves(order, act, layer, chunk, left, right, /, *args, **kwargs):
     half, factors = order.split()
     is_known = left is right and (chunk is method_chunk or chunk is torch.chunk)
     if is_known and not _is_in_place(act) and _is_in_two(left, *args, **kwargs):
-        begun = _begun(act, layer, None, left, half == "1")
+        begun = _begun(act, layer, None, left, memory, half == "1")
         if begun:
             return begun
     g, u = chunk(layer(left), *args, **kwargs)
@@ -68,10 +68,10 @@ def _is_in_two(x, chunks, dim=0):
     return chunks == 2 and (dim == -1 or (type(x) in PLAIN and dim == x.dim() - 1))
 
 
-def _begun(act, layer, other, x, up_first=False):
+def _begun(act, layer, other, x, memory, up_first=False):
     """A begun gated layer of both layers or of one for both; None where one is not plain."""
     if not is_dynamo_compiling():
-        begun = direct.gated(act, layer, other, x, up_first)
+        begun = direct.gated(act, layer, other, x, memory, up_first)
         if begun is not None:
             return begun
     kind = plain_kind(act)
@@ -90,7 +90,7 @@ def _begun(act, layer, other, x, up_first=False):
         up, gate = gate.chunk(2)
         if gate_bias is not None:
             up_bias, gate_bias = gate_bias.chunk(2)
-    return Begun, glu, (x, gate, up, gate_bias, up_bias, kind), None, None, ()
+    return Begun, glu, (x, gate, up, gate_bias, up_bias, kind, memory), None, None, ()
 
 
 def down(layer, h=None, /, **named):
@@ -102,8 +102,8 @@ def down(layer, h=None, /, **named):
             return result
         held = None if given[5] or type(layer) is nn.Conv2d else parameters(layer)
         if held and _fits(given[2], *held):
-            (x, gate, up, gate_bias, up_bias, kind), (weight, bias) = given[2], held
-            return gated_mlp(x, gate, up, weight, gate_bias, up_bias, bias, kind)
+            (x, gate, up, gate_bias, up_bias, *options), (weight, bias) = given[2], held
+            return gated_mlp(x, gate, up, weight, gate_bias, up_bias, bias, *options)
         given = value(given)
     return follow(layer, input=given) if named else follow(layer, given)
 

@@ -40,7 +40,7 @@ class GatedPlan:
                 learn(value.value)
         if sets:
             found = Gated(element, [v for values in sets for v in values], kinds[0], sets=sets)
-            found.is_stacked = len(layers) == 1
+            found.is_stacked, found.down = len(layers) == 1, down
             found.drops_before = drops(chain[1 : last.at[1]])
             found.activation = None if down else element  # beyond which `_link` looks
             self.layers[element.place] = found

@@ -367,7 +367,7 @@ class Plan(GatedPlan):
             change.low.add(element.at)
         else:
             marks = change.marks[self._key(element)]
-            at = (*element.at, layer.activation.at[1])
+            at = (*element.at, layer.last.at[1])
             marks[at] = marks[at]._replace(low=True)
 
     def _class_for(self, owner: nn.Module) -> type:

@@ -174,7 +174,7 @@ class _Edits:
             lines = "\n" * cut.source[start:end].count(b"\n")
             self.put(start, end, piece + lines if piece is before else lines + piece)
 
-    def gated(self, product: Product, is_begun: bool, refuses: bool) -> None:
+    def gated(self, product: Product, mark: Mark, is_begun: bool, refuses: bool) -> None:
         """``act(gate(x)) * up(x)`` becomes ``gated(order, act, gate, up, x, x)``."""
         for form in product.forms:
             layers = [ast.unparse(layer.callee) for layer in form.layers]
@@ -185,6 +185,7 @@ class _Edits:
                 helper, options = "fused_gated_halves", f", {arguments(form.halves)}"
                 layers.append(chunk_of(form.halves))
             head = f"{helper}({form.order!r}, {called(form.act)}, {', '.join(layers)}, "
+            options += ", memory='low'" if mark.low else ""
             head = head if is_begun else f"fused_value({head}"
             cut, node = self.cut, form.node
             star = cut.source.index(b"*", cut.end(node.left))
@@ -242,7 +243,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
             for step in steps[:0:-1]:
                 helper = "fused_down" if step is steps[-1] else "fused_through"
                 edits.call(step, helper, refuses and step is steps[-1])
-            edits.gated(steps[0], len(steps) > 1, refuses)
+            edits.gated(steps[0], mark, len(steps) > 1, refuses)
             if mark.script:
                 script.gated_script(steps, *mark.script)
             expressions += [node for step in steps for node in step.nodes]

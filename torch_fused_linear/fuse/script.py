@@ -52,7 +52,7 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
     """The operator for a mark and its arguments after the parameters; None for the original."""
     steps = text.runs[mark.run][mark.first : mark.last + 1]
     if isinstance(steps[0], Product):
-        return chosen_gated(steps, resolver)
+        return chosen_gated(steps, resolver, mark.low)
     layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
     between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
     if len(between) != max(len(steps) - 2, 0) or _has_any_global_hook():
@@ -69,7 +69,7 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
     return found.pop() if len(found) == 1 else None
 
 
-def chosen_gated(steps: Run, resolver: Resolver) -> tuple[str, str] | None:
+def chosen_gated(steps: Run, resolver: Resolver, low: bool) -> tuple[str, str] | None:
     """The same for a gated layer that is written in one way, and for the block."""
     form, *others = steps[0].forms
     act, layers = form.act, [*form.layers, *steps[1:][-1:]]
@@ -97,7 +97,8 @@ def chosen_gated(steps: Run, resolver: Resolver) -> tuple[str, str] | None:
                 both if both == "None" else f"{both}.chunk(2)[{k}]" for k in (1, 0)]  # fmt: skip
         tensors += held
     name = "gated_mlp" if len(steps) > 1 else "linear_glu"
-    return f"fused_{name}", f", {', '.join(tensors)}, {kinds[0]!r}"
+    memory = "low" if low else "default"
+    return f"fused_{name}", f", {', '.join(tensors)}, {kinds[0]!r}, {memory!r}"
 
 
 def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
