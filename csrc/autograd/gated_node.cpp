@@ -187,20 +187,13 @@ GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& not
   return {known[0], known[1], known[2], known[3], Tensor()};
 }
 
-// Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<handover::Receiver>, const char*> find_receiver(const State& state) {
-  if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
-  if (!state.wanted[input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
-  return handover::find_receiver(*state.node);
-}
-
 variable_list usual(const State& state, const Tensor& grad,
                     const std::optional<handover::Note>& note) {
-  const auto [receiver, reason] = find_receiver(state);
+  const auto search =
+      handover::find_receiver(state.node.get(), state.is_running, state.wanted[input_edge]);
+  const auto& receiver = search.receiver;
   const KernelsOnly guard;
-  if (explain::enabled()) {
-    explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
-  }
+  search.remark();
   variable_list result(all_edges);
   const auto& wanted = state.wanted;
   const auto& down = state.kept[down_index];

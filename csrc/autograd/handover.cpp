@@ -167,17 +167,24 @@ void Receiver::leave(Note note) const {
   node->leave(torch::autograd::get_current_graph_task_id(), std::move(note));
 }
 
-std::pair<std::optional<Receiver>, const char*> find_receiver(Graph& consumer) {
-  const auto& edge = consumer.next_edge(0);
+void Search::remark() const {
+  if (!explain::enabled()) return;
+  explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
+}
+
+Search find_receiver(Graph* consumer, bool is_running, bool passes_gradient) {
+  if (!is_running) return {std::nullopt, "no run of the eager engine"};
+  if (!passes_gradient) return {std::nullopt, "no gradient for the input is wanted"};
+  const auto& edge = consumer->next_edge(0);
   auto* producer = dynamic_cast<Producer*>(edge.function.get());
   if (producer == nullptr) return {std::nullopt, stands_between(edge)};
   if (const char* why = producer->refusal()) return {std::nullopt, why};
-  if (const char* why = objection(consumer)) return {std::nullopt, why};
+  if (const char* why = objection(*consumer)) return {std::nullopt, why};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
   // must be switched off around it.
   auto saved = producer->lend_saved();
   if (saved.empty()) return {std::nullopt, "its saved tensors were freed"};
-  return {Receiver{producer, std::move(saved)}, nullptr};
+  return {Receiver{producer, std::move(saved)}};
 }
 
 }  // namespace fused::autograd::handover

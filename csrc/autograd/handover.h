@@ -97,8 +97,16 @@ struct Receiver {
   void leave(Note note) const;
 };
 
-// Of the node that the engine runs, which will pass a gradient along its first edge. Nothing, and
-// the reason in words, where the plain way is taken.
-std::pair<std::optional<Receiver>, const char*> find_receiver(torch::autograd::Node& consumer);
+// Who takes over, or the reason in words why the plain way is taken.
+struct Search {
+  std::optional<Receiver> receiver;
+  const char* reason = nullptr;
+
+  // For the row that the node opens next.
+  void remark() const;
+};
+
+// For a node that may pass a gradient along its first edge; is_running: the engine runs it.
+Search find_receiver(torch::autograd::Node* consumer, bool is_running, bool passes_gradient);
 
 }  // namespace fused::autograd::handover

@@ -93,15 +93,10 @@ Gradients differentiable(const State& state, const Tensor& grad,
   return {grad_input, grad_weight, grad_bias};
 }
 
-// Nothing, and the reason in words, where the plain way is taken.
-std::pair<std::optional<handover::Receiver>, const char*> find_receiver(const State& state) {
-  if (!state.is_running) return {std::nullopt, "no run of the eager engine"};
-  if (!state.wanted[Edge::input_edge]) return {std::nullopt, "no gradient for the input is wanted"};
-  return handover::find_receiver(*state.node);
-}
-
 Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
-  auto [receiver, reason] = find_receiver(state);
+  const auto search =
+      handover::find_receiver(state.node, state.is_running, state.wanted[Edge::input_edge]);
+  const auto& receiver = search.receiver;
   const KernelsOnly guard;
   const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
     return std::get<0>(steps::activation_backward(others, state.saved, state.activation,
@@ -121,9 +116,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   } else if (mask[Edge::weight_edge] && !is_input_coming) {
     kept_input = recompute(state.input);
   }
-  if (explain::enabled()) {
-    explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
-  }
+  search.remark();
   const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) {
     const auto [input, weight] = fill_in(x, state.weight, arrived.grad);
     return steps::linear_backward(

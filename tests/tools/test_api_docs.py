@@ -148,6 +148,8 @@ def strings(source: str, function: str | None = None) -> list[str]:
         text = start[0]
     found = re.findall(r'return "([^"]+)";', text)
     found += re.findall(r'(?:nullptr|nullopt), "([^"]+)"\}', text)
+    found += re.findall(r'return [^;]*? \? "([^"]+)" : nullptr;', text)
+    found += re.findall(r'return [^;]*? \? nullptr : "([^"]+)";', text)
     return found
 
 
@@ -162,6 +164,7 @@ REASONS = {
     ),
     "csrc/autograd/handover.cpp": strings("csrc/autograd/handover.cpp"),
     "csrc/autograd/linear_node.cpp": strings("csrc/autograd/linear_node.cpp"),
+    "csrc/autograd/gated_node.cpp": strings("csrc/autograd/gated_node.cpp"),
     "csrc/cuda/tune/decide.cpp": re.findall(
         r'"(\(no GELU epilogue[^"]+|no valid algorithm[^"]+|unknown while[^"]+)"',
         (ROOT / "csrc/cuda/tune/decide.cpp").read_text(),
@@ -205,6 +208,7 @@ def test_the_reasons_are_found():
     assert "one row or column" in REASONS["csrc/gemm/problem.h"]
     assert "(no kernel: layout)" in REASONS["csrc/core/check.h"]
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]
+    assert "its gate is frozen" in REASONS["csrc/autograd/gated_node.cpp"]
     assert "own one-pass kernel" in REASONS["csrc"]
     assert "has a parametrisation" in REASONS["fuse/fit.py"]
     assert sum(map(len, REASONS.values())) > 60
