@@ -232,7 +232,6 @@ class Draw:
                 inner = out
             activation = self.choice.choice(operator.activations)
             memory = self.choice.choice(("default", "default", "low"))
-            memory = "default" if name in GATED else memory
             layers.append(Layer(name, weights, biases, activation, memory, is_stacked=stacked))
         return layers
 

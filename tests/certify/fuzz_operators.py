@@ -118,7 +118,8 @@ def _ours_silu(where, x: Tensor, layer: Layer) -> Tensor:
 
 def _ours_glu(where, x: Tensor, layer: Layer) -> Tensor:
     weights, biases = ([*held, None][:2] for held in (layer.weights, layer.biases))
-    return where.linear_glu(x, *weights, *biases, activation=layer.activation)
+    options = {"activation": layer.activation, "memory": layer.memory}
+    return where.linear_glu(x, *weights, *biases, **options)
 
 
 def _ours_gated_mlp(where, x: Tensor, layer: Layer) -> Tensor:
@@ -126,7 +127,7 @@ def _ours_gated_mlp(where, x: Tensor, layer: Layer) -> Tensor:
     *biases, down_bias = layer.biases
     up, up_bias = (None, None) if layer.is_stacked else (weights[1], biases[1])
     tensors = (weights[0], up, down, biases[0], up_bias, down_bias)
-    return where.gated_mlp(x, *tensors, activation=layer.activation)
+    return where.gated_mlp(x, *tensors, activation=layer.activation, memory=layer.memory)
 
 
 def _ours_conv(where, x: Tensor, layer: Layer) -> Tensor:

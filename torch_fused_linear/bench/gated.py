@@ -39,6 +39,10 @@ def ours(layers: Sequence[nn.Linear]) -> nn.Module:
     return tfl.FusedGatedMLP.from_modules(*layers)
 
 
+def low(layers: Sequence[nn.Linear]) -> nn.Module:
+    return tfl.FusedGatedMLP.from_modules(*layers, memory="low")
+
+
 def fused(layers: Sequence[nn.Linear]) -> nn.Module:
     block = Block(layers)
     if not tfl.fuse_(block).fused:
@@ -72,6 +76,7 @@ def quack(layers: Sequence[nn.Linear]) -> nn.Module:
 
 BLOCKS: dict[str, Callable[[Sequence[nn.Linear]], nn.Module]] = {
     "ours": ours,
+    "low": low,
     "fused": fused,
     "eager": Block,
     "liger": liger,
