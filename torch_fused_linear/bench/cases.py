@@ -168,6 +168,16 @@ SUITES = {
         activations=ALL_ACTIVATIONS,
         quick_sizes=(block(8),),
     ),
+    "rivals": Suite(
+        about="feed-forward block d→4d→d beside other libraries, training step",
+        sizes=tuple(map(block, (768, 1024, 2048, 4096))),
+        tokens=(8192, 65536),  # the larger for one width only: see worth_the_time
+        modes=("step", "graph"),
+        baselines=("eager", "mm", "compile", "quack", "quack-tuned", "flash-attn", "apex"),
+        seconds=1.0,
+        dtypes=("bf16",),
+        quick_sizes=(block(8),),
+    ),
     "mlp-small": Suite(
         about="small networks, training step with and without a CUDA graph",
         sizes=((64, 64, 64, 64), (784, 256, 10)),
@@ -331,6 +341,8 @@ def worth_the_time(case: Case) -> bool:
         return case.sizes in SMALL_LAYERS
     if case.suite == "activation":
         return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "rivals" and case.tokens > 8192:
+        return case.sizes[0] == 1024
     if case.suite == "gated" and case.tokens < 8192:
         return case.mode == "forward"
     if case.suite == "conv" and case.mode == "graph":
@@ -352,7 +364,8 @@ def worth_compiling(case: Case) -> bool:
         return case.tokens in (1, 8192)
     if case.suite == "layer":
         return case.sizes == (1024, 4096) and case.tokens == 8192
-    return case.suite == "mlp-small" or (case.suite == "ffn" and case.tokens == 8192)
+    small = case.suite in ("mlp-small", "rivals")
+    return small or (case.suite == "ffn" and case.tokens == 8192)
 
 
 def convolution_cases(

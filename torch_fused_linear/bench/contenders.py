@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import ACTIVATIONS
-from torch_fused_linear.bench import convolutions, edge, gated
+from torch_fused_linear.bench import convolutions, edge, gated, rivals
 from torch_fused_linear.bench.cases import KINDS, Case
 from torch_fused_linear.bench.operands import Operands
 from torch_fused_linear.bench.timing import Call, Contender
@@ -33,6 +33,7 @@ BASELINES = (
     "copy",  # of the suite `activation` only
     "conv",  # of convolutions only
     *gated.OTHERS,  # of gated blocks only
+    *(name for name in rivals.BLOCKS if name not in gated.OTHERS),  # of the suite `rivals` only
 )
 POLICIES = {
     **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
@@ -164,6 +165,8 @@ NETWORKS: dict[str, Callable[[Case, Operands], Network]] = {
 def network_of(name: str, case: Case, data: Operands) -> Network:
     if case.is_gated and name in gated.BLOCKS:
         return gated.BLOCKS[name](data.layers)
+    if name in rivals.BLOCKS:
+        return rivals.BLOCKS[name](data.layers, case.activation)
     return NETWORKS[name](case, data)
 
 
@@ -172,6 +175,9 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     if case.is_gated:
         known = {*gated.BLOCKS, "mm", *COMPILED}
         return name in known and (name not in gated.OTHERS or device.type == "cuda")
+    if name in rivals.BLOCKS:
+        is_asked = case.suite == "rivals" and device.type == "cuda"
+        return is_asked and rivals.applies(name, case.activation)
     if case.model:
         return name in ("fused", "fused-low", "compile+pass", "eager", "compile")
     if case.conv and name in ("ours", "eager", "conv"):

@@ -26,7 +26,10 @@ NAMES = {
     "cublaslt": "ours, policy cublaslt",
     "mlp-cublaslt": "FusedMLP, policy cublaslt",
     "liger": "Liger's LigerSwiGLUMLP",
-    "quack": "QuACK's gated MLP",
+    "quack-tuned": "QuACK, tuned",
+    "quack": "QuACK",
+    "flash-attn": "flash-attention's FusedMLP",
+    "apex": "apex",
     "addmm": "torch._addmm_activation",
     "nvmath": "nvmath-python",
 }

@@ -1,0 +1,56 @@
+"""Feed-forward blocks ``fc2(act(fc1(x)))`` of other libraries, on the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+Network = Callable[[Tensor], Tensor]
+
+
+def quack(layers: Sequence[nn.Linear], activation: str, tuned: bool) -> Network:
+    """`tuned`: it measures its configurations at the first call; else it takes its own default."""
+    from quack.mlp import mlp_func
+
+    fc1, fc2 = layers
+    kind = {"relu": "relu", "gelu": "gelu_tanh_approx"}[activation]
+    options = {"bias1": fc1.bias, "bias2": fc2.bias, "tuned": tuned}
+    return lambda x: mlp_func(x, fc1.weight, fc2.weight, kind, **options)
+
+
+def flash_attn(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
+    """By its own rule for this GPU, which on Hopper fuses less."""
+    from flash_attn.ops.fused_dense import FusedMLP
+
+    kind = {"relu": "relu", "gelu": "gelu_approx"}[activation]
+    with torch.device("meta"):
+        block = FusedMLP(layers[0].in_features, layers[0].out_features, activation=kind)
+    block.fc1.weight, block.fc1.bias = layers[0].weight, layers[0].bias
+    block.fc2.weight, block.fc2.bias = layers[1].weight, layers[1].bias
+    return block
+
+
+def apex(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
+    from apex.fused_dense import FusedDenseGeluDense
+
+    width, hidden = layers[0].in_features, layers[0].out_features
+    with torch.device("meta"):
+        block = FusedDenseGeluDense(width, hidden, layers[1].out_features)
+    block.weight1, block.bias1 = layers[0].weight, layers[0].bias
+    block.weight2, block.bias2 = layers[1].weight, layers[1].bias
+    return block
+
+
+BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {
+    "quack": partial(quack, tuned=False),
+    "quack-tuned": partial(quack, tuned=True),
+    "flash-attn": flash_attn,
+    "apex": apex,
+}
+
+
+def applies(name: str, activation: str) -> bool:
+    return name != "apex" or activation == "gelu"
