@@ -124,15 +124,16 @@ def chain(activation, memory, shape, every):
     return len(cases)
 
 
-def gated(form, out, bias, activation, shape, every):
-    """The same of a gated layer, or with ``out`` of a block."""
+def gated(form, out, bias, activation, shape, every, way="call", memory="default"):
+    """The same of a gated layer, or with ``out`` of a block, which may be two layers."""
     mesh = mesh_of(shape)
-    block = Gated(form, (4, 3), (6, 8, out), bias=bias, activation=activation)
+    options = {"bias": bias, "activation": activation, "memory": memory}
+    block = Gated(form, (4, 3), (6, 8, out), **options)
     tensors = [t.detach() for t in block.leaves]
     each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
     for placements in mine(cases, mesh):
-        check_call(block.call, block.eager, tensors, placements, mesh, block.g)
+        check_call(getattr(block, way), block.eager, tensors, placements, mesh, block.g)
     return len(cases)
 
 

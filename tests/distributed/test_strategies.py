@@ -87,6 +87,13 @@ def test_gated_layers(form, out, bias, activation, shape, every, cases, four):
     assert four.run(checks.gated, form, out, bias, activation, shape, every)[0] == cases
 
 
+@pytest.mark.parametrize("way", ["call", "apart"])
+@pytest.mark.parametrize(("form", "every", "cases"), [("apart", 1999, 5), ("stacked", 79, 10)])
+def test_gated_layers_that_keep_less(form, every, cases, way, four):
+    found = four.run(checks.gated, form, 5, True, "silu", (2,), every, way, "low")
+    assert found[0] == cases
+
+
 def test_convolutions(four):
     assert four.run(checks.convolution, (2,), 1, (4,), 11)[0] == 10
     assert four.run(checks.convolution, (2,), 1, (3,), 11)[0] == 10

@@ -82,6 +82,12 @@ class Gated:
         ends = own.down, gate_bias, up_bias, own.down_bias
         return fused.gated_mlp(own.x, gate, up, *ends, **own.options)
 
+    def apart(self, *leaves: Tensor) -> Tensor:
+        """The same as two layers, of which the second hands its gradient over."""
+        own = copy.copy(self.of(leaves))
+        down, bias, own.down = own.down, own.down_bias, None
+        return fused.linear(own.call(), down, bias)
+
     def eager(self, *leaves: Tensor) -> Tensor:
         own = self.of(leaves)
         (gate, up), (gate_bias, up_bias) = own.pair(own.weights), own.pair(own.biases)
