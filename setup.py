@@ -260,6 +260,7 @@ def build_command(parts):
             write_json(hashes, now)
             super().run()
             if not self.inplace:
+                precompiled.remove(Path(self.build_temp))
                 self.describe(Path(self.build_lib, PACKAGE.name))
 
         def build_extensions(self):

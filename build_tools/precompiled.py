@@ -19,6 +19,7 @@ HEADERS = [
 CUDA_HEADERS = ["ATen/cuda/CUDAContext.h"]
 # The header itself takes as long as three files: with more compilers at once nobody waits for it.
 MOST_JOBS = 8
+HEADER = "precompiled.h"
 
 
 def flags(command, folder, build, jobs):
@@ -38,7 +39,7 @@ def flags(command, folder, build, jobs):
     answer = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
     if "Free Software Foundation" not in answer:
         return []
-    header = Path(folder, "precompiled.h")
+    header = Path(folder, HEADER)
     header.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"#include <{name}>\n" for name in HEADERS + CUDA_HEADERS * bool(build["cuda"]))
     told = [*command, answer, build["torch"], str(build["cuda"]), text]
@@ -53,3 +54,8 @@ def flags(command, folder, build, jobs):
             return []
         stamp.write_text(made_with)
     return ["-include", str(header)]
+
+
+def remove(folder):
+    """Half a gigabyte, which is of use only where files are compiled again and again."""
+    Path(folder, HEADER).with_suffix(".h.gch").unlink(missing_ok=True)

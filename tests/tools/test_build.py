@@ -29,7 +29,7 @@ def module_at(path):
 
 
 build = module_at(ROOT / "setup.py")
-hopper = build.hopper
+hopper, precompiled = build.hopper, build.precompiled
 gpu_record = module_at(ROOT / "tests" / "support" / "gpu_record.py")
 
 
@@ -142,6 +142,43 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     before = Path(made).stat().st_mtime_ns
     hopper.objects(home / "bin/nvcc", build.as_system(map(str, folders)), tmp_path, 1)
     assert Path(made).stat().st_mtime_ns == before, "nothing has changed"
+
+
+# --- torch's headers, precompiled -------------------------------------------------------------
+
+
+def test_a_header_is_made_once_for_the_same_flags(monkeypatch, tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs GCC")
+    monkeypatch.setattr(precompiled, "HEADERS", ["cstddef"])
+    versions = {"torch": "2.11.0", "cuda": None}
+
+    def flags(*options, jobs=2):
+        return precompiled.flags([compiler, *options], tmp_path, versions, jobs)
+
+    made = tmp_path / "precompiled.h.gch"
+    assert flags("-O1") == ["-include", str(tmp_path / "precompiled.h")]
+    before = made.stat().st_mtime_ns
+    assert flags("-O1") and made.stat().st_mtime_ns == before
+    source = tmp_path / "source.cpp"
+    source.write_text("std::size_t size;\n")
+    command = [compiler, "-O1", *flags("-O1"), "-Winvalid-pch", "-Werror", "-c", source]
+    subprocess.run([*command, "-o", tmp_path / "source.o"], check=True)
+    assert flags("-O2") and made.stat().st_mtime_ns != before
+    precompiled.remove(tmp_path)
+    assert not made.exists() and flags("-O2") and made.exists()
+    assert flags("-O2", jobs=64) == []
+    monkeypatch.setattr(precompiled, "HEADERS", ["no/such/header.h"])
+    assert flags("-O2") == [] and not made.exists()
+
+
+def test_other_compilers_go_without(monkeypatch, tmp_path):
+    other = tmp_path / "clang++"
+    other.write_text("#!/bin/sh\necho clang version 19\n")
+    other.chmod(0o755)
+    assert precompiled.flags([str(other)], tmp_path, {"torch": "2.11.0", "cuda": None}, 2) == []
+    assert not list(tmp_path.glob("precompiled*"))
 
 
 # --- the library in this tree -----------------------------------------------------------------
