@@ -26,9 +26,15 @@ struct Blocks {
   int64_t rows, each, count;
 
   Blocks(int64_t rows_, int64_t features)
-      : rows(rows_),
-        each(std::clamp<int64_t>(block_elements / features, 1, rows)),
-        count((rows + each - 1) / each) {}
+      : rows(rows_), each(rows_each(rows_, features)), count((rows + each - 1) / each) {}
+
+  // Never one row of several: the half of a lone row is contiguous, which torch gives to oneDNN,
+  // whose GELU rounds otherwise than ATen's and makes NaN of an infinity.
+  static int64_t rows_each(int64_t rows, int64_t features) {
+    int64_t each = std::clamp<int64_t>(block_elements / features, std::min<int64_t>(2, rows), rows);
+    while (rows > 1 && rows % each == 1) ++each;
+    return each;
+  }
 
   template <typename Fn>
   void run(const Fn& fn) const {

@@ -120,6 +120,20 @@ def test_nan_and_infinity(device):
             torch.testing.assert_close(got, act(one) * one, equal_nan=True)
 
 
+@pytest.mark.parametrize("rows, features", [(513, 64), (3, 32768)])
+def test_the_last_row_is_as_in_torch(rows, features):
+    """Of a half, a lone row is contiguous, which torch computes in another way than many rows."""
+    both = torch.linspace(-4, 4, rows * 2 * features).view(rows, -1)
+    both[-1, ::7] = float("inf")
+    gate, up = both.chunk(2, -1)
+    grad_gate = torch.ops.aten.gelu_backward(up * up, gate)
+    forward = fused._glu(both, None, "gelu_erf")
+    backward = fused._glu_backward(up, both, None, "gelu_erf", [True, False, False, False, True])
+    got = [forward, backward[4], backward[0][:, :features]]
+    for a, b in zip(got, [F.gelu(gate) * up, F.gelu(gate) * up, grad_gate]):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 @form_param
 def test_policies_agree(form):
     gated = Gated(form, (7,), (8, 6, 5))
