@@ -55,17 +55,27 @@ class KinkStep:
             near = self.near.movedim(channels, 0)
             weight[:, near.reshape(len(near), near[:1].numel()).any(1)] = 0
         u = torch.finfo(self.dtype).eps / 2
-        wide, x = weight.double(), x.double()
+        given, wide, x = x, weight.double(), x.double()
         z = product(x, wide, None if bias is None else bias.double())
         # of the operand's roundings, and of a sum in fp32
         squares, sums = wide.square(), min(1.0, 2.0**-24 / u) ** 2 * max(1, weight[:1].numel())
         before = self.variances.get(id(x), torch.zeros_like(x))
         variance = product(1.3 * before + sums * x.square(), squares, None)
-        self.near = z.abs() <= 6 * u * variance.sqrt() if activation == "relu" else None
+        if activation == "relu":
+            # by eager's sign as well, which adds the bias of a strided input to a rounded product
+            eager = product(given.to(self.dtype), weight, bias)
+            near = z.abs() <= 6 * u * variance.sqrt()
+            self.near = near | (eager.sign() != z.sign())
+        else:
+            self.near = None
         h = ACTIVATIONS[activation](z)
         self.variances[id(h)] = variance + 2 * z.square()
         self.alive.append(h)
         return h
+
+    def keep_halves(self, both: Tensor, *halves: Tensor) -> None:
+        self.variances |= zip(map(id, halves), self.variances[id(both)].chunk(2, -1))
+        self.alive += halves
 
     def keep_product(self, h: Tensor, gate: Tensor, up: Tensor) -> None:
         of_gate, of_up = (self.variances[id(t)] for t in (gate, up))

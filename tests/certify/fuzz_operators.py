@@ -7,7 +7,7 @@ errors, and how near a pre-activation is to ReLU's kink.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -66,21 +66,26 @@ def _mlp(step: Step, x: Tensor, layer: Layer) -> Tensor:
 
 
 def _glu(step: Step, x: Tensor, layer: Layer) -> Tensor:
-    """Of two weights, or of the halves of one; the layer after it has the last."""
-    (gate, up), (gate_bias, up_bias) = _factors(layer)
-    gated = step(F.linear, x, gate, gate_bias, layer.activation)
-    h = gated * (linear := step(F.linear, x, up, up_bias, "none"))
+    """Of two weights, or of the halves of one product; the layer after it has the last."""
+    if layer.is_stacked:
+        both = step(F.linear, x, layer.weights[0], layer.biases[0], "none")
+        half, linear = both.chunk(2, -1)
+        if keep := getattr(step, "keep_halves", None):
+            keep(both, half, linear)
+        gated = step(_unchanged, half, half.new_ones(1), None, layer.activation)
+    else:
+        (gate, up), (gate_bias, up_bias) = layer.weights[:2], layer.biases[:2]
+        gated = step(F.linear, x, gate, gate_bias, layer.activation)
+        linear = step(F.linear, x, up, up_bias, "none")
+    h = gated * linear
     if keep := getattr(step, "keep_product", None):
         keep(h, gated, linear)
     return h
 
 
-def _factors(layer: Layer) -> list[Sequence[Tensor | None]]:
-    if layer.is_stacked:
-        return [
-            (None, None) if t is None else t.chunk(2) for t in (layer.weights[0], layer.biases[0])
-        ]
-    return [layer.weights[:2], layer.biases[:2]]
+def _unchanged(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Instead of a product, where only the activation is left to do."""
+    return x
 
 
 def _gated_mlp(step: Step, x: Tensor, layer: Layer) -> Tensor:
