@@ -68,6 +68,13 @@ ALL = {
             "torch_checks",
         ),
         Part(
+            "configs",
+            "random configurations of Inductor, for a model of our layers under our pass",
+            "configurations",
+            200,
+            "configs",
+        ),
+        Part(
             "sanitizers",
             "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer",
             "tools",

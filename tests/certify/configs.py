@@ -1,0 +1,240 @@
+"""Random configurations of Inductor, for a model of our layers under our pass of torch.compile.
+
+A unit is one configuration, drawn and run by torch's ConfigFuzzer: a few layers are compiled under
+it, forward and backward, and compared with eager. A configuration that fails is tried with plain
+layers and without our pass. Only where those are right the failure is ours.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch._inductor.fuzzer import DEFAULT, MODULE_DEFAULTS, ConfigFuzzer, Status
+
+import torch_fused_linear as tfl
+from certify.parts import Found
+from torch_fused_linear.fusion_pass import FusionPass
+
+Config = dict[str, object]
+
+PART = 0.05  # of the options are changed
+SECONDS = 300  # after so many a configuration has failed
+ALLOWED = 1e-4  # of an error, of the size of the result
+
+# --- the model -----------------------------------------------------------------------------------
+
+WIDTH, HIDDEN = 8, 24
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.gelu(gate) * up)
+
+
+def layer(act: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), act)
+
+
+def chain(act: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), act, nn.Linear(HIDDEN, WIDTH))
+
+
+# Plain, and the same with our layers; where there are none, our pass is to find it.
+BLOCKS: tuple[tuple[Callable[[], nn.Module], Callable | None], ...] = (
+    (layer(nn.ReLU()), lambda m: tfl.FusedLinearReLU.from_linear(m[0])),
+    (layer(nn.GELU()), lambda m: tfl.FusedLinearGELU.from_linear(m[0], approximate="none")),
+    (layer(nn.SiLU()), lambda m: tfl.FusedLinearSiLU.from_linear(m[0])),
+    (chain(nn.GELU("tanh")), tfl.FusedMLP.from_sequential),
+    (Gated, lambda m: tfl.FusedGatedMLP.from_modules(m.gate, m.up, m.down)),
+    (layer(nn.ReLU()), None),
+    (layer(nn.GELU("tanh")), None),
+    (layer(nn.SiLU()), None),
+    (chain(nn.ReLU()), None),
+    (Gated, None),
+    (Halves, None),
+)
+
+
+class Sine(nn.Module):
+    """Has a kernel by the compiler itself, beside what is ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Problem:
+    """Some blocks, plain and ours, what they are called with, and what eager gives."""
+
+    def __init__(self, choice: random.Random, device: str) -> None:
+        torch.manual_seed(choice.getrandbits(32))
+        chosen = [choice.choice(BLOCKS) for _ in range(2)]
+        last = Sine() if choice.random() < 0.5 else nn.Identity()
+        plain = [make() for make, _ in chosen]
+        ours = [m if fuse is None else fuse(m) for m, (_, fuse) in zip(plain, chosen)]
+        self.plain = nn.Sequential(*plain, last).to(device)
+        self.ours = nn.Sequential(*ours, last).to(device)
+        self.trains = choice.random() < 0.8
+        self.x = torch.randn(choice.choice((1, 5, 33)), WIDTH, device=device)
+        self.grad = torch.randn_like(self.x)
+        x = self.leaf()
+        with torch.set_grad_enabled(self.trains):
+            self.want = self.results(self.plain, x, self.plain(x))
+
+    def __str__(self) -> str:
+        names = ", ".join(type(block).__name__ for block in self.ours)
+        return f"{names}, {len(self.x)} rows, {'training' if self.trains else 'inference'}"
+
+    def leaf(self) -> Tensor:
+        return self.x.clone().requires_grad_(self.trains)
+
+    def results(self, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        if not self.trains:
+            return [y]
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], self.grad)]
+
+    @torch.compiler.disable
+    def is_right(self, model: nn.Module, x: Tensor, y: Tensor) -> bool:
+        return all(
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and bool((a - b).abs().max() <= ALLOWED * (1 + b.abs().max()))
+            for a, b in zip(self.results(model, x, y), self.want, strict=True)
+        )
+
+    def factory(self, model: nn.Module) -> Callable[[], Callable[[], bool]]:
+        """As ConfigFuzzer wants it: it makes the functions that are run, and compiled."""
+
+        def make() -> Callable[[], bool]:
+            x = self.leaf()
+
+            def test() -> bool:
+                return self.is_right(model, x, model(x))
+
+            return test
+
+        return make
+
+
+# --- configurations ------------------------------------------------------------------------------
+
+# What is left as it is: options of other backends, of AOTInductor, of distributed training, of
+# remote caches and of the compiler's own tests; names of files, folders and programs, none of which
+# a random word is; threads and processes; what takes no operators of others, or no plain layer.
+LEFT_ALONE = (
+    *("aot_inductor", "aten_distributed_optimizations.", "_collective.", "distributed_", "bucket_"),
+    *("cutlass.", "cuda.", "xpu", "rocm.", "halide.", "tpu_backend", "cuda_backend", "cpu_backend"),
+    *("test_configs.", "trace.", "lookup_table.", "autoheuristic_", "profile_bandwidth"),
+    *("fx_graph_remote_cache", "remote_gemm_autotune_cache", "autotune_remote_cache"),
+    *("bundled_autotune_remote_cache", "global_cache_dir", "torchinductor_worker_logpath"),
+    *("worker_", "compile_threads", "cpp.threads", "pipeline_max_autotune_gemm", "autotune_in_sub"),
+    *("implicit_fallbacks", "fallback_by_default"),
+)
+# These need a GPU: NVTX marks, and a wrapper whose kernels are Triton's.
+OF_GPUS = ("triton.", "annotate_training", "fx_wrapper")
+
+
+def fuzzer_of(problem: Problem, device: str, is_ours: bool) -> ConfigFuzzer:
+    fixed = dict(MODULE_DEFAULTS[inductor.__name__])
+    prefixes = LEFT_ALONE if device == "cuda" else LEFT_ALONE + OF_GPUS
+    for name, entry in inductor._config.items():
+        if name.startswith(prefixes):
+            fixed[name] = DEFAULT
+        elif entry.alias and name not in fixed:  # whose default is a placeholder
+            fixed[name] = getattr(inductor, name)
+    if is_ours:
+        fixed["pre_grad_custom_pass"] = FusionPass()
+    model = problem.ours if is_ours else problem.plain
+    factory = problem.factory(model)
+    return ConfigFuzzer(inductor, factory, seed=0, default=fixed, test_timeout=SECONDS)
+
+
+def drawn(seed: int, unit: int, device: str) -> tuple[Problem, Config]:
+    choice = random.Random(f"{seed} {unit}")
+    problem = Problem(choice, device)
+    fuzzer = fuzzer_of(problem, device, is_ours=True)
+    random.seed(choice.getrandbits(32))  # from which the fuzzer takes its values
+    config = {}
+    for name, entry in fuzzer.fields.items():
+        is_free = name not in fuzzer.default and not name.startswith("_")
+        if is_free and "TESTING_ONLY" not in name and choice.random() < PART:
+            config[name] = fuzzer.sample(name, entry.value_type, entry.default)
+    return problem, config
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+class Trial:
+    def __init__(self, device: str, measured: bool) -> None:
+        warnings.simplefilter("ignore")
+        logging.disable()
+        torch.set_num_threads(1)
+        self.device = device
+
+    def one(self, seed: int, unit: int) -> Found:
+        problem, config = drawn(seed, unit, self.device)
+        found = {"options": len(config), "replaced": {}}
+        wrong = self.wrong(problem, config, True, found["replaced"])
+        if not wrong:
+            return {**found, "right": 1}
+        if of_torch := self.wrong(problem, config, False):
+            return {**found, "plain torch fails, too": {of_torch: 1}}
+        if not self.wrong(problem, config, True):
+            return {**found, "right the second time": {wrong: 1}}
+        least = self.least(problem, config)
+        return {**found, "failures": [f"{wrong} in {problem}, under {least}"]}
+
+    def wrong(
+        self, problem: Problem, config: Config, is_ours: bool, replaced: Found | None = None
+    ) -> str:
+        """What is wrong under a configuration: nothing, or words."""
+        fuzzer = fuzzer_of(problem, self.device, is_ours)
+        out, err = (redirect(io.StringIO()) for redirect in (redirect_stdout, redirect_stderr))
+        with out, err, torch.set_grad_enabled(problem.trains):
+            results = fuzzer.reproduce_single(config)
+        signal.alarm(0)  # the fuzzer leaves its alarm set
+        if replaced is not None:
+            replaced |= fuzzer.default["pre_grad_custom_pass"].replaced
+        status = results.lookup({**fuzzer.new_config(), **config})
+        if status == Status.PASSED:
+            return ""
+        errors = [details["exception"] for details in fuzzer.detailed_results.values()]
+        return " ".join(f"{status.value}: {' '.join(errors)}".split())[:200]
+
+    def least(self, problem: Problem, config: Config) -> Config:
+        """Without the options that do not matter. (The fuzzer's own bisect drops its defaults as
+        well, and does not end where two options have to come together.)"""
+        for names in (list(config), *([name] for name in config)):
+            less = {name: value for name, value in config.items() if name not in names}
+            is_less = len(less) < len(config)
+            if is_less and self.wrong(problem, less, True) and not self.wrong(problem, less, False):
+                config = less
+        return config
+
+    def verdict(self, found: Found) -> list[str]:
+        return []

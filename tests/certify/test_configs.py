@@ -1,0 +1,61 @@
+"""Configurations of Inductor in short, in a process of its own: the fuzzer sets all options."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The first units of this seed, and the layers below, leave the compiler no kernels to build, which
+# would take longer than all else.
+SCRIPT = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from certify import configs
+
+trial = configs.Trial("cpu", False)
+found = [trial.one(113, unit) for unit in range(3)]
+
+class Broken(configs.FusionPass):
+    def __call__(self, graph):
+        for node in graph.find_nodes(op="call_function", target=torch._C._nn.linear):
+            node.target = torch.ops.fused.linear_silu.default
+
+configs.BLOCKS = ((lambda: torch.nn.Linear(8, 8, bias=False), None),)
+configs.Sine = torch.nn.Identity
+configs.FusionPass = Broken
+found.append(trial.one(1, 1))
+configs.ALLOWED = -1.0
+found.append(trial.one(1, 1))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    if not (shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("needs a C++ compiler")
+    folders = [ROOT / "tests", ROOT / "tests" / "support", ROOT]
+    command = [sys.executable, "-c", SCRIPT, *map(str, folders)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_a_few_configurations(found):
+    assert [one.get("right") for one in found[:3]] == [1, 1, 1], found[:3]
+    assert all(one["options"] and one["replaced"] for one in found[:3])
+
+
+def test_a_pass_that_is_wrong_is_told_from_a_compiler_that_is(found):
+    of_pass, of_both = found[3:]
+    (words,) = of_pass["failures"]
+    assert words.startswith("failed_run_return") and words.endswith("under {}")
+    assert "failures" not in of_both and sum(of_both["plain torch fails, too"].values()) == 1
