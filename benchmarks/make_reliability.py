@@ -24,7 +24,7 @@ from make_table import rewrite, table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 RECORDS = ROOT / "tests" / "certify" / "records"
-ORDER = ("fuzz", "faults", "soak", "torch", "sanitizers", "speed")
+ORDER = ("fuzz", "faults", "soak", "torch", "configs", "sanitizers", "speed")
 MARKS = re.compile(r"(<!-- records: ([^:]+): begin -->\n).*?(<!-- records: \2: end -->)", re.DOTALL)
 
 Record = dict
@@ -165,6 +165,17 @@ def checks(records: Sequence[Record]) -> list[str]:
     for r in of_part("torch", records):
         rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
         lines += [f"{where(r)}:", "", *table(["check", "times"], rows, words=1), ""]
+    for r in of_part("configs", records):
+        found = r["found"]
+        replaced = ", ".join(f"`{name}` {n}" for name, n in sorted(found["replaced"].items()))
+        of_torch = found.get("plain torch fails, too", {})
+        lines += [
+            f"Configurations of Inductor, {where(r)}: {r['done']}, each of "
+            f"{found['options'] / r['done']:.0f} changed options on average; {found['right']} "
+            f"right, {r['failed']} wrong, {sum(of_torch.values())} under which plain torch fails "
+            f"as well. Our pass put in {replaced}.",
+            "",
+        ]
     for r in of_part("sanitizers", records):
         clean = ", ".join(f"{tool} {n}" for tool, n in r["found"].get("clean", {}).items())
         lines += [f"Sanitizers, programs and calls that were clean, {where(r)}: {clean}.", ""]
