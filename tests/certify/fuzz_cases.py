@@ -62,10 +62,11 @@ class KinkStep:
         before = self.variances.get(id(x), torch.zeros_like(x))
         variance = product(1.3 * before + sums * x.square(), squares, None)
         if activation == "relu":
-            # by eager's sign as well, which adds the bias of a strided input to a rounded product
-            eager = product(given.to(self.dtype), weight, bias)
-            near = z.abs() <= 6 * u * variance.sqrt()
-            self.near = near | (eager.sign() != z.sign())
+            self.near = z.abs() <= 6 * u * variance.sqrt()
+            if weight.dim() == 2:
+                # Eager adds the bias of a strided input to a rounded product.
+                eager = product(given.to(self.dtype), weight, bias)
+                self.near |= eager.sign() != z.sign()
         else:
             self.near = None
         h = ACTIVATIONS[activation](z)
