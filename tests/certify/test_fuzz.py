@@ -105,6 +105,18 @@ def test_a_wrong_operator_is_reported(monkeypatch, change, words):
     assert any(words in text for text in found["failures"]), found["failures"][:5]
 
 
+def test_what_eager_gets_wrong_is_counted_and_no_yardstick(monkeypatch):
+    """Torch's convolution on a CPU is, in some layouts."""
+    trial = fuzz.Trial("cpu", measured=False)
+    of_eager = fuzz.of_eager
+    garbage = lambda case: ([t * 1e30 for t in of_eager(case)[0]], False)  # noqa: E731
+    monkeypatch.setattr(fuzz, "of_eager", garbage)
+    found = tried(trial, range(60))
+    assert found["results of eager that are wrong"] > 60
+    pooled = [c["results"] for dtypes in found["by"].values() for c in dtypes.values()]
+    assert all(s["eager"] < 1e30 * (1 + s["elements"]) for r in pooled for s in r.values())
+
+
 def inexact(factor):
     """The error of the result, against fp64, made larger by a factor."""
 
