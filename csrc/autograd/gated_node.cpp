@@ -14,8 +14,6 @@
 #include "reference/gated.h"
 #include "reference/linear.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 
 namespace fused::autograd {
@@ -77,7 +75,6 @@ struct State {
   std::vector<bool> wanted;  // by edge
   variable_list kept;
 
-  bool is_one_tensor() const { return form.is_one_tensor(); }
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
@@ -95,7 +92,7 @@ struct State {
 // What the pass reads. Up's pre-activation is not kept where only up's gradients can be wanted.
 std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
   const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
-  if (state.is_one_tensor()) return {gate, std::nullopt};
+  if (state.form.is_one_tensor()) return {gate, std::nullopt};
   if (state.form.is_up_dropped) {
     const auto& bias = state.kept[up_bias_index];
     const KernelsOnly guard;
@@ -108,7 +105,7 @@ std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
 // The gradients of the biases, by edge.
 void put_bias_gradients(const State& state, const GluGradients& pass, variable_list& result) {
   const auto& [gate_z, up_z, gate_bias, up_bias, hidden] = pass;
-  const bool split = state.form.has_up && state.is_one_tensor() && gate_bias.numel() > 0;
+  const bool split = state.form.has_up && state.form.is_one_tensor() && gate_bias.numel() > 0;
   const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
   if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;
   if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
@@ -314,7 +311,7 @@ class GatedNode final : public handover::Producer {
   GatedNode(edge_list&& edges, const Form& form, Memory memory)
       : Producer(std::move(edges)),
         form_(form),
-        lends_(memory == Memory::low && !form.has_down && lends_output(true)) {}
+        lends_(memory == Memory::low && !form.has_down && can_lend_output()) {}
 
   void keep(Indices index, const Tensor& tensor) {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
@@ -360,14 +357,7 @@ class GatedNode final : public handover::Producer {
  protected:
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(all_edges);
-    // A hook may call the node by hand while the engine runs another one.
-    const bool is_running = torch::autograd::get_current_node().get() == this;
-    std::optional<handover::Note> note;
-    if (is_running) note = take(torch::autograd::get_current_graph_task_id());
-    // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
-    const bool has_saved = note && note->is_unchanged();
-    auto kept = unpack(0, has_saved ? size_t{gate_z_index} : kept_.size());
-    if (has_saved) kept.insert(kept.end(), note->saved.begin(), note->saved.end());
+    auto [is_running, note, kept] = begin(gate_z_index);
     auto self = std::static_pointer_cast<Node>(getptr());
     return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grads[0],
                note);

@@ -138,6 +138,20 @@ std::optional<Note> Producer::take(int graph_task) {
   return note;
 }
 
+Producer::Begun Producer::begin(size_t lent) {
+  Begun begun;
+  begun.is_running = torch::autograd::get_current_node().get() == this;
+  if (begun.is_running) begun.note = take(torch::autograd::get_current_graph_task_id());
+  // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
+  const bool has_saved = begun.note && begun.note->is_unchanged();
+  begun.kept = unpack(0, has_saved ? lent : kept().size());
+  if (has_saved) {
+    const auto& saved = begun.note->saved;
+    begun.kept.insert(begun.kept.end(), saved.begin(), saved.end());
+  }
+  return begun;
+}
+
 Tensor with_rest(const Tensor& passed, const Tensor& rest) {
   return at::where(passed.isfinite(), passed + rest, passed);
 }

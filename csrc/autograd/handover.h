@@ -72,6 +72,17 @@ class Producer : public Node {
   std::optional<Note> take(int graph_task);
   size_t waiting() const { return waiting_; }
 
+ protected:
+  // What a backward begins with.
+  struct Begun {
+    bool is_running;  // the engine runs the node, which a hook may call by hand meanwhile
+    std::optional<Note> note;
+    variable_list kept;
+  };
+
+  // The kept tensors from `lent` on are those that come with a note.
+  Begun begin(size_t lent);
+
  private:
   std::vector<std::pair<int, Note>>::iterator find(int graph_task);
 

@@ -7,8 +7,6 @@
 #include "fused_linear.h"
 #include "reference/linear.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 namespace fused::autograd {
 namespace {
 
@@ -232,8 +230,8 @@ LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const Optional
                        Activation activation, Memory memory)
     : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
       activation_(activation),
-      lends_(memory == Memory::low && lends_output(saved_for(activation) == Saved::preactivation)) {
-}
+      lends_(memory == Memory::low && saved_for(activation) == Saved::preactivation &&
+             can_lend_output()) {}
 
 void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& output,
                       const Tensor& saved) {
@@ -288,13 +286,7 @@ Node::Backward LinearNode::backward() const { return run_detached; }
 variable_list LinearNode::apply(variable_list&& grads) {
   const auto& grad = grads[0];
   if (!grad.defined()) return variable_list(3);
-  // A hook may call the node by hand while the engine runs another one.
-  const bool is_running = torch::autograd::get_current_node().get() == this;
-  std::optional<handover::Note> note;
-  if (is_running) note = take(torch::autograd::get_current_graph_task_id());
-  // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
-  const bool has_saved = note && note->is_unchanged();
-  const auto kept = unpack(0, has_saved ? size_t{saved_index} : kept_.size());
+  const auto [is_running, note, kept] = begin(saved_index);
   return gradients(
       {this,
        is_running,
@@ -303,7 +295,7 @@ variable_list LinearNode::apply(variable_list&& grads) {
         task_should_compute_output(bias_edge)},
        {input_form_, {kept[input_index], kept[input_up_index]}},
        kept[weight_index],
-       has_saved ? note->saved[0] : kept[saved_index]},
+       kept[saved_index]},
       grad, note);
 }
 

@@ -31,9 +31,7 @@ Tensor recompute(const KeptInput& kept) {
   return kept.form.activation == Activation::none ? first : activated(first, kept.form.activation);
 }
 
-bool lends_output(bool keeps_preactivation) {
-  return keeps_preactivation && !at::SavedTensorDefaultHooks::get_hooks();
-}
+bool can_lend_output() { return !at::SavedTensorDefaultHooks::get_hooks(); }
 
 Tensor activated(const Tensor& preactivation, Activation activation, Time time) {
   const auto op = is_gelu(activation) ? "gelu" : fused::name(activation);

@@ -26,9 +26,9 @@ KeptInput input_to_keep(const Tensor& input);
 // The input itself.
 Tensor recompute(const KeptInput& kept);
 
-// Whether a layer keeps what its output is computed from, for whoever comes after. Hooks on saved
+// Whether a layer may lend what its output is computed from to whoever comes after. Hooks on saved
 // tensors may keep them in another place and may be asked for each of them only once.
-bool lends_output(bool keeps_preactivation);
+bool can_lend_output();
 
 // The activation of a pre-activation, by the same way at both times, for the same bits.
 enum class Time { first, again };

@@ -74,13 +74,12 @@ def gated_samples(name, x, w, b, g):
 
     up, features = leaf(w * 0.5), g.shape[-1]
     if not name.startswith("_"):
+        ends = () if name == "linear_glu" else (leaf(up.t()),)
         for gate, second, biases in [
             (w, up, (b, None)),
             (leaf(torch.cat([w, up])), None, (None, None)),
         ]:
-            ends = () if name == "linear_glu" else (leaf(up.t()),)
             yield (x, gate, second, *ends, *biases), {"activation": "gelu_tanh"}
-        ends = () if name == "linear_glu" else (leaf(up.t()),)
         yield (x, w, up, *ends, b, b), {"memory": "low"}
         return
     both = leaf(torch.cat([g, g.cos()], -1))

@@ -49,8 +49,7 @@ def fuse_(
             with its name in the model; one for which it returns ``False`` is called as before.
         memory: ``'default'``, or ``'low'`` to keep less for the backward where less is kept then:
             GELU with a linear layer straight after it, and ReLU with no module with parameters
-            there, which would keep ReLU's output anyway. Gated blocks make one
-            product again.
+            there, which would keep ReLU's output anyway. Gated blocks make one product again.
         dry_run: only report.
 
     Returns:
