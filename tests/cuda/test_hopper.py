@@ -19,6 +19,7 @@ ACTIVATIONS = {
 }
 HALVES = [torch.bfloat16, torch.float16]
 KERNEL = "own Hopper kernel"
+HEADER = 4  # lines of a file of plans
 ALGORITHM = slice(26, 34)  # of a plan's words
 ORDERS = 2
 
@@ -43,7 +44,7 @@ def forced(step, folder, order=0):
     step()
     plans.save(folder / "plans")
     *lines, _ = (folder / "plans").read_text().splitlines()
-    for i, line in enumerate(lines[3:], 3):
+    for i, line in enumerate(lines[HEADER:], HEADER):
         words = line.split(" ")
         is_product, activation, mask = words[1] in "01", words[2] != "0", words[5] != "0"
         if is_product and activation and not mask:
