@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -58,21 +59,29 @@ class KinkStep:
         given, wide, x = x, weight.double(), x.double()
         z = product(x, wide, None if bias is None else bias.double())
         # of the operand's roundings, and of a sum in fp32
-        squares, sums = wide.square(), min(1.0, 2.0**-24 / u) ** 2 * max(1, weight[:1].numel())
+        squares, sums = wide.square(), min(1.0, 2.0**-24 / u) ** 2 * self.roundings(weight)
         before = self.variances.get(id(x), torch.zeros_like(x))
         variance = product(1.3 * before + sums * x.square(), squares, None)
         if activation == "relu":
             self.near = z.abs() <= 6 * u * variance.sqrt()
             if weight.dim() == 2:
-                # Eager adds the bias of a strided input to a rounded product.
+                # Eager adds the bias of a strided input to a rounded product,
                 eager = product(given.to(self.dtype), weight, bias)
                 self.near |= eager.sign() != z.sign()
+            elif bias is not None:  # and on a GPU that of every convolution.
+                self.near |= z.abs() <= u * product(x, wide, None).abs()
         else:
             self.near = None
         h = ACTIVATIONS[activation](z)
         self.variances[id(h)] = variance + 2 * z.square()
         self.alive.append(h)
         return h
+
+    def roundings(self, weight: Tensor) -> float:
+        """How many a sum's variance is of. Tensor cores always cut off towards 0: there they add up
+        instead of cancelling each other."""
+        n = max(1, weight[:1].numel())
+        return n + (n / 8) ** 2 if weight.is_cuda and self.dtype.itemsize == 2 else n
 
     def keep_halves(self, both: Tensor, *halves: Tensor) -> None:
         self.variances |= zip(map(id, halves), self.variances[id(both)].chunk(2, -1))
@@ -107,6 +116,16 @@ class Case:
     @property
     def tensors(self) -> list[Tensor]:
         return [self.x, *(t for layer in self.layers for t in layer.tensors)]
+
+    @property
+    def is_systematic(self) -> bool:
+        """Whether each sum is of equal terms, whose roundings are all alike: no statistics."""
+        words = re.findall(r"(x|weight) same_(?:columns|everywhere)", self.words)
+        return {"x", "weight"} <= set(words)
+
+    @property
+    def longest_sum(self) -> int:
+        return max((w[:1].numel() for layer in self.layers for w in layer.weights), default=1)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Layer]]:
         """The same calls on other tensors."""

@@ -117,6 +117,25 @@ def test_what_eager_gets_wrong_is_counted_and_no_yardstick(monkeypatch):
     assert all(s["eager"] < 1e30 * (1 + s["elements"]) for r in pooled for s in r.values())
 
 
+@pytest.mark.parametrize("is_systematic", [True, False])
+def test_sums_of_equal_terms_may_err_by_a_rounding_each(monkeypatch, is_systematic):
+    x, weight = torch.full((3, 100), 0.1).double(), torch.full((5, 100), 0.3).double()
+    words = "x same_everywhere, weight same_columns" if is_systematic else ""
+    layers = [fuzz_operators.Layer("linear", [weight], [None], "none")]
+    flags = {"policy": "auto", "through_ops": False, "handover": True, "deterministic": False}
+    case = fuzz_cases.Case(
+        x, layers, x[:, :5], [False] * 2, "no_grad", calls_backward=False, words=words, **flags
+    )
+    epsilon = torch.finfo(torch.float64).eps
+    for error, is_right in ((10, is_systematic), (1e3, False)):
+        planted(monkeypatch, lambda y, x, layer, error=error: y * (1 + error * epsilon))
+        found = fuzz.judged(case)
+        assert (found["failures"] == []) == is_right
+        pooled = found["by"]["auto"]["float64"]["results"]
+        assert bool(pooled) != is_systematic
+        monkeypatch.undo()
+
+
 def inexact(factor):
     """The error of the result, against fp64, made larger by a factor."""
 
