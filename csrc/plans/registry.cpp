@@ -169,14 +169,18 @@ CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour) {
   return it->second.calls->fetch_sub(1) > 0 ? it->second.calls : nullptr;
 }
 
-CallsLeft postpone(const PassProblem& bucket) {
+int64_t calls_until_retry(int failures) {
   constexpr int64_t at_first = 64;
-  constexpr int most_tries = 16;
+  constexpr int most_doublings = 16;
+  return at_first << std::min(failures - 1, most_doublings);
+}
+
+CallsLeft postpone(const PassProblem& bucket) {
   auto& all = waiting();
   const std::lock_guard lock(all.mutex);
   if (all.buckets.size() >= most_measured) all.buckets.clear();
   auto& entry = all.buckets[bucket];
-  const auto calls = at_first << std::min(entry.tries++, most_tries);
+  const auto calls = calls_until_retry(++entry.tries);
   return entry.calls = std::make_shared<std::atomic<int64_t>>(calls);
 }
 

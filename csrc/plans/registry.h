@@ -33,6 +33,8 @@ using CallsLeft = std::shared_ptr<std::atomic<int64_t>>;
 CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour);
 // It could not be measured now (too little memory): to be tried again, ever later.
 CallsLeft postpone(const PassProblem& bucket);
+// Calls until what has failed so many times is tried again.
+int64_t calls_until_retry(int failures);
 
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
 double budget();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <sstream>
 
 namespace fused::plans {
 namespace {
@@ -91,6 +92,20 @@ bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double
   return errors.missed == 0 && is_as_exact(errors.elements, reference.elements, floor) &&
          is_as_exact(errors.aux, reference.aux, floor) &&
          is_as_exact(errors.sums, reference.sums, floor);
+}
+
+std::string summary(const TrialErrors& errors, const TrialErrors& eager) {
+  std::ostringstream text;
+  text << errors.missed << " values or bits missed";
+  const auto compare = [&](const char* what, const PooledError& ours, const PooledError& theirs) {
+    if (ours.count == 0) return;
+    text << "; " << what << " " << root_mean_square(ours) << ", worst " << ours.worst << " (eager "
+         << root_mean_square(theirs) << ", " << theirs.worst << ")";
+  };
+  compare("errors", errors.elements, eager.elements);
+  compare("saved", errors.aux, eager.aux);
+  compare("sums", errors.sums, eager.sums);
+  return text.str();
 }
 
 std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace fused::plans {
@@ -55,6 +56,9 @@ struct TrialErrors {
 // neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for; errors below
 // `floor` are none: that of the exact results themselves.
 bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);
+
+// The errors and eager's, for people.
+std::string summary(const TrialErrors& errors, const TrialErrors& eager);
 
 // failed: it does not run, or there is no memory to try it, now.
 enum class Verdict { sound, inexact, failed };

@@ -11,6 +11,11 @@
 
 namespace fused::cuda::tune {
 
+inline constexpr double unit_roundoff(gemm::Type type) {
+  constexpr double units[] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-8};  // f64, f32, f16, bf16
+  return units[static_cast<int>(type)];
+}
+
 // A pass on synthetic operands, as it has been run.
 struct TrialData {
   gemm::Type type = gemm::Type::f32;

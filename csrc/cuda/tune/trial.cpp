@@ -17,7 +17,7 @@
 #include <cmath>
 #include <map>
 #include <mutex>
-#include <sstream>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -108,11 +108,6 @@ PassCall resized(const PassCall& call, int64_t tokens, int64_t most_rows) {
   shorten(own.left);
   matmul.ldb = own.left.ld;
   return own;
-}
-
-double unit_roundoff(gemm::Type type) {
-  constexpr double units[] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-8};  // f64, f32, f16, bf16
-  return units[static_cast<int>(type)];
 }
 
 // Of a sum whose products are exact, as a part of the sum of their magnitudes; generously.
@@ -380,19 +375,7 @@ namespace {
 
 void log_refusal(const Strategy& strategy, const TrialErrors& errors, const TrialErrors& eager) {
   if (plans::verbosity() < 2) return;
-  std::ostringstream line;
-  line << "  refused " << strategy.name << ": " << errors.missed << " values or bits missed";
-  const auto compare = [&](const char* what, const plans::PooledError& ours,
-                           const plans::PooledError& theirs) {
-    if (ours.count == 0) return;
-    line << "; " << what << " " << std::sqrt(ours.squares / ours.count) << ", worst " << ours.worst
-         << " (eager " << std::sqrt(theirs.squares / std::max(theirs.count, 1.0)) << ", "
-         << theirs.worst << ")";
-  };
-  compare("errors", errors.elements, eager.elements);
-  compare("saved", errors.aux, eager.aux);
-  compare("sums", errors.sums, eager.sums);
-  plans::log(line.str());
+  plans::log(std::string("  refused ") + strategy.name + ": " + plans::summary(errors, eager));
 }
 
 }  // namespace
