@@ -28,6 +28,7 @@ PROGRAMS = (
     "handover_test",
     "gated_test",
     "gemm_test",
+    "conv_test",
     "plan_test",
     "plan_file_test",
 )
