@@ -1,7 +1,10 @@
 """fused::conv2d_relu on a GPU: which way is taken, TF32, determinism, graphs, our own kernels."""
 
 import itertools
+import math
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -116,6 +119,144 @@ def test_misaligned_tensors(last):
     for which in itertools.product([False, True], repeat=3):
         args = [shifted(t) if move else t for t, move in zip(case.inputs, which)]
         assert_near(run(BLOCK.call, Case(*args, shifted(case.g))), want, 2e-2)
+
+
+# --- the guard ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_place_of_cudnns(call):
+    """Whoever asks torch for cuDNN's fused form gets `call`."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that something is overridden
+        library.impl("cudnn_convolution_relu", call, "CUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def times_as_inexact(factor):
+    def call(x, w, b, *options):
+        wide = [t if t is None else t.double() for t in (x, w, b)]
+        exact = F.relu(F.conv2d(*wide, *options))
+        eager = F.relu(F.conv2d(x, w, b, *options)).double()
+        return (exact + factor * (eager - exact)).to(x.dtype)
+
+    return call
+
+
+def six_bits(x, w, b, *options):
+    """Of the mantissa: bf16 has one more."""
+    result = F.relu(F.conv2d(x, w, b, *options)).float()
+    return (result.view(torch.int32) & ~(2**17 - 1)).view(torch.float32).to(x.dtype)
+
+
+LESS_EXACT = "(not cuDNN's fused form: less exact than eager)"
+
+
+@needs_tf32
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_an_inexact_form_is_refused_for_good(tf32, bias, cudnn):
+    cudnn.allow_tf32 = tf32
+    refused = Conv(batch=5, channels=96, out=40, size=(12, 13), padding=(1, 1))
+    accepted = Conv(batch=6, channels=96, out=40, size=(12, 13), padding=(1, 1))
+    case = refused.case(torch.float32, "cuda", bias=bias)
+    with in_place_of_cudnns(times_as_inexact(1.3)):
+        path = path_of(lambda: refused.call(*case.inputs))
+    assert path == f"{LESS_EXACT} + {OWN if bias else ATEN}"
+    tfl.plans.clear()
+    assert path_of(lambda: refused.call(*case.inputs)) == path
+    assert_near([refused.call(*case.inputs)], [refused.eager(*case.inputs)], 1e-2)
+    with in_place_of_cudnns(times_as_inexact(1)):
+        case = accepted.case(torch.float32, "cuda", bias=bias)
+        assert path_of(lambda: accepted.call(*case.inputs)) == FUSED
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", ["", "xw"])
+def test_one_bit_less_is_refused(last, dtype):
+    conv = Conv(batch=7, channels=64, out=48, size=(14, 10), padding=(1, 1))
+    case = conv.case(dtype, "cuda", last=last)
+    with in_place_of_cudnns(six_bits):
+        assert path_of(lambda: conv.call(*case.inputs)).startswith(LESS_EXACT)
+
+
+def test_a_form_that_is_wrong_for_few_outputs_is_refused():
+    """With 8 of them in each trial, several seeds are pooled."""
+    conv = Conv(batch=1, channels=64, out=8, size=(3, 3))
+    case = conv.case(torch.bfloat16, "cuda")
+    with in_place_of_cudnns(six_bits):
+        assert path_of(lambda: conv.call(*case.inputs)).startswith(LESS_EXACT)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("last", ["", "xw"])
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_ordinary_convolutions_pass(dtype, last, tf32, cudnn):
+    cudnn.allow_tf32 = tf32
+    for conv in (
+        Conv(batch=8, channels=64, out=64, size=(28, 28), padding=(1, 1)),
+        Conv(batch=8, channels=64, out=256, size=(14, 14), kernel=(1, 1)),
+        Conv(batch=8, channels=64, out=128, size=(28, 28), stride=(2, 2), padding=(1, 1)),
+        Conv(batch=8, channels=64, out=64, size=(14, 14), dilation=(2, 2), padding=(2, 2)),
+        Conv(batch=2, channels=8, out=8, size=(5, 5), kernel=(2, 2), padding=(3, 3)),
+    ):
+        case = conv.case(dtype, "cuda", last=last)
+        path = path_of(lambda c=conv, a=case: c.call(*a.inputs))
+        print(path)
+        refused = any(reason in path for reason in ("less exact", "wrong result", "fails"))
+        assert not refused, f"{conv}: {path}"
+
+
+def relative_error(result, conv, case):
+    """The root mean square of e / (Σ|aₖbₖ| + |bias|)."""
+    wide = in_double(case).inputs
+    scale = conv.z(*(t.abs() for t in wide))
+    return math.sqrt(float(((result.double() - conv.eager(*wide)) / scale).square().mean()))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("last", ["", "xw"])
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_whatever_runs_is_as_exact_as_eager(dtype, last, deterministic, cudnn):
+    """Depthwise convolutions of ATen add the bias before they round, which our kernel cannot."""
+    cudnn.deterministic = deterministic
+    for groups in (1, 4, 64):
+        conv = Conv(batch=9, channels=64, out=64, size=(15, 15), padding=(1, 1), groups=groups)
+        case = conv.case(dtype, "cuda", last=last)
+        path = path_of(lambda c=conv, a=case: c.call(*a.inputs))
+        ours, eager = (relative_error(f(*case.inputs), conv, case) for f in (conv.call, conv.eager))
+        print(groups, path, ours / eager)
+        assert ours <= 1.2 * eager, f"{groups} groups: {path}"
+
+
+def test_the_trial_leaves_the_random_state_alone():
+    conv = Conv(batch=3, channels=48, out=32, size=(9, 10), padding=(1, 1))
+    case = conv.case(torch.bfloat16, "cuda")
+    before = torch.cuda.get_rng_state()
+    conv.call(*case.inputs)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_without_memory_for_the_trial_it_is_tried_later():
+    conv = Conv(batch=16, channels=64, out=64, size=(128, 128), kernel=(1, 1))
+    case = conv.case(torch.bfloat16, "cuda", last="xw")  # 32 MiB, and as many of the result
+    conv.eager(*case.inputs)
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 95e6) / total)
+    try:
+        path = path_of(lambda: conv.call(*case.inputs))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert path.startswith("(not cuDNN's fused form: no memory to try it)")
+    assert path_of(lambda: conv.call(*case.inputs)) == path  # not at once
+    for _ in range(64):
+        conv.call(*case.inputs)
+    assert "no memory" not in path_of(lambda: conv.call(*case.inputs))
 
 
 # --- numerics -----------------------------------------------------------------------------------

@@ -165,6 +165,10 @@ REASONS = {
     "csrc/autograd/handover.cpp": strings("csrc/autograd/handover.cpp"),
     "csrc/autograd/linear_node.cpp": strings("csrc/autograd/linear_node.cpp"),
     "csrc/autograd/gated_node.cpp": strings("csrc/autograd/gated_node.cpp"),
+    "csrc/cuda": re.findall(
+        r'"(\(not cuDNN\'s fused form: [^"]+\))"',
+        "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").glob("*conv*"))),
+    ),
     "csrc/cuda/tune/decide.cpp": re.findall(
         r'"(\(no GELU epilogue[^"]+|no valid algorithm[^"]+|unknown while[^"]+)"',
         (ROOT / "csrc/cuda/tune/decide.cpp").read_text(),
@@ -210,6 +214,7 @@ def test_the_reasons_are_found():
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]
     assert "its gate is frozen" in REASONS["csrc/autograd/gated_node.cpp"]
     assert "own one-pass kernel" in REASONS["csrc"]
+    assert "(not cuDNN's fused form: less exact than eager)" in REASONS["csrc/cuda"]
     assert "has a parametrisation" in REASONS["fuse/fit.py"]
     assert sum(map(len, REASONS.values())) > 60
 
