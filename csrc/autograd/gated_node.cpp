@@ -15,6 +15,7 @@
 #include "reference/linear.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fused::autograd {
 namespace {
@@ -84,8 +85,14 @@ struct State {
     return node ? node->next_edge(index) : torch::autograd::Edge();
   }
 
-  std::array<bool, 5> wanted_of_pass() const {
-    return autograd::wanted_of_pass(form, wanted, wants_hidden() && !kept[hidden_index].defined());
+  std::array<bool, 5> wanted_of_pass(const Tensor& hidden) const {
+    return autograd::wanted_of_pass(form, wanted, wants_hidden() && !hidden.defined());
+  }
+
+  // Where the graph is not run again, nobody else holds them.
+  void drop_preactivations() {
+    for (const size_t index : {gate_z_index, up_z_index}) kept[index].reset();
+    if (is_running) node->done_with(gate_z_index);
   }
 };
 
@@ -184,8 +191,7 @@ GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& not
   return {known[0], known[1], known[2], known[3], Tensor()};
 }
 
-variable_list usual(const State& state, const Tensor& grad,
-                    const std::optional<handover::Note>& note) {
+variable_list usual(State& state, const Tensor& grad, std::optional<handover::Note> note) {
   const auto search =
       handover::find_receiver(state.node.get(), state.is_running, state.wanted[input_edge]);
   const auto& receiver = search.receiver;
@@ -195,28 +201,35 @@ variable_list usual(const State& state, const Tensor& grad,
   const auto& wanted = state.wanted;
   const auto& down = state.kept[down_index];
   const bool has_down = state.form.has_down;
-  auto hidden = state.kept[hidden_index];
-  const auto wanted_of_pass = state.wanted_of_pass();
+  auto hidden = std::exchange(state.kept[hidden_index], {});
+  const auto wanted_of_pass = state.wanted_of_pass(hidden);
+  GluGradients pass;
   if (state.wants_layer()) {
     const auto grad_hidden =
         has_down ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false})) : grad;
-    const auto pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
       const auto [gate_z, up_z] = preactivations(state);
       return steps::glu_backward(
           {grad_output, gate_z, up_z, state.form.activation, wanted_of_pass});
     });
-    put_bias_gradients(state, pass, result);
-    if (wanted_of_pass[0] || wanted_of_pass[1]) {
-      put_products(state, std::get<0>(pass), std::get<1>(pass), result);
-    }
-    if (wanted_of_pass[4]) hidden = std::get<4>(pass);
+    if (wanted_of_pass[4]) hidden = std::exchange(std::get<4>(pass), {});
   } else if (wanted_of_pass[4]) {
     const auto [gate_z, up_z] = preactivations(state);
     hidden = steps::glu(gate_z, up_z, state.form.activation);
   }
+  // Room for the gradients of the weights.
+  note.reset();
+  state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
     std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
         backward_of_linear(grad, hidden, down, {false, wanted[down_edge], wanted[down_bias_edge]});
+    hidden.reset();
+  }
+  if (state.wants_layer()) {
+    put_bias_gradients(state, pass, result);
+    if (wanted_of_pass[0] || wanted_of_pass[1]) {
+      put_products(state, std::get<0>(pass), std::get<1>(pass), result);
+    }
   }
   if (receiver) {
     auto left = receiver->node->derive(result[input_edge], receiver->saved);
@@ -267,7 +280,7 @@ variable_list differentiable(const State& state, const Tensor& grad,
     }
     pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
       return reference::GluFormula::glu_backward(
-          {grad_output, gate_z, up_z, activation, apart.wanted_of_pass()});
+          {grad_output, gate_z, up_z, activation, apart.wanted_of_pass(hidden)});
     });
     put_bias_gradients(apart, pass, result);
     if (state.wants_hidden()) hidden = std::get<4>(pass);
@@ -293,11 +306,11 @@ variable_list differentiable(const State& state, const Tensor& grad,
   return result;
 }
 
-variable_list run(const State& state, const Tensor& grad,
-                  const std::optional<handover::Note>& note) {
+variable_list run(State state, const Tensor& grad, std::optional<handover::Note> note) {
   if (!grad.defined()) return variable_list(all_edges);
-  auto result = must_be_differentiable(grad, state.kept) ? differentiable(state, grad, note)
-                                                         : usual(state, grad, note);
+  auto result = must_be_differentiable(grad, state.kept)
+                    ? differentiable(state, grad, std::move(note))
+                    : usual(state, grad, std::move(note));
   for (size_t i = 0; i < all_edges; ++i) {
     if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
   }
@@ -360,7 +373,7 @@ class GatedNode final : public handover::Producer {
     auto [is_running, note, kept] = begin(gate_z_index);
     auto self = std::static_pointer_cast<Node>(getptr());
     return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grads[0],
-               note);
+               std::move(note));
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {

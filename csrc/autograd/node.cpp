@@ -1,6 +1,7 @@
 #include "autograd/node.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace fused::autograd {
 
@@ -29,13 +30,19 @@ variable_list Node::unpack(size_t first, size_t last) {
 
 Tensor Node::lend(size_t index) {
   const std::lock_guard lock(mutex_);
-  return released_ ? Tensor() : kept()[index].unpack(getptr());
+  return index >= released_from_ ? Tensor() : kept()[index].unpack(getptr());
 }
 
-void Node::release_variables() {
+void Node::done_with(size_t first) {
+  if (!torch::autograd::get_current_graph_task_keep_graph()) release_from(first);
+}
+
+void Node::release_variables() { release_from(0); }
+
+void Node::release_from(size_t first) {
   const std::lock_guard lock(mutex_);
-  for (auto& saved : kept()) saved.reset_data();
-  released_ = true;
+  for (auto& saved : kept().subspan(first)) saved.reset_data();
+  released_from_ = first;
 }
 
 void Node::compiled_args(CompiledNodeArgs& args) const {

@@ -12,6 +12,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -52,6 +53,9 @@ class Node : public torch::autograd::Node {
   // One of them for another node, undefined where it has been released.
   Tensor lend(size_t index);
 
+  // Frees those from `first` on before the backward ends, if the running one is the last.
+  void done_with(size_t first);
+
   void release_variables() final;
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
   variable_list apply_with_saved(const variable_list& grads,
@@ -65,11 +69,12 @@ class Node : public torch::autograd::Node {
   virtual Backward backward() const = 0;
 
  private:
+  void release_from(size_t first);
   std::span<const SavedVariable> kept() const { return const_cast<Node*>(this)->kept(); }
   static variable_list detached(Backward backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
-  bool released_ = false;
+  size_t released_from_ = std::numeric_limits<size_t>::max();
 };
 
 // A new node with these edges.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gated import FORMS, Gated, activation_param, form_param
-from helpers import assert_bits, device_param, kept_bytes, one_thread  # noqa: F401
+from helpers import Storages, assert_bits, device_param, kept_bytes, one_thread  # noqa: F401
 from stacks import HANDED, assert_same
 from torch import nn
 
@@ -52,6 +52,24 @@ def test_bytes_of_a_block(dtype, form, device):
     hidden = 64 * 24 * dtype.itemsize
     assert kept_bytes(default.call) == 2 * hidden
     assert kept_bytes(low.call) == (2 if form == "stacked" else 1) * hidden
+
+
+@device_param
+@form_param
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_a_step_takes_no_more_than_eagers_at_its_peak(memory, form, device):
+    """The pre-activations go before the weights' gradients come, unless the graph is kept."""
+    block = Gated(form, (96,), (64, 192, 64), torch.float32, device, memory=memory)
+
+    def peak(call, **options):
+        with Storages() as storages:
+            block.grads(call(), **options)
+        return storages.most
+
+    ours = peak(block.call)
+    assert ours <= peak(block.eager)
+    if memory == "default":  # with low memory the peak comes before
+        assert ours < peak(block.call, retain_graph=True)
 
 
 @device_param

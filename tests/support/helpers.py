@@ -335,6 +335,7 @@ class Storages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0  # bytes at a time, seen after each operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
@@ -342,6 +343,7 @@ class Storages(TorchDispatchMode):
         for ref, nbytes in self.of(results):
             if ref.cdata not in given:
                 self.found[ref.cdata] = ref, nbytes
+        self.most = max(self.most, self.alive())
         return results
 
     @staticmethod
