@@ -131,7 +131,8 @@ Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activ
 
 Quintuple glu_backward(const GluBackward& step) {
   static const auto op = find<dispatch::GluBackward>("fused::_glu_backward");
-  return op.call(step.grad_output, step.gate, step.up, name(step.activation), step.wanted);
+  return op.call(step.grad_output, step.gate, step.up, name(step.activation), step.wanted,
+                 step.down);
 }
 
 }  // namespace steps

@@ -150,12 +150,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(const LinearBa
 Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation);
 
 struct GluBackward {
-  const Tensor& grad_output;        // [*, hidden]
+  const Tensor& grad_output;        // [*, hidden], or with down [*, out]
   const Tensor& gate;               // pre-activations, as above
   const std::optional<Tensor>& up;  //
   Activation activation;
   // gradients of gate, up, gate's bias, up's bias; what glu gave
   std::array<bool, 5> wanted{true, true, true, true, true};
+  // Of the layer after it, [out, hidden]: then grad_output is of what that makes of h.
+  std::optional<Tensor> down = {};
 };
 
 // The gradients of the pre-activations, their sums over all rows and, again, what glu gave, in one

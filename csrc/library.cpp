@@ -117,11 +117,13 @@ TORCH_LIBRARY(fused, m) {
       tags);
 
   // act(gate) ⊙ up of pre-activations; its gradients, their column sums and the result again, in
-  // one pass over memory. What is not wanted is a tensor of no elements.
+  // one pass over memory. What is not wanted is a tensor of no elements. With the weight of the
+  // layer after it grad_output is of that layer's output.
   m.def("_glu(Tensor gate, Tensor? up, str activation) -> Tensor", tags);
   m.def(
       "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
-      "bool[5] output_mask) -> (Tensor grad_gate, Tensor grad_up, Tensor grad_gate_bias, "
+      "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, Tensor "
+      "grad_gate_bias, "
       "Tensor grad_up_bias, Tensor output)",
       tags);
 

@@ -60,6 +60,12 @@ def gated_mlp(input, gate, up, down, *args, **kwargs) -> int:
     return linear_glu(input, gate, up) + 2 * prod(input[:-1]) * prod(down)
 
 
+def glu_backward(grad_output, *args, down=None, out_shape, **kwargs) -> int:
+    """The product with `down`, which is given last, if at all."""
+    down = args[4] if len(args) > 4 else down
+    return 0 if down is None else 2 * prod(grad_output[:-1]) * prod(down)
+
+
 def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
     """Of a convolution's forward; of its backward torch counts ``aten::convolution_backward``."""
     return 2 * prod(out_shape) * prod(weight[1:])
@@ -79,6 +85,7 @@ FORMULAS = {
     "_linear_silu_aux": linear,
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
+    "_glu_backward": glu_backward,
 }
 
 

@@ -51,7 +51,7 @@ inline bool is_differentiated(const steps::PreviousLayer& layer) {
 }
 inline bool is_differentiated(const steps::GluBackward& step) {
   return is_differentiated(step.grad_output) || is_differentiated(step.gate) ||
-         is_differentiated(step.up);
+         is_differentiated(step.up) || is_differentiated(step.down);
 }
 template <typename Value>  // a number, a flag, a name
 bool is_differentiated(const Value&) {

@@ -191,6 +191,12 @@ GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& not
   return {known[0], known[1], known[2], known[3], Tensor()};
 }
 
+// Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
+// and sharded gradients may have to be summed in between.
+bool takes_down(const Tensor& grad) {
+  return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad);
+}
+
 variable_list usual(State& state, const Tensor& grad, std::optional<handover::Note> note) {
   const auto search =
       handover::find_receiver(state.node.get(), state.is_running, state.wanted[input_edge]);
@@ -205,12 +211,14 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
   const auto wanted_of_pass = state.wanted_of_pass(hidden);
   GluGradients pass;
   if (state.wants_layer()) {
+    const bool in_one = has_down && takes_down(grad);
     const auto grad_hidden =
-        has_down ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false})) : grad;
+        has_down && !in_one ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false}))
+                            : grad;
     pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
       const auto [gate_z, up_z] = preactivations(state);
-      return steps::glu_backward(
-          {grad_output, gate_z, up_z, state.form.activation, wanted_of_pass});
+      return steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
+                                  in_one ? OptionalTensor(down) : std::nullopt});
     });
     if (wanted_of_pass[4]) hidden = std::exchange(std::get<4>(pass), {});
   } else if (wanted_of_pass[4]) {

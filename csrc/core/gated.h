@@ -116,8 +116,15 @@ inline void check_halves(const char* op, const Tensor& gate, const OptionalTenso
 inline void check_glu_backward(const char* op, const steps::GluBackward& s) {
   check_halves(op, s.gate, s.up);
   check_dtype_and_device(op, "grad_output", s.grad_output, s.gate);
-  const auto features = s.gate.sym_size(-1);
-  check_rows(op, "grad_output", s.grad_output, s.gate, has_value(s.up) ? features : features / 2);
+  auto features = s.gate.sym_size(-1);
+  if (!has_value(s.up)) features = features / 2;
+  if (has_value(s.down)) {
+    check_dtype_and_device(op, "down", *s.down, s.gate);
+    TORCH_CHECK_VALUE(s.down->dim() == 2 && s.down->sym_size(1) == features, op,
+                      ": down must have shape [out, ", features, "], got ", s.down->sym_sizes());
+    features = s.down->sym_size(0);
+  }
+  check_rows(op, "grad_output", s.grad_output, s.gate, features);
 }
 
 }  // namespace fused::gated

@@ -1,7 +1,9 @@
 // The passes of gated layers on a GPU.
 
 #include "cuda/kernels/gated.h"
+#include "core/policy.h"
 #include "core/shapes.h"
+#include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gemm_call.h"
 #include "dispatch/gated_kernels.h"
@@ -41,6 +43,7 @@ struct Halves {
 void* data_of(const Tensor& result) { return result.numel() > 0 ? result.data_ptr() : nullptr; }
 
 struct Glu : reference::Glu {
+  static constexpr bool takes_down = true;
   static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
@@ -58,7 +61,13 @@ struct Glu : reference::Glu {
 
   static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
     const c10::cuda::CUDAGuard guard(step.gate.device());
-    if (step.grad_output.numel() == 0) return reference::Glu::glu_backward(step);
+    if (step.grad_output.numel() == 0 || step.gate.numel() == 0) {
+      return reference::Glu::glu_backward(step);
+    }
+    if (has_value(step.down)) {
+      if (const auto done = through_down(step)) return *done;
+      return reference::through_down(step, glu_backward);
+    }
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     const int64_t features = step.grad_output.size(-1);
@@ -89,6 +98,41 @@ struct Glu : reference::Glu {
     const Workspace scratch(kernels::scratch_bytes(args));
     kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
     return {grad_gate, grad_up, gate_sums, up_sums, hidden};
+  }
+
+ private:
+  // The product and the pass as one plan; nothing where there is none for what is wanted.
+  static std::optional<dispatch::Quintuple> through_down(const steps::GluBackward& step) {
+    const auto& wanted = step.wanted;
+    const bool apart = has_value(step.up);
+    if (!wanted[0] || wanted[1] != apart || wanted[2] || wanted[3]) return std::nullopt;
+    const Halves halves(step.gate, step.up);
+    const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
+    const auto element = step.gate.element_size();
+    // No part of a plan's key: always as our vectors and the hardware's copies want it.
+    constexpr uint8_t of_16_bytes = 4;
+    if (gemm::alignment_class(up.data) < of_16_bytes || up.ld * element % 16 != 0 ||
+        gate.cols * element % 16 != 0) {
+      return std::nullopt;
+    }
+    const auto grad_gate = S::grad_input(step.gate, true);
+    const auto grad_up = S::grad_input(step.gate, apart);
+    const auto none = [&] { return S::unwanted(step.gate); };
+    const auto hidden = wanted[4] ? S::rows(step.gate, gate.cols) : none();
+
+    const auto left = rows_of(step.grad_output), right = rows_of(*step.down);
+    PassCall call{{}, left.matrix, right.matrix, {}, gate, nullptr};
+    call.problem.pass = Pass::gating;
+    call.problem.activation = step.activation;
+    call.problem.literal = policy() == Policy::cublaslt;
+    call.result = {gate.rows, gate.cols, step.gate.size(-1), false, grad_gate.data_ptr()};
+    call.gating = {
+        up.data, up.ld,
+        apart ? grad_up.data_ptr() : static_cast<char*>(call.result.data) + gate.cols * element,
+        data_of(hidden)};
+    complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
+    if (!run(call)) return std::nullopt;
+    return {{grad_gate, grad_up, none(), none(), hidden}};
   }
 };
 

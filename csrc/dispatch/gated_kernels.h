@@ -27,8 +27,12 @@ struct GluKernels {
     constexpr auto op = "_glu_backward";
     const explain::Row row(op, step.gate, {});
     gated::check_glu_backward(op, step);
-    return under_policy<Backend, reference::Glu>(
-        step.gate, [&](auto w) { return decltype(w)::glu_backward(step); });
+    return under_policy<Backend, reference::Glu>(step.gate, [&](auto w) -> Quintuple {
+      using Way = decltype(w);
+      if (Way::takes_down || !has_value(step.down)) return Way::glu_backward(step);
+      explain::append("ATen mm");
+      return reference::through_down(step, Way::glu_backward);
+    });
   }
 };
 

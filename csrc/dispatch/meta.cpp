@@ -49,6 +49,7 @@ struct MetaLinear {
 
 struct MetaGlu {
   static constexpr bool obeys_policy = false;
+  static constexpr bool takes_down = true;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation) {
     const auto features = gate.sym_size(-1);
@@ -59,10 +60,11 @@ struct MetaGlu {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     const auto features = step.gate.sym_size(-1);
-    return {S::grad_input(step.gate, wanted[0]), S::grad_input(step.gate, apart && wanted[1]),
-            S::vector(step.gate, features, wanted[2]),
-            S::vector(step.gate, features, apart && wanted[3]),
-            S::grad_input(step.grad_output, wanted[4])};
+    return {
+        S::grad_input(step.gate, wanted[0]), S::grad_input(step.gate, apart && wanted[1]),
+        S::vector(step.gate, features, wanted[2]),
+        S::vector(step.gate, features, apart && wanted[3]),
+        wanted[4] ? S::rows(step.gate, apart ? features : features / 2) : S::unwanted(step.gate)};
   }
 };
 

@@ -52,7 +52,7 @@ using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tenso
 
 using Glu = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
 using GluBackward = Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                              std::array<bool, 5>);
+                              std::array<bool, 5>, const OptionalTensor&);
 
 // `fn` takes the activation as a value, and structs for what belongs together.
 template <auto fn>
@@ -90,9 +90,10 @@ Tensor flat_glu(const Tensor& gate, const OptionalTensor& up, std::string_view a
 
 template <auto fn>
 Quintuple flat_glu_backward(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
-                            std::string_view activation, std::array<bool, 5> wanted) {
+                            std::string_view activation, std::array<bool, 5> wanted,
+                            const OptionalTensor& down) {
   return fn({grad_output, gate, up,
-             parse_hidden_activation("_glu_backward", "activation", activation), wanted});
+             parse_hidden_activation("_glu_backward", "activation", activation), wanted, down});
 }
 
 }  // namespace fused::dispatch

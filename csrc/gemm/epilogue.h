@@ -34,6 +34,7 @@ enum class Pass {
   dgrad,       // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
   wgrad,       // dzᵀ x, and, as "bias", the column sums of dz
   activation,  // dz = act'(saved) · dy without a product, and, as "bias", its column sums
+  gating,      // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
 };
 
 struct EpilogueRow {

@@ -40,12 +40,21 @@ struct Matrix {
   void* data = nullptr;
 };
 
+// Of h = act(gate) ⊙ up, whose gradient a product is; gate is its aux, gate's gradient its result.
+// Rows of up's gradient are as far apart as those of gate's, h is contiguous.
+struct Gating {
+  const void* up = nullptr;
+  int64_t ld_up = 0;
+  void *grad_up = nullptr, *hidden = nullptr;  // hidden: or nullptr
+};
+
 struct Operands {
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
   void* bias = nullptr;
   void* aux = nullptr;
+  Gating gating = {};
 };
 
 // Largest power of two up to 256 that divides the address, as a power: cuBLASLt's alignment class.

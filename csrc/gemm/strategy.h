@@ -28,9 +28,11 @@ enum class Step : uint8_t {
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass
   own_column_sum,   //
+  own_gating,       // gradients of act(gate) ⊙ up, and it again, in one pass
   aten_activation,  //
   aten_gradient,    // threshold_backward, gelu_backward
   aten_column_sum,  //
+  aten_gating,      //
 };
 
 // What the strategy is to its pass, beside a candidate.
@@ -138,6 +140,29 @@ inline constexpr Strategy strategies[] = {
      false,
      false,
      {Step::aten_gradient, Step::aten_column_sum}},
+
+    {Pass::gating, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
+    {Pass::gating,
+     "product+one_pass",
+     Provider::cublaslt,
+     Role::candidate,
+     false,
+     false,
+     {Step::matmul, Step::own_gating}},
+    {Pass::gating,
+     "mm+one_pass",
+     Provider::aten,
+     Role::fallback,
+     false,
+     false,
+     {Step::matmul, Step::own_gating}},
+    {Pass::gating,
+     "aten",
+     Provider::aten,
+     Role::eager,
+     false,
+     false,
+     {Step::matmul, Step::aten_gating}},
 };
 
 // A pass to be done: everything that decides which strategies and algorithms are valid for it.
@@ -172,7 +197,8 @@ inline bool has_step(const Strategy& strategy, Step step) {
 inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
   const auto activation = s.fuses_activation ? p.activation : Activation::none;
   const bool reads_saved = p.pass == Pass::dgrad;
-  return find_epilogue(p.pass, activation, s.fuses_bias && p.bias,
+  const auto pass = p.pass == Pass::gating ? Pass::dgrad : p.pass;
+  return find_epilogue(pass, activation, s.fuses_bias && p.bias,
                        activation != Activation::none && (p.aux || reads_saved));
 }
 
@@ -200,7 +226,8 @@ inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
   if (p.mask) return "a bit mask";
   if (p.literal) return "the library's own epilogues are asked for";
-  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.pass == Pass::dgrad);
+  if (p.pass == Pass::gating && p.activation == Activation::relu) return "ReLU as a gate";
+  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.pass != Pass::fprop);
 }
 
 // Why the strategy is none for this problem, or nullptr.
@@ -296,6 +323,9 @@ inline const char* rule(const PassProblem& p, const Available& available) {
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
     case Pass::activation:
       return "one_pass";
+    case Pass::gating:
+      if (own) return "hopper";
+      return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
   }
   return "aten";
 }
@@ -321,6 +351,8 @@ inline const char* name(Pass pass) {
       return "wgrad";
     case Pass::activation:
       return "activation";
+    case Pass::gating:
+      return "gating";
   }
   return "?";
 }

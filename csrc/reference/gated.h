@@ -11,8 +11,16 @@ namespace fused::reference {
 
 using GluGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// A pass whose gradient comes through the layer after it, as ATen's product and the pass alone.
+template <typename Pass>
+GluGradients through_down(const steps::GluBackward& step, const Pass& pass) {
+  const auto grad = at::matmul(step.grad_output, *step.down);
+  return pass({grad, step.gate, step.up, step.activation, step.wanted});
+}
+
 struct GluFormula {
   static constexpr bool obeys_policy = false;
+  static constexpr bool takes_down = false;
 
   // act(gate) ⊙ up of pre-activations, [*, hidden]
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
@@ -26,6 +34,7 @@ struct GluFormula {
 
 struct Glu {
   static constexpr bool obeys_policy = true;
+  static constexpr bool takes_down = false;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
   static GluGradients glu_backward(const steps::GluBackward& step);

@@ -50,7 +50,24 @@ Kernel backward_of(Activation activation) {
 }
 
 template <Type type>
+Kernel gating_of(Activation activation) {
+  switch (activation) {
+    case Activation::gelu_tanh:
+      return gating<type, Activation::gelu_tanh>;
+    case Activation::gelu_erf:
+      return gating<type, Activation::gelu_erf>;
+    case Activation::silu:
+      return gating<type, Activation::silu>;
+    case Activation::relu:
+    case Activation::none:
+      break;
+  }
+  return nullptr;
+}
+
+template <Type type>
 Kernel kernel_of(const PassProblem& p) {
+  if (p.pass == Pass::gating) return gating_of<type>(p.activation);
   return p.pass == Pass::fprop ? forward_of<type>(p.activation, p.aux)
                                : backward_of<type>(p.activation);
 }
@@ -91,7 +108,8 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
                         partials,
                         *order,
                         at::cuda::getDeviceProperties(g.device)->multiProcessorCount,
-                        stream};
+                        stream,
+                        operands.gating};
   if (kernel(product) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return false;

@@ -24,6 +24,7 @@ struct Product {
   gemm::hopper::Order order;
   int processors;  // of the device
   cudaStream_t stream;
+  gemm::Gating gating;
 };
 
 template <gemm::Type type, Activation activation, bool aux>
@@ -31,5 +32,8 @@ cudaError_t forward(const Product& product);
 
 template <gemm::Type type, Activation activation>
 cudaError_t backward(const Product& product);
+
+template <gemm::Type type, Activation activation>
+cudaError_t gating(const Product& product);
 
 }  // namespace fused::cuda::hopper

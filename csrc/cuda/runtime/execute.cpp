@@ -4,6 +4,7 @@
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/gated.h"
 #include "cuda/runtime/device.h"
 
 #include <ATen/Functions.h>
@@ -48,6 +49,40 @@ const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
   }
   at::mm_out(result, left, right);
   return "ATen mm";
+}
+
+// In place of the gradient of h.
+void own_gating(const PassCall& call, cudaStream_t stream) {
+  kernels::GatingBackward args;
+  args.activation = call.problem.activation;
+  args.type = call.problem.matmul.type;
+  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  args.rows = call.result.rows, args.cols = call.result.cols;
+  args.grad = call.result.data, args.ld_grad = call.result.ld;
+  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
+  args.up = call.gating.up, args.ld_up = call.gating.ld_up;
+  args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
+  args.ld_result = call.result.ld;
+  args.hidden = call.gating.hidden;
+  explain::append("own one-pass gating kernel");
+  kernels::gating_backward(args, nullptr, stream);
+}
+
+void aten_gating(const PassCall& call) {
+  const auto& [rows, cols, ld, transposed, data] = call.result;
+  const auto at_stride = [&, rows = rows, cols = cols](const void* values, int64_t stride) {
+    return as_tensor(call, const_cast<void*>(values), {rows, cols}, {stride, 1});
+  };
+  explain::append("ATen gating gradient");
+  auto grad = at_stride(data, ld), grad_up = at_stride(call.gating.grad_up, ld);
+  const auto gate = as_tensor(call.aux, call), up = at_stride(call.gating.up, call.gating.ld_up);
+  const auto activated = activate(gate, call.problem.activation);
+  if (call.gating.hidden != nullptr) {
+    auto hidden = at_stride(call.gating.hidden, cols);
+    at::mul_out(hidden, activated, up);
+  }
+  at::mul_out(grad_up, grad, activated);
+  activation_gradient_out(grad, grad * up, gate, call.problem.activation);
 }
 
 }  // namespace
@@ -126,6 +161,12 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
                                 p.activation);
         break;
       }
+      case Step::own_gating:
+        own_gating(call, stream);
+        break;
+      case Step::aten_gating:
+        aten_gating(call);
+        break;
       case Step::aten_column_sum: {
         if (!p.bias) break;
         explain::append("ATen sum");

@@ -19,8 +19,8 @@ Matrix summed(const PassCall& call) {
 }
 
 gemm::Operands operands_of(const PassCall& call, const Strategy& strategy) {
-  return {call.right.data, call.left.data, matmul_result(call, strategy).data, call.bias,
-          call.aux.data};
+  return {call.right.data, call.left.data, matmul_result(call, strategy).data,
+          call.bias,       call.aux.data,  call.gating};
 }
 
 Operand rows_of(const Tensor& tensor) {

@@ -27,6 +27,7 @@ struct PassCall {
   Matrix result;       // rows of unit stride
   Matrix aux;          // forward: written, if problem.aux; input gradient: what act' is read from
   void* bias;          // read forward, its gradient written backward; or nullptr
+  gemm::Gating gating = {};
 };
 
 // Completes the call: `problem` holds the pass, the activation and the flags, the matrices and the

@@ -124,6 +124,17 @@ __global__ void elements_kernel(TrialData d, int samples, const Exact* exact, Tr
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
   const auto [z, magnitude] = exact[sample];
   const double scale = d.unit * magnitude, got = value<T>(d.result, row, col);
+  if (const auto& g = d.gating; g.up != nullptr) {
+    const auto at = [row, col](const void* data, int64_t ld) {
+      return widen(static_cast<const T*>(data)[row * ld + col]);
+    };
+    const double gate = value<T>(d.aux, row, col), up = at(g.up, g.ld_up);
+    const double active = activated(d.activation, gate);
+    add(errors, &TrialErrors::elements, got - gradient(d.activation, z * up, gate), scale);
+    add(errors, &TrialErrors::aux, at(g.grad_up, d.result.ld) - z * active, scale);
+    add(errors, &TrialErrors::sums, at(g.hidden, d.result.cols) - active * up, d.unit);
+    return;
+  }
   if (d.forward) {
     add(errors, &TrialErrors::elements, got - activated(d.activation, z), scale);
     if (d.aux.data == nullptr) return;
@@ -170,6 +181,9 @@ __global__ void nan_kernel(TrialData d, TrialErrors* errors) {
     }
     if (!reaches) continue;
     bool lost = !isnan(value<T>(d.result, 0, col));
+    if (d.gating.grad_up != nullptr) {
+      lost |= !isnan(widen(static_cast<const T*>(d.gating.grad_up)[col]));
+    }
     if (d.forward && d.aux.data != nullptr && !d.mask) lost |= !isnan(value<T>(d.aux, 0, col));
     if (d.sums_results && d.sums != nullptr) {
       lost |= !isnan(widen(static_cast<const T*>(d.sums)[col]));

@@ -26,6 +26,7 @@ struct TrialData {
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
   gemm::Matrix aux;
   bool mask = false;
+  gemm::Gating gating;  // backward: up null where there is none
   // Backward: column sums of a matrix, if they are there.
   gemm::Matrix summed;
   const void* sums = nullptr;

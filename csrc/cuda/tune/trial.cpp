@@ -136,7 +136,8 @@ struct Trial::Data {
   static constexpr int64_t most_ends = 2, most_seeds = 16;
 
   struct Places {
-    int64_t left, right, result, aux, dense, bias, exact, errors, workspace, bytes = 0;
+    int64_t left, right, result, aux, dense, bias, up, grad_up, hidden, exact, errors, workspace,
+        bytes = 0;
   };
 
   // The problem at one end of its bucket.
@@ -258,6 +259,12 @@ struct Trial::Data {
     // A mask's columns are bytes, the values that are made of it for eager are the result's.
     places.dense = take(call.aux.data ? call.result.rows * call.result.cols * element : 0);
     places.bias = take(std::max(call.result.rows, call.result.cols) * element);
+    const auto of_gating = [&](int64_t ld) {
+      return take(call.gating.up ? call.result.rows * ld * element : 0);
+    };
+    places.up = of_gating(call.gating.ld_up);
+    places.grad_up = of_gating(call.result.ld);
+    places.hidden = of_gating(call.result.cols);
     places.exact = take(most_ends * most_seeds * most_samples * sizeof(Exact));
     places.errors = take(sizeof(TrialErrors));
     places.workspace =
@@ -278,6 +285,8 @@ struct Trial::Data {
     call.result.data = at(places.result, matmul.align_d);
     if (call.aux.data != nullptr) call.aux.data = at(places.aux, matmul.align_aux);
     if (call.bias != nullptr) call.bias = at(places.bias, matmul.align_bias);
+    if (call.gating.up == nullptr) return;
+    call.gating = {at(places.up), call.gating.ld_up, at(places.grad_up), at(places.hidden)};
   }
 
   PassCall for_eager(const PassCall& call, const Places& places) const {
@@ -325,6 +334,13 @@ struct Trial::Data {
       C10_CUDA_CHECK(cudaMemsetAsync(call.bias, 0xff, bytes, stream));
     }
     if (call.aux.data == nullptr) return;
+    if (const auto& g = call.gating; g.up != nullptr) {
+      const Matrix up{call.result.rows, call.result.cols, g.ld_up, false, const_cast<void*>(g.up)};
+      filled(up, 3, false, 4);
+      C10_CUDA_CHECK(cudaMemsetAsync(g.grad_up, 0xff, bytes_of(call.result, element), stream));
+      C10_CUDA_CHECK(
+          cudaMemsetAsync(g.hidden, 0xff, call.result.rows * call.result.cols * element, stream));
+    }
     if (p.mask) {
       fill_bits(call.aux.data, aux_bytes(call), begin, stream);
       spread_bits(type, call.aux, end.eager.aux, stream);
@@ -345,6 +361,7 @@ struct Trial::Data {
       if (p.aux) data.aux = call.aux;
     } else {
       data.aux = call.aux;
+      data.gating = call.gating;
       data.sums = call.bias;
       data.summed = summed(call);
       data.sums_results = p.pass != Pass::wgrad;

@@ -1,0 +1,114 @@
+#pragma once
+
+#include "cuda/hopper/kernel.cuh"
+
+namespace fused::cuda::hopper {
+
+// Of h = act(gate) ⊙ up.
+template <Activation activation, typename Element>
+struct GatingFunctions {
+  template <typename T>
+  struct GradUp {};
+  template <int n>
+  struct GradUp<cutlass::Array<float, n>> {
+    using Values = cutlass::Array<float, n>;
+    CUTLASS_DEVICE Values operator()(const Values& grad, const Values& gate) const {
+      Values result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < n; ++i) result[i] = grad[i] * activate<activation, Element>(gate[i]);
+      return result;
+    }
+  };
+
+  template <typename T>
+  struct Hidden {};
+  template <int n>
+  struct Hidden<cutlass::Array<float, n>> {
+    using Values = cutlass::Array<float, n>;
+    CUTLASS_DEVICE Values operator()(const Values& gate, const Values& up) const {
+      Values result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < n; ++i) result[i] = activate<activation, Element>(gate[i]) * up[i];
+      return result;
+    }
+  };
+
+  template <typename T>
+  struct GradGate {};
+  template <int n>
+  struct GradGate<cutlass::Array<float, n>> {
+    using Values = cutlass::Array<float, n>;
+    CUTLASS_DEVICE Values operator()(const Values& grad, const Values& gate,
+                                     const Values& up) const {
+      Values result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < n; ++i) {
+        result[i] = derivative<activation, Element>(grad[i] * up[i], gate[i]);
+      }
+      return result;
+    }
+  };
+};
+
+// The gradients of h = act(gate) ⊙ up, and h again: the product is the gradient of h, which reaches
+// no memory.
+template <gemm::Type type, Activation activation>
+struct Gating {
+  using Element = ElementOf<type>;
+
+  using Descriptor = epilogue::collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element,
+                                                                      Element, EpilogueSchedule>;
+  using Load = epilogue::collective::detail::AuxLoadDescriptor<Descriptor, Columns, Element>;
+  using Up =
+      fusion::Sm90AuxLoad<Load::Stages, EpilogueTile, Element, typename Load::Stride,
+                          typename Load::SmemLayoutAtom, typename Load::CopyOpS2R, vector, false>;
+  using Stored = epilogue::collective::detail::AuxStoreDescriptor<Descriptor, Columns, Element>;
+  static constexpr bool nothing_if_null = true;
+  using Store = fusion::Sm90AuxStore<Stored::Stages, EpilogueTile, Element, nearest,
+                                     typename Stored::Stride, typename Stored::SmemLayoutAtom,
+                                     typename Stored::CopyOpR2S, vector, nothing_if_null>;
+
+  template <template <typename> class Function, typename Result>
+  using Compute = fusion::Sm90Compute<Function, Result, float, nearest>;
+  using Of = GatingFunctions<activation, Element>;
+
+  // Each step's operands, by their places.
+  using Fusion = fusion::Sm90TopologicalVisitor<
+      float,
+      cute::tuple<cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<0, 1>, cute::seq<3>,
+                  cute::seq<1, 2>, cute::seq<5>, cute::seq<0, 1, 2>>,
+      fusion::Sm90AccFetch,                        // 0: gradient of h
+      fusion::Sm90SrcFetch<Element>,               // 1: gate
+      Up,                                          // 2
+      Compute<Of::template GradUp, float>, Store,  // 3, 4
+      Compute<Of::template Hidden, float>, Store,  // 5, 6
+      Compute<Of::template GradGate, Element>>;    // 7: the result
+  using Kernel = hopper::Kernel<Element, Columns, Element, Fusion>;
+
+  static cudaError_t run(const Product& p) {
+    auto arguments = Kernel::arguments(p);
+    arguments.epilogue.ptr_C = static_cast<const Element*>(p.aux);
+    arguments.epilogue.dC = Kernel::columns(p.ld_aux);
+    const auto& g = p.gating;
+    const auto store = [](void* data, int64_t ld) {
+      return typename Store::Arguments{static_cast<Element*>(data), Kernel::columns(ld)};
+    };
+    arguments.epilogue.thread = {
+        {},
+        {},
+        {static_cast<const Element*>(g.up), Element(0), Kernel::columns(g.ld_up)},
+        {},
+        store(g.grad_up, p.ldd),
+        {},
+        store(g.hidden, p.m),
+        {}};
+    return Kernel::launch(arguments, p.stream);
+  }
+};
+
+template <gemm::Type type, Activation activation>
+cudaError_t gating(const Product& product) {
+  return Gating<type, activation>::run(product);
+}
+
+}  // namespace fused::cuda::hopper
