@@ -45,7 +45,8 @@ void every_problem_has_a_way() {
       const bool activation = s->fuses_activation || has_step(*s, Step::own_activation) ||
                               has_step(*s, Step::own_one_pass) ||
                               has_step(*s, Step::aten_activation) ||
-                              has_step(*s, Step::aten_gradient);
+                              has_step(*s, Step::aten_gradient) ||
+                              has_step(*s, Step::own_gating) || has_step(*s, Step::aten_gating);
       EXPECT(p.activation == Activation::none || activation);
     }
   }
@@ -63,7 +64,8 @@ void names_are_their_own() {
 }
 
 void every_pass_has_one_fallback_and_one_eager() {
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation}) {
+  for (auto pass :
+       {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
@@ -142,7 +144,9 @@ void hopper_takes_what_the_hardware_can_copy() {
   const auto backward = problem_of(Pass::dgrad, Activation::gelu_erf);
   auto forward = problem_of(Pass::fprop, Activation::gelu_erf);
   forward.aux = true, forward.matmul.ld_aux = forward.matmul.m;
-  for (const auto& good : {backward, forward, problem_of(Pass::dgrad, Activation::relu, false)}) {
+  const auto gating = problem_of(Pass::gating, Activation::silu, false);
+  for (const auto& good :
+       {backward, forward, problem_of(Pass::dgrad, Activation::relu, false), gating}) {
     EXPECT(applies(good, "hopper"));
     EXPECT(objection(good, *find_strategy(good.pass, "hopper"), without_hopper) != nullptr);
     const auto refused = [&good](const auto& change) {
@@ -183,6 +187,7 @@ void hopper_takes_what_the_hardware_can_copy() {
   odd = backward;
   odd.matmul.align_bias = 1;
   EXPECT(applies(odd, "hopper"));
+  EXPECT(!applies(problem_of(Pass::gating, Activation::relu, false), "hopper"));
 }
 
 // As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
@@ -226,6 +231,8 @@ void rules_prefer_hopper_where_it_was_faster() {
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::gelu_tanh)) == "hopper");
   EXPECT(rule_of(problem_of(Pass::fprop, Activation::gelu_erf)) == "hopper");
   EXPECT(rule_of(problem_of(Pass::fprop, Activation::relu)) == "epilogue");
+  EXPECT(rule_of(problem_of(Pass::gating, Activation::silu, false)) == "hopper");
+  EXPECT(rule_of(problem_of(Pass::gating, Activation::relu, false)) == "product+one_pass");
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::none)) != "hopper");
   auto other = problem_of(Pass::dgrad, Activation::gelu_tanh);
   other.matmul.n = 256;

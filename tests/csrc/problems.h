@@ -27,14 +27,16 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   g.m = 256, g.n = 8192, g.k = 128;
   if (pass == Pass::wgrad) g.n = 256, g.m = 128, g.k = 8192;
   g.lda = g.transpose_a ? g.k : g.m, g.ldb = g.transpose_b ? g.n : g.k, g.ldd = g.m;
-  if (mask || pass == Pass::dgrad || pass == Pass::activation) g.ld_aux = g.m;
+  const bool reads = pass == Pass::dgrad || pass == Pass::activation || pass == Pass::gating;
+  if (mask || reads) g.ld_aux = g.m;
   g.workspace_limit = 32 << 20;
   return p;
 }
 
 inline std::vector<PassProblem> every_problem() {
   std::vector<PassProblem> all;
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation}) {
+  for (auto pass :
+       {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
     for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh,
                             Activation::gelu_erf, Activation::silu}) {
       for (auto type : {Type::f64, Type::f32, Type::f16, Type::bf16}) {
@@ -48,7 +50,9 @@ inline std::vector<PassProblem> every_problem() {
           if (p.mask && pass == Pass::fprop && !p.aux) continue;
           if (p.aux && activation == Activation::relu && !p.mask) continue;
           if (pass == Pass::wgrad && activation != Activation::none) continue;
-          if (pass == Pass::activation && activation == Activation::none) continue;
+          const bool active = pass == Pass::activation || pass == Pass::gating;
+          if (active && activation == Activation::none) continue;
+          if (pass == Pass::gating && (p.bias || p.mask)) continue;
           all.push_back(p);
         }
       }

@@ -46,8 +46,8 @@ def forced(step, folder, order=0):
     *lines, _ = (folder / "plans").read_text().splitlines()
     for i, line in enumerate(lines[HEADER:], HEADER):
         words = line.split(" ")
-        is_product, activation, mask = words[1] in "01", words[2] != "0", words[5] != "0"
-        if is_product and activation and not mask:
+        is_product, activation, mask = words[1] in "014", words[2] != "0", words[5] != "0"
+        if is_product and activation and not mask and words[1:3] != ["4", "1"]:  # a gate of ReLU
             words[0], words[ALGORITHM] = "hopper", [str(order), *"0000000"]
             lines[i] = " ".join(words)
     (folder / "plans").write_text(file_text("\n".join([*lines, ""])))
@@ -106,6 +106,39 @@ class Block:
         return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(dtype))]
 
 
+class GatedBlock(Block):
+    """A gated layer, in a form, and one after it."""
+
+    def __init__(self, tokens, i, h, o, dtype, activation, form="apart"):
+        super().__init__(tokens, i, h, o, dtype, activation, bias=False)
+        self.form = form
+        up = (torch.randn(h, i, device="cuda") / i**0.5).to(dtype)
+        gates = [self.weights[0].detach(), up]
+        first = gates if form == "apart" else [torch.cat(gates)]
+        self.weights = [*(t.requires_grad_() for t in first), self.weights[1]]
+
+    def call(self, leaves, operator):
+        x, *first, down = leaves
+        if operator:
+            gate, up = first if self.form == "apart" else (first[0], None)
+            return tfl.gated_mlp(x, gate, up, down, activation=self.activation)
+        halves = first if self.form == "apart" else first[0].chunk(2)
+        gate, up = (F.linear(x, half) for half in halves)
+        return F.linear(ACTIVATIONS[self.activation](gate) * up, down)
+
+    def results(self, leaves, operator):
+        y = self.call(leaves, operator)
+        wanted = [t for t in leaves if t.requires_grad]
+        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(y.dtype))]
+
+    def step(self):
+        return self.results(self.leaves, True)
+
+    def plain(self, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.leaves]
+        return self.results(leaves, False)
+
+
 def assert_as_exact(got, eager, exact):
     assert len(got) == len(eager) == len(exact)
     for i, (ours, theirs, truth) in enumerate(zip(got, eager, exact)):
@@ -146,6 +179,43 @@ def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
             got, paths = forced(block.inference, tmp_path, order)
             assert paths == [KERNEL]
             assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+def test_steps_of_gated_blocks_are_as_exact_as_eager(form, activation, dtype, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES:
+            block = GatedBlock(*sizes, dtype, activation, form)
+            got, paths = forced(block.step, tmp_path, order)
+            assert paths.count(KERNEL) == 1, paths
+            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+def test_a_gated_block_whose_last_layer_is_frozen(form, tmp_path):
+    block = GatedBlock(1003, 520, 1032, 136, torch.bfloat16, "silu", form)
+    block.weights[-1].requires_grad_(False)
+    got, paths = forced(block.step, tmp_path)
+    assert paths.count(KERNEL) == 1, paths
+    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_gates_that_are_not_finite(value, tmp_path):
+    block = GatedBlock(133, 64, 136, 64, torch.bfloat16, "silu")
+    with torch.no_grad():
+        block.x[5] = value
+        block.grad[9, 3] = value
+    got, paths = forced(block.step, tmp_path)
+    assert paths.count(KERNEL) == 1, paths
+    with policy("eager"):
+        want = block.step()
+    for ours, theirs in zip(got, want):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        finite = theirs.isfinite()
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -195,8 +265,9 @@ def test_padding_takes_nothing_of_an_infinite_weight(tmp_path):
     assert not got[4].any(), "the first bias's gradient"
 
 
-def test_same_bits_again_in_other_streams_and_captured(tmp_path):
-    block = Block(1003, 520, 1032, 136, torch.bfloat16, "gelu_erf")
+@pytest.mark.parametrize("kind", [Block, GatedBlock])
+def test_same_bits_again_in_other_streams_and_captured(kind, tmp_path):
+    block = kind(1003, 520, 1032, 136, torch.bfloat16, "gelu_erf")
     first, _ = forced(block.step, tmp_path)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(block.step(), first))

@@ -10,6 +10,7 @@ from helpers import DTYPES, ERRORS, Tally, add_checked, device_param, one_thread
 from layouts import ND_LAYOUTS
 from stacks import assert_same
 from subclasses import Negated
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_fused_linear as tfl
 
@@ -132,6 +133,55 @@ def test_the_last_row_is_as_in_torch(rows, features):
     got = [forward, backward[4], backward[0][:, :features]]
     for a, b in zip(got, [F.gelu(gate) * up, F.gelu(gate) * up, grad_gate]):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@device_param
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTS)
+def test_backward_through_the_layer_after(activation, dtype, device):
+    """In one step what the product and the pass are in two."""
+    tokens, hidden, out = (3, 50), 24, 40
+    gen = torch.Generator().manual_seed(0)
+    draw = lambda *sizes: torch.randn(*sizes, generator=gen).to(device, dtype)  # noqa: E731
+    grad, down = draw(*tokens, out), draw(out, hidden) / out**0.5
+    gate, up = draw(*tokens, hidden), draw(*tokens, hidden)
+    both = torch.cat([gate, up], -1)
+    apart, joined = [True, True, False, False, True], [True, False, False, False, True]
+    exact = fused._glu_backward(
+        (grad.double() @ down.double()), gate.double(), up.double(), activation, apart
+    )
+    for wanted_hidden in (True, False):
+        apart[4] = joined[4] = wanted_hidden
+        of_two = fused._glu_backward(grad, gate, up, activation, apart, down)
+        of_one = fused._glu_backward(grad, both, None, activation, joined, down)
+        results = [of_two, (*of_one[0].chunk(2, -1), *of_one[2:])]
+        for gate_grad, up_grad, *sums, h in results:
+            assert not sum(s.numel() for s in sums) and bool(h.numel()) == wanted_hidden
+            found = [gate_grad, up_grad, *([h] if wanted_hidden else [])]
+            for got, want in zip(found, (*exact[:2], exact[4])):
+                tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+                torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_errors_of_the_layer_after():
+    grad, gate, up = torch.zeros(2, 5), torch.zeros(2, 4), torch.zeros(2, 4)
+    for down, text in [
+        (torch.zeros(5, 3), r"_glu_backward: down must have shape \[out, 4\], got \[5, 3\]"),
+        (torch.zeros(6, 4), "_glu_backward: grad_output"),
+        (torch.zeros(5, 4).double(), "_glu_backward: down"),
+    ]:
+        with pytest.raises((RuntimeError, ValueError), match=text):
+            fused._glu_backward(grad, gate, up, "silu", [True] * 5, down)
+
+
+def test_flops_of_the_layer_after():
+    grad, gate, up, down = (torch.zeros(s) for s in ((2, 5), (2, 4), (2, 4), (5, 4)))
+    for given, flops in ((None, 0), (down, 2 * 2 * 5 * 4)):
+        with FlopCounterMode(display=False) as counter:
+            fused._glu_backward(
+                gate if given is None else grad, gate, up, "silu", [True] * 5, given
+            )
+        assert counter.get_total_flops() == flops
 
 
 @form_param

@@ -90,6 +90,9 @@ def gated_samples(name, x, w, b, g):
             apart = second is not None
             yield (g, gate, second, activation, [True, apart, True, apart, features != 16]), {}
             yield (g, gate, second, activation, [False, apart, False, False, True]), {}
+            y = leaf(torch.cat([g, g], -1))  # of a layer that makes it twice as wide
+            weight = leaf(torch.ones(2 * features, features, dtype=g.dtype, device=g.device))
+            yield (y, gate, second, activation, [True, apart, False, False, True], weight), {}
 
 
 def op_of(name):
@@ -212,8 +215,8 @@ def test_schemas():
         " -> Tensor",
         "_glu": "(Tensor gate, Tensor? up, str activation) -> Tensor",
         "_glu_backward": "(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
-        "bool[5] output_mask) -> (Tensor grad_gate, Tensor grad_up, Tensor grad_gate_bias, "
-        "Tensor grad_up_bias, Tensor output)",
+        "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, "
+        "Tensor grad_gate_bias, Tensor grad_up_bias, Tensor output)",
     }
     for name, schema in want.items():
         assert str(op_of(name)._schema) == f"fused::{name}{schema}"
