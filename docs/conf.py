@@ -5,6 +5,7 @@ are those of the whole tree, so that a page may link to the README and to the ex
 on GitHub, and a link that leads nowhere is a warning.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ exclude_patterns = [".*", "build", "dist"]  # not even walked through
 
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_heading_anchors = 4  # links to headings, as on GitHub
 autodoc_member_order = "bysource"
@@ -45,6 +48,20 @@ def visit_math(translator, node):
     raise nodes.SkipNode
 
 
+def let_cells_break(app, doctree, name):
+    """In tables of HTML a line may end after these signs, so that they fit on a phone.
+
+    `<wbr>` is nothing to whoever copies the text.
+    """
+    if app.builder.format != "html":
+        return
+    for text in [t for entry in doctree.findall(nodes.entry) for t in entry.findall(nodes.Text)]:
+        pieces = re.split(r"(?<=[→×/=_(.])(?=\w)(?<!\d\.)", text)
+        between = nodes.raw("", "<wbr>", format="html")
+        broken = [node for piece in pieces for node in (nodes.Text(piece), between.deepcopy())]
+        text.parent.replace(text, broken[:-1])
+
+
 def front_page(app, failure):
     """An index.html in the folder itself, which leads to that of docs/."""
     if failure is None and app.builder.format == "html":
@@ -54,6 +71,7 @@ def front_page(app, failure):
 
 def setup(app):
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
+    app.connect("doctree-resolved", let_cells_break)
     app.connect("build-finished", front_page)
 
 

@@ -180,6 +180,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{link}: {target} has no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_have_heads(page):
+    """A blank line within a table makes a paragraph full of bars of the rest."""
+    for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert not lines or re.fullmatch(r"[|:\- ]+", lines[1]), lines[0]
+
+
 def test_the_pages_are_found():
     """An empty list of parameters would pass."""
     assert {"README.md", "CONTRIBUTING.md", "deploy.md"} <= {page.name for page in PAGES}
