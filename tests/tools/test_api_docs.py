@@ -326,6 +326,7 @@ def test_tables_fit_on_a_phone(built):
             assert "pages.css" in text
             count += 1
     assert count > 30
+    assert "4096→<wbr>16384" in (built / "docs" / "performance.html").read_text()
 
 
 def test_no_page_is_twice_in_the_navigation(built):

@@ -6,6 +6,8 @@ operands.py     the data that all contenders of a case run on
 contenders.py   what runs for a case: ours, eager, the bare products, torch.compile, ...
 timing.py       interleaved rounds, medians and quartiles
 traffic.py      the suites that count bytes: `activation` and `memory`
+problems.py     those that the suite `first-calls` draws, and
+first_calls.py  how it measures them
 models.py       the suite `models`: whole models, untouched, fused and compiled
 results.py      one record a case, and the JSON file
 machine.py      GPU, clocks and versions, for the header

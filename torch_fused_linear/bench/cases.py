@@ -16,6 +16,7 @@ from torch_fused_linear.bench.convolutions import (
     TINY_CONVOLUTIONS,
     Convolution,
 )
+from torch_fused_linear.bench.problems import problems
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The operators' names of the activations as cases name them.
@@ -72,6 +73,7 @@ class Case:
 
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
+    - first step: the same before there are any plans
     - backward: only the latter half of a step
     - edge: the gradient of the layer before through this one, its ReLU's derivative and bias sum
       included; sizes are those of the later layer, from its output to its input
@@ -205,6 +207,17 @@ SUITES = {
         modes=("forward", "step"),
         baselines=("eager", "addmm"),
         seconds=0.4,
+    ),
+    "first-calls": Suite(
+        about="the first training step of problems drawn by a seed, in which plans are made",
+        sizes=(),
+        tokens=(),
+        modes=("first step",),
+        ours=("ours",),
+        baselines=("eager",),
+        seconds=0.0,
+        dtypes=("bf16", "fp16", "fp32"),
+        activations=("relu", "gelu", "silu"),
     ),
     "gated": Suite(
         about="gated block of a language model with SiLU, inference and training step",
@@ -396,6 +409,11 @@ def cases_of(
         ]
         return [case for case in cases if makes_sense(case, device)]
     names = dtypes or suite.dtypes
+    if name == "first-calls":
+        if device.type != "cuda" and not quick:  # where nothing is measured
+            return []
+        drawn = problems(quick, tuple(names), suite.activations)
+        return [Case(name, *problem, suite.modes[0]) for problem in drawn]
     grid = itertools.product(
         suite.quick_sizes if quick else suite.sizes,
         QUICK_TOKENS if quick else suite.tokens,

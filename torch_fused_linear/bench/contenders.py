@@ -69,6 +69,8 @@ def bare_convolution(case: Case, data: Operands) -> Callable[[], object]:
 
 def eager_stack(case: Case, data: Operands) -> nn.Sequential:
     def activation() -> nn.Module:
+        if case.activation == "silu":
+            return nn.SiLU()
         return nn.ReLU() if case.activation == "relu" else nn.GELU(approximate=approximate(case))
 
     hidden = (m for layer in data.layers[:-1] for m in (layer, activation()))
@@ -85,6 +87,8 @@ def eager(case: Case, data: Operands) -> Network:
     weight, bias, form = data.layers[0].weight, data.layers[0].bias, approximate(case)
     if case.activation == "relu":
         return lambda x: F.relu(F.linear(x, weight, bias))
+    if case.activation == "silu":
+        return lambda x: F.silu(F.linear(x, weight, bias))
     return lambda x: F.gelu(F.linear(x, weight, bias), approximate=form)
 
 
@@ -101,6 +105,8 @@ def ours(case: Case, data: Operands, memory: str = "default") -> Network:
     weight, bias = data.layers[0].weight, data.layers[0].bias
     if relu:
         return lambda x: tfl.linear_relu(x, weight, bias, memory)
+    if case.activation == "silu":
+        return lambda x: tfl.linear_silu(x, weight, bias, memory)
     return lambda x: tfl.linear_gelu(x, weight, bias, form, memory)
 
 

@@ -26,7 +26,7 @@ class Record:
     """What was measured for one case; in every unit, less is better."""
 
     case: Case
-    unit: str  # "us" per call, "MiB", or "B" for each element
+    unit: str  # "us" or "ms" per call, "MiB", or "B" for each element
     numbers: dict[str, Number] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     bytes_moved: dict[str, int] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import torch
 from torch_fused_linear import plans
 from torch_fused_linear.bench import contenders, gated, traffic
 from torch_fused_linear.bench.cases import MEMORY_MODES, Case
+from torch_fused_linear.bench.first_calls import first_calls_record
 from torch_fused_linear.bench.models import Models
 from torch_fused_linear.bench.operands import random_sets
 from torch_fused_linear.bench.results import Record
@@ -119,6 +120,8 @@ def measure_case(
     torch.manual_seed(0)
     if case.mode in MEMORY_MODES:
         record = memory_record(case, names, device)
+    elif case.suite == "first-calls":
+        record = first_calls_record(case, names, device)
     else:
         record = timed_record(case, names, device, seconds, kernels)
     clean_up(names, device)

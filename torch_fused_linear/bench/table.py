@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_fused_linear.bench.cases import MEMORY_MODES, SUITES, Case
+from torch_fused_linear.bench.first_calls import summary
 from torch_fused_linear.bench.results import LOSS, REFERENCES, YARDSTICKS, Record
 
 LOSS_MARK = "<"
@@ -26,13 +27,16 @@ class Table:
         self.ours = [name for name in SUITES[cases[0].suite].ours if name in names]
         self.shape_width = max(len(case.shape) for case in cases)
         self.unit = "MiB" if cases[0].mode in MEMORY_MODES else "us"
+        self.is_of_first_calls = cases[0].suite == "first-calls"
+        if self.is_of_first_calls:
+            self.names, self.ours, self.unit = [*names, "later", "each", "limit"], [], "ms"
         self.with_bandwidth = "copy" in names
         self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
         self.yardstick = "of copy" if self.with_bandwidth else "of GEMM"
         if "conv" in names:
             self.yardstick = "of conv"
         self.with_replaced = bool(cases[0].model)
-        self.columns = [*names, *(f"{name} x" for name in self.ours)]
+        self.columns = [*self.names, *(f"{name} x" for name in self.ours)]
         self.columns += [f"n {name}" for name in self.ours if self.with_replaced]
         self.columns += ["GB/s"] * self.with_bandwidth
         self.columns += [self.yardstick] * self.with_fraction
@@ -77,6 +81,8 @@ class Table:
         return lines
 
     def foot(self, records: Sequence[Record]) -> str:
+        if self.is_of_first_calls:
+            return summary(records)
         compared = [r for r in records for name in self.ours if r.speedup(name) is not None]
         lost = [r for r in records for name in self.ours if r.lost(name)]
         others = " or ".join(dict.fromkeys(REFERENCES.get(name, "eager") for name in self.ours))
