@@ -292,7 +292,7 @@ SUITES = {
         quick_convolutions=TINY_CONVOLUTIONS[1:2],
     ),
     "memory-models": Suite(
-        about="memory that a training step of ViT-B/16 keeps for its backward, and takes at most",
+        about="memory that a step of a whole model keeps for its backward, and takes at most",
         sizes=(),
         tokens=(),
         modes=("saved", "peak"),
