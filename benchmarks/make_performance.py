@@ -1,4 +1,4 @@
-"""Makes the other tables of docs/performance.md and those of three more pages, and a figure.
+"""Makes the other tables of docs/performance.md and those of further pages, and a figure.
 
     python benchmarks/make_performance.py            rewrite the tables, draw the figure anew
     python benchmarks/make_performance.py --check    exit with 1 if a table is out of date
@@ -21,7 +21,7 @@ from make_table import Numbers, Result, by_machine, duration, rewrite, shape, ta
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md", "hopper.md")
+PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md", "hopper.md", "gated.md")
 FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
@@ -160,6 +160,22 @@ def cpu_compiled(results: Sequence[Result]) -> list[str]:
     return table(head, rows, words=5)
 
 
+def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
+    """All who have run, in microseconds or MiB, and how ours compares with eager."""
+    cases = find(results, suite=suite)
+    heads = {"ours": "ours", "low": '`memory="low"`', "eager": "eager", "mm": "bare products"}
+    heads |= {"compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
+    names = [n for n in heads if any(n in r.get("numbers", {}) for r in cases)]
+    rows = []
+    for result in cases:
+        case, numbers = result["case"], result.get("numbers", {})
+        row = [f"{shape(case)}, T={case['tokens']}", case["mode"]]
+        form = "{:.0f}".format if result["unit"] == "MiB" else duration
+        row += [form(numbers[n]["median"]) if n in numbers else "" for n in names]
+        rows.append([*row, times(numbers)])
+    return table(["", "", *(heads[n] for n in names), "times"], rows, words=2)
+
+
 def several_gpus(results: Sequence[Result]) -> list[str]:
     rows = []
     for result in find(results, suite="distributed"):
@@ -214,6 +230,9 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, packed": partial(on_a_cpu, "forward", "packed"),
     "on a CPU, step": partial(on_a_cpu, "step", "ours"),
     "on a CPU, compiled": cpu_compiled,
+    "gated blocks": partial(gated_blocks, "gated"),
+    "calls of gated blocks": partial(gated_blocks, "gated-host"),
+    "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,
     "own products": own_products,
 }

@@ -1,0 +1,248 @@
+#include "autograd/gated_backward.h"
+
+#include "autograd/double_backward.h"
+#include "core/explain.h"
+#include "fused_linear.h"
+#include "reference/gated.h"
+#include "reference/linear.h"
+
+#include <utility>
+
+namespace fused::autograd::gating {
+namespace {
+
+using reference::as_rows;
+using reference::GluGradients;
+
+// What the pass reads. Up's pre-activation is not kept where only up's gradients can be wanted.
+std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
+  const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
+  if (state.form.is_one_tensor()) return {gate, std::nullopt};
+  if (state.form.is_up_dropped) {
+    const auto& bias = state.kept[up_bias_index];
+    const KernelsOnly guard;
+    return {gate, fused::linear(state.kept[input_index], state.kept[up_index],
+                                bias.defined() ? OptionalTensor(bias) : std::nullopt)};
+  }
+  return {gate, up.defined() ? up : placeholder(gate, gate.sym_sizes().vec())};
+}
+
+// The gradients of the biases, by edge.
+void put_bias_gradients(const State& state, const GluGradients& pass, variable_list& result) {
+  const auto& [gate_z, up_z, gate_bias, up_bias, hidden] = pass;
+  const bool split = state.form.has_up && state.form.is_one_tensor() && gate_bias.numel() > 0;
+  const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
+  if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;
+  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
+}
+
+// ---- the usual way -----------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const Tensor& input,
+                                                      const Tensor& weight,
+                                                      const std::array<bool, 3>& wanted) {
+  const auto [x, w] = fill_in(input, weight, grad);
+  return steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
+}
+
+// The products of the layer's backward. dz is of both, or of gate.
+void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
+                  variable_list& result) {
+  const auto& wanted = state.wanted;
+  const auto &input = state.kept[input_index], &gate = state.kept[gate_index],
+             &up = state.kept[up_index];
+  const bool wants_input = wanted[input_edge];
+  if (!state.form.has_up) {
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear(dz, input, gate, {wants_input, wanted[gate_edge], false});
+    return;
+  }
+  const auto both = state.form.is_joined && wants_input ? gated::joined(gate, up) : Tensor();
+  if (both.defined() && wanted[gate_edge] == wanted[up_edge]) {
+    const bool wants_weights = wanted[gate_edge];
+    Tensor weights;
+    std::tie(result[input_edge], weights, std::ignore) =
+        backward_of_linear(dz, input, both, {true, wants_weights, false});
+    if (wants_weights) {
+      const auto rows = weights.sym_size(0) / 2;
+      result[gate_edge] = weights.narrow_symint(0, 0, rows);
+      result[up_edge] = weights.narrow_symint(0, rows, rows);
+    }
+    return;
+  }
+  const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
+  if (wants_input || wanted[gate_edge]) {
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear(first, input, gate, {wants_input, wanted[gate_edge], false});
+  }
+  if (wanted[up_edge]) {
+    result[up_edge] = std::get<1>(backward_of_linear(second, input, up, {false, true, false}));
+  }
+  if (wants_input && is_sharded(second)) {  // whose rows cannot always be viewed as a matrix's
+    const auto through_up =
+        std::get<0>(backward_of_linear(second, input, up, {true, false, false}));
+    result[input_edge] = result[input_edge] + through_up;
+  } else if (wants_input) {
+    const explain::Row row("linear_glu", second, up);
+    explain::append("ATen addmm");
+    auto sum = as_rows(result[input_edge]);
+    // vmap has no rule for the form that writes to what it reads.
+    if (at::areAnyTensorSubclassLike({sum, second, up})) {
+      result[input_edge] = at::addmm(sum, as_rows(second), up).view_as(result[input_edge]);
+    } else {
+      at::addmm_out(sum, sum, as_rows(second), up);
+    }
+  }
+}
+
+// The gradients of the pass over memory, or what a consumer has left of them (handover.h).
+template <typename Pass>
+GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& note,
+                    const Pass& pass) {
+  if (!note) return pass(grad);
+  auto known = note->gradients;
+  if (!grad.is_same(note->passed)) {
+    const auto [gate, up, gate_bias, up_bias, hidden] = pass(grad - note->passed);
+    const variable_list rest{gate, up, gate_bias, up_bias};
+    for (size_t i = 0; i < known.size(); ++i) known[i] = handover::with_rest(known[i], rest[i]);
+  }
+  return {known[0], known[1], known[2], known[3], Tensor()};
+}
+
+// Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
+// and sharded gradients may have to be summed in between.
+bool takes_down(const Tensor& grad) {
+  return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad);
+}
+
+variable_list usual(State& state, const Tensor& grad, std::optional<handover::Note> note) {
+  const auto search =
+      handover::find_receiver(state.node.get(), state.is_running, state.wanted[input_edge]);
+  const auto& receiver = search.receiver;
+  const KernelsOnly guard;
+  search.remark();
+  variable_list result(all_edges);
+  const auto& wanted = state.wanted;
+  const auto& down = state.kept[down_index];
+  const bool has_down = state.form.has_down;
+  auto hidden = std::exchange(state.kept[hidden_index], {});
+  const auto wanted_of_pass = state.wanted_of_pass(hidden);
+  GluGradients pass;
+  if (state.wants_layer()) {
+    const bool in_one = has_down && takes_down(grad);
+    const auto grad_hidden =
+        has_down && !in_one ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false}))
+                            : grad;
+    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+      const auto [gate_z, up_z] = preactivations(state);
+      return steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
+                                  in_one ? OptionalTensor(down) : std::nullopt});
+    });
+    if (wanted_of_pass[4]) hidden = std::exchange(std::get<4>(pass), {});
+  } else if (wanted_of_pass[4]) {
+    const auto [gate_z, up_z] = preactivations(state);
+    hidden = steps::glu(gate_z, up_z, state.form.activation);
+  }
+  // Room for the gradients of the weights.
+  note.reset();
+  state.drop_preactivations();
+  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
+        backward_of_linear(grad, hidden, down, {false, wanted[down_edge], wanted[down_bias_edge]});
+    hidden.reset();
+  }
+  if (state.wants_layer()) {
+    put_bias_gradients(state, pass, result);
+    if (wanted_of_pass[0] || wanted_of_pass[1]) {
+      put_products(state, std::get<0>(pass), std::get<1>(pass), result);
+    }
+  }
+  if (receiver) {
+    auto left = receiver->node->derive(result[input_edge], receiver->saved);
+    result[input_edge] = left.passed;
+    receiver->leave(std::move(left));
+  }
+  return result;
+}
+
+// ---- create_graph: the same in differentiable ATen, on tensors put back into the graph ----------
+
+variable_list differentiable(const State& state, const Tensor& grad,
+                             std::optional<handover::Note> note) {
+  using Formula = reference::LinearFormula;
+  variable_list result(all_edges);
+  const auto& [activation, has_up, has_down, is_joined, is_up_dropped] = state.form;
+  const auto& wanted = state.wanted;
+  const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight,
+                         const std::array<bool, 3>& wants) {
+    const auto [x, w] = fill_in(input, weight, dy);
+    return Formula::linear_backward({dy, x, w, std::nullopt, Activation::none, wants});
+  };
+  const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
+                             size_t bias_edge) {
+    const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z);
+    return reconnect(z, x, w,
+                     {state.edge(input_edge), state.edge(weight_edge), state.edge(bias_edge)});
+  };
+
+  GluGradients pass;
+  auto hidden = state.kept[hidden_index];
+  if (state.kept[gate_z_index].defined()) {
+    auto [gate_z, up_z] = preactivations(state);
+    if (is_joined) std::tie(gate_z, up_z) = gated::halves(gate_z);
+    gate_z = connected(gate_z, gate_index, gate_edge, gate_bias_edge);
+    if (is_joined || is_up_dropped || state.kept[up_z_index].defined()) {
+      up_z = connected(*up_z, up_index, up_edge, up_bias_edge);
+    }
+    const auto grad_hidden =
+        has_down ? std::get<0>(linear(grad, {}, state.kept[down_index], {true, false, false}))
+                 : grad;
+    auto apart = state;  // halves of one tensor are two tensors here
+    apart.form.is_joined = false;
+    if (is_joined && note) {
+      auto& known = note->gradients;
+      std::tie(known[0], known[1]) = gated::halves(known[0]);
+      if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
+    }
+    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+      return reference::GluFormula::glu_backward(
+          {grad_output, gate_z, up_z, activation, apart.wanted_of_pass(hidden)});
+    });
+    put_bias_gradients(apart, pass, result);
+    if (state.wants_hidden()) hidden = std::get<4>(pass);
+
+    const auto& input = state.kept[input_index];
+    if (wanted[input_edge] || wanted[gate_edge]) {
+      std::tie(result[input_edge], result[gate_edge], std::ignore) =
+          linear(std::get<0>(pass), input, state.kept[gate_index],
+                 {wanted[input_edge], wanted[gate_edge], false});
+    }
+    if (has_up && (wanted[input_edge] || wanted[up_edge])) {
+      const auto [through_up, grad_up, none] =
+          linear(std::get<1>(pass), input, state.kept[up_index],
+                 {wanted[input_edge], wanted[up_edge], false});
+      if (wanted[input_edge]) result[input_edge] = result[input_edge] + through_up;
+      if (wanted[up_edge]) result[up_edge] = grad_up;
+    }
+  }
+  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = linear(
+        grad, hidden, state.kept[down_index], {false, wanted[down_edge], wanted[down_bias_edge]});
+  }
+  return result;
+}
+
+}  // namespace
+
+variable_list run(State state, const Tensor& grad, std::optional<handover::Note> note) {
+  if (!grad.defined()) return variable_list(all_edges);
+  auto result = must_be_differentiable(grad, state.kept)
+                    ? differentiable(state, grad, std::move(note))
+                    : usual(state, grad, std::move(note));
+  for (size_t i = 0; i < all_edges; ++i) {
+    if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
+  }
+  return result;
+}
+
+}  // namespace fused::autograd::gating
