@@ -110,9 +110,10 @@ GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& not
 }
 
 // Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
-// and sharded gradients may have to be summed in between.
-bool takes_down(const Tensor& grad) {
-  return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad);
+// which sums no biases, and sharded gradients may have to be summed in between.
+bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5>& wanted) {
+  return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad) &&
+         wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
 }
 
 variable_list usual(State& state, const Tensor& grad, std::optional<handover::Note> note) {
@@ -129,7 +130,7 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
   const auto wanted_of_pass = state.wanted_of_pass(hidden);
   GluGradients pass;
   if (state.wants_layer()) {
-    const bool in_one = has_down && takes_down(grad);
+    const bool in_one = has_down && takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
     const auto grad_hidden =
         has_down && !in_one ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false}))
                             : grad;

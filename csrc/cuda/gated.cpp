@@ -61,13 +61,11 @@ struct Glu : reference::Glu {
 
   static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
     const c10::cuda::CUDAGuard guard(step.gate.device());
-    if (step.grad_output.numel() == 0 || step.gate.numel() == 0) {
-      return reference::Glu::glu_backward(step);
-    }
     if (has_value(step.down)) {
       if (const auto done = through_down(step)) return *done;
       return reference::through_down(step, glu_backward);
     }
+    if (step.grad_output.numel() == 0) return reference::Glu::glu_backward(step);
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     const int64_t features = step.grad_output.size(-1);
@@ -106,6 +104,7 @@ struct Glu : reference::Glu {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     if (!wanted[0] || wanted[1] != apart || wanted[2] || wanted[3]) return std::nullopt;
+    if (step.grad_output.numel() == 0 || step.gate.numel() == 0) return std::nullopt;
     const Halves halves(step.gate, step.up);
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
