@@ -163,17 +163,19 @@ def cpu_compiled(results: Sequence[Result]) -> list[str]:
 def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     """All who have run, in microseconds or MiB, and how ours compares with eager."""
     cases = find(results, suite=suite)
-    heads = {"ours": "ours", "low": '`memory="low"`', "eager": "eager", "mm": "bare products"}
-    heads |= {"compile": "torch.compile", "liger": "Liger", "quack": "QuACK"}
+    cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["tokens"]))
+    heads = {"ours": "ours", "eager": "eager", "mm": "mm", "compile": "compile"}
+    heads |= {"liger": "Liger", "quack": "QuACK"}
+    if suite == "gated-memory":
+        heads = {"low": "low", **heads}
     names = [n for n in heads if any(n in r.get("numbers", {}) for r in cases)]
     rows = []
     for result in cases:
         case, numbers = result["case"], result.get("numbers", {})
-        row = [f"{shape(case)}, T={case['tokens']}", case["mode"]]
-        form = "{:.0f}".format if result["unit"] == "MiB" else duration
-        row += [form(numbers[n]["median"]) if n in numbers else "" for n in names]
+        row = [f"{shape(case)} {case['mode']}", str(case["tokens"])]
+        row += [f"{numbers[n]['median']:.0f}" if n in numbers else "" for n in names]
         rows.append([*row, times(numbers)])
-    return table(["", "", *(heads[n] for n in names), "times"], rows, words=2)
+    return table(["", "T", *(heads[n] for n in names), "times"], rows, words=1)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:

@@ -103,7 +103,7 @@ tune::Extents extents(const Tensor& tensor) {
 // ---- operands and errors -----------------------------------------------------------------------
 
 struct ConvTrial::Data {
-  static constexpr int64_t most_seeds = 16;
+  static constexpr int64_t most_seeds = 64;
 
   explicit Data(const ConvProblem& p_)
       : p(p_),

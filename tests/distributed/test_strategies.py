@@ -127,8 +127,8 @@ GATED = [
     ("linear", "[2, 3, 4] x [8, 4]"),
     ("_linear_backward", "[2, 3, 4] x [8, 4]"),
     ("_glu_backward", "[2, 3, 4]"),
-    *[("_linear_backward", "[2, 3, 8] x [4, 8]")] * 3,
     ("_linear_backward", "[2, 3, 4] x [8, 4]"),
+    *[("_linear_backward", "[2, 3, 8] x [4, 8]")] * 3,
 ]
 
 
