@@ -128,10 +128,13 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
         pytest.skip(f"needs nvcc ({why}) and CUTLASS")
     backward = "cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&)"
     forward = "cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&)"
-    (tmp_path / "both.cu").write_text(
-        '#include "cuda/hopper/backward.cuh"\n#include "cuda/hopper/forward.cuh"\n'
-        f"namespace fused::cuda::hopper {{\ntemplate {backward};\ntemplate {forward};\n}}\n"
+    gating = "cudaError_t gating<gemm::Type::bf16, Activation::gelu_tanh>(const Product&)"
+    includes = "".join(
+        f'#include "cuda/hopper/{name}.cuh"\n' for name in ("backward", "forward", "gating")
     )
+    instances = "".join(f"template {kernel};\n" for kernel in (backward, forward, gating))
+    source = f"{includes}namespace fused::cuda::hopper {{\n{instances}}}\n"
+    (tmp_path / "all.cu").write_text(source)
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
     monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone
     torch_include = Path(torch.__file__).parent / "include"
