@@ -136,6 +136,14 @@ def test_sums_of_equal_terms_may_err_by_a_rounding_each(monkeypatch, is_systemat
         monkeypatch.undo()
 
 
+def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
+    case = next(c for k in range(50) for c in [fuzz_cases.Draw(1, k, "cpu").case()] if c.is_finite)
+    assert not fuzz.eager_differs(case)
+    unwritten = lambda case: ([torch.empty(1 << 16, dtype=case.x.dtype)], False)  # noqa: E731
+    monkeypatch.setattr(fuzz, "of_eager", unwritten)
+    assert fuzz.eager_differs(case)
+
+
 def inexact(factor):
     """The error of the result, against fp64, made larger by a factor."""
 
