@@ -45,8 +45,8 @@ void every_problem_has_a_way() {
       const bool activation = s->fuses_activation || has_step(*s, Step::own_activation) ||
                               has_step(*s, Step::own_one_pass) ||
                               has_step(*s, Step::aten_activation) ||
-                              has_step(*s, Step::aten_gradient) ||
-                              has_step(*s, Step::own_gating) || has_step(*s, Step::aten_gating);
+                              has_step(*s, Step::aten_gradient) || has_step(*s, Step::own_gating) ||
+                              has_step(*s, Step::aten_gating);
       EXPECT(p.activation == Activation::none || activation);
     }
   }
@@ -64,8 +64,7 @@ void names_are_their_own() {
 }
 
 void every_pass_has_one_fallback_and_one_eager() {
-  for (auto pass :
-       {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;

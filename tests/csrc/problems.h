@@ -35,8 +35,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
 
 inline std::vector<PassProblem> every_problem() {
   std::vector<PassProblem> all;
-  for (auto pass :
-       {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
     for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh,
                             Activation::gelu_erf, Activation::silu}) {
       for (auto type : {Type::f64, Type::f32, Type::f16, Type::bf16}) {

@@ -94,7 +94,7 @@ CLAIMS = [
         before("quack", **gated_block([1024, 2816, 1024], "forward")),
     ),
     (
-        r"a gated block's step takes ([\d.]+) times ours \(1024→2816→1024\) to ([\d.]+) \(4096→14336",
+        r"gated block's step takes ([\d.]+) times ours \(1024→2816→1024\) to ([\d.]+) \(4096→14336",
         times("liger", "ours", **gated_block([1024, 2816, 1024], "step")),
         times("liger", "ours", **gated_block([4096, 14336, 4096], "step")),
     ),
