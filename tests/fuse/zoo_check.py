@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import re
 import time
 from typing import Any
 
@@ -100,17 +101,22 @@ def plain_results(run, model: nn.Module, inputs: dict) -> tuple[list | None, str
     try:
         first, second = run(model, inputs), run(model, inputs)
     except Exception as error:
-        return None, f"plain: {type(error).__name__}: {error}"[:200]
+        return None, f"plain: {told(error)}"[:200]
     if reason := differ(second, first):
         return None, f"plain, twice: {reason}"
     return first, ""
+
+
+def told(error: Exception) -> str:
+    """In words, without this machine's folders."""
+    return re.sub(r"/[^\s'\"]*/site-packages/", "", f"{type(error).__name__}: {error}")
 
 
 def compare(run, model: nn.Module, inputs: dict, want: list) -> str | bool:
     try:
         return differ(run(model, inputs), want) or True
     except Exception as error:
-        return f"{type(error).__name__}: {error}"[:300]
+        return told(error)[:300]
 
 
 def check(name: str, steps: bool | None = None) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def check(name: str, steps: bool | None = None) -> dict[str, Any]:
     try:
         model, inputs = zoo.load(name)
     except Exception as error:
-        record["skipped"] = f"{type(error).__name__}: {error}"[:200]
+        record["skipped"] = told(error)[:200]
         record["seconds"] = round(time.time() - start, 1)
         return record
     large = is_large(model, inputs) if steps is None else not steps
