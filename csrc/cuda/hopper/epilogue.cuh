@@ -96,35 +96,33 @@ __device__ inline float derivative(float grad, float saved) {
   }
 }
 
-// For Sm90Compute, which takes a template of one parameter, the array.
 template <Activation activation, typename Element>
 struct Activate {
-  template <typename T>
-  struct Of {};  // of one element: asked for its arguments, of which there are none
-  template <int n>
-  struct Of<cutlass::Array<float, n>> {
-    using Values = cutlass::Array<float, n>;
-    CUTLASS_DEVICE Values operator()(const Values& z) const {
-      Values y;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < n; ++i) y[i] = activate<activation, Element>(z[i]);
-      return y;
-    }
-  };
+  CUTLASS_DEVICE static float of(float z) { return activate<activation, Element>(z); }
 };
 
 template <Activation activation, typename Element>
 struct Derivative {
+  CUTLASS_DEVICE static float of(float grad, float saved) {
+    return derivative<activation, Element>(grad, saved);
+  }
+};
+
+// Function::of, of one element of each operand, for Sm90Compute, which takes a template of one
+// parameter, the array.
+template <typename Function>
+struct Each {
   template <typename T>
   struct Of {};  // of one element: asked for its arguments, of which there are none
   template <int n>
   struct Of<cutlass::Array<float, n>> {
     using Values = cutlass::Array<float, n>;
-    CUTLASS_DEVICE Values operator()(const Values& grad, const Values& saved) const {
-      Values dz;
+    template <typename... Operands>
+    CUTLASS_DEVICE Values operator()(const Operands&... operands) const {
+      Values result;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < n; ++i) dz[i] = derivative<activation, Element>(grad[i], saved[i]);
-      return dz;
+      for (int i = 0; i < n; ++i) result[i] = Function::of(operands[i]...);
+      return result;
     }
   };
 };

@@ -23,9 +23,10 @@ struct Forward {
                       Biased>;
 
   using Preactivation = std::conditional_t<aux, Stored, Biased>;
-  using Fusion = fusion::Sm90EVT<
-      fusion::Sm90Compute<Activate<activation, Element>::template Of, Element, float, nearest>,
-      Preactivation>;
+  using Fusion =
+      fusion::Sm90EVT<fusion::Sm90Compute<Each<Activate<activation, Element>>::template Of, Element,
+                                          float, nearest>,
+                      Preactivation>;
   using Kernel = hopper::Kernel<Element, Rows, void, Fusion>;
 
   static cudaError_t run(const Product& p) {

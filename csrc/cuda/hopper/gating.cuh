@@ -6,48 +6,24 @@ namespace fused::cuda::hopper {
 
 // Of h = act(gate) ⊙ up.
 template <Activation activation, typename Element>
-struct GatingFunctions {
-  template <typename T>
-  struct GradUp {};
-  template <int n>
-  struct GradUp<cutlass::Array<float, n>> {
-    using Values = cutlass::Array<float, n>;
-    CUTLASS_DEVICE Values operator()(const Values& grad, const Values& gate) const {
-      Values result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < n; ++i) result[i] = grad[i] * activate<activation, Element>(gate[i]);
-      return result;
-    }
-  };
+struct GradUp {
+  CUTLASS_DEVICE static float of(float grad, float gate) {
+    return grad * activate<activation, Element>(gate);
+  }
+};
 
-  template <typename T>
-  struct Hidden {};
-  template <int n>
-  struct Hidden<cutlass::Array<float, n>> {
-    using Values = cutlass::Array<float, n>;
-    CUTLASS_DEVICE Values operator()(const Values& gate, const Values& up) const {
-      Values result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < n; ++i) result[i] = activate<activation, Element>(gate[i]) * up[i];
-      return result;
-    }
-  };
+template <Activation activation, typename Element>
+struct Hidden {
+  CUTLASS_DEVICE static float of(float gate, float up) {
+    return activate<activation, Element>(gate) * up;
+  }
+};
 
-  template <typename T>
-  struct GradGate {};
-  template <int n>
-  struct GradGate<cutlass::Array<float, n>> {
-    using Values = cutlass::Array<float, n>;
-    CUTLASS_DEVICE Values operator()(const Values& grad, const Values& gate,
-                                     const Values& up) const {
-      Values result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < n; ++i) {
-        result[i] = derivative<activation, Element>(grad[i] * up[i], gate[i]);
-      }
-      return result;
-    }
-  };
+template <Activation activation, typename Element>
+struct GradGate {
+  CUTLASS_DEVICE static float of(float grad, float gate, float up) {
+    return derivative<activation, Element>(grad * up, gate);
+  }
 };
 
 // The gradients of h = act(gate) ⊙ up, and h again: the product is the gradient of h, which reaches
@@ -68,21 +44,21 @@ struct Gating {
                                      typename Stored::Stride, typename Stored::SmemLayoutAtom,
                                      typename Stored::CopyOpR2S, vector, nothing_if_null>;
 
-  template <template <typename> class Function, typename Result>
-  using Compute = fusion::Sm90Compute<Function, Result, float, nearest>;
-  using Of = GatingFunctions<activation, Element>;
+  template <template <Activation, typename> class Function, typename Result>
+  using Compute =
+      fusion::Sm90Compute<Each<Function<activation, Element>>::template Of, Result, float, nearest>;
 
   // Each step's operands, by their places.
   using Fusion = fusion::Sm90TopologicalVisitor<
       float,
       cute::tuple<cute::seq<>, cute::seq<>, cute::seq<>, cute::seq<0, 1>, cute::seq<3>,
                   cute::seq<1, 2>, cute::seq<5>, cute::seq<0, 1, 2>>,
-      fusion::Sm90AccFetch,                        // 0: gradient of h
-      fusion::Sm90SrcFetch<Element>,               // 1: gate
-      Up,                                          // 2
-      Compute<Of::template GradUp, float>, Store,  // 3, 4
-      Compute<Of::template Hidden, float>, Store,  // 5, 6
-      Compute<Of::template GradGate, Element>>;    // 7: the result
+      fusion::Sm90AccFetch,           // 0: gradient of h
+      fusion::Sm90SrcFetch<Element>,  // 1: gate
+      Up,                             // 2
+      Compute<GradUp, float>, Store,  // 3, 4
+      Compute<Hidden, float>, Store,  // 5, 6
+      Compute<GradGate, Element>>;    // 7: the result
   using Kernel = hopper::Kernel<Element, Columns, Element, Fusion>;
 
   static cudaError_t run(const Product& p) {
