@@ -5,7 +5,7 @@
 #include "core/shapes.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/gemm_call.h"
+#include "cuda/runtime/execute.h"
 #include "dispatch/gated_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -78,7 +78,6 @@ struct Glu : reference::Glu {
     kernels::GatingBackward args;
     const Halves halves(step.gate, step.up);
     halves.describe(args, step.activation, step.gate);
-    args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const auto grad = plain_rows(step.grad_output);
     args.grad = grad.matrix.data, args.ld_grad = grad.matrix.ld;
     args.ld_result = step.gate.size(-1);
@@ -92,9 +91,7 @@ struct Glu : reference::Glu {
       };
       args.grad_up = second(args.grad_gate), args.up_sums = second(args.gate_sums);
     }
-    explain::append("own one-pass gating kernel");
-    const Workspace scratch(kernels::scratch_bytes(args));
-    kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    gating_pass(args);
     return {grad_gate, grad_up, gate_sums, up_sums, hidden};
   }
 

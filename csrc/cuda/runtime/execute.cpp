@@ -4,7 +4,6 @@
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
-#include "cuda/kernels/gated.h"
 #include "cuda/runtime/device.h"
 
 #include <ATen/Functions.h>
@@ -52,11 +51,10 @@ const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
 }
 
 // In place of the gradient of h.
-void own_gating(const PassCall& call, cudaStream_t stream) {
+void own_gating(const PassCall& call) {
   kernels::GatingBackward args;
   args.activation = call.problem.activation;
   args.type = call.problem.matmul.type;
-  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   args.rows = call.result.rows, args.cols = call.result.cols;
   args.grad = call.result.data, args.ld_grad = call.result.ld;
   args.gate = call.aux.data, args.ld_gate = call.aux.ld;
@@ -64,8 +62,7 @@ void own_gating(const PassCall& call, cudaStream_t stream) {
   args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
   args.ld_result = call.result.ld;
   args.hidden = call.gating.hidden;
-  explain::append("own one-pass gating kernel");
-  kernels::gating_backward(args, nullptr, stream);
+  gating_pass(args);
 }
 
 void aten_gating(const PassCall& call) {
@@ -103,6 +100,13 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   explain::append(activation == Activation::none ? "own column sum" : "own one-pass kernel");
   const Workspace scratch(kernels::scratch_bytes(args));
   kernels::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+}
+
+void gating_pass(kernels::GatingBackward args) {
+  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  explain::append("own one-pass gating kernel");
+  const Workspace scratch(kernels::scratch_bytes(args));
+  kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
 }
 
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream) {
@@ -162,7 +166,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         break;
       }
       case Step::own_gating:
-        own_gating(call, stream);
+        own_gating(call);
         break;
       case Step::aten_gating:
         aten_gating(call);
