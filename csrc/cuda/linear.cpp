@@ -116,10 +116,11 @@ struct Linear {
     if (input.size(-1) == 0) return false;
     const auto left = rows_of(input), right = rows_of(weight);
     const auto added = has_value(bias) ? bias->contiguous() : Tensor();
-    return run(make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
-                         added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
-                         activation, aux, mask),
-               input);
+    auto call = make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
+                          added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
+                          activation, aux, mask);
+    call.bias_is_matrix = added.defined() && !added.is_same(*bias);
+    return run(std::move(call), input);
   }
 
   // Padding exists only for odd widths.

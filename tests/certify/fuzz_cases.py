@@ -64,11 +64,13 @@ class KinkStep:
         variance = product(1.3 * before + sums * x.square(), squares, None)
         if activation == "relu":
             self.near = z.abs() <= 6 * u * variance.sqrt()
+            # Eager adds some biases to a rounded product, on a GPU that of every convolution.
+            rounds_first = bias is not None and weight.dim() > 2
             if weight.dim() == 2:
-                # Eager adds the bias of a strided input to a rounded product,
-                eager = product(given.to(self.dtype), weight, bias)
-                self.near |= eager.sign() != z.sign()
-            elif bias is not None:  # and on a GPU that of every convolution.
+                differs = product(given.to(self.dtype), weight, bias).sign() != z.sign()
+                rounds_first = bias is not None and bool((differs & ~self.near).any())
+                self.near |= differs
+            if rounds_first:
                 self.near |= z.abs() <= u * product(x, wide, None).abs()
         else:
             self.near = None

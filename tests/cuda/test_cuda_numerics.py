@@ -24,6 +24,7 @@ from helpers import (
 )
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32
 
+fused = torch.ops.fused
 pytestmark = pytest.mark.cuda
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
 
@@ -176,6 +177,31 @@ def test_deterministic_algorithms_and_two_processes_agree():
     first, second = python(DETERMINISTIC, **env), python(DETERMINISTIC, **env)
     assert len(first.splitlines()) == 3
     assert first == second
+
+
+@pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])
+@pytest.mark.parametrize("widths", [(165, 126), (433, 478), (465, 486)], ids=str)
+def test_nothing_is_rounded_before_the_bias_unless_by_eager(policy_name, widths):
+    """At odd sizes the library has algorithms that do; eager takes them for some numbers of tokens,
+    and for no strided bias."""
+
+    def error(z):
+        return float((z.double() - exact).square().mean().sqrt())
+
+    inner, out = widths
+    gen = torch.Generator("cuda").manual_seed(0)
+    for tokens in (65, 88, 128, 227, 339):
+        x, w, b = (
+            torch.randn(*sizes, generator=gen, device="cuda").to(torch.bfloat16)
+            for sizes in ((tokens, inner), (out, inner), (2 * out,))
+        )
+        w /= inner**0.5
+        for bias in (b[:out].clone(), b[::2]):
+            exact = torch.nn.functional.linear(x.double(), w.double(), bias.double()).relu()
+            eager = torch.nn.functional.linear(x, w, bias).relu()
+            with policy(policy_name):
+                for ours in (fused.linear_relu(x, w, bias), fused._linear_relu_aux(x, w, bias)[0]):
+                    assert error(ours) <= 1.1 * error(eager), (tokens, bias.stride())
 
 
 @policy_param

@@ -43,7 +43,8 @@ const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
   auto result = as_tensor(matmul_result(call, strategy), call);
   const auto left = as_tensor(call.left, call), right = as_tensor(call.right, call);
   if (call.problem.pass == gemm::Pass::fprop && call.bias != nullptr) {
-    at::addmm_out(result, bias_tensor(call), left, right);
+    const auto bias = bias_tensor(call);
+    at::addmm_out(result, call.bias_is_matrix ? bias.expand_as(result) : bias, left, right);
     return "ATen addmm";
   }
   at::mm_out(result, left, right);
