@@ -129,6 +129,13 @@ Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activ
   return op.call(gate, up, name(activation));
 }
 
+Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
+                      const std::optional<Tensor>& gate_bias, const std::optional<Tensor>& up_bias,
+                      Activation activation, bool keeps) {
+  static const auto op = find<dispatch::LinearGluAux>("fused::_linear_glu_aux");
+  return op.call(input, gate, up, gate_bias, up_bias, name(activation), keeps);
+}
+
 Quintuple glu_backward(const GluBackward& step) {
   static const auto op = find<dispatch::GluBackward>("fused::_glu_backward");
   return op.call(step.grad_output, step.gate, step.up, name(step.activation), step.wanted,

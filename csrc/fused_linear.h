@@ -149,6 +149,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(const LinearBa
 // hidden], gate's features first.
 Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation);
 
+// A gated layer whole: -> its output [*, hidden] and, kept or [0], the pre-activations. Without up,
+// gate is both weights, and the first pre-activation both, the second [0].
+std::tuple<Tensor, Tensor, Tensor> linear_glu_aux(const Tensor& input, const Tensor& gate,
+                                                  const std::optional<Tensor>& up,
+                                                  const std::optional<Tensor>& gate_bias,
+                                                  const std::optional<Tensor>& up_bias,
+                                                  Activation activation, bool keeps);
+
 struct GluBackward {
   const Tensor& grad_output;        // [*, hidden], or with down [*, out]
   const Tensor& gate;               // pre-activations, as above

@@ -116,6 +116,14 @@ TORCH_LIBRARY(fused, m) {
       "Tensor grad_bias, Tensor grad_previous_bias)",
       tags);
 
+  // A gated layer whole, and the pre-activations if they are kept; without up both are in the
+  // first.
+  m.def(
+      "_linear_glu_aux(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, Tensor? up_bias, "
+      "str activation, bool keeps) -> (Tensor output, Tensor gate_preactivation, Tensor "
+      "up_preactivation)",
+      tags);
+
   // act(gate) ⊙ up of pre-activations; its gradients, their column sums and the result again, in
   // one pass over memory. What is not wanted is a tensor of no elements. With the weight of the
   // layer after it grad_output is of that layer's output.

@@ -85,6 +85,7 @@ FORMULAS = {
     "_linear_silu_aux": linear,
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
+    "_linear_glu_aux": linear_glu,
     "_glu_backward": glu_backward,
 }
 

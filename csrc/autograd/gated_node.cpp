@@ -107,13 +107,15 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   Tensor gate_z, up_z, hidden, output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (layer.is_stacked() || (before_gate && !drops_up)) {
-      std::tie(gate_z, up_z) = dispatch::gated_preactivations(layer);
-    } else {  // of two tensors one need not be kept
-      gate_z = fused::linear(input, gate, gate_bias);
-      up_z = fused::linear(input, *up, up_bias);
-    }
-    hidden = steps::glu(gate_z, up_z, activation);
+    // Of two tensors one need not be kept.
+    const bool may_join = before_gate && !drops_up;
+    auto forward =
+        is_sharded(input)
+            ? dispatch::GatedForward(dispatch::products_and_glu(layer, activation, before_down),
+                                     layer.is_stacked())
+            : dispatch::gated_forward(layer, activation, before_down, may_join);
+    hidden = std::move(forward.hidden);
+    gate_z = std::move(forward.gate_z), up_z = std::move(forward.up_z);
     output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
   }
   const bool is_joined = !layer.is_stacked() && !up_z.defined();

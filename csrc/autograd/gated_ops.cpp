@@ -63,6 +63,8 @@ TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   using namespace dispatch;
   m.impl("linear_glu", linear_glu_autograd);
   m.impl("gated_mlp", gated_mlp_autograd);
+  m.impl("_linear_glu_aux",
+         flat_linear_glu_aux<Step<&Formula::linear_glu_aux, &steps::linear_glu_aux>::call>);
   m.impl("_glu", flat_glu<Step<&Formula::glu, &steps::glu>::call>);
   m.impl("_glu_backward",
          flat_glu_backward<Step<&Formula::glu_backward, &steps::glu_backward>::call>);

@@ -122,7 +122,7 @@ Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) {
 Row::~Row() {
   if (!open_) return;
   steps = open_->outer;
-  if (std::uncaught_exceptions() > open_->exceptions) return;
+  if (dropped_ || std::uncaught_exceptions() > open_->exceptions) return;
   add(open_->head + open_->steps + '\t' + open_->remark);
 }
 

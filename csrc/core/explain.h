@@ -31,7 +31,11 @@ class Row {
   Row(const Row&) = delete;
   Row& operator=(const Row&) = delete;
 
+  // Reports nothing of it: what was tried here is done elsewhere.
+  void drop() { dropped_ = true; }
+
  private:
+  bool dropped_ = false;
   struct Open;
   std::unique_ptr<Open> open_;  // null where nothing is reported
 };

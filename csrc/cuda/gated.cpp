@@ -3,9 +3,10 @@
 #include "cuda/kernels/gated.h"
 #include "core/policy.h"
 #include "core/shapes.h"
+#include "cuda/hopper/hopper.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/execute.h"
+#include "cuda/runtime/gated_steps.h"
 #include "dispatch/gated_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -40,11 +41,66 @@ struct Halves {
   }
 };
 
-void* data_of(const Tensor& result) { return result.numel() > 0 ? result.data_ptr() : nullptr; }
+void* data_of(const Tensor& t) {
+  return t.defined() && t.numel() > 0 ? const_cast<void*>(t.const_data_ptr()) : nullptr;
+}
+
+Tensor dense(const OptionalTensor& bias) { return has_value(bias) ? bias->contiguous() : Tensor(); }
 
 struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
   static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+
+  // Both products and h in one kernel; nothing where there is none, or apart is faster.
+  static std::optional<dispatch::Triple> linear_glu(const gated::Layer& layer,
+                                                    Activation activation, bool keeps) {
+    const auto& [input, gate, up, gate_bias, up_bias] = layer;
+    const c10::cuda::CUDAGuard guard(input.device());
+    const bool stacked = layer.is_stacked();
+    const auto element = input.element_size();
+    if (!hopper::available(input.get_device()) || element != 2) return std::nullopt;
+    if (input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1) || gate.numel() == 0 ||
+        input.numel() == 0 || (!stacked && has_value(gate_bias) != has_value(up_bias))) {
+      return std::nullopt;
+    }
+    const auto left = rows_of(input), right = rows_of(gate);
+    const auto right_of_up = stacked ? Operand() : rows_of(*up);
+    const auto &first = right.matrix, &second = right_of_up.matrix;
+    if (first.transposed || second.transposed || (!stacked && first.ld != second.ld)) {
+      return std::nullopt;
+    }
+    const int64_t rows = left.matrix.rows, features = first.rows / (stacked ? 2 : 1);
+    const auto half_after = [&](void* data, int64_t elements) {
+      return data == nullptr ? data : static_cast<char*>(data) + elements * element;
+    };
+    const auto bias = dense(gate_bias), bias_of_up = dense(up_bias);
+    const auto hidden = S::rows(input, features);
+    const auto gate_z = keeps ? S::rows(input, first.rows) : S::unwanted(input);
+    const auto up_z = keeps && !stacked ? S::rows(input, features) : S::unwanted(input);
+
+    PassCall call{{}, left.matrix, transposed(first), {}, {}, data_of(bias)};
+    call.right.cols = features;
+    call.result = {rows, features, features, false, hidden.data_ptr()};
+    if (keeps) call.aux = {rows, features, first.rows, false, gate_z.data_ptr()};
+    call.up = stacked
+                  ? gemm::Up{half_after(first.data, features * first.ld), first.ld,
+                             half_after(call.bias, features), half_after(call.aux.data, features)}
+                  : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
+    call.problem.pass = Pass::glu;
+    call.problem.activation = activation;
+    call.problem.aux = keeps;
+    call.problem.literal = policy() == Policy::cublaslt;
+    complete(call, *gemm_type(input.scalar_type()), input.get_device());
+    // Of both weights, and both pre-activations.
+    auto& matmul = call.problem.matmul;
+    matmul.align_a = std::min(matmul.align_a, gemm::alignment_class(call.up.weight));
+    matmul.align_aux = std::min(matmul.align_aux, gemm::alignment_class(call.up.preactivation));
+    if (gemm::own_objection(call.problem)) return std::nullopt;
+    explain::Row row("_linear_glu_aux", input, gate);
+    if (run_own(call)) return {{hidden, gate_z, up_z}};
+    row.drop();
+    return std::nullopt;
+  }
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const c10::cuda::CUDAGuard guard(gate.device());

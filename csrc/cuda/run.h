@@ -10,4 +10,7 @@ namespace fused::cuda {
 // forward that writes aux where neither the library nor ATen can: a mask, or padded rows.
 bool run(const PassCall& call);
 
+// The same if the plan is one of our own products; false with nothing done if it is not.
+bool run_own(const PassCall& call);
+
 }  // namespace fused::cuda

@@ -104,6 +104,7 @@ struct Autocast {
     m.impl("linear_glu", linear_glu);
     m.impl("gated_mlp", gated_mlp);
     m.impl("conv2d_relu", conv2d_relu);
+    m.impl("_linear_glu_aux", flat_linear_glu_aux<Kept<&steps::linear_glu_aux>::call>);
     m.impl("_glu", flat_glu<Kept<&steps::glu>::call>);
     m.impl("_glu_backward", flat_glu_backward<Kept<&steps::glu_backward>::call>);
     m.impl("_linear_relu_aux", Kept<&steps::linear_relu_aux>::call);

@@ -5,17 +5,30 @@
 
 namespace fused::dispatch {
 
-std::pair<Tensor, Tensor> gated_preactivations(const gated::Layer& layer) {
+std::tuple<Tensor, Tensor, Tensor> products_and_glu(const gated::Layer& layer,
+                                                    Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
-  if (layer.is_stacked()) return {fused::linear(input, gate, gate_bias), Tensor()};
-  if (has_value(gate_bias) == has_value(up_bias)) {
+  const auto none = [&input = input] { return at::empty_symint({0}, input.options()); };
+  const auto gate_z = fused::linear(input, gate, gate_bias);
+  OptionalTensor up_z;
+  if (!layer.is_stacked()) up_z = fused::linear(input, *up, up_bias);
+  auto hidden = steps::glu(gate_z, up_z, activation);
+  if (!keeps) return {std::move(hidden), none(), none()};
+  return {std::move(hidden), gate_z, up_z ? *up_z : none()};
+}
+
+GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
+                           bool may_join) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  if (may_join && !layer.is_stacked() && has_value(gate_bias) == has_value(up_bias)) {
     if (const auto both = gated::joined(gate, *up); both.defined()) {
       OptionalTensor bias;
       if (has_value(gate_bias)) bias = at::cat({*gate_bias, *up_bias});
-      return {fused::linear(input, both, bias), Tensor()};
+      return {steps::linear_glu_aux(input, both, {}, bias, {}, activation, keeps), true};
     }
   }
-  return {fused::linear(input, gate, gate_bias), fused::linear(input, *up, up_bias)};
+  return {steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps),
+          layer.is_stacked()};
 }
 
 namespace {
@@ -27,8 +40,7 @@ Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& dow
     return reference::gated_as_torch_does(op, why, layer, down, activation);
   }
   gated::check_devices(op, layer, down);
-  const auto [gate, up] = gated_preactivations(layer);
-  const auto hidden = steps::glu(gate, up, activation);
+  const auto hidden = gated_forward(layer, activation, /*keeps=*/false, /*may_join=*/true).hidden;
   return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
 }
 

@@ -6,9 +6,23 @@
 
 namespace fused::dispatch {
 
-// -> x gateᵀ + bg and x upᵀ + bu. One product where the weights are one piece of memory: then both
-// are in the first, [*, 2 hidden], and the second is undefined.
-std::pair<Tensor, Tensor> gated_preactivations(const gated::Layer& layer);
+struct GatedForward {
+  Tensor hidden, gate_z, up_z;  // without up_z gate_z is both, [*, 2 hidden]
+
+  GatedForward(std::tuple<Tensor, Tensor, Tensor> made, bool is_stacked)
+      : hidden(std::move(std::get<0>(made))), gate_z(std::move(std::get<1>(made))) {
+    if (!is_stacked) up_z = std::move(std::get<2>(made));
+  }
+};
+
+// The layer with its pre-activations, if they are kept, as two tensors or, where the weights are
+// one piece of memory and it may, as one.
+GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
+                           bool may_join);
+
+// The same by steps of its own: linear_glu_aux where no kernel does it whole.
+std::tuple<Tensor, Tensor, Tensor> products_and_glu(const gated::Layer& layer,
+                                                    Activation activation, bool keeps);
 
 // Where nobody wants a gradient: the products and the pass over memory, one after the other.
 Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,

@@ -1,7 +1,8 @@
 #pragma once
 
 // What the dispatcher calls for gated layers. A backend supplies the two passes over memory, glu
-// and glu_backward (see reference::GluFormula); the products are those of the linear operators.
+// and glu_backward (see reference::GluFormula); the products are those of the linear operators. It
+// may have linear_glu, which does both products and the first pass for some layers.
 
 #include "core/explain.h"
 #include "core/policy.h"
@@ -23,6 +24,21 @@ struct GluKernels {
         gate, [&](auto w) { return decltype(w)::glu(gate, up, activation); });
   }
 
+  static Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                               Activation activation, bool keeps) {
+    constexpr auto op = "_linear_glu_aux";
+    const gated::Layer layer{input, gate, up, gate_bias, up_bias};
+    gated::check(op, layer);
+    if constexpr (requires { Backend::linear_glu(layer, activation, keeps); }) {
+      if (policy() != Policy::eager && Backend::is_usable(input) && !gated::objection(layer, {})) {
+        gated::check_devices(op, layer, {});
+        if (auto done = Backend::linear_glu(layer, activation, keeps)) return std::move(*done);
+      }
+    }
+    return products_and_glu(layer, activation, keeps);
+  }
+
   static Quintuple glu_backward(const steps::GluBackward& step) {
     constexpr auto op = "_glu_backward";
     const explain::Row row(op, step.gate, {});
@@ -41,6 +57,7 @@ void register_gated(torch::Library& m) {
   using K = GluKernels<Backend>;
   m.impl("linear_glu", linear_glu);
   m.impl("gated_mlp", gated_mlp);
+  m.impl("_linear_glu_aux", flat_linear_glu_aux<K::linear_glu_aux>);
   m.impl("_glu", flat_glu<K::glu>);
   m.impl("_glu_backward", flat_glu_backward<K::glu_backward>);
 }

@@ -50,6 +50,8 @@ using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tenso
                                        const OptionalTensor&, std::string_view, std::array<bool, 3>,
                                        const Tensor&, std::string_view, bool);
 
+using LinearGluAux = Triple(const Tensor&, const Tensor&, const OptionalTensor&,
+                            const OptionalTensor&, const OptionalTensor&, std::string_view, bool);
 using Glu = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
 using GluBackward = Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                               std::array<bool, 5>, const OptionalTensor&);
@@ -86,6 +88,14 @@ Quadruple flat_linear_backward_across(const Tensor& grad_output, const Tensor& i
 template <auto fn>
 Tensor flat_glu(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
   return fn(gate, up, parse_hidden_activation("_glu", "activation", activation));
+}
+
+template <auto fn>
+Triple flat_linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                           std::string_view activation, bool keeps) {
+  return fn(input, gate, up, gate_bias, up_bias,
+            parse_hidden_activation("_linear_glu_aux", "activation", activation), keeps);
 }
 
 template <auto fn>

@@ -35,7 +35,11 @@ enum class Pass {
   wgrad,       // dzᵀ x, and, as "bias", the column sums of dz
   activation,  // dz = act'(saved) · dy without a product, and, as "bias", its column sums
   gating,      // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
+  glu,         // h = act(x gateᵀ + b) ⊙ (x upᵀ + b)
 };
+inline constexpr Pass last_pass = Pass::glu;
+
+inline constexpr bool is_forward(Pass pass) { return pass == Pass::fprop || pass == Pass::glu; }
 
 struct EpilogueRow {
   Pass pass;

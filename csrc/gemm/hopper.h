@@ -14,6 +14,9 @@ namespace fused::gemm::hopper {
 // Of the result, what one block computes at a time.
 inline constexpr int64_t tile_features = 128, tile_tokens = 128;
 
+// With fewer the one product of a stacked weight, and the pass behind it, are as fast.
+inline constexpr int64_t least_tokens_of_glu = 4 * tile_tokens;
+
 // Which tiles are computed at the same time, and so share what the L2 cache holds of the operands.
 struct Order {
   enum class Along : uint8_t { either, features, tokens };  // CUTLASS's RasterOrderOptions
@@ -42,7 +45,8 @@ inline constexpr int64_t partial_columns(const Problem& p) {
 inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
-  if (p.transpose_b || p.transpose_a != (pass == Pass::fprop)) return "a transposed operand";
+  if (p.transpose_b || p.transpose_a != is_forward(pass)) return "a transposed operand";
+  if (pass == Pass::glu && p.n < least_tokens_of_glu) return "few tokens";
   constexpr int64_t unit = 8;             // elements of 16 bytes, in which the hardware copies
   constexpr uint8_t alignment_of_16 = 4;  // as a power of two
   const auto fits = [](int64_t extent) { return extent % unit == 0; };

@@ -48,6 +48,15 @@ struct Gating {
   void *grad_up = nullptr, *hidden = nullptr;  // hidden: or nullptr
 };
 
+// Of h = act(x gateᵀ + b) ⊙ (x upᵀ + b): what gate's product has as a, bias and aux, here of up.
+// The pre-activation's rows are as far apart as gate's.
+struct Up {
+  const void* weight = nullptr;
+  int64_t ld = 0;
+  const void* bias = nullptr;
+  void* preactivation = nullptr;  // or nullptr
+};
+
 struct Operands {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -55,6 +64,7 @@ struct Operands {
   void* bias = nullptr;
   void* aux = nullptr;
   Gating gating = {};
+  Up up = {};
 };
 
 // Largest power of two up to 256 that divides the address, as a power: cuBLASLt's alignment class.

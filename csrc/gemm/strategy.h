@@ -25,13 +25,16 @@ struct Available {
 enum class Step : uint8_t {
   none,
   matmul,           // the provider's, with the epilogue that the strategy fuses
+  matmul_up,        // the same with a gated layer's other weight
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass
   own_column_sum,   //
-  own_gating,       // gradients of act(gate) ⊙ up, and it again, in one pass
+  own_glu,          // act(gate) ⊙ up
+  own_gating,       // its gradients, and it again, in one pass
   aten_activation,  //
   aten_gradient,    // threshold_backward, gelu_backward
   aten_column_sum,  //
+  aten_glu,         //
   aten_gating,      //
 };
 
@@ -141,6 +144,23 @@ inline constexpr Strategy strategies[] = {
      false,
      {Step::aten_gradient, Step::aten_column_sum}},
 
+    // Where our own is not taken, each product has a plan of its own in place of this pass's.
+    {Pass::glu, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
+    {Pass::glu,
+     "products+gating",
+     Provider::cublaslt,
+     Role::candidate,
+     false,
+     true,
+     {Step::matmul, Step::matmul_up, Step::own_glu}},
+    {Pass::glu,
+     "aten",
+     Provider::aten,
+     Role::eager_fallback,
+     false,
+     false,
+     {Step::matmul, Step::matmul_up, Step::aten_glu}},
+
     {Pass::gating, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
     {Pass::gating,
      "product+one_pass",
@@ -170,7 +190,7 @@ struct PassProblem {
   Pass pass = Pass::fprop;
   Activation activation = Activation::none;  // input gradient: of the layer before
   bool bias = false;                         // there is one, or its gradient is wanted
-  bool aux = false;            // forward: the mask or the pre-activation is to be written
+  bool aux = false;            // forward: the mask or the pre-activations are to be written
   bool mask = false;           // aux, or what was saved, is ReLU's bit mask
   bool literal = false;        // the user asked for the library's own epilogues
   bool deterministic = false;  // nothing may depend on timing
@@ -197,7 +217,9 @@ inline bool has_step(const Strategy& strategy, Step step) {
 inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
   const auto activation = s.fuses_activation ? p.activation : Activation::none;
   const bool reads_saved = p.pass == Pass::dgrad;
-  const auto pass = p.pass == Pass::gating ? Pass::dgrad : p.pass;
+  const auto pass = p.pass == Pass::gating ? Pass::dgrad
+                    : p.pass == Pass::glu  ? Pass::fprop
+                                           : p.pass;
   return find_epilogue(pass, activation, s.fuses_bias && p.bias,
                        activation != Activation::none && (p.aux || reads_saved));
 }
@@ -207,7 +229,7 @@ inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
   Problem matmul = p.matmul;
   matmul.epilogue = *epilogue_of(p, s);
   // The pre-activation goes where it is kept; the activation then makes the result of it.
-  if (p.pass == Pass::fprop && p.aux && !s.fuses_activation) {
+  if (is_forward(p.pass) && p.aux && !s.fuses_activation) {
     matmul.ldd = p.matmul.ld_aux;
     matmul.align_d = p.matmul.align_aux;
   }
@@ -226,8 +248,9 @@ inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
   if (p.mask) return "a bit mask";
   if (p.literal) return "the library's own epilogues are asked for";
-  if (p.pass == Pass::gating && p.activation == Activation::relu) return "ReLU as a gate";
-  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.pass != Pass::fprop);
+  const bool gated = p.pass == Pass::gating || p.pass == Pass::glu;
+  if (gated && p.activation == Activation::relu) return "ReLU as a gate";
+  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || !is_forward(p.pass));
 }
 
 // Why the strategy is none for this problem, or nullptr.
@@ -240,10 +263,11 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
   if (s.pass == Pass::fprop) {
     if (p.mask && !s.fuses_activation) return "only an epilogue writes a bit mask";
     if (!active && has_step(s, Step::own_activation)) return "no activation";
-    // at::addmm writes to dense results only.
-    if (s.provider == Provider::aten && p.aux && p.matmul.ld_aux != p.matmul.m) {
-      return "padded rows";
-    }
+  }
+  // at::addmm writes to dense results only.
+  if (is_forward(s.pass) && s.provider == Provider::aten && p.aux &&
+      p.matmul.ld_aux != p.matmul.m) {
+    return "padded rows";
   }
   if (s.pass == Pass::dgrad && s.fuses_activation) {
     if (!active) return "no activation";
@@ -323,6 +347,8 @@ inline const char* rule(const PassProblem& p, const Available& available) {
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
     case Pass::activation:
       return "one_pass";
+    case Pass::glu:
+      return own ? "hopper" : "products+gating";
     case Pass::gating:
       if (own) return "hopper";
       return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
@@ -353,6 +379,8 @@ inline const char* name(Pass pass) {
       return "activation";
     case Pass::gating:
       return "gating";
+    case Pass::glu:
+      return "glu";
   }
   return "?";
 }

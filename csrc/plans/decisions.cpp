@@ -36,7 +36,7 @@ void write(std::ostream& out, const T& value) {
 // The largest value that an enumeration, or a flag, may have.
 template <typename T>
 constexpr int64_t largest() {
-  if constexpr (std::is_same_v<T, Pass>) return static_cast<int64_t>(Pass::gating);
+  if constexpr (std::is_same_v<T, Pass>) return static_cast<int64_t>(gemm::last_pass);
   if constexpr (std::is_same_v<T, Activation>) return std::size(activations) - 1;
   if constexpr (std::is_same_v<T, Type>) return static_cast<int64_t>(Type::bf16);
   if constexpr (std::is_same_v<T, Math>) return static_cast<int64_t>(Math::tf32);

@@ -46,7 +46,10 @@ void every_problem_has_a_way() {
                               has_step(*s, Step::own_one_pass) ||
                               has_step(*s, Step::aten_activation) ||
                               has_step(*s, Step::aten_gradient) || has_step(*s, Step::own_gating) ||
-                              has_step(*s, Step::aten_gating);
+                              has_step(*s, Step::aten_gating) || has_step(*s, Step::own_glu) ||
+                              has_step(*s, Step::aten_glu);
+      // Of a gated layer's two products both are done.
+      EXPECT((p.pass == Pass::glu && !s->fuses_activation) == has_step(*s, Step::matmul_up));
       EXPECT(p.activation == Activation::none || activation);
     }
   }
@@ -64,7 +67,7 @@ void names_are_their_own() {
 }
 
 void every_pass_has_one_fallback_and_one_eager() {
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
+  for (auto pass : every_pass) {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
@@ -187,6 +190,11 @@ void hopper_takes_what_the_hardware_can_copy() {
   odd.matmul.align_bias = 1;
   EXPECT(applies(odd, "hopper"));
   EXPECT(!applies(problem_of(Pass::gating, Activation::relu, false), "hopper"));
+  EXPECT(!applies(problem_of(Pass::glu, Activation::relu, false), "hopper"));
+  auto few = problem_of(Pass::glu, Activation::silu);
+  EXPECT(applies(few, "hopper"));
+  few.matmul.n = hopper::least_tokens_of_glu - 1;
+  EXPECT(!applies(few, "hopper"));
 }
 
 // As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
@@ -232,6 +240,8 @@ void rules_prefer_hopper_where_it_was_faster() {
   EXPECT(rule_of(problem_of(Pass::fprop, Activation::relu)) == "epilogue");
   EXPECT(rule_of(problem_of(Pass::gating, Activation::silu, false)) == "hopper");
   EXPECT(rule_of(problem_of(Pass::gating, Activation::relu, false)) == "product+one_pass");
+  EXPECT(rule_of(problem_of(Pass::glu, Activation::silu, false)) == "hopper");
+  EXPECT(rule_of(problem_of(Pass::glu, Activation::relu, false)) == "products+gating");
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::none)) != "hopper");
   auto other = problem_of(Pass::dgrad, Activation::gelu_tanh);
   other.matmul.n = 256;

@@ -13,6 +13,10 @@ using namespace fused::plans;
 inline constexpr size_t library = 130100;
 inline constexpr Available with_hopper{library, true}, without_hopper{library, false};
 
+inline constexpr Pass every_pass[] = {Pass::fprop,      Pass::dgrad,  Pass::wgrad,
+                                      Pass::activation, Pass::gating, Pass::glu};
+static_assert(every_pass[std::size(every_pass) - 1] == last_pass);
+
 inline PassProblem problem_of(Pass pass, Activation activation = Activation::none, bool bias = true,
                               bool mask = false) {
   PassProblem p;
@@ -22,7 +26,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   p.mask = mask;
   auto& g = p.matmul;
   g.arch = 90, g.type = Type::bf16;
-  g.transpose_a = pass == Pass::fprop;
+  g.transpose_a = is_forward(pass);
   g.transpose_b = pass == Pass::wgrad;
   g.m = 256, g.n = 8192, g.k = 128;
   if (pass == Pass::wgrad) g.n = 256, g.m = 128, g.k = 8192;
@@ -35,7 +39,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
 
 inline std::vector<PassProblem> every_problem() {
   std::vector<PassProblem> all;
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::activation, Pass::gating}) {
+  for (auto pass : every_pass) {
     for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh,
                             Activation::gelu_erf, Activation::silu}) {
       for (auto type : {Type::f64, Type::f32, Type::f16, Type::bf16}) {
@@ -44,14 +48,16 @@ inline std::vector<PassProblem> every_problem() {
           auto p = problem_of(pass, activation, flags & 1, mask);
           p.matmul.type = type;
           p.literal = flags & 4;
-          p.aux = pass == Pass::fprop && activation != Activation::none && flags & 8;
+          p.aux = is_forward(pass) && activation != Activation::none && flags & 8;
           if (p.aux) p.matmul.ld_aux = p.matmul.m;
           if (p.mask && pass == Pass::fprop && !p.aux) continue;
-          if (p.aux && activation == Activation::relu && !p.mask) continue;
+          if (pass == Pass::fprop && p.aux && activation == Activation::relu && !p.mask) continue;
           if (pass == Pass::wgrad && activation != Activation::none) continue;
-          const bool active = pass == Pass::activation || pass == Pass::gating;
+          const bool gated = pass == Pass::gating || pass == Pass::glu;
+          const bool active = pass == Pass::activation || gated;
           if (active && activation == Activation::none) continue;
-          if (pass == Pass::gating && (p.bias || p.mask)) continue;
+          if (gated && p.mask) continue;
+          if (pass == Pass::gating && p.bias) continue;
           all.push_back(p);
         }
       }

@@ -143,6 +143,7 @@ def steps(lead, features, dtype, device):
     return {
         "_linear_relu_aux": lambda: fused._linear_relu_aux(x, w, b),
         "_linear_gelu_aux": lambda: fused._linear_gelu_aux(x, w, b),
+        "_linear_glu_aux": lambda: fused._linear_glu_aux(x, w, w, b, b, "silu", True),
         "_relu_mask": lambda: fused._relu_mask(z),
         "_activation_backward": lambda: fused._activation_backward(g, z, "gelu_erf", True),
         "_channels_relu_backward": lambda: fused._channels_relu_backward(image, image, True),

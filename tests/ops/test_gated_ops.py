@@ -193,6 +193,25 @@ def test_policies_agree(form):
             assert_same(results(gated, gated.call), want, name)
 
 
+@device_param
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_forward_with_preactivations(keeps, bias, device):
+    gen = torch.Generator().manual_seed(0)
+    x, weight, b = (torch.randn(*s, generator=gen).to(device) for s in ((7, 8), (12, 8), (12,)))
+    want = torch.nn.functional.linear(x, weight, b if bias else None)
+    gate, up = want.chunk(2, -1)
+    one = (weight, None, b if bias else None, None)
+    two = (*weight.chunk(2), *(b.chunk(2) if bias else (None, None)))
+    for given, kept in ((one, [want]), (two, [gate, up])):
+        output, *got = fused._linear_glu_aux(x, *given, "silu", keeps)
+        torch.testing.assert_close(output, torch.nn.functional.silu(gate) * up)
+        got = [z for z in got if z.numel()]
+        assert len(got) == (len(kept) if keeps else 0)
+        for z, wanted in zip(got, kept):
+            torch.testing.assert_close(z, wanted)
+
+
 def test_one_product_where_the_weights_are_neighbours():
     for form, products in (("apart", 2), ("stacked", 1), ("halves", 1), ("up first", 2)):
         gated = Gated(form, (7,), (8, 6, None))

@@ -23,6 +23,7 @@ ALL_OPS = [
     "_linear_backward",
     "linear_glu",
     "gated_mlp",
+    "_linear_glu_aux",
     "_glu",
     "_glu_backward",
 ]
@@ -81,6 +82,11 @@ def gated_samples(name, x, w, b, g):
         ]:
             yield (x, gate, second, *ends, *biases), {"activation": "gelu_tanh"}
         yield (x, w, up, *ends, b, b), {"memory": "low"}
+        return
+    if name == "_linear_glu_aux":
+        yield (x, w, up, b, None, "silu", True), {}
+        yield (x, leaf(torch.cat([w, up])), None, None, None, "gelu_erf", True), {}
+        yield (x, w, up, None, b, "gelu_tanh", False), {}
         return
     both = leaf(torch.cat([g, g.cos()], -1))
     for gate, second, activation in [(g, leaf(g.cos()), "silu"), (both, None, "gelu_erf")]:
@@ -213,6 +219,9 @@ def test_schemas():
         "linear_glu": f"({weights}=None, {biases}, {options}) -> Tensor",
         "gated_mlp": f"({weights}, Tensor down, {biases}, Tensor? down_bias=None, {options})"
         " -> Tensor",
+        "_linear_glu_aux": "(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, "
+        "Tensor? up_bias, str activation, bool keeps) -> (Tensor output, "
+        "Tensor gate_preactivation, Tensor up_preactivation)",
         "_glu": "(Tensor gate, Tensor? up, str activation) -> Tensor",
         "_glu_backward": "(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
         "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, "

@@ -28,7 +28,7 @@ struct Backward {
     arguments.epilogue.ptr_C = static_cast<const Element*>(p.aux);
     arguments.epilogue.dC = Kernel::columns(p.ld_aux);
     arguments.epilogue.thread = {{{{}, {}, {}}, {p.partials, 0.0f, {}}}, {}};
-    return Kernel::launch(arguments, p.stream);
+    return Kernel::launch(arguments, p);
   }
 };
 

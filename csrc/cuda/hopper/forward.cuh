@@ -38,7 +38,7 @@ struct Forward {
     } else {
       arguments.epilogue.thread = {{bias, {}, {}}, {}};
     }
-    return Kernel::launch(arguments, p.stream);
+    return Kernel::launch(arguments, p);
   }
 };
 

@@ -78,7 +78,7 @@ struct Gating {
         {},
         store(g.hidden, p.m),
         {}};
-    return Kernel::launch(arguments, p.stream);
+    return Kernel::launch(arguments, p);
   }
 };
 

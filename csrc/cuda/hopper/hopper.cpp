@@ -66,8 +66,25 @@ Kernel gating_of(Activation activation) {
 }
 
 template <Type type>
+Kernel glu_of(Activation activation) {
+  switch (activation) {
+    case Activation::gelu_tanh:
+      return glu<type, Activation::gelu_tanh>;
+    case Activation::gelu_erf:
+      return glu<type, Activation::gelu_erf>;
+    case Activation::silu:
+      return glu<type, Activation::silu>;
+    case Activation::relu:
+    case Activation::none:
+      break;
+  }
+  return nullptr;
+}
+
+template <Type type>
 Kernel kernel_of(const PassProblem& p) {
   if (p.pass == Pass::gating) return gating_of<type>(p.activation);
+  if (p.pass == Pass::glu) return glu_of<type>(p.activation);
   return p.pass == Pass::fprop ? forward_of<type>(p.activation, p.aux)
                                : backward_of<type>(p.activation);
 }
@@ -91,7 +108,7 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
   const auto order = gemm::hopper::order_of(algorithm);
   const auto kernel = g.type == Type::bf16 ? kernel_of<Type::bf16>(p) : kernel_of<Type::f16>(p);
   if (!order || kernel == nullptr) return false;
-  const bool forward = p.pass == Pass::fprop;
+  const bool forward = gemm::is_forward(p.pass);
   auto* partials = !forward && p.bias ? static_cast<float*>(workspace) : nullptr;
   const Product product{static_cast<int>(g.m),
                         static_cast<int>(g.n),
@@ -109,7 +126,8 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
                         *order,
                         at::cuda::getDeviceProperties(g.device)->multiProcessorCount,
                         stream,
-                        operands.gating};
+                        operands.gating,
+                        operands.up};
   if (kernel(product) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return false;

@@ -49,29 +49,65 @@ using Rows = cutlass::layout::RowMajor;
 inline constexpr auto nearest = cutlass::FloatRoundStyle::round_to_nearest;
 inline constexpr int vector = 8;  // elements of 16 bytes
 
+// Once a device.
+template <typename Gemm>
+cudaError_t allow_shared_memory(const void* kernel) {
+  static std::array<std::atomic<bool>, 64> done{};
+  int device = 0;
+  if (const auto error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  auto& here = done[device % done.size()];
+  if (here) return cudaSuccess;
+  const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          Gemm::SharedStorageSize);
+  if (error == cudaSuccess) here = true;
+  return error;
+}
+
+// With what all kernels have in common set here.
+template <typename Gemm>
+cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
+  arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+  arguments.hw_info.sm_count = p.processors;
+  auto& along = arguments.scheduler.raster_order;
+  along = static_cast<std::remove_reference_t<decltype(along)>>(p.order.along);
+  arguments.scheduler.max_swizzle_size = p.order.swizzle;
+  const void* kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Gemm>);
+  if (const auto error = allow_shared_memory<Gemm>(kernel); error != cudaSuccess) return error;
+  auto params = Gemm::to_underlying_arguments(arguments, nullptr);
+  void* given[] = {&params};
+  const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}), 1);
+  const auto status = cutlass::ClusterLauncher::launch(
+      Gemm::get_grid_shape(params), cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
+      p.stream, kernel, given);
+  return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+template <typename Element, typename LayoutA, int epilogue_bytes>
+using MainloopOf = typename cutlass::gemm::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, vector, Element, Columns,
+    vector, float, Tile, Cluster, cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>,
+    Schedule>::CollectiveOp;
+
+template <typename Mainloop, typename Epilogue>
+using GemmOf = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
+                                                    Epilogue, cutlass::gemm::PersistentScheduler>;
+
 template <typename Element, typename LayoutA, typename Source, typename Fusion>
 struct Kernel {
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float,
       float, Source, Columns, vector, Element, Columns, vector, EpilogueSchedule,
       Fusion>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, vector, Element,
-      Columns, vector, float, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename Epilogue::SharedStorage))>,
-      Schedule>::CollectiveOp;
-  using Gemm = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
-                                                    Epilogue, cutlass::gemm::PersistentScheduler>;
+  static constexpr int epilogue_bytes = sizeof(typename Epilogue::SharedStorage);
+  using Gemm = GemmOf<MainloopOf<Element, LayoutA, epilogue_bytes>, Epilogue>;
   using Arguments = typename Gemm::Arguments;
   using StrideD = typename Gemm::StrideD;
 
   static StrideD columns(int64_t ld) { return cute::make_stride(cute::_1{}, ld, int64_t{0}); }
 
-  // What both passes have in common; what the epilogue fuses is the caller's.
+  // What all passes have in common; what the epilogue fuses is the caller's.
   static Arguments arguments(const Product& p) {
     Arguments arguments{};
-    arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     arguments.problem_shape = {p.m, p.n, p.k, 1};
     typename Gemm::StrideA stride_a{};
     constexpr int down_a = std::is_same_v<LayoutA, Rows> ? 0 : 1;
@@ -82,37 +118,11 @@ struct Kernel {
                           static_cast<const Element*>(p.b), stride_b};
     arguments.epilogue.ptr_D = static_cast<Element*>(p.d);
     arguments.epilogue.dD = columns(p.ldd);
-    arguments.hw_info.sm_count = p.processors;
-    arguments.scheduler.raster_order =
-        static_cast<decltype(arguments.scheduler.raster_order)>(p.order.along);
-    arguments.scheduler.max_swizzle_size = p.order.swizzle;
     return arguments;
   }
 
-  static cudaError_t launch(const Arguments& arguments, cudaStream_t stream) {
-    const void* kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Gemm>);
-    if (const auto error = allow_shared_memory(kernel); error != cudaSuccess) return error;
-    auto params = Gemm::to_underlying_arguments(arguments, nullptr);
-    void* given[] = {&params};
-    const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}), 1);
-    const auto status = cutlass::ClusterLauncher::launch(
-        Gemm::get_grid_shape(params), cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
-        stream, kernel, given);
-    return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
-  }
-
- private:
-  // Once a device.
-  static cudaError_t allow_shared_memory(const void* kernel) {
-    static std::array<std::atomic<bool>, 64> done{};
-    int device = 0;
-    if (const auto error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    auto& here = done[device % done.size()];
-    if (here) return cudaSuccess;
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            Gemm::SharedStorageSize);
-    if (error == cudaSuccess) here = true;
-    return error;
+  static cudaError_t launch(const Arguments& arguments, const Product& p) {
+    return hopper::launch<Gemm>(arguments, p);
   }
 };
 

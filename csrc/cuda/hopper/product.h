@@ -25,6 +25,7 @@ struct Product {
   int processors;  // of the device
   cudaStream_t stream;
   gemm::Gating gating;
+  gemm::Up up;
 };
 
 template <gemm::Type type, Activation activation, bool aux>
@@ -35,5 +36,8 @@ cudaError_t backward(const Product& product);
 
 template <gemm::Type type, Activation activation>
 cudaError_t gating(const Product& product);
+
+template <gemm::Type type, Activation activation>
+cudaError_t glu(const Product& product);
 
 }  // namespace fused::cuda::hopper

@@ -4,29 +4,15 @@
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/runtime/as_tensor.h"
 #include "cuda/runtime/device.h"
+#include "cuda/runtime/gated_steps.h"
 
 #include <ATen/Functions.h>
 #include <ATen/cuda/CUDAContext.h>
 
 namespace fused::cuda {
 namespace {
-
-// What ATen's steps work on; they own nothing. The device is given, or it would be asked for.
-Tensor as_tensor(const PassCall& call, void* data, at::IntArrayRef sizes, at::IntArrayRef strides) {
-  const auto& matmul = call.problem.matmul;
-  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(matmul.device));
-  return at::for_blob(data, sizes)
-      .strides(strides)
-      .target_device(device)
-      .options(at::TensorOptions().dtype(scalar_type(matmul.type)).device(device))
-      .make_tensor();
-}
-
-Tensor as_tensor(const Matrix& m, const PassCall& call) {
-  return as_tensor(call, m.data, {m.rows, m.cols},
-                   {m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1});
-}
 
 // Along the features: of a weight gradient, [features, in], they are the rows.
 Tensor bias_tensor(const PassCall& call) {
@@ -42,7 +28,7 @@ const Matrix& gradient_of(const PassCall& call) {
 const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
   auto result = as_tensor(matmul_result(call, strategy), call);
   const auto left = as_tensor(call.left, call), right = as_tensor(call.right, call);
-  if (call.problem.pass == gemm::Pass::fprop && call.bias != nullptr) {
+  if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
     const auto bias = bias_tensor(call);
     at::addmm_out(result, call.bias_is_matrix ? bias.expand_as(result) : bias, left, right);
     return "ATen addmm";
@@ -51,36 +37,28 @@ const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
   return "ATen mm";
 }
 
-// In place of the gradient of h.
-void own_gating(const PassCall& call) {
-  kernels::GatingBackward args;
-  args.activation = call.problem.activation;
-  args.type = call.problem.matmul.type;
-  args.rows = call.result.rows, args.cols = call.result.cols;
-  args.grad = call.result.data, args.ld_grad = call.result.ld;
-  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
-  args.up = call.gating.up, args.ld_up = call.gating.ld_up;
-  args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
-  args.ld_result = call.result.ld;
-  args.hidden = call.gating.hidden;
-  gating_pass(args);
-}
-
-void aten_gating(const PassCall& call) {
-  const auto& [rows, cols, ld, transposed, data] = call.result;
-  const auto at_stride = [&, rows = rows, cols = cols](const void* values, int64_t stride) {
-    return as_tensor(call, const_cast<void*>(values), {rows, cols}, {stride, 1});
-  };
-  explain::append("ATen gating gradient");
-  auto grad = at_stride(data, ld), grad_up = at_stride(call.gating.grad_up, ld);
-  const auto gate = as_tensor(call.aux, call), up = at_stride(call.gating.up, call.gating.ld_up);
-  const auto activated = activate(gate, call.problem.activation);
-  if (call.gating.hidden != nullptr) {
-    auto hidden = at_stride(call.gating.hidden, cols);
-    at::mul_out(hidden, activated, up);
+bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream) {
+  const auto& p = call.problem;
+  const auto& strategy = *plan.strategy;
+  switch (strategy.provider) {
+    case Provider::aten:
+      explain::append(aten_matmul(call, strategy));
+      return true;
+    case Provider::own:
+      if (!hopper::run(p, plan.algorithm, operands_of(call, strategy), workspace, stream)) {
+        return false;
+      }
+      explain::append("own Hopper kernel");
+      return true;
+    case Provider::cublaslt:
+      if (matmul(lt_handle(p.matmul.device), plan.matmul, *plan.descriptors, plan.algorithm,
+                 operands_of(call, strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
+        return false;
+      }
+      explain::append(gemm::name(plan.matmul.epilogue));
+      return true;
   }
-  at::mul_out(grad_up, grad, activated);
-  activation_gradient_out(grad, grad * up, gate, call.problem.activation);
+  return false;
 }
 
 }  // namespace
@@ -103,15 +81,12 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   kernels::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
 }
 
-void gating_pass(kernels::GatingBackward args) {
-  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  explain::append("own one-pass gating kernel");
-  const Workspace scratch(kernels::scratch_bytes(args));
-  kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
-}
-
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream) {
   const auto& p = call.problem;
+  if (needs_preactivations(call, *plan.strategy)) {
+    const Workspace memory(bytes_of_preactivations(call));
+    return execute(with_preactivations(call, memory.data()), plan, workspace, stream);
+  }
   const auto type = p.matmul.type;
   const bool active = p.activation != Activation::none;
   for (const auto step : plan.strategy->steps) {
@@ -119,23 +94,10 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       case Step::none:
         break;
       case Step::matmul:
-        if (plan.strategy->provider == Provider::aten) {
-          explain::append(aten_matmul(call, *plan.strategy));
-          break;
-        }
-        if (plan.strategy->provider == Provider::own) {
-          if (!hopper::run(p, plan.algorithm, operands_of(call, *plan.strategy), workspace,
-                           stream)) {
-            return false;
-          }
-          explain::append("own Hopper kernel");
-          break;
-        }
-        if (matmul(lt_handle(p.matmul.device), plan.matmul, *plan.descriptors, plan.algorithm,
-                   operands_of(call, *plan.strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
-          return false;
-        }
-        explain::append(gemm::name(plan.matmul.epilogue));
+        if (!run_matmul(call, plan, workspace, stream)) return false;
+        break;
+      case Step::matmul_up:
+        if (!run_matmul(of_up(call), plan, workspace, stream)) return false;
         break;
       case Step::own_activation: {
         const auto& z = matmul_result(call, *plan.strategy);
@@ -166,6 +128,12 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
                                 p.activation);
         break;
       }
+      case Step::own_glu:
+        own_glu(call);
+        break;
+      case Step::aten_glu:
+        aten_glu(call);
+        break;
       case Step::own_gating:
         own_gating(call);
         break;

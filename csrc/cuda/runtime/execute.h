@@ -2,7 +2,6 @@
 
 // A pass done by a plan: the matrix product and the steps around it.
 
-#include "cuda/kernels/gated.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"
 
@@ -17,8 +16,5 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
 // dz, contiguous rows, may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
               gemm::Type type, void* dz, void* sums);
-
-// The same of a gated layer. Results may take the gradient's place.
-void gating_pass(kernels::GatingBackward args);
 
 }  // namespace fused::cuda

@@ -8,8 +8,9 @@
 namespace fused::cuda {
 
 const Matrix& matmul_result(const PassCall& call, const Strategy& strategy) {
-  const bool apart =
-      call.problem.pass == Pass::fprop && call.problem.aux && !strategy.fuses_activation;
+  const bool is_glu = call.problem.pass == Pass::glu;
+  const bool apart = !strategy.fuses_activation &&
+                     (is_glu || (call.problem.pass == Pass::fprop && call.problem.aux));
   return apart ? call.aux : call.result;
 }
 
@@ -20,7 +21,8 @@ Matrix summed(const PassCall& call) {
 
 gemm::Operands operands_of(const PassCall& call, const Strategy& strategy) {
   return {call.right.data, call.left.data, matmul_result(call, strategy).data,
-          call.bias,       call.aux.data,  call.gating};
+          call.bias,       call.aux.data,  call.gating,
+          call.up};
 }
 
 Operand rows_of(const Tensor& tensor) {
@@ -67,7 +69,7 @@ void complete(PassCall& call, gemm::Type type, int device) {
   // A mask's leading dimension counts bits. A single row has no stride to speak of.
   // Whoever makes an aux buffer for the library pads it; a tensor of one row that was saved in some
   // other way has nothing behind its end.
-  const bool padded = call.problem.pass == gemm::Pass::fprop || call.problem.literal;
+  const bool padded = gemm::is_forward(call.problem.pass) || call.problem.literal;
   const int64_t ld_aux = !has_aux                       ? 0
                          : call.problem.mask            ? call.aux.ld * 8
                          : call.aux.rows == 1 && padded ? padded_features(call.aux.cols)

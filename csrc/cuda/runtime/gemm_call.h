@@ -28,6 +28,7 @@ struct PassCall {
   Matrix aux;          // forward: written, if problem.aux; input gradient: what act' is read from
   void* bias;          // read forward, its gradient written backward; or nullptr
   gemm::Gating gating = {};
+  gemm::Up up = {};
   bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided
 };
 

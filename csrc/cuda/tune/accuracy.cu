@@ -92,6 +92,28 @@ __global__ void poison_kernel(Matrix matrix) {
 __device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.result.cols; }
 __device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.result.cols; }
 
+struct Sum {
+  double value, scale;
+};
+
+// By a warp.
+template <typename T>
+__device__ Sum exact_sum(const Matrix& left, const Matrix& right, const void* bias, int64_t row,
+                         int64_t col, int lane) {
+  double sum = 0, magnitude = 0;
+  if (right.data == nullptr) {
+    if (lane == 0) sum = value<T>(left, row, col), magnitude = fabs(sum);
+  } else {
+    for (int64_t k = lane; k < left.cols; k += warp) {
+      const double product = value<T>(left, row, k) * value<T>(right, k, col);
+      sum += product;
+      magnitude += fabs(product);
+    }
+  }
+  const double added = bias == nullptr ? 0 : widen(static_cast<const T*>(bias)[col]);
+  return {sum_over_warp(sum) + added, sum_over_warp(magnitude) + fabs(added)};
+}
+
 // A warp for each sample.
 template <typename T>
 __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
@@ -99,21 +121,12 @@ __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   if (sample >= samples) return;
   const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
-  double sum = 0, magnitude = 0;
-  if (d.right.data == nullptr) {
-    if (lane == 0) sum = value<T>(d.left, row, col), magnitude = fabs(sum);
-  } else {
-    for (int64_t k = lane; k < d.left.cols; k += warp) {
-      const double product = value<T>(d.left, row, k) * value<T>(d.right, k, col);
-      sum += product;
-      magnitude += fabs(product);
-    }
+  const auto sum = exact_sum<T>(d.left, d.right, d.bias, row, col, lane);
+  Sum up{0, 0};
+  if (d.up.weight != nullptr) {
+    up = exact_sum<T>(d.left, d.right_of_up, d.up.bias, row, col, lane);
   }
-  sum = sum_over_warp(sum);
-  magnitude = sum_over_warp(magnitude);
-  if (lane != 0) return;
-  const double bias = d.bias == nullptr ? 0 : widen(static_cast<const T*>(d.bias)[col]);
-  exact[sample] = {sum + bias, magnitude + fabs(bias)};
+  if (lane == 0) exact[sample] = {sum.value, sum.scale, up.value, up.scale};
 }
 
 template <typename T>
@@ -122,8 +135,19 @@ __global__ void elements_kernel(TrialData d, int samples, const Exact* exact, Tr
   if (sample >= samples) return;
   const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
-  const auto [z, magnitude] = exact[sample];
+  const auto [z, magnitude, up_z, magnitude_of_up] = exact[sample];
   const double scale = d.unit * magnitude, got = value<T>(d.result, row, col);
+  if (d.up.weight != nullptr) {
+    const double active = activated(d.activation, z);
+    add(errors, &TrialErrors::elements, got - active * up_z,
+        d.unit * (magnitude * fabs(up_z) + fabs(active) * magnitude_of_up));
+    if (d.aux.data == nullptr) return;
+    add(errors, &TrialErrors::aux, value<T>(d.aux, row, col) - z, scale);
+    const auto* kept = static_cast<const T*>(d.up.preactivation);
+    add(errors, &TrialErrors::sums, widen(kept[row * d.aux.ld + col]) - up_z,
+        d.unit * magnitude_of_up);
+    return;
+  }
   if (const auto& g = d.gating; g.up != nullptr) {
     const auto at = [row, col](const void* data, int64_t ld) {
       return widen(static_cast<const T*>(data)[row * ld + col]);
@@ -181,6 +205,9 @@ __global__ void nan_kernel(TrialData d, TrialErrors* errors) {
     }
     if (!reaches) continue;
     bool lost = !isnan(value<T>(d.result, 0, col));
+    if (d.up.preactivation != nullptr) {
+      lost |= !isnan(widen(static_cast<const T*>(d.up.preactivation)[col]));
+    }
     if (d.gating.grad_up != nullptr) {
       lost |= !isnan(widen(static_cast<const T*>(d.gating.grad_up)[col]));
     }

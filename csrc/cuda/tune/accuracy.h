@@ -26,7 +26,9 @@ struct TrialData {
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
   gemm::Matrix aux;
   bool mask = false;
-  gemm::Gating gating;  // backward: up null where there is none
+  gemm::Gating gating;       // backward: up null where there is none
+  gemm::Up up;               // forward: weight null where there is none,
+  gemm::Matrix right_of_up;  // and that as an operand
   // Backward: column sums of a matrix, if they are there.
   gemm::Matrix summed;
   const void* sums = nullptr;
@@ -35,9 +37,9 @@ struct TrialData {
   double sign_error = 0;      // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
 };
 
-// Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|.
+// Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|; the same of up.
 struct Exact {
-  double value, scale;
+  double value, scale, up = 0, scale_of_up = 0;
 };
 inline constexpr int most_samples = 2048;
 int samples_of(const TrialData& data);

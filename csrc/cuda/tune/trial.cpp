@@ -5,6 +5,7 @@
 #include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
+#include "cuda/runtime/gated_steps.h"
 #include "cuda/tune/algorithms.h"
 #include "plans/registry.h"
 
@@ -110,6 +111,8 @@ PassCall resized(const PassCall& call, int64_t tokens, int64_t most_rows) {
   return own;
 }
 
+Matrix right_of_up(const PassCall& call) { return of_up(call).right; }
+
 // Of a sum whose products are exact, as a part of the sum of their magnitudes; generously.
 double sign_error(const gemm::Problem& matmul) {
   if (matmul.type == gemm::Type::f64) return 0x1p-46;
@@ -136,8 +139,8 @@ struct Trial::Data {
   static constexpr int64_t most_ends = 2, most_seeds = 16;
 
   struct Places {
-    int64_t left, right, result, aux, dense, bias, up, grad_up, hidden, exact, errors, workspace,
-        bytes = 0;
+    int64_t left, right, result, aux, dense, bias, up, grad_up, hidden, up_weight, up_bias, up_z,
+        dense_up_z, exact, errors, workspace, bytes = 0;
   };
 
   // The problem at one end of its bucket.
@@ -174,7 +177,7 @@ struct Trial::Data {
       reference_known = true;
       reference_errors = errors_of_eager(/*bias_is_matrix=*/false);
       const auto& call = ends.front().call;
-      if (call.problem.pass == Pass::fprop && call.bias != nullptr) {
+      if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
         const auto other = errors_of_eager(/*bias_is_matrix=*/true);
         if (other &&
             (!reference_errors || other->elements.squares < reference_errors->elements.squares)) {
@@ -277,6 +280,11 @@ struct Trial::Data {
     places.up = of_gating(call.gating.ld_up);
     places.grad_up = of_gating(call.result.ld);
     places.hidden = of_gating(call.result.cols);
+    const bool has_up = call.up.weight != nullptr;
+    places.up_weight = take(has_up ? bytes_of(right_of_up(call), element) : 0);
+    places.up_bias = take(has_up && call.up.bias ? call.result.cols * element : 0);
+    places.up_z = take(has_up ? aux_bytes(call) : 0);
+    places.dense_up_z = take(has_up && call.aux.data ? bytes_of(call.result, element) : 0);
     places.exact = take(most_ends * most_seeds * most_samples * sizeof(Exact));
     places.errors = take(sizeof(TrialErrors));
     places.workspace =
@@ -297,6 +305,11 @@ struct Trial::Data {
     call.result.data = at(places.result, matmul.align_d);
     if (call.aux.data != nullptr) call.aux.data = at(places.aux, matmul.align_aux);
     if (call.bias != nullptr) call.bias = at(places.bias, matmul.align_bias);
+    if (auto& up = call.up; up.weight != nullptr) {
+      up.weight = at(places.up_weight, matmul.align_a);
+      if (up.bias != nullptr) up.bias = at(places.up_bias, matmul.align_bias);
+      if (up.preactivation != nullptr) up.preactivation = at(places.up_z, matmul.align_aux);
+    }
     if (call.gating.up == nullptr) return;
     call.gating = {at(places.up), call.gating.ld_up, at(places.grad_up), at(places.hidden)};
   }
@@ -308,8 +321,9 @@ struct Trial::Data {
     if (p.pass == Pass::fprop && p.mask) {
       own.aux = {};
       p.aux = false;
-    } else if (own.aux.data != nullptr && (p.mask || p.pass == Pass::fprop)) {
+    } else if (own.aux.data != nullptr && (p.mask || gemm::is_forward(p.pass))) {
       own.aux = {call.aux.rows, call.result.cols, call.result.cols, false, at(places.dense)};
+      if (own.up.preactivation != nullptr) own.up.preactivation = at(places.dense_up_z);
       p.matmul.ld_aux = own.aux.ld;
     }
     p.mask = false;
@@ -332,13 +346,18 @@ struct Trial::Data {
     if (call.right.data != nullptr) filled(call.right, 3 / std::sqrt(inner), false, 1);
     // NaN everywhere: what is not written is not taken for the work of the one before.
     C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes_of(call.result, element), stream));
-    if (p.pass == Pass::fprop) {
-      if (call.aux.data != nullptr) {
-        C10_CUDA_CHECK(cudaMemsetAsync(call.aux.data, 0xff, aux_bytes(call), stream));
+    if (gemm::is_forward(p.pass)) {
+      const auto bias_filled = [&](const void* bias, uint64_t part) {
+        if (bias == nullptr) return;
+        fill(type, const_cast<void*>(bias), call.result.cols, 1, false, begin + (part << 36),
+             stream);
+      };
+      for (auto* kept : {call.aux.data, call.up.preactivation}) {
+        if (kept == nullptr) continue;
+        C10_CUDA_CHECK(cudaMemsetAsync(kept, 0xff, aux_bytes(call), stream));
       }
-      if (call.bias != nullptr) {
-        fill(type, call.bias, call.result.cols, 1, false, begin + (uint64_t{2} << 36), stream);
-      }
+      bias_filled(call.bias, 2), bias_filled(call.up.bias, 6);
+      if (call.up.weight != nullptr) filled(right_of_up(call), 3 / std::sqrt(inner), false, 5);
       return;
     }
     if (call.bias != nullptr) {
@@ -366,11 +385,13 @@ struct Trial::Data {
     TrialData data;
     data.type = p.matmul.type;
     data.left = call.left, data.right = call.right, data.result = call.result;
-    data.forward = p.pass == Pass::fprop, data.activation = p.activation;
+    data.forward = gemm::is_forward(p.pass), data.activation = p.activation;
     data.mask = p.mask;
     if (data.forward) {
       data.bias = call.bias;
       if (p.aux) data.aux = call.aux;
+      if (call.up.weight != nullptr) data.right_of_up = right_of_up(call);
+      data.up = call.up;
     } else {
       data.aux = call.aux;
       data.gating = call.gating;
