@@ -8,6 +8,7 @@
 #include "cuda/conv.h"
 #include "cuda/runtime/device.h"
 #include "cuda/tune/conv_accuracy.h"
+#include "plans/bounded_map.h"
 #include "plans/registry.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -16,8 +17,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,28 +29,9 @@ using plans::TrialErrors, plans::Verdict;
 
 namespace {
 
-class Verdicts {
- public:
-  std::optional<Judgements> find(const ConvKey& key) {
-    const std::lock_guard lock(mutex_);
-    const auto it = known_.find(key);
-    return it == known_.end() ? std::nullopt : std::optional(it->second);
-  }
-  void add(const ConvKey& key, const Judgements& judged) {
-    const std::lock_guard lock(mutex_);
-    constexpr size_t most = 1 << 14;
-    if (known_.size() >= most) known_.clear();
-    known_.insert_or_assign(key, judged);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<ConvKey, Judgements> known_;
-};
-
-Verdicts& verdicts() {
-  static auto* value = new Verdicts;  // outlives every thread
-  return *value;
+auto& verdicts() {
+  static auto* value = new plans::BoundedMap<ConvKey, Judgements, 1 << 14>;
+  return *value;  // outlives every thread
 }
 
 // What `judge` says, or that it could not.
@@ -259,7 +239,7 @@ Judgements ConvTrial::judge(const char* objection) {
   if (judged.own.verdict == Verdict::failed) {
     judged.own = attempt([&] { return data().judge(ConvWay::own, "our bias and ReLU kernel"); });
   }
-  verdicts().add(key, judged);
+  verdicts().put(key, judged);
   return judged;
 }
 

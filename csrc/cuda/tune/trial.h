@@ -3,7 +3,6 @@
 // Whether a way to do a pass is as exact as eager's, tried on synthetic operands.
 
 #include "cuda/runtime/gemm_call.h"
-#include "cuda/tune/accuracy.h"
 #include "plans/decisions.h"
 #include "plans/select.h"
 
@@ -12,10 +11,8 @@
 namespace fused::cuda::tune {
 
 // The trial of one problem: operands of a fixed seed at both ends of its bucket, exact results,
-// eager's errors; made when the first verdict is asked for that is not known yet. Rows of the
-// result beyond what a fraction of a millisecond computes are left out: what happens to an element
-// does not depend on them. Used by one thread; results, the allocator's statistics and the random
-// state are as if it had not been.
+// eager's errors; made when the first verdict is asked for that is not known yet. Used by one
+// thread; results, the allocator's statistics and the random state are as if it had not been.
 class Trial {
  public:
   explicit Trial(const PassCall& call);
@@ -30,9 +27,9 @@ class Trial {
   bool lacked_memory() const { return lacked_memory_; }
 
  private:
-  struct Data;
+  class Errors;
   const PassCall& call_;
-  std::unique_ptr<Data> data_;
+  std::unique_ptr<Errors> errors_;
   bool lacked_memory_ = false;
 };
 

@@ -1,0 +1,74 @@
+#pragma once
+
+// The synthetic operands of a trial, in memory of its own.
+
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/gemm_call.h"
+#include "cuda/tune/accuracy.h"
+
+#include <c10/cuda/CUDAStream.h>
+
+#include <optional>
+#include <vector>
+
+namespace fused::cuda::tune {
+
+// A pass at both ends of its bucket of token counts. Rows of the result beyond what a fraction of a
+// millisecond computes are left out: what happens to an element does not depend on them.
+class TrialOperands {
+ public:
+  static constexpr int64_t most_ends = 2, most_seeds = 16;
+
+  // The problem at one end.
+  struct End {
+    PassCall call;   // operands and results in the trial's memory
+    PassCall eager;  // the same as ATen can do it: with a dense aux, and none that is a mask
+  };
+
+  explicit TrialOperands(const PassCall& call);
+
+  const std::vector<End>& ends() const { return ends_; }
+  int64_t seeds() const { return seeds_; }  // so that enough elements are seen
+  c10::cuda::CUDAStream stream() const { return stream_; }
+
+  // Operands of a seed, and NaN in the results.
+  void prepare(const End& end, int64_t seed) const;
+
+  // Room for an end's exact results, for errors, and for algorithms.
+  Exact* exact(size_t end, int64_t seed) const;
+  plans::TrialErrors* errors() const;
+  void* workspace() const;
+
+ private:
+  // Memory from the driver, or else from PyTorch's allocator, which may hold all that there is.
+  struct Memory {
+    explicit Memory(int64_t bytes);
+    char* data() const;
+    Scratch scratch;
+    std::optional<Workspace> instead;
+  };
+  struct Places {
+    int64_t left, right, result, aux, dense, bias, up, grad_up, hidden, up_weight, up_bias, up_z,
+        dense_up_z, exact, errors, workspace, bytes = 0;
+  };
+
+  static Places lay_out(const PassCall& call);
+  char* at(int64_t place) const { return memory_->data() + place; }
+  // No better aligned than the user's.
+  void* at(int64_t place, uint8_t alignment) const {
+    return at(place) + (alignment < 8 ? int64_t{1} << alignment : 0);
+  }
+  void place(PassCall& call) const;
+  PassCall for_eager(const PassCall& call) const;
+
+  c10::cuda::CUDAStream stream_;
+  Places places_;
+  std::optional<Memory> memory_;
+  std::vector<End> ends_;
+  int64_t seeds_ = 1;
+};
+
+// A pass for the kernels of the trial.
+TrialData describe(const PassCall& call);
+
+}  // namespace fused::cuda::tune
