@@ -46,7 +46,7 @@ __global__ void conv_errors_kernel(ConvData d, int samples, const Exact* exact, 
   const int sample = blockIdx.x * blockDim.x + threadIdx.x;
   if (sample >= samples) return;
   const auto element = sampled(d, sample, samples);
-  const auto [z, magnitude] = exact[sample];
+  const double z = exact[sample].value, magnitude = exact[sample].scale;
   const double got = value<T>(d.result, offset_of(d.shape.result, element));
   add(errors, &TrialErrors::elements, got - fmax(z, 0.0), unit * magnitude);
 }
