@@ -80,6 +80,15 @@ RULES = {
     "gated_mlp": Rule(
         {**_GATED, "down": "oh", "down_bias": "o"}, {"": ("*o", "h")}, "*ho", added=("down_bias",)
     ),
+    "_linear_glu_aux": Rule(
+        _GATED,
+        {
+            "output": ("*h", ""),
+            "gate_preactivation": ("*h", ""),
+            "up_preactivation": ("*h", ""),
+        },
+        "*h",
+    ),
     "_glu": Rule({"gate": "*h", "up": "*h"}, {"": ("*h", "")}, "*h"),
     "_glu_backward": Rule(
         {"grad_output": "*h", "gate": "*h", "up": "*h"},
@@ -187,9 +196,11 @@ def _schema_info(op, info):
 
 
 def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:
-    """Whether a backward is asked for this gradient."""
-    if output in ("grad_up", "grad_up_bias") and arguments["up"] is None:
+    """Whether a forward keeps this tensor, or a backward is asked for this gradient."""
+    if output in ("grad_up", "grad_up_bias", "up_preactivation") and arguments["up"] is None:
         return False
+    if output in ("gate_preactivation", "up_preactivation"):
+        return bool(arguments["keeps"])
     if "output_mask" in arguments and not output.startswith("grad_previous"):
         return bool(arguments["output_mask"][list(rule.outputs).index(output)])
     flag = {"grad_bias": "bias_grad", "grad_previous_bias": "previous_bias_grad"}.get(output)

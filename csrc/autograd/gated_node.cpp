@@ -109,11 +109,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Of two tensors one need not be kept.
     const bool may_join = before_gate && !drops_up;
-    auto forward =
-        is_sharded(input)
-            ? dispatch::GatedForward(dispatch::products_and_glu(layer, activation, before_down),
-                                     layer.is_stacked())
-            : dispatch::gated_forward(layer, activation, before_down, may_join);
+    auto forward = dispatch::gated_forward(layer, activation, before_down, may_join);
     hidden = std::move(forward.hidden);
     gate_z = std::move(forward.gate_z), up_z = std::move(forward.up_z);
     output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;

@@ -17,6 +17,28 @@ std::tuple<Tensor, Tensor, Tensor> products_and_glu(const gated::Layer& layer,
   return {std::move(hidden), gate_z, up_z ? *up_z : none()};
 }
 
+namespace {
+
+// Whether there may be a kernel for the whole layer. An operator around the steps costs time, of
+// which few tokens leave none; one that is traced may be run with more.
+bool may_be_whole(const Tensor& input) {
+  if (at::isTensorSubclassLike(input)) return true;
+  constexpr int64_t few_tokens = 256;
+  return input.is_cuda() && input.element_size() == 2 && input.dim() > 0 &&
+         input.numel() >= few_tokens * input.size(-1);
+}
+
+GatedForward whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  auto [hidden, gate_z, up_z] =
+      may_be_whole(input)
+          ? steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps)
+          : products_and_glu(layer, activation, keeps);
+  return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
+}
+
+}  // namespace
+
 GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
                            bool may_join) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -24,11 +46,11 @@ GatedForward gated_forward(const gated::Layer& layer, Activation activation, boo
     if (const auto both = gated::joined(gate, *up); both.defined()) {
       OptionalTensor bias;
       if (has_value(gate_bias)) bias = at::cat({*gate_bias, *up_bias});
-      return {steps::linear_glu_aux(input, both, {}, bias, {}, activation, keeps), true};
+      const OptionalTensor none;
+      return whole_or_in_steps({input, both, none, bias, none}, activation, keeps);
     }
   }
-  return {steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps),
-          layer.is_stacked()};
+  return whole_or_in_steps(layer, activation, keeps);
 }
 
 namespace {

@@ -8,11 +8,6 @@ namespace fused::dispatch {
 
 struct GatedForward {
   Tensor hidden, gate_z, up_z;  // without up_z gate_z is both, [*, 2 hidden]
-
-  GatedForward(std::tuple<Tensor, Tensor, Tensor> made, bool is_stacked)
-      : hidden(std::move(std::get<0>(made))), gate_z(std::move(std::get<1>(made))) {
-    if (!is_stacked) up_z = std::move(std::get<2>(made));
-  }
 };
 
 // The layer with its pre-activations, if they are kept, as two tensors or, where the weights are

@@ -68,13 +68,13 @@ def assert_trees_hold(seeds, folder):
         assert refused <= CHUNK / 8, "systems took too few of the plain models"
 
 
-@pytest.mark.parametrize("start", range(0, 2000, CHUNK) if ONE is None else [int(ONE)])
+@pytest.mark.parametrize("start", range(0, 1200, CHUNK) if ONE is None else [int(ONE)])
 def test_a_fused_tree_is_the_plain_one(start, folder):
     assert_trees_hold(range(start, start + (CHUNK if ONE is None else 1)), folder)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", range(2000, 32000, CHUNK))
+@pytest.mark.parametrize("start", range(1200, 32000, CHUNK))
 def test_many_more_fused_trees_are_the_plain_ones(start, folder):
     assert_trees_hold(range(start, start + CHUNK), folder)
 

@@ -129,10 +129,10 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     backward = "cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&)"
     forward = "cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&)"
     gating = "cudaError_t gating<gemm::Type::bf16, Activation::gelu_tanh>(const Product&)"
-    includes = "".join(
-        f'#include "cuda/hopper/{name}.cuh"\n' for name in ("backward", "forward", "gating")
-    )
-    instances = "".join(f"template {kernel};\n" for kernel in (backward, forward, gating))
+    glu = "cudaError_t glu<gemm::Type::f16, Activation::silu>(const Product&)"
+    kernels = {"backward": backward, "forward": forward, "gating": gating, "glu": glu}
+    includes = "".join(f'#include "cuda/hopper/{name}.cuh"\n' for name in kernels)
+    instances = "".join(f"template {kernel};\n" for kernel in kernels.values())
     source = f"{includes}namespace fused::cuda::hopper {{\n{instances}}}\n"
     (tmp_path / "all.cu").write_text(source)
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
