@@ -426,6 +426,18 @@ def test_an_unaligned_view_has_plans_of_its_own():
     assert len(lines("measured")) == 9
 
 
+@pytest.mark.parametrize("name", ["auto", "cublaslt"])
+@pytest.mark.parametrize("op", [LINEAR, RELU, GELU_TANH], ids=repr)
+def test_a_bias_at_any_address(op, name):
+    """For each the library's heuristic offers kernels that read two elements of it at a time."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for offset in (1, 2, 3, 7):
+            x, w, _ = random_case(360, 48, 24, dtype, "cuda").inputs
+            bias = torch.randn(24 + offset, device="cuda").to(dtype)[offset:]
+            with policy(name), plans.budget(200):
+                assert_same([op.call(x, w, bias)], [op.eager(x, w, bias)])
+
+
 def test_another_threads_capture_survives():
     """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
     room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
