@@ -22,6 +22,7 @@ from make_table import Numbers, Result, by_machine, duration, rewrite, shape, ta
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md", "hopper.md", "gated.md")
+PAGES += ("plans.md",)
 FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
@@ -219,6 +220,21 @@ def own_products(results: Sequence[Result]) -> list[str]:
     return table(["", "kernel", *sizes], rows, words=2)
 
 
+def first_calls(results: Sequence[Result]) -> list[str]:
+    """How long the drawn problems took, in milliseconds."""
+    names = {"ours": "the first step", "each": "for each plan", "later": "the second step"}
+    rows = []
+    for name, words in names.items():
+        cases = find(results, suite="first-calls")
+        found = sorted(r["numbers"][name]["median"] for r in cases if name in r["numbers"])
+        if found:
+            limits = {r["numbers"]["limit"]["median"] for r in cases} if name == "each" else ()
+            shares = [found[int(share * (len(found) - 1))] for share in (0.5, 0.9, 1)]
+            limit = ", ".join(f"{value:g}" for value in limits)
+            rows.append([words, str(len(found)), *(f"{value:.1f}" for value in shares), limit])
+    return table(["", "problems", "median", "90 %", "the worst", "limit"], rows, words=1)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
@@ -237,6 +253,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,
     "own products": own_products,
+    "first calls": first_calls,
 }
 
 

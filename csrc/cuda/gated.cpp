@@ -45,8 +45,6 @@ void* data_of(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? const_cast<void*>(t.const_data_ptr()) : nullptr;
 }
 
-Tensor dense(const OptionalTensor& bias) { return has_value(bias) ? bias->contiguous() : Tensor(); }
-
 struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
   static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
@@ -73,7 +71,7 @@ struct Glu : reference::Glu {
     const auto half_after = [&](void* data, int64_t elements) {
       return data == nullptr ? data : static_cast<char*>(data) + elements * element;
     };
-    const auto bias = dense(gate_bias), bias_of_up = dense(up_bias);
+    const auto bias = bias_for_epilogue(gate_bias), bias_of_up = bias_for_epilogue(up_bias);
     const auto hidden = S::rows(input, features);
     const auto gate_z = keeps ? S::rows(input, first.rows) : S::unwanted(input);
     const auto up_z = keeps && !stacked ? S::rows(input, features) : S::unwanted(input);

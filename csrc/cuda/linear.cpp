@@ -115,22 +115,12 @@ struct Linear {
                           bool mask) {
     if (input.size(-1) == 0) return false;
     const auto left = rows_of(input), right = rows_of(weight);
-    const auto added = for_epilogue(bias);
+    const auto added = bias_for_epilogue(bias);
     auto call = make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
                           added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
                           activation, aux, mask);
     call.bias_is_matrix = added.defined() && !bias->is_contiguous();
     return run(std::move(call), input);
-  }
-
-  // Dense, and where every kernel of cuBLASLt can read it: for any address its heuristic offers
-  // some that read two elements at a time.
-  static Tensor for_epilogue(const OptionalTensor& bias) {
-    if (!has_value(bias)) return {};
-    constexpr uint8_t of_16_bytes = 4;
-    auto dense = bias->contiguous();
-    const bool aligned = gemm::alignment_class(dense.const_data_ptr()) >= of_16_bytes;
-    return aligned ? dense : dense.clone();
   }
 
   // Padding exists only for odd widths.

@@ -64,6 +64,14 @@ Matrix transposed(const Matrix& matrix) {
   return {matrix.cols, matrix.rows, matrix.ld, !matrix.transposed, matrix.data};
 }
 
+Tensor bias_for_epilogue(const std::optional<Tensor>& bias) {
+  if (!bias || !bias->defined()) return {};
+  constexpr uint8_t of_16_bytes = 4;
+  auto dense = bias->contiguous();
+  const bool aligned = gemm::alignment_class(dense.const_data_ptr()) >= of_16_bytes;
+  return aligned ? dense : dense.clone();
+}
+
 void complete(PassCall& call, gemm::Type type, int device) {
   const bool has_aux = call.aux.data != nullptr;
   // A mask's leading dimension counts bits. A single row has no stride to speak of.

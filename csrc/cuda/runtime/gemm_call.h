@@ -21,6 +21,10 @@ Operand rows_of(const Tensor& tensor);     // [*, cols] -> [rows, cols]
 Operand plain_rows(const Tensor& tensor);  // the same of unit stride, as our own kernels read them
 Matrix transposed(const Matrix& matrix);
 
+// Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
+// some that read two elements at a time. Undefined where there is none.
+Tensor bias_for_epilogue(const std::optional<Tensor>& bias);
+
 struct PassCall {
   PassProblem problem;
   Matrix left, right;  // of the product, as meant; without one left is the gradient that came
