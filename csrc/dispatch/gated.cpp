@@ -5,16 +5,14 @@
 
 namespace fused::dispatch {
 
-std::tuple<Tensor, Tensor, Tensor> products_and_glu(const gated::Layer& layer,
-                                                    Activation activation, bool keeps) {
+GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
-  const auto none = [&input = input] { return at::empty_symint({0}, input.options()); };
-  const auto gate_z = fused::linear(input, gate, gate_bias);
+  auto gate_z = fused::linear(input, gate, gate_bias);
   OptionalTensor up_z;
   if (!layer.is_stacked()) up_z = fused::linear(input, *up, up_bias);
   auto hidden = steps::glu(gate_z, up_z, activation);
-  if (!keeps) return {std::move(hidden), none(), none()};
-  return {std::move(hidden), gate_z, up_z ? *up_z : none()};
+  if (!keeps) return {std::move(hidden), {}, {}};
+  return {std::move(hidden), std::move(gate_z), up_z ? std::move(*up_z) : Tensor()};
 }
 
 namespace {
@@ -30,10 +28,9 @@ bool may_be_whole(const Tensor& input) {
 
 GatedForward whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  if (!may_be_whole(input)) return products_and_glu(layer, activation, keeps);
   auto [hidden, gate_z, up_z] =
-      may_be_whole(input)
-          ? steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps)
-          : products_and_glu(layer, activation, keeps);
+      steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps);
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 

@@ -7,7 +7,8 @@
 namespace fused::dispatch {
 
 struct GatedForward {
-  Tensor hidden, gate_z, up_z;  // without up_z gate_z is both, [*, 2 hidden]
+  // Undefined are those that are not kept; without up_z gate_z is both, [*, 2 hidden].
+  Tensor hidden, gate_z, up_z;
 };
 
 // The layer with its pre-activations, if they are kept, as two tensors or, where the weights are
@@ -15,9 +16,8 @@ struct GatedForward {
 GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
                            bool may_join);
 
-// The same by steps of its own: linear_glu_aux where no kernel does it whole.
-std::tuple<Tensor, Tensor, Tensor> products_and_glu(const gated::Layer& layer,
-                                                    Activation activation, bool keeps);
+// The same by steps of its own, where no kernel does it whole.
+GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps);
 
 // Where nobody wants a gradient: the products and the pass over memory, one after the other.
 Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,

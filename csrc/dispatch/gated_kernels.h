@@ -36,7 +36,11 @@ struct GluKernels {
         if (auto done = Backend::linear_glu(layer, activation, keeps)) return std::move(*done);
       }
     }
-    return products_and_glu(layer, activation, keeps);
+    auto [hidden, gate_z, up_z] = products_and_glu(layer, activation, keeps);
+    const auto or_none = [&](Tensor& z) {
+      return z.defined() ? std::move(z) : at::empty_symint({0}, input.options());
+    };
+    return {std::move(hidden), or_none(gate_z), or_none(up_z)};
   }
 
   static Quintuple glu_backward(const steps::GluBackward& step) {
