@@ -90,7 +90,7 @@ CLAIMS = [
         of_compiled_block(4096),
     ),
     (
-        r"interleaved weights takes ([\d.]+) times ours \(1024→2816→1024\)",
+        r"interleaved weights took ([\d.]+) times ours \(1024→2816→1024\) before",
         before("quack", **gated_block([1024, 2816, 1024], "forward")),
     ),
     (
