@@ -257,6 +257,20 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
 }
 
 
+class Read(dict):
+    """A result that knows whether a table has read its numbers."""
+
+    was_read = False
+
+    def __getitem__(self, key):
+        self.was_read |= key == "numbers"
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.was_read |= key == "numbers"
+        return super().get(key, default)
+
+
 def latest_header(results: Sequence[Result]) -> dict:
     return max((result["header"] for result in results), key=lambda header: header["date"])
 
@@ -265,9 +279,10 @@ def render(name: str, paths: Sequence[Path]) -> str:
     """The table of every machine that has measured something for it."""
     parts = []
     for results in by_machine(paths).values():
+        results = [Read(result) for result in results]
         lines = TABLES[name](results)
         if len(lines) > 2:  # more than its head
-            header = latest_header(results)
+            header = latest_header([result for result in results if result.was_read])
             where = f"{header['machine']}, torch {header['torch']}, {header['date'][:10]}:"
             parts.append("\n".join([where, "", *lines]))
     return "\n\n".join(parts) or "Not measured yet."
