@@ -9,6 +9,7 @@
 #include <iterator>
 #include <sstream>
 #include <string_view>
+#include <type_traits>
 
 namespace fused {
 
@@ -88,6 +89,24 @@ inline Saved saved_for(Activation activation) {
       return Saved::preactivation;
   }
   return Saved::nothing;
+}
+
+// fn(std::integral_constant<Activation, activation>()): the activation as a constant.
+template <typename Fn>
+auto with_activation(Activation activation, const Fn& fn) {
+  switch (activation) {
+    case Activation::none:
+      return fn(std::integral_constant<Activation, Activation::none>());
+    case Activation::relu:
+      return fn(std::integral_constant<Activation, Activation::relu>());
+    case Activation::gelu_tanh:
+      return fn(std::integral_constant<Activation, Activation::gelu_tanh>());
+    case Activation::gelu_erf:
+      return fn(std::integral_constant<Activation, Activation::gelu_erf>());
+    case Activation::silu:
+      return fn(std::integral_constant<Activation, Activation::silu>());
+  }
+  TORCH_INTERNAL_ASSERT(false, "no activation");
 }
 
 }  // namespace fused

@@ -13,80 +13,24 @@ namespace {
 
 using Kernel = cudaError_t (*)(const Product&);
 
-template <Type type>
-Kernel forward_of(Activation activation, bool aux) {
-  switch (activation) {
-    case Activation::relu:
-      return aux ? nullptr : forward<type, Activation::relu, false>;
-    case Activation::gelu_tanh:
-      return aux ? forward<type, Activation::gelu_tanh, true>
-                 : forward<type, Activation::gelu_tanh, false>;
-    case Activation::gelu_erf:
-      return aux ? forward<type, Activation::gelu_erf, true>
-                 : forward<type, Activation::gelu_erf, false>;
-    case Activation::silu:
-      return aux ? forward<type, Activation::silu, true> : forward<type, Activation::silu, false>;
-    case Activation::none:
-      break;
-  }
-  return nullptr;
-}
-
-template <Type type>
-Kernel backward_of(Activation activation) {
-  switch (activation) {
-    case Activation::relu:
-      return backward<type, Activation::relu>;
-    case Activation::gelu_tanh:
-      return backward<type, Activation::gelu_tanh>;
-    case Activation::gelu_erf:
-      return backward<type, Activation::gelu_erf>;
-    case Activation::silu:
-      return backward<type, Activation::silu>;
-    case Activation::none:
-      break;
-  }
-  return nullptr;
-}
-
-template <Type type>
-Kernel gating_of(Activation activation) {
-  switch (activation) {
-    case Activation::gelu_tanh:
-      return gating<type, Activation::gelu_tanh>;
-    case Activation::gelu_erf:
-      return gating<type, Activation::gelu_erf>;
-    case Activation::silu:
-      return gating<type, Activation::silu>;
-    case Activation::relu:
-    case Activation::none:
-      break;
-  }
-  return nullptr;
-}
-
-template <Type type>
-Kernel glu_of(Activation activation) {
-  switch (activation) {
-    case Activation::gelu_tanh:
-      return glu<type, Activation::gelu_tanh>;
-    case Activation::gelu_erf:
-      return glu<type, Activation::gelu_erf>;
-    case Activation::silu:
-      return glu<type, Activation::silu>;
-    case Activation::relu:
-    case Activation::none:
-      break;
-  }
-  return nullptr;
-}
-
+// ReLU is made of its output: no pre-activation is stored for it, and as a gate it is left to
+// others.
 template <Type type>
 Kernel kernel_of(const PassProblem& p) {
-  if (p.pass == Pass::gating) return gating_of<type>(p.activation);
-  if (p.pass == Pass::glu) return glu_of<type>(p.activation);
-  return p.pass == Pass::fprop ? forward_of<type>(p.activation, p.aux)
-                               : backward_of<type>(p.activation);
+  return with_activation(p.activation, [&p](auto constant) -> Kernel {
+    constexpr Activation activation = constant;
+    if constexpr (activation != Activation::none) {
+      constexpr bool is_relu = activation == Activation::relu;
+      if (p.pass == Pass::dgrad) return backward<type, activation>;
+      if (p.pass == Pass::fprop && !p.aux) return forward<type, activation, false>;
+      if constexpr (!is_relu) {
+        if (p.pass == Pass::fprop) return forward<type, activation, true>;
+        if (p.pass == Pass::gating) return gating<type, activation>;
+        if (p.pass == Pass::glu) return glu<type, activation>;
+      }
+    }
+    return nullptr;
+  });
 }
 
 }  // namespace

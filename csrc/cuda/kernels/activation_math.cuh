@@ -181,24 +181,6 @@ __device__ inline A activation_gradient(A grad, A saved) {
   return grad;
 }
 
-// fn(std::integral_constant<Activation, activation>()): the activation as a constant.
-template <typename Fn>
-auto with_activation(Activation activation, const Fn& fn) {
-  switch (activation) {
-    case Activation::none:
-      return fn(std::integral_constant<Activation, Activation::none>());
-    case Activation::relu:
-      return fn(std::integral_constant<Activation, Activation::relu>());
-    case Activation::gelu_tanh:
-      return fn(std::integral_constant<Activation, Activation::gelu_tanh>());
-    case Activation::gelu_erf:
-      return fn(std::integral_constant<Activation, Activation::gelu_erf>());
-    case Activation::silu:
-      return fn(std::integral_constant<Activation, Activation::silu>());
-  }
-  TORCH_INTERNAL_ASSERT(false, "no activation");
-}
-
 // Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.
 constexpr int block_threads = 256;
 
