@@ -47,10 +47,9 @@ inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
   if (size_of(p.type) != 2) return "not of 16 bits";
   if (p.transpose_b || p.transpose_a != is_forward(pass)) return "a transposed operand";
   if (pass == Pass::glu && p.n < least_tokens_of_glu) return "few tokens";
-  constexpr int64_t unit = 8;             // elements of 16 bytes, in which the hardware copies
-  constexpr uint8_t alignment_of_16 = 4;  // as a power of two
+  constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
   const auto fits = [](int64_t extent) { return extent % unit == 0; };
-  const auto aligned = [](uint8_t power) { return power >= alignment_of_16; };
+  constexpr auto aligned = is_aligned_to_16_bytes;
   if (!fits(p.m) || !fits(p.k)) return "features that are no multiple of 8";
   if (!fits(p.lda) || !fits(p.ldb) || !fits(p.ldd) || (aux && !fits(p.ld_aux)) ||
       !aligned(p.align_a) || !aligned(p.align_b) || !aligned(p.align_d) ||

@@ -75,6 +75,11 @@ inline uint8_t alignment_class(const void* pointer) {
   return power;
 }
 
+// Of an address of that class, at least.
+inline constexpr bool is_aligned_to_16_bytes(uint8_t alignment_class) {
+  return alignment_class >= 4;
+}
+
 struct Problem {
   int device = 0;
   int arch = 0;  // compute capability, 90 for 9.0
@@ -150,7 +155,7 @@ inline const char* refusal(const Problem& p, size_t library_version) {
     const int64_t multiple = has_relu_mask(p.epilogue) ? 128 : 8;
     if (p.ld_aux < p.m || p.ld_aux % multiple != 0) return "the aux rows are not padded";
     // 16-byte rows need a 16-byte base; the library does not check it.
-    if (p.align_aux < 4) return "the aux buffer is not aligned to 16 bytes";
+    if (!is_aligned_to_16_bytes(p.align_aux)) return "the aux buffer is not aligned to 16 bytes";
   }
   return nullptr;
 }

@@ -108,10 +108,9 @@ bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
 
 // Whether every kernel of the library can read all rows, some of them 16 bytes at a time.
 bool is_aligned_for_all(const Problem& p) {
-  constexpr uint8_t of_16_bytes = 4;
   const auto even = [&p](int64_t ld) { return ld * size_of(p.type) % 16 == 0; };
-  return std::min({p.align_a, p.align_b, p.align_d, p.align_bias, p.align_aux}) >= of_16_bytes &&
-         even(p.lda) && even(p.ldb) && even(p.ldd);
+  const auto worst = std::min({p.align_a, p.align_b, p.align_d, p.align_bias, p.align_aux});
+  return gemm::is_aligned_to_16_bytes(worst) && even(p.lda) && even(p.ldb) && even(p.ldd);
 }
 
 }  // namespace

@@ -66,10 +66,9 @@ Matrix transposed(const Matrix& matrix) {
 
 Tensor bias_for_epilogue(const std::optional<Tensor>& bias) {
   if (!bias || !bias->defined()) return {};
-  constexpr uint8_t of_16_bytes = 4;
   auto dense = bias->contiguous();
-  const bool aligned = gemm::alignment_class(dense.const_data_ptr()) >= of_16_bytes;
-  return aligned ? dense : dense.clone();
+  const auto alignment = gemm::alignment_class(dense.const_data_ptr());
+  return gemm::is_aligned_to_16_bytes(alignment) ? dense : dense.clone();
 }
 
 void complete(PassCall& call, gemm::Type type, int device) {
