@@ -17,6 +17,11 @@ namespace {
 
 using S = Shapes<Allocator>;
 
+// What lies so many bytes behind; behind nothing is nothing.
+void* behind(void* data, int64_t bytes) {
+  return data == nullptr ? nullptr : static_cast<char*>(data) + bytes;
+}
+
 // The pre-activations as rows, of two tensors or of one tensor's halves.
 struct Halves {
   Operand gate, up;
@@ -29,7 +34,7 @@ struct Halves {
     auto& matrix = gate.matrix;
     matrix.cols /= 2;
     up.matrix = matrix;
-    up.matrix.data = static_cast<char*>(matrix.data) + matrix.cols * gate_z.element_size();
+    up.matrix.data = behind(matrix.data, matrix.cols * gate_z.element_size());
   }
 
   void describe(kernels::Gating& args, Activation activation, const Tensor& like) const {
@@ -68,9 +73,7 @@ struct Glu : reference::Glu {
       return std::nullopt;
     }
     const int64_t rows = left.matrix.rows, features = first.rows / (stacked ? 2 : 1);
-    const auto half_after = [&](void* data, int64_t elements) {
-      return data == nullptr ? data : static_cast<char*>(data) + elements * element;
-    };
+    const int64_t half = features * element;  // bytes
     const auto bias = bias_for_epilogue(gate_bias), bias_of_up = bias_for_epilogue(up_bias);
     const auto hidden = S::rows(input, features);
     const auto gate_z = keeps ? S::rows(input, first.rows) : S::unwanted(input);
@@ -80,10 +83,9 @@ struct Glu : reference::Glu {
     call.right.cols = features;
     call.result = {rows, features, features, false, hidden.data_ptr()};
     if (keeps) call.aux = {rows, features, first.rows, false, gate_z.data_ptr()};
-    call.up = stacked
-                  ? gemm::Up{half_after(first.data, features * first.ld), first.ld,
-                             half_after(call.bias, features), half_after(call.aux.data, features)}
-                  : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
+    call.up = stacked ? gemm::Up{behind(first.data, half * first.ld), first.ld,
+                                 behind(call.bias, half), behind(call.aux.data, half)}
+                      : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
     call.problem.pass = Pass::glu;
     call.problem.activation = activation;
     call.problem.aux = keeps;
@@ -139,11 +141,8 @@ struct Glu : reference::Glu {
     args.grad_gate = data_of(grad_gate), args.gate_sums = data_of(gate_sums);
     args.grad_up = data_of(grad_up), args.up_sums = data_of(up_sums);
     if (!apart) {
-      const auto second = [&](void* both) {
-        return both == nullptr ? nullptr
-                               : static_cast<char*>(both) + features * step.gate.element_size();
-      };
-      args.grad_up = second(args.grad_gate), args.up_sums = second(args.gate_sums);
+      const int64_t half = features * step.gate.element_size();
+      args.grad_up = behind(args.grad_gate, half), args.up_sums = behind(args.gate_sums, half);
     }
     gating_pass(args);
     return {grad_gate, grad_up, gate_sums, up_sums, hidden};
@@ -160,9 +159,8 @@ struct Glu : reference::Glu {
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
     // No part of a plan's key: always as our vectors and the hardware's copies want it.
-    constexpr uint8_t of_16_bytes = 4;
-    if (gemm::alignment_class(up.data) < of_16_bytes || up.ld * element % 16 != 0 ||
-        gate.cols * element % 16 != 0) {
+    if (!gemm::is_aligned_to_16_bytes(gemm::alignment_class(up.data)) ||
+        up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
       return std::nullopt;
     }
     const auto grad_gate = S::grad_input(step.gate, true);
@@ -176,10 +174,9 @@ struct Glu : reference::Glu {
     call.problem.activation = step.activation;
     call.problem.literal = policy() == Policy::cublaslt;
     call.result = {gate.rows, gate.cols, step.gate.size(-1), false, grad_gate.data_ptr()};
-    call.gating = {
-        up.data, up.ld,
-        apart ? grad_up.data_ptr() : static_cast<char*>(call.result.data) + gate.cols * element,
-        data_of(hidden)};
+    call.gating = {up.data, up.ld,
+                   apart ? grad_up.data_ptr() : behind(call.result.data, gate.cols * element),
+                   data_of(hidden)};
     complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
     if (!run(call)) return std::nullopt;
     return {{grad_gate, grad_up, none(), none(), hidden}};

@@ -1,6 +1,7 @@
 #include "dispatch/gated.h"
 
 #include "core/memory.h"
+#include "gemm/hopper.h"
 #include "reference/gated.h"
 
 namespace fused::dispatch {
@@ -21,9 +22,8 @@ namespace {
 // which few tokens leave none; one that is traced may be run with more.
 bool may_be_whole(const Tensor& input) {
   if (at::isTensorSubclassLike(input)) return true;
-  constexpr int64_t few_tokens = 256;
   return input.is_cuda() && input.element_size() == 2 && input.dim() > 0 &&
-         input.numel() >= few_tokens * input.size(-1);
+         input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
 }
 
 GatedForward whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {

@@ -30,12 +30,16 @@ struct GluKernels {
     constexpr auto op = "_linear_glu_aux";
     const gated::Layer layer{input, gate, up, gate_bias, up_bias};
     gated::check(op, layer);
-    if constexpr (requires { Backend::linear_glu(layer, activation, keeps); }) {
-      if (policy() != Policy::eager && Backend::is_usable(input) && !gated::objection(layer, {})) {
+    const auto whole = [&](auto w) -> std::optional<Triple> {
+      using Way = decltype(w);
+      if constexpr (requires { Way::linear_glu(layer, activation, keeps); }) {
+        if (gated::objection(layer, {})) return std::nullopt;
         gated::check_devices(op, layer, {});
-        if (auto done = Backend::linear_glu(layer, activation, keeps)) return std::move(*done);
+        return Way::linear_glu(layer, activation, keeps);
       }
-    }
+      return std::nullopt;
+    };
+    if (auto done = under_policy<Backend, reference::Glu>(input, whole)) return std::move(*done);
     auto [hidden, gate_z, up_z] = products_and_glu(layer, activation, keeps);
     const auto or_none = [&](Tensor& z) {
       return z.defined() ? std::move(z) : at::empty_symint({0}, input.options());

@@ -83,9 +83,9 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
 
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream) {
   const auto& p = call.problem;
-  if (needs_preactivations(call, *plan.strategy)) {
-    const Workspace memory(bytes_of_preactivations(call));
-    return execute(with_preactivations(call, memory.data()), plan, workspace, stream);
+  if (const auto bytes = missing_preactivations(call, *plan.strategy); bytes > 0) {
+    const Workspace memory(bytes);
+    return execute(with_preactivations(call, memory.data(), bytes), plan, workspace, stream);
   }
   const auto type = p.matmul.type;
   const bool active = p.activation != Activation::none;

@@ -15,21 +15,27 @@ Tensor values_of(const PassCall& call, const void* data, int64_t ld) {
   return as_tensor(call, const_cast<void*>(data), {call.result.rows, call.result.cols}, {ld, 1});
 }
 
+// What both of our kernels read.
+void describe(kernels::Gating& args, const PassCall& call, const void* up, int64_t ld_up) {
+  args.activation = call.problem.activation;
+  args.type = call.problem.matmul.type;
+  args.rows = call.result.rows, args.cols = call.result.cols;
+  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
+  args.up = up, args.ld_up = ld_up;
+}
+
 }  // namespace
 
-bool needs_preactivations(const PassCall& call, const Strategy& strategy) {
-  return call.problem.pass == Pass::glu && call.aux.data == nullptr &&
-         gemm::has_step(strategy, Step::matmul_up);
+int64_t missing_preactivations(const PassCall& call, const Strategy& strategy) {
+  const bool missing = call.problem.pass == Pass::glu && call.aux.data == nullptr &&
+                       gemm::has_step(strategy, Step::matmul_up);
+  return missing ? 2 * call.result.rows * call.result.cols * size_of(call.problem.matmul.type) : 0;
 }
 
-int64_t bytes_of_preactivations(const PassCall& call) {
-  return 2 * call.result.rows * call.result.cols * size_of(call.problem.matmul.type);
-}
-
-PassCall with_preactivations(const PassCall& call, void* memory) {
+PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes) {
   PassCall own = call;
   own.aux = {call.result.rows, call.result.cols, call.result.cols, false, memory};
-  own.up.preactivation = static_cast<char*>(memory) + bytes_of_preactivations(call) / 2;
+  own.up.preactivation = static_cast<char*>(memory) + bytes / 2;
   return own;
 }
 
@@ -43,11 +49,7 @@ PassCall of_up(const PassCall& call) {
 
 void own_glu(const PassCall& call) {
   kernels::Gating args;
-  args.activation = call.problem.activation;
-  args.type = call.problem.matmul.type;
-  args.rows = call.result.rows, args.cols = call.result.cols;
-  args.gate = call.aux.data, args.up = call.up.preactivation;
-  args.ld_gate = args.ld_up = call.aux.ld;
+  describe(args, call, call.up.preactivation, call.aux.ld);
   args.hidden = call.result.data;
   explain::append("own gating kernel");
   kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
@@ -63,12 +65,8 @@ void aten_glu(const PassCall& call) {
 
 void own_gating(const PassCall& call) {
   kernels::GatingBackward args;
-  args.activation = call.problem.activation;
-  args.type = call.problem.matmul.type;
-  args.rows = call.result.rows, args.cols = call.result.cols;
+  describe(args, call, call.gating.up, call.gating.ld_up);
   args.grad = call.result.data, args.ld_grad = call.result.ld;
-  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
-  args.up = call.gating.up, args.ld_up = call.gating.ld_up;
   args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
   args.ld_result = call.result.ld;
   args.hidden = call.gating.hidden;

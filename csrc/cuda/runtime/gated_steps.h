@@ -7,10 +7,10 @@
 
 namespace fused::cuda {
 
-// Pre-activations that nobody keeps have to be somewhere between two steps.
-bool needs_preactivations(const PassCall& call, const Strategy& strategy);
-int64_t bytes_of_preactivations(const PassCall& call);
-PassCall with_preactivations(const PassCall& call, void* memory);
+// Pre-activations that nobody keeps have to be somewhere between two steps: how much they take, or
+// 0 where none are needed, and the call with them.
+int64_t missing_preactivations(const PassCall& call, const Strategy& strategy);
+PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes);
 
 // The call of up's product, whose pre-activation is its aux as gate's is of `call`.
 PassCall of_up(const PassCall& call);
