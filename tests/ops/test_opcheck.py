@@ -28,12 +28,12 @@ ALL_OPS = [
     "_glu_backward",
 ]
 FORWARD, GATED = ALL_OPS[:7], ALL_OPS[10:]
+SHAPES = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]  # leading, in, out
 
 
 def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=False):
     """(args, kwargs) of an operator: no bias, N-D, odd and even widths, each form of saved."""
-    shapes = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]
-    for (lead, i, o), layout in itertools.product(shapes, layouts):
+    for (lead, i, o), layout in itertools.product(SHAPES, layouts):
         case = random_case(lead, i, o, dtype, device)
         x, g = (ND_LAYOUTS[layout](t) if lead else t for t in (case.x, case.g))
         w, b = case.w, case.b
@@ -111,10 +111,13 @@ def op_of(name):
 def test_opcheck(name, grad, device):
     """Schema (no aliasing, no mutation), autograd registration, fake tensors, and tracing with
     dynamic shapes through AOTAutograd, forward and backward."""
-    for k, (args, kwargs) in enumerate(samples(name, device, grad=grad)):
+    given = list(samples(name, device, grad=grad))
+    forms = len(given) // len(SHAPES)
+    for k, (args, kwargs) in enumerate(given):
         tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        # tracing takes a second: a third of the samples, which still has every form once
-        if k % 3 == 0:
+        # tracing takes a second: a third of the samples, and every form once, shape after shape
+        shape, form = divmod(k, forms)
+        if k % 3 == 0 or form % len(SHAPES) == shape:
             tests.append("test_aot_dispatch_dynamic")
         torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
 
