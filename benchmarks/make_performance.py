@@ -21,8 +21,10 @@ from make_table import Numbers, Result, by_machine, duration, rewrite, shape, ta
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("performance.md", "memory.md", "cpu.md", "distributed.md", "hopper.md", "gated.md")
-PAGES += ("plans.md",)
+PAGES = (
+    *("performance.md", "memory.md", "cpu.md", "distributed.md"),
+    *("hopper.md", "gated.md", "plans.md"),
+)
 FIGURE = DOCS / "figures" / "when_fusing_helps.png"
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
