@@ -11,6 +11,7 @@ sizes follows. Needs a GPU.
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -70,6 +71,40 @@ def in_own_process(program, contender):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def result(program, mode, rounds):
+    """As the benchmark suite's files have them."""
+    quartiles = {
+        name: statistics.quantiles([r[name] for r in rounds], n=4, method="inclusive")
+        if len(rounds) > 1
+        else 3 * [rounds[0][name]]
+        for name in ("ours", "eager")
+    }
+    numbers = {
+        name: {"median": middle, "q1": low, "q3": high, "rounds": len(rounds), "calls": 1}
+        for name, (low, middle, high) in quartiles.items()
+    }
+    case = {"suite": "cold-start", "program": program, "mode": mode}
+    return {"case": case, "unit": "s", "numbers": numbers}
+
+
+def describe(result):
+    case, ours, eager = result["case"], *(result["numbers"][n] for n in ("ours", "eager"))
+    times = eager["median"] / ours["median"]
+    return (
+        f"{case['program']}, {case['mode']}: ours {ours['median']:.3f} s, "
+        f"eager {eager['median']:.3f} s, {times:.2f} times"
+    )
+
+
+def save(path, results):
+    import torch
+
+    from torch_fused_linear.bench import machine
+
+    header = machine.header(torch.device("cuda"), sys.argv[1:])
+    path.write_text(json.dumps({"header": header, "results": results}, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="a file for the numbers")
@@ -79,21 +114,17 @@ def main():
     if arguments.one:
         print(json.dumps(run(*arguments.one)))
         return
-    results = {}
+    results = []
     for program in PROGRAMS:
         rounds = [
-            {name: in_own_process(program, name) for name in ("eager", "fused")}
+            {"eager": in_own_process(program, "eager"), "ours": in_own_process(program, "fused")}
             for _ in range(arguments.repeats)
         ]
-        results[program] = rounds
-        for index, which in enumerate(("first", "second")):
-            ratios = [r["eager"][index] / r["fused"][index] for r in rounds]
-            shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            seconds = rounds[0]["eager"][index]
-            print(f"{program}: {which} pass, eager's time over ours: {shown} ({seconds:.3f} s)")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(results, file, indent=1)
+        for index, mode in enumerate(("first pass", "second pass")):
+            results.append(result(program, mode, [{n: r[n][index] for n in r} for r in rounds]))
+            print(describe(results[-1]), flush=True)
+        if arguments.json:
+            save(Path(arguments.json), results)
 
 
 if __name__ == "__main__":

@@ -168,17 +168,31 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     cases = find(results, suite=suite)
     cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["tokens"]))
     heads = {"ours": "ours", "eager": "eager", "mm": "mm", "compile": "compile"}
-    heads |= {"liger": "Liger", "quack": "QuACK"}
+    heads |= {"liger": "Liger", "quack": "QuACK"}  # and tuned, in the same column
     if suite == "gated-memory":
         heads = {"low": "low", **heads}
     names = [n for n in heads if any(n in r.get("numbers", {}) for r in cases)]
     rows = []
     for result in cases:
         case, numbers = result["case"], result.get("numbers", {})
-        row = [f"{shape(case)} {case['mode']}", str(case["tokens"])]
+        row = [f"{shape(case)} {case['mode']}, T={case['tokens']}"]
         row += [f"{numbers[n]['median']:.0f}" if n in numbers else "" for n in names]
+        if "quack-tuned" in numbers:
+            row[-1] += f" / {numbers['quack-tuned']['median']:.0f}"
         rows.append([*row, times(numbers)])
-    return table(["", "T", *(heads[n] for n in names), "times"], rows, words=1)
+    return table(["", *(heads[n] for n in names), "times"], rows, words=1)
+
+
+def beside_other_libraries(results: Sequence[Result]) -> list[str]:
+    names = {"ours": "layers", "mlp": "`FusedMLP`", "eager": "eager", "mm": "mm", "quack": "QuACK"}
+    rows = []
+    for result in find(results, suite="rivals", mode="step"):
+        case, numbers = result["case"], result["numbers"]
+        times = numbers["quack"]["median"] / min(numbers[n]["median"] for n in ("ours", "mlp"))
+        row = [f"{shape(case)}, T={case['tokens']}", case["activation"]]
+        row += [duration(numbers[n]["median"]) for n in names]
+        rows.append([*row, f"{times:.2f}"])
+    return table(["block", "", *names.values(), "times"], rows, words=2)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:
@@ -237,6 +251,15 @@ def first_calls(results: Sequence[Result]) -> list[str]:
     return table(["", "problems", "median", "90 %", "the worst", "limit"], rows, words=1)
 
 
+def cold_start(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for result in find(results, suite="cold-start"):
+        case, numbers = result["case"], result["numbers"]
+        seconds = [f"{numbers[name]['median']:.3f}" for name in ("ours", "eager")]
+        rows.append([case["program"], case["mode"], *seconds, times(numbers)])
+    return table(["program", "", "ours, s", "eager, s", "times"], rows, words=2)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
@@ -250,12 +273,14 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, packed": partial(on_a_cpu, "forward", "packed"),
     "on a CPU, step": partial(on_a_cpu, "step", "ours"),
     "on a CPU, compiled": cpu_compiled,
+    "beside other libraries": beside_other_libraries,
     "gated blocks": partial(gated_blocks, "gated"),
     "calls of gated blocks": partial(gated_blocks, "gated-host"),
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,
     "own products": own_products,
     "first calls": first_calls,
+    "cold start": cold_start,
 }
 
 

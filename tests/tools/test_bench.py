@@ -17,7 +17,7 @@ pytest.importorskip("tqdm")
 
 from bench_records import ROOT, STEP, record_of
 
-from torch_fused_linear.bench import contenders, operands, results, timing, traffic
+from torch_fused_linear.bench import contenders, gated, operands, results, rivals, timing, traffic
 from torch_fused_linear.bench.__main__ import main, parse
 from torch_fused_linear.bench.cases import SUITES, Case, cases_of
 from torch_fused_linear.bench.results import Record
@@ -425,7 +425,8 @@ def test_every_suite_runs_on_a_gpu(tmp_path):
     for record in records:
         if record.case.model and importlib.util.find_spec("transformers") is None:
             continue
-        assert not record.failed
+        not_here = {n for n, why in record.failed.items() if "ModuleNotFoundError" in why}
+        assert set(record.failed) <= not_here & {*rivals.BLOCKS, *gated.OTHERS}
         assert record.unit in ("MiB", "B") or all(record.kernels.values())
 
 

@@ -49,6 +49,7 @@ class Settings:
     threads: int | None
     dtypes: list[str] | None
     baselines: list[str]
+    without: list[str]
     only: list[str]
     seconds: float | None
     quick: bool
@@ -65,7 +66,8 @@ class Settings:
     def names(self, suite: str) -> list[str]:
         """The contenders of `suite`, in the order of the table's columns."""
         wanted = {*SUITES[suite].baselines, *self.baselines}
-        return [*SUITES[suite].ours, *(name for name in BASELINES if name in wanted)]
+        names = [*SUITES[suite].ours, *(name for name in BASELINES if name in wanted)]
+        return [name for name in names if name not in self.without]
 
     def entrants(self, case: Case) -> list[str]:
         compiles = self.compile_all or worth_compiling(case)
@@ -109,6 +111,14 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         help=f"measure these too; default: each suite's own; there are {', '.join(BASELINES)}",
     )
     add(
+        "--without",
+        nargs="+",
+        choices=sorted({*BASELINES, *(name for s in SUITES.values() for name in s.ours)}),
+        default=[],
+        metavar="NAME",
+        help="leave these out, such as compile, which takes long; default: none",
+    )
+    add(
         "--compile-all",
         action="store_true",
         help="run the torch.compile baselines for every case, not for chosen ones",
@@ -145,6 +155,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
             threads=given.threads,
             dtypes=given.dtypes,
             baselines=given.baselines,
+            without=given.without,
             only=given.only,
             seconds=given.seconds_per_case,
             quick=given.quick,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,13 +62,14 @@ def liger(layers: Sequence[nn.Linear]) -> nn.Module:
     return block
 
 
-def quack(layers: Sequence[nn.Linear]) -> nn.Module:
-    """With weights of its own: the rows of gate and up take turns in one."""
+def quack(layers: Sequence[nn.Linear], tuned: bool) -> nn.Module:
+    """With weights of its own: the rows of gate and up take turns in one; `tuned`: as in rivals."""
     from quack.mlp import MLP
 
     gate, up, down = (layer.weight.detach() for layer in layers)
     sizes = (gate.shape[1], gate.shape[0], down.shape[0])
-    block = MLP(*sizes, activation="swiglu", device=gate.device, dtype=gate.dtype)
+    options = {"device": gate.device, "dtype": gate.dtype, "tuned": tuned}
+    block = MLP(*sizes, activation="swiglu", **options)
     with torch.no_grad():
         block.fc1.weight.copy_(torch.stack([gate, up], 1).flatten(0, 1))
         block.fc2.weight.copy_(down)
@@ -80,9 +82,10 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear]], nn.Module]] = {
     "fused": fused,
     "eager": Block,
     "liger": liger,
-    "quack": quack,
+    "quack": partial(quack, tuned=False),
+    "quack-tuned": partial(quack, tuned=True),
 }
-OTHERS = ("liger", "quack")  # which need a GPU
+OTHERS = ("liger", "quack", "quack-tuned")  # which need a GPU
 
 
 def products(layers: Sequence[nn.Linear], x: Tensor, grad: Tensor, backward: bool) -> Callable:

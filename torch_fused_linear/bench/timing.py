@@ -24,7 +24,7 @@ Clock = Callable[[Call, int], float]  # seconds that so many calls take
 # Long enough that starting to launch into an idle GPU, some 10 us, is below 1 %.
 BATCH_SECONDS = 3e-3
 MIN_CALLS, MAX_CALLS = 3, 2000
-MIN_ROUNDS, MAX_ROUNDS = 5, 41
+MIN_ROUNDS, MAX_ROUNDS = 9, 41
 
 
 @dataclass(frozen=True)

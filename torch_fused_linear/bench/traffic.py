@@ -73,16 +73,21 @@ def activation_contender(name: str, case: Case, device: torch.device) -> tuple[C
 def saved_bytes(compute: Callable[[], Tensor], device: torch.device) -> int:
     """What is left of the memory that `compute` has taken when its output is let go and its graph
     is not. Asking hooks for what they are given would change what layers of low memory keep."""
-    compute()  # workspaces are taken once and kept
+
+    def graph_of(output: Tensor) -> object:
+        """Of a sum: the node of a Python function lets go of what it keeps with its output."""
+        return output.sum().grad_fn
+
+    graph_of(compute())  # workspaces are taken once and kept
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
-        graph = compute().grad_fn
+        graph = graph_of(compute())
         left = torch.cuda.memory_allocated(device) - before
         del graph
         return left
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
-        graph = compute().grad_fn
+        graph = graph_of(compute())
     del graph
     return sum(event.self_cpu_memory_usage for event in profile.key_averages())
 
