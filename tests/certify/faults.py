@@ -39,7 +39,9 @@ CLEAR = {
     "cudnnBackendFinalize": ("cudnn", "cuDNN", "CUDNN", "engine"),
 }
 OCCURRENCES = 30  # of one call in one case
-REPEATED = 10  # to see a leak
+# To see a leak: failing calls, and in each further window as many as before it, so that a list that
+# doubles grows in each. A cache that grows now and then does not.
+WARM, WINDOWS = 5, (5, 10, 20, 40)
 LEAK = 512  # bytes a call: what Python and the allocator keep on their own is less
 
 
@@ -111,9 +113,10 @@ class Trial:
             nth = 0
             while nth < OCCURRENCES and self.fault(name, nth + 1, judge, found):
                 nth += 1
-            if nth and (lost := self.leaked(name, 1 + unit % nth, case)) > LEAK:
+            if nth and (lost := self.leaked(name, 1 + unit % nth, case)):
                 where = f"{name} failed at call {1 + unit % nth}"
-                found["failures"].append(f"{where}: {lost:.0f} bytes are lost each time in {case}")
+                words = ", ".join(f"{size:.0f} bytes of {kind}" for kind, size in lost.items())
+                found["failures"].append(f"{where}: {words} are lost each time in {case}")
         return found
 
     def verdict(self, found: Found) -> list[str]:
@@ -152,22 +155,25 @@ class Trial:
             self.reached = self.shim.faults_disarm() >= nth
         return error, results
 
-    def leaked(self, name: str, nth: int, case: fuzz_cases.Case) -> float:
-        """Bytes lost by each of many failing calls."""
+    def leaked(self, name: str, nth: int, case: fuzz_cases.Case) -> dict[str, float]:
+        """Bytes lost by each of many failing calls, by the memory that loses them."""
 
         def many(times: int) -> None:
             for _ in range(times):
                 self.run(name, nth, case)
             gc.collect()
 
-        many(3)
-        before = memory(self.device)
-        many(REPEATED)
-        if (memory(self.device) - before) / REPEATED <= LEAK:
-            return 0.0
-        before = memory(self.device)  # caches that had to grow have grown
-        many(3 * REPEATED)
-        return (memory(self.device) - before) / (3 * REPEATED)
+        many(WARM)
+        least: dict[str, float] = {}
+        for times in WINDOWS:
+            before = memory(self.device)
+            many(times)
+            now = memory(self.device)
+            grown = {kind: (now[kind] - before[kind]) / times for kind in now}
+            least = {kind: min(least.get(kind, g), g) for kind, g in grown.items()}
+            if max(least.values()) <= LEAK:
+                return {}
+        return {kind: g for kind, g in least.items() if g > LEAK}
 
 
 class Judge:
@@ -210,10 +216,10 @@ class MallInfo(ctypes.Structure):
     )
 
 
-def memory(device: str) -> int:
+def memory(device: str) -> dict[str, int]:
     """Bytes in use: of malloc, and of the GPU's allocator."""
     asked = ctypes.CDLL(None).mallinfo2
     asked.restype = MallInfo
     info = asked()
     on_gpu = torch.cuda.memory_allocated() if device == "cuda" else 0
-    return info.uordblks + info.hblkhd + on_gpu
+    return {"the CPU": info.uordblks + info.hblkhd, "the GPU": on_gpu}

@@ -18,7 +18,8 @@ ENDED_BY_IT = 77  # the status that compute-sanitizer gives where it has found s
 
 
 def tools(device: str) -> tuple[str, ...]:
-    return COMPILERS if device == "cpu" else (*COMPILERS, *CUDA)
+    """Those of the GPU first: `--count 4` is these alone."""
+    return COMPILERS if device == "cpu" else (*CUDA, *COMPILERS)
 
 
 class Trial:

@@ -85,11 +85,35 @@ def unclear(y):
 
 
 @pytest.mark.parametrize(
+    ("grows", "is_leak"),
+    [
+        (lambda calls: 600, True),
+        (lambda calls: 100_000 if calls & (calls - 1) == 0 else 0, True),  # a list that doubles
+        (lambda calls: 300_000 if calls in (9, 30) else 0, False),  # a cache, twice
+        (lambda calls: 400, False),
+    ],
+    ids=["each time", "by doubling", "now and then", "little"],
+)
+def test_a_leak_is_what_grows_all_the_time(grows, is_leak, monkeypatch):
+    monkeypatch.setattr(faults, "preloaded", Shim)
+    trial = faults.Trial("cpu", measured=False)
+    used = {"calls": 0, "bytes": 0}
+
+    def failing_call(*arguments):
+        used["calls"] += 1
+        used["bytes"] += grows(used["calls"])
+
+    monkeypatch.setattr(trial, "run", failing_call)
+    monkeypatch.setattr(faults, "memory", lambda device: {"the CPU": used["bytes"], "the GPU": 0})
+    assert bool(trial.leaked("malloc", 1, None)) == is_leak
+
+
+@pytest.mark.parametrize(
     "on_failure, words",
     [
         (lambda y: y * 1.5, "wrong: error"),
         (unclear, "the error is not clear: 'RuntimeError: something else'"),
-        (keeps, "bytes are lost each time"),
+        (keeps, "bytes of the CPU are lost each time"),
         (Broken(), "the next call: output is wrong"),
         (None, None),
     ],
