@@ -87,23 +87,24 @@ def unclear(y):
 @pytest.mark.parametrize(
     ("grows", "is_leak"),
     [
-        (lambda calls: 600, True),
-        (lambda calls: 100_000 if calls & (calls - 1) == 0 else 0, True),  # a list that doubles
-        (lambda calls: 300_000 if calls in (9, 30) else 0, False),  # a cache, twice
-        (lambda calls: 400, False),
+        (lambda failed, calls: 600 * failed, True),
+        (lambda failed, calls: 1_000 * calls * failed * (calls & (calls - 1) == 0), True),
+        (lambda failed, calls: 300_000 * (calls in (9, 30)), False),
+        (lambda failed, calls: 600, False),
+        (lambda failed, calls: 400 * failed, False),
     ],
-    ids=["each time", "by doubling", "now and then", "little"],
+    ids=["each time", "a list that doubles", "now and then", "without a failure, too", "little"],
 )
-def test_a_leak_is_what_grows_all_the_time(grows, is_leak, monkeypatch):
-    monkeypatch.setattr(faults, "preloaded", Shim)
+def test_a_leak_is_what_only_failures_leave_behind(grows, is_leak, monkeypatch):
     trial = faults.Trial("cpu", measured=False)
-    used = {"calls": 0, "bytes": 0}
+    used = {True: 0, False: 0, "bytes": 0}
 
-    def failing_call(*arguments):
-        used["calls"] += 1
-        used["bytes"] += grows(used["calls"])
+    def call(name, nth, case):
+        fails = nth > 0
+        used[fails] += 1
+        used["bytes"] += grows(fails, used[fails])
 
-    monkeypatch.setattr(trial, "run", failing_call)
+    monkeypatch.setattr(trial, "run", call)
     monkeypatch.setattr(faults, "memory", lambda device: {"the CPU": used["bytes"], "the GPU": 0})
     assert bool(trial.leaked("malloc", 1, None)) == is_leak
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from fresh_process import LET_GO
 from helpers import (
     GELU_TANH,
     LINEAR,
@@ -94,7 +95,7 @@ def python(program, **env):
     here = os.path.dirname(__file__)
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", program, here],
+        [sys.executable, "-c", program + LET_GO, here],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path, **env},

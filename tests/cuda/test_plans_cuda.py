@@ -9,6 +9,7 @@ import threading
 import cpp_programs
 import pytest
 import torch
+from fresh_process import LET_GO
 from helpers import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, assert_contract, policy, random_case
 from plan_files import file_text
 from stacks import assert_same
@@ -265,9 +266,8 @@ print(tfl.plans.show())
 
 def run_step(target, **variables):
     environment = {**os.environ, "TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", STEP, str(target)], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-c", STEP + LET_GO, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, torch.load(target)
 

@@ -35,4 +35,11 @@ print("equal")
 
 LOAD_LIBRARY = f"torch.ops.load_library({str(LIBRARY)!r})"
 
+# The end of a program with a backward on a GPU: autograd's thread may still let go of tensors, and
+# where the interpreter is gone by then it ends the process, in plain torch, too.
+LET_GO = """
+import time
+time.sleep(0.2)
+"""
+
 IMPORTS = "import sys, torch"
