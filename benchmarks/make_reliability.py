@@ -50,7 +50,7 @@ def overview(records: Sequence[Record]) -> list[str]:
         wrong = r["failed"] + len(r["crashed"]) + len(r["verdict"])
         seconds = f"{r['seconds'] / 60:.0f} min"
         machine = f"{r['machine']}, torch {r['torch']}"
-        about = f"{how_often(r)}; seed {r['asked']['seed']}"
+        about = f"seed {r['asked']['seed']}: {how_often(r)}"
         rows.append([name, about, machine, r["date"][:10], tree(r), seconds, str(wrong)])
     return table(["part", "tried", "machine", "date", "tree", "took", "found wrong"], rows, words=6)
 

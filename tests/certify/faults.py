@@ -97,6 +97,8 @@ class Trial:
             self.shim.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long)
             self.shim.faults_disarm.restype = ctypes.c_long
         fuzz.Trial(device, measured)
+        gc.collect()
+        gc.freeze()  # collections look at what comes from now on
         self.device = device
         self.calls = CPU_CALLS if device == "cpu" else (*CPU_CALLS, *GPU_CALLS)
 

@@ -1,5 +1,6 @@
 """The faults in short, with the shim; and that what they would find is reported."""
 
+import gc
 import json
 
 import pytest
@@ -8,6 +9,12 @@ from helpers import one_thread  # noqa: F401
 
 from certify import faults, fuzz_cases, fuzz_operators
 from certify.test_record import certify
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
