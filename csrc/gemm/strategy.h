@@ -6,6 +6,7 @@
 
 #include "gemm/hopper.h"
 #include "gemm/problem.h"
+#include "gemm/small.h"
 
 #include <array>
 #include <bit>
@@ -13,19 +14,21 @@
 
 namespace fused::gemm {
 
-// Who does the matrix product; our own kernels are for Hopper GPUs.
+// Who does the matrix product; our own kernels are for Hopper GPUs, and for small networks.
 enum class Provider : uint8_t { cublaslt, own, aten };
 
 // What there is of them, in this build and on a device.
 struct Available {
   size_t cublaslt = 0;  // cublasLtGetVersion()
   bool hopper = false;
+  bool small = false;
 };
 
 enum class Step : uint8_t {
   none,
   matmul,           // the provider's, with the epilogue that the strategy fuses
   matmul_up,        // the same with a gated layer's other weight
+  own_small,        // all of the pass by one of our kernels for small networks
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass
   own_column_sum,   //
@@ -67,6 +70,7 @@ inline constexpr Strategy strategies[] = {
      true,
      {Step::matmul, Step::own_activation}},
     {Pass::fprop, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
+    {Pass::fprop, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
     {Pass::fprop,
      "aten",
      Provider::aten,
@@ -91,6 +95,7 @@ inline constexpr Strategy strategies[] = {
      false,
      {Step::matmul, Step::own_one_pass}},
     {Pass::dgrad, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
+    {Pass::dgrad, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
     {Pass::dgrad,
      "mm+one_pass",
      Provider::aten,
@@ -114,6 +119,7 @@ inline constexpr Strategy strategies[] = {
      false,
      false,
      {Step::matmul, Step::own_column_sum}},
+    {Pass::wgrad, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
     {Pass::wgrad,
      "mm+sum",
      Provider::aten,
@@ -253,12 +259,22 @@ inline const char* own_objection(const PassProblem& p) {
   return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || !is_forward(p.pass));
 }
 
+// The same of our kernels for small networks.
+inline const char* small_objection(const PassProblem& p) {
+  if (p.mask) return "a bit mask";
+  if (p.literal) return "the library's own epilogues are asked for";
+  return small::refusal(p.pass, p.matmul);
+}
+
 // Why the strategy is none for this problem, or nullptr.
 inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
   const bool active = p.activation != Activation::none;
   if (p.pass != s.pass) return "another pass";
   if (s.provider == Provider::own && has_step(s, Step::matmul)) {
     return available.hopper ? own_objection(p) : "no kernels of our own here";
+  }
+  if (has_step(s, Step::own_small)) {
+    return available.small ? small_objection(p) : "no kernels of our own here";
   }
   if (s.pass == Pass::fprop) {
     if (p.mask && !s.fuses_activation) return "only an epilogue writes a bit mask";

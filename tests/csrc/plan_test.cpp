@@ -71,7 +71,8 @@ void every_pass_has_one_fallback_and_one_eager() {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
-      EXPECT((s.steps.front() == Step::matmul) == (pass != Pass::activation));
+      const bool product = s.steps.front() == Step::matmul || s.steps.front() == Step::own_small;
+      EXPECT(product == (pass != Pass::activation));
       const bool both = s.role == Role::eager_fallback;
       fallbacks += both || s.role == Role::fallback;
       eagers += both || s.role == Role::eager;
@@ -198,6 +199,34 @@ void hopper_takes_what_the_hardware_can_copy() {
 }
 
 // As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
+void small_takes_small_problems() {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
+    auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
+    EXPECT(!applies(good, "small"));  // its tokens are many
+    tokens_of(good) = small::most_tokens;
+    EXPECT(applies(good, "small"));
+    EXPECT(objection(good, *find_strategy(pass, "small"), without_hopper) != nullptr);
+    const auto refused = [&good](auto change) {
+      auto p = good;
+      change(p);
+      return !applies(p, "small");
+    };
+    EXPECT(refused([](PassProblem& p) { ++tokens_of(p); }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.m = small::most_features + 1; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.m = 0; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = !p.matmul.transpose_b; }));
+    EXPECT(refused([](PassProblem& p) { p.mask = true; }));
+    EXPECT(refused([](PassProblem& p) { p.literal = true; }));
+    // Rows of any length, at any address, with and without a bias.
+    EXPECT(!refused([](PassProblem& p) {
+      p.bias = !p.bias;
+      p.matmul.m = 10, p.matmul.ldd = 11, p.matmul.lda = 1023, p.matmul.align_a = 1;
+    }));
+  }
+}
+
 void hopper_partial_sums_are_all_column_sums() {
   std::mt19937 random(1);
   for (const auto& [m, n] : {std::pair{8, 1}, {128, 128}, {136, 129}, {264, 1000}}) {
@@ -484,6 +513,7 @@ const Tests tests{
     {"what_may_be_done_where", what_may_be_done_where},
     {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
     {"hopper_takes_what_it_can_copy", hopper_takes_what_the_hardware_can_copy},
+    {"small_takes_small_problems", small_takes_small_problems},
     {"hopper_partial_sums", hopper_partial_sums_are_all_column_sums},
     {"hopper_orders", hopper_knows_its_orders_only},
     {"rules_prefer_hopper", rules_prefer_hopper_where_it_was_faster},

@@ -11,7 +11,7 @@ using namespace fused::gemm;
 using namespace fused::plans;
 
 inline constexpr size_t library = 130100;
-inline constexpr Available with_hopper{library, true}, without_hopper{library, false};
+inline constexpr Available with_hopper{library, true, true}, without_hopper{library};
 
 inline constexpr Pass every_pass[] = {Pass::fprop,      Pass::dgrad,  Pass::wgrad,
                                       Pass::activation, Pass::gating, Pass::glu};

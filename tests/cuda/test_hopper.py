@@ -5,24 +5,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import policy
-from plan_files import file_text
+from plan_files import run_forced
+from two_layers import ACTIVATIONS, Block, assert_as_exact, assert_near_eagers
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
 
-ACTIVATIONS = {
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_erf": F.gelu,
-    "silu": F.silu,
-}
 HALVES = [torch.bfloat16, torch.float16]
 KERNEL = "own Hopper kernel"
-HEADER = 4  # lines of a file of plans
-ALGORITHM = slice(26, 34)  # of a plan's words
 ORDERS = 2
 LEAST_TOKENS = 512  # of the kernel for a gated layer's forward
 
@@ -41,73 +33,15 @@ def built(cuda):
     plans.clear()
 
 
+def is_ours(plan):
+    is_product = plan.what in ("fprop", "dgrad", "gating", "glu")
+    is_gate_of_relu = plan.what in ("gating", "glu") and plan.activation == "relu"
+    return is_product and plan.activation != "none" and not plan.mask and not is_gate_of_relu
+
+
 def forced(step, folder, order=0):
     """What step gives when all it can be done by our own products is."""
-    plans.clear()
-    step()
-    plans.save(folder / "plans")
-    *lines, _ = (folder / "plans").read_text().splitlines()
-    for i, line in enumerate(lines[HEADER:], HEADER):
-        words = line.split(" ")
-        is_product, activation, mask = words[1] in "0145", words[2] != "0", words[5] != "0"
-        is_gate_of_relu = words[1] in "45" and words[2] == "1"
-        if is_product and activation and not mask and not is_gate_of_relu:
-            words[0], words[ALGORITHM] = "hopper", [str(order), *"0000000"]
-            lines[i] = " ".join(words)
-    (folder / "plans").write_text(file_text("\n".join([*lines, ""])))
-    plans.clear()
-    plans.load(folder / "plans")
-    with tfl.explain() as report:
-        result = step()
-    return result, [call.path for call in report.calls]
-
-
-class Block:
-    """Two layers, the activation between them, and a gradient that comes."""
-
-    def __init__(self, tokens, i, h, o, dtype, activation, bias=True, seed=0):
-        torch.manual_seed(seed)
-
-        def draw(*sizes):
-            return torch.randn(sizes, device="cuda").to(dtype)
-
-        self.activation = activation
-        self.x, self.grad = draw(tokens, i), draw(tokens, o)
-        self.weights = [draw(h, i) / i**0.5, draw(o, h) / h**0.5]
-        self.biases = [draw(h), draw(o)] if bias else [None, None]
-        self.x.requires_grad_()
-        for tensor in (*self.weights, *filter(torch.is_tensor, self.biases)):
-            tensor.requires_grad_()
-
-    @property
-    def leaves(self):
-        return [self.x, *self.weights, *(b for b in self.biases if b is not None)]
-
-    def step(self):
-        y = tfl.mlp(self.x, self.weights, self.biases, activation=self.activation)
-        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
-
-    def inference(self):
-        with torch.no_grad():
-            w, b = self.weights[0], self.biases[0]
-            if self.activation == "relu":
-                return [tfl.linear_relu(self.x, w, b)]
-            if self.activation == "silu":
-                return [tfl.linear_silu(self.x, w, b)]
-            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-            return [tfl.linear_gelu(self.x, w, b, approximate=approximate)]
-
-    def plain(self, dtype, layers=2):
-        """The same by torch's functions, in another dtype."""
-        leaves = iter([t.detach().to(dtype).requires_grad_() for t in self.leaves])
-        x, weights = next(leaves), [next(leaves), next(leaves)]
-        biases = [next(leaves) if b is not None else None for b in self.biases]
-        h = ACTIVATIONS[self.activation](F.linear(x, weights[0], biases[0]))
-        if layers == 1:
-            return [h.detach()]
-        y = F.linear(h, weights[1], biases[1])
-        wanted = [x, *weights, *(b for b in biases if b is not None)]
-        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(dtype))]
+    return run_forced(step, folder, "hopper", is_ours, order)
 
 
 class GatedBlock(Block):
@@ -141,26 +75,6 @@ class GatedBlock(Block):
     def plain(self, dtype):
         leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.leaves]
         return self.results(leaves, False)
-
-
-def assert_as_exact(got, eager, exact):
-    assert len(got) == len(eager) == len(exact)
-    for i, (ours, theirs, truth) in enumerate(zip(got, eager, exact)):
-        size = truth.square().mean().sqrt() + 1e-30
-        error = [float((r.double() - truth).square().mean().sqrt() / size) for r in (ours, theirs)]
-        few = 4 / ours.numel() ** 0.5 if ours.numel() < 2048 else 0  # four standard deviations
-        assert error[0] <= (1.1 + few) * error[1] + 1e-6, f"result {i}: {error}"
-
-
-def assert_near_eagers(got, block):
-    """NaN in the same places, and near each other elsewhere."""
-    with policy("eager"):
-        want = block.step()
-    for ours, theirs in zip(got, want):
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        finite = theirs.isfinite()
-        few = 0.1 * max(1.0, float(theirs[finite].double().std(correction=0)))
-        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.1, atol=few)
 
 
 SIZES = [

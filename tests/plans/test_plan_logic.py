@@ -14,7 +14,7 @@ def programs(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 25
+    assert len(NAMES) == 26
 
 
 @pytest.mark.parametrize("source, name", NAMES)

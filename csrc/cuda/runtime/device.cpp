@@ -24,7 +24,7 @@ struct Device {
   int arch = 0;
   int64_t workspace_limit = 0;
   bool has_code = false;
-  bool hopper = false;
+  bool hopper = false, small = false;
   plans::Machine machine;
   std::mutex measuring;
 };
@@ -58,6 +58,7 @@ Device& device_of(int index) {
     }
     device.arch = properties->major * 10 + properties->minor;
     device.hopper = hopper::available(index);
+    device.small = kernels::have_small_products();
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
     device.machine = {model_of(index), lt_version(), 0};
@@ -100,7 +101,8 @@ size_t lt_version() {
 }
 
 gemm::Available available(const gemm::PassProblem& problem) {
-  return {lt_version(), device_of(problem.matmul.device).hopper};
+  const auto& device = device_of(problem.matmul.device);
+  return {lt_version(), device.hopper, device.small};
 }
 
 gemm::Settings gemm_settings(int device, gemm::Type type) {

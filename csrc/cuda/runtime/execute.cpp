@@ -4,6 +4,7 @@
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/as_tensor.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gated_steps.h"
@@ -61,6 +62,21 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
   return false;
 }
 
+void own_small(const PassCall& call, cudaStream_t stream) {
+  const auto& p = call.problem;
+  kernels::SmallProduct product;
+  product.pass = p.pass, product.activation = p.activation, product.type = p.matmul.type;
+  product.rows = static_cast<int>(p.matmul.n), product.cols = static_cast<int>(p.matmul.m);
+  product.inner = static_cast<int>(p.matmul.k);
+  product.left = call.left.data, product.ld_left = call.left.ld;
+  product.right = call.right.data, product.ld_right = call.right.ld;
+  product.result = call.result.data, product.ld_result = call.result.ld;
+  product.aux = call.aux.data, product.ld_aux = call.aux.ld;
+  (gemm::is_forward(p.pass) ? product.bias : product.sums) = call.bias;
+  explain::append("own small kernel");
+  kernels::small_product(product, stream);
+}
+
 }  // namespace
 
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
@@ -98,6 +114,9 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         break;
       case Step::matmul_up:
         if (!run_matmul(of_up(call), plan, workspace, stream)) return false;
+        break;
+      case Step::own_small:
+        own_small(call, stream);
         break;
       case Step::own_activation: {
         const auto& z = matmul_result(call, *plan.strategy);

@@ -1,0 +1,38 @@
+#pragma once
+
+// Products of small networks, each with all around it in one launch: there the launches are the
+// time.
+
+#include "core/activation.h"
+#include "gemm/problem.h"
+
+#include <cuda_runtime_api.h>
+
+namespace fused::cuda::kernels {
+
+// result [rows, cols] = left · right over `inner`, rows of unit stride, of any length:
+//
+//   fprop   act(x Wᵀ + bias), the pre-activation to aux     left x, right W as stored
+//   dgrad   g W · act'(aux), its column sums to sums        left g, right W
+//   wgrad   gᵀ x, the column sums of g to sums              left g, right x
+struct SmallProduct {
+  gemm::Pass pass = gemm::Pass::fprop;
+  Activation activation = Activation::none;
+  gemm::Type type = gemm::Type::bf16;
+  int rows = 0, cols = 0, inner = 0;
+  const void *left = nullptr, *right = nullptr;
+  int64_t ld_left = 0, ld_right = 0;  // elements
+  void* result = nullptr;
+  int64_t ld_result = 0;
+  const void* bias = nullptr;  // [cols], or nothing
+  void* aux = nullptr;         // [rows, cols], or nothing
+  int64_t ld_aux = 0;
+  void* sums = nullptr;  // or nothing
+};
+
+// Whether the current device has them; they need tensor cores for bf16.
+bool have_small_products();
+
+void small_product(const SmallProduct& product, cudaStream_t stream);
+
+}  // namespace fused::cuda::kernels

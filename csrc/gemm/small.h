@@ -1,0 +1,28 @@
+#pragma once
+
+// Our own products for small networks: which problems they take. Pure logic; the kernels are in
+// cuda/kernels/small_product.cuh.
+
+#include "gemm/problem.h"
+
+#include <algorithm>
+
+namespace fused::gemm::small {
+
+// Beyond these a block reads too much: for a bias's gradient one has all tokens to itself.
+inline constexpr int64_t most_tokens = 512, most_features = 1024;
+
+// Why the product cannot be done here, or nullptr. The operands are those of torch's layers: the
+// weight as it is stored, and rows of unit stride, of any length and at any address.
+inline const char* refusal(Pass pass, const Problem& p) {
+  const bool of_weight = pass == Pass::wgrad;
+  if (size_of(p.type) != 2) return "not of 16 bits";
+  if (p.transpose_b != of_weight || p.transpose_a != is_forward(pass))
+    return "a transposed operand";
+  if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";
+  const auto [tokens, features] = of_weight ? std::pair(p.k, p.n) : std::pair(p.n, p.k);
+  if (tokens > most_tokens || std::max(features, p.m) > most_features) return "not small";
+  return nullptr;
+}
+
+}  // namespace fused::gemm::small

@@ -1,0 +1,113 @@
+#pragma once
+
+// What kernels use of CUDA, on a CPU: a block's threads are threads, one block runs at a time, and
+// a fragment of wmma's is the whole tile in each thread. Found before CUDA's own header of this
+// name.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#undef __shared__
+#define __shared__ static
+
+using std::min;
+
+inline thread_local uint3 threadIdx, blockIdx;
+inline dim3 gridDim;
+inline std::unique_ptr<std::barrier<>> block_barrier;
+
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline thread_local std::barrier<>* warp_barrier;
+inline void __syncwarp() { warp_barrier->arrive_and_wait(); }
+
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+
+// kernel() by each thread of each block.
+template <typename Kernel>
+void on_cpu(dim3 grid, int threads, const Kernel& kernel) {
+  gridDim = grid;
+  block_barrier = std::make_unique<std::barrier<>>(threads);
+  std::vector<std::unique_ptr<std::barrier<>>> warps;
+  for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32));
+  std::vector<std::thread> all;
+  for (unsigned i = 0; i < static_cast<unsigned>(threads); ++i) {
+    all.emplace_back([&, i] {
+      threadIdx = {i, 0, 0};
+      warp_barrier = warps[i / 32].get();
+      for (unsigned y = 0; y < grid.y; ++y) {
+        for (unsigned x = 0; x < grid.x; ++x) {
+          blockIdx = {x, y, 0};
+          kernel();
+          __syncthreads();
+        }
+      }
+    });
+  }
+  for (auto& thread : all) thread.join();
+}
+
+namespace nvcuda::wmma {
+
+struct row_major {};
+struct col_major {};
+struct matrix_a {};
+struct matrix_b {};
+struct accumulator {};
+enum layout_t { mem_row_major, mem_col_major };
+
+template <typename Use, int m, int n, int k, typename T, typename Layout = row_major>
+struct fragment {
+  float values[16][16];  // by row
+};
+
+template <typename Use, typename T, typename Layout>
+void fill_fragment(fragment<Use, 16, 16, 16, T, Layout>& to, float value) {
+  for (auto& row : to.values) std::fill(std::begin(row), std::end(row), value);
+}
+
+// As the functions of this name demand it.
+inline void check(const void* address, unsigned ld, size_t size) {
+  assert(reinterpret_cast<uintptr_t>(address) % 32 == 0 && ld * size % 16 == 0);
+}
+
+template <typename Use, typename T, typename Layout>
+void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& to, const T* from, unsigned ld) {
+  check(from, ld, sizeof(T));
+  for (int r = 0; r < 16; ++r) {
+    for (int c = 0; c < 16; ++c) {
+      constexpr bool by_row = std::is_same_v<Layout, row_major>;
+      to.values[r][c] = static_cast<float>(from[by_row ? r * ld + c : c * ld + r]);
+    }
+  }
+}
+
+template <typename A, typename B, typename C>
+void mma_sync(C& d, const A& a, const B& b, const C& c) {
+  C result = c;
+  for (int r = 0; r < 16; ++r) {
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < 16; ++n) result.values[r][n] += a.values[r][k] * b.values[k][n];
+    }
+  }
+  d = result;
+}
+
+template <typename Fragment>
+void store_matrix_sync(float* to, const Fragment& from, unsigned ld, layout_t layout) {
+  check(to, ld, sizeof(float));
+  assert(layout == mem_row_major);
+  if (threadIdx.x % 32 != 0) return;  // a warp stores together
+  for (int r = 0; r < 16; ++r) std::copy_n(from.values[r], 16, to + r * ld);
+}
+
+}  // namespace nvcuda::wmma

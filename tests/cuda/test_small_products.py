@@ -1,0 +1,114 @@
+"""Our own products for small networks, taken by force: values, layouts, infinities, capture."""
+
+import itertools
+
+import pytest
+import torch
+from plan_files import run_forced
+from two_layers import ACTIVATIONS, Block, assert_as_exact, assert_near_eagers
+
+from torch_fused_linear import plans
+
+pytestmark = pytest.mark.cuda
+
+HALVES = [torch.bfloat16, torch.float16]
+KERNEL = "own small kernel"
+SIZES = [  # tokens, and the features of three layers
+    (1, 1, 1, 1),
+    (256, 64, 64, 64),
+    (256, 784, 256, 10),
+    (300, 17, 33, 9),
+    (512, 1024, 1000, 8),
+    (77, 8, 24, 100),
+]
+
+
+@pytest.fixture(autouse=True)
+def built(cuda):
+    """Nothing is known at first, and every size is measured at once."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs tensor cores for bf16")
+    with plans.budget(2), plans.patience(0):
+        yield
+    plans.clear()
+
+
+def forced(step, folder):
+    """What step gives when all its products are done by our small kernels."""
+    products = ("fprop", "dgrad", "wgrad")
+    return run_forced(step, folder, "small", lambda plan: plan.what in products and not plan.mask)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
+    for sizes in SIZES:
+        block = Block(*sizes, dtype, activation, bias)
+        got, paths = forced(block.step, tmp_path)
+        assert len(paths) >= 6 and all(path.startswith(KERNEL) for path in paths), paths
+        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
+    for sizes in SIZES:
+        block = Block(*sizes, dtype, activation)
+        got, paths = forced(block.inference, tmp_path)
+        assert paths == [KERNEL]
+        assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+@pytest.mark.parametrize("gap, offset", itertools.product([0, 3, 8], [0, 1, 8]))
+def test_rows_of_any_length_at_any_address(gap, offset, tmp_path):
+    block = Block(130, 40, 24, 17, torch.bfloat16, "relu")
+    leaves = [block.x, *block.weights]
+    for k, leaf in enumerate(leaves):
+        rows, cols = leaf.shape
+        wide = torch.full((rows * (cols + gap) + offset,), torch.nan, device="cuda").to(leaf.dtype)
+        apart = wide[offset:].view(rows, cols + gap)[:, :cols]
+        leaves[k] = apart.copy_(leaf.detach()).requires_grad_()
+    block.x, *block.weights = leaves
+    got, paths = forced(block.step, tmp_path)
+    assert all(path.startswith(KERNEL) for path in paths), paths
+    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
+    block = Block(100, 40, 24, 16, torch.bfloat16, activation)
+    with torch.no_grad():
+        block.x[3, 5] = block.weights[1][2, 1] = value
+        block.x[7] = 0
+        block.biases[0][4] = 0
+    got, _ = forced(block.step, tmp_path)
+    assert_near_eagers(got, block)
+
+
+def test_same_bits_again_in_other_streams_and_captured(tmp_path):
+    block = Block(256, 64, 64, 64, torch.bfloat16, "gelu_tanh")
+    first, paths = forced(block.step, tmp_path)
+    assert all(path.startswith(KERNEL) for path in paths), paths
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    results = []
+    torch.cuda.synchronize()
+    for stream in streams * 4:
+        with torch.cuda.stream(stream):
+            results.append(block.step())
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(map(torch.equal, result, first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = block.step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, first))
+
+
+def test_more_tokens_go_another_way(tmp_path):
+    block = Block(513, 64, 64, 64, torch.bfloat16, "relu")
+    _, paths = forced(block.step, tmp_path)
+    assert not any(KERNEL in path for path in paths), paths

@@ -1,0 +1,82 @@
+"""A step of two layers on a GPU, beside eager's in the same dtype and in fp64."""
+
+import torch
+import torch.nn.functional as F
+from helpers import policy
+
+import torch_fused_linear as tfl
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "silu": F.silu,
+}
+
+
+class Block:
+    """Two layers, the activation between them, and a gradient that comes."""
+
+    def __init__(self, tokens, i, h, o, dtype, activation, bias=True, seed=0):
+        torch.manual_seed(seed)
+
+        def draw(*sizes):
+            return torch.randn(sizes, device="cuda").to(dtype)
+
+        self.activation = activation
+        self.x, self.grad = draw(tokens, i), draw(tokens, o)
+        self.weights = [draw(h, i) / i**0.5, draw(o, h) / h**0.5]
+        self.biases = [draw(h), draw(o)] if bias else [None, None]
+        self.x.requires_grad_()
+        for tensor in (*self.weights, *filter(torch.is_tensor, self.biases)):
+            tensor.requires_grad_()
+
+    @property
+    def leaves(self):
+        return [self.x, *self.weights, *(b for b in self.biases if b is not None)]
+
+    def step(self):
+        y = tfl.mlp(self.x, self.weights, self.biases, activation=self.activation)
+        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
+
+    def inference(self):
+        with torch.no_grad():
+            w, b = self.weights[0], self.biases[0]
+            if self.activation == "relu":
+                return [tfl.linear_relu(self.x, w, b)]
+            if self.activation == "silu":
+                return [tfl.linear_silu(self.x, w, b)]
+            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+            return [tfl.linear_gelu(self.x, w, b, approximate=approximate)]
+
+    def plain(self, dtype, layers=2):
+        """The same by torch's functions, in another dtype."""
+        leaves = iter([t.detach().to(dtype).requires_grad_() for t in self.leaves])
+        x, weights = next(leaves), [next(leaves), next(leaves)]
+        biases = [next(leaves) if b is not None else None for b in self.biases]
+        h = ACTIVATIONS[self.activation](F.linear(x, weights[0], biases[0]))
+        if layers == 1:
+            return [h.detach()]
+        y = F.linear(h, weights[1], biases[1])
+        wanted = [x, *weights, *(b for b in biases if b is not None)]
+        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(dtype))]
+
+
+def assert_as_exact(got, eager, exact):
+    assert len(got) == len(eager) == len(exact)
+    for i, (ours, theirs, truth) in enumerate(zip(got, eager, exact)):
+        size = truth.square().mean().sqrt() + 1e-30
+        error = [float((r.double() - truth).square().mean().sqrt() / size) for r in (ours, theirs)]
+        few = 4 / ours.numel() ** 0.5 if ours.numel() < 2048 else 0  # four standard deviations
+        assert error[0] <= (1.1 + few) * error[1] + 1e-6, f"result {i}: {error}"
+
+
+def assert_near_eagers(got, block):
+    """NaN in the same places, and near each other elsewhere."""
+    with policy("eager"):
+        want = block.step()
+    for ours, theirs in zip(got, want):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        finite = theirs.isfinite()
+        few = 0.1 * max(1.0, float(theirs[finite].double().std(correction=0)))
+        torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.1, atol=few)
