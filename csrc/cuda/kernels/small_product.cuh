@@ -67,7 +67,7 @@ __device__ void start_copy(T* to, const void* matrix, int64_t ld, int row, int c
     for (int i = threadIdx.x; i < height * width; i += threads) {
       const int down = i / width, across = i % width;
       const bool inside = row + down < rows && col + across < cols;
-      to[down * ld_to + across] = inside ? from[(row + down) * ld + col + across] : T(0.0f);
+      to[down * ld_to + across] = inside ? from[(row + down) * ld + col + across] : narrow<T>(0.0f);
     }
   }
   __pipeline_commit();

@@ -2,6 +2,7 @@
 
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/small_product.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>

@@ -72,7 +72,11 @@ void own_small(const PassCall& call, cudaStream_t stream) {
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
   product.aux = call.aux.data, product.ld_aux = call.aux.ld;
-  (gemm::is_forward(p.pass) ? product.bias : product.sums) = call.bias;
+  if (gemm::is_forward(p.pass)) {
+    product.bias = call.bias;
+  } else {
+    product.sums = call.bias;
+  }
   explain::append("own small kernel");
   kernels::small_product(product, stream);
 }
