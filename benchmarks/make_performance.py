@@ -166,7 +166,7 @@ def cpu_compiled(results: Sequence[Result]) -> list[str]:
 def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     """All who have run, in microseconds or MiB, and how ours compares with eager."""
     cases = find(results, suite=suite)
-    cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["tokens"]))
+    cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["dtype"], r["case"]["tokens"]))
     heads = {"ours": "ours", "eager": "eager", "mm": "mm", "compile": "compile"}
     heads |= {"liger": "Liger", "quack": "QuACK"}  # and tuned, in the same column
     if suite == "gated-memory":
@@ -175,7 +175,8 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     rows = []
     for result in cases:
         case, numbers = result["case"], result.get("numbers", {})
-        row = [f"{shape(case)} {case['mode']}, T={case['tokens']}"]
+        dtype = f" {case['dtype']}" if suite == "gated-cpu" else ""  # elsewhere all are bf16
+        row = [f"{shape(case)}{dtype} {case['mode']}, T={case['tokens']}"]
         row += [f"{numbers[n]['median']:.0f}" if n in numbers else "" for n in names]
         if "quack-tuned" in numbers:
             row[-1] += f" / {numbers['quack-tuned']['median']:.0f}"
@@ -275,6 +276,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, compiled": cpu_compiled,
     "beside other libraries": beside_other_libraries,
     "gated blocks": partial(gated_blocks, "gated"),
+    "gated blocks on a CPU": partial(gated_blocks, "gated-cpu"),
     "calls of gated blocks": partial(gated_blocks, "gated-host"),
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,

@@ -223,7 +223,7 @@ def section(results: list[Result]) -> list[str]:
     whole = [result for result in results if result["case"]["suite"] == "models"]
     convs = [result for result in results if result["case"]["suite"] == "conv"]
     # What the others say is told by pages of their own.
-    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start")
+    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu")
     layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     parts = []
     if whole:

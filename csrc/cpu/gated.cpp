@@ -18,20 +18,22 @@ namespace {
 using reference::as_rows;
 using S = Shapes<ConcreteAllocator>;
 
-// Some six blocks of one step, in fp32, stay in the cache that a core has to itself.
-constexpr int64_t block_elements = 1 << 15;
+// Some six blocks of one step stay in the cache that a core has to itself.
+constexpr int64_t block_bytes = 1 << 17;
 
 // Rows [first, first + count) at a time, on all threads.
 struct Blocks {
   int64_t rows, each, count;
 
-  Blocks(int64_t rows_, int64_t features)
-      : rows(rows_), each(rows_each(rows_, features)), count((rows + each - 1) / each) {}
+  explicit Blocks(const Tensor& all)
+      : rows(all.size(0)),
+        each(rows_each(rows, all.size(1) * static_cast<int64_t>(all.element_size()))),
+        count((rows + each - 1) / each) {}
 
   // Never one row of several: the half of a lone row is contiguous, which torch gives to oneDNN,
   // whose GELU rounds otherwise than ATen's and makes NaN of an infinity.
-  static int64_t rows_each(int64_t rows, int64_t features) {
-    int64_t each = std::clamp<int64_t>(block_elements / features, std::min<int64_t>(2, rows), rows);
+  static int64_t rows_each(int64_t rows, int64_t row_bytes) {
+    int64_t each = std::clamp<int64_t>(block_bytes / row_bytes, std::min<int64_t>(2, rows), rows);
     while (rows > 1 && rows % each == 1) ++each;
     return each;
   }
@@ -82,7 +84,7 @@ struct Glu : reference::Glu {
     const auto rows = as_rows(result);
     const auto [first_half, second_half] = parts(gate, up);
     explain::append("gating in blocks");
-    Blocks(rows.size(0), features).run([&](int64_t, int64_t first, int64_t count) {
+    Blocks(rows).run([&](int64_t, int64_t first, int64_t count) {
       auto some = rows.narrow(0, first, count);
       activate_out(some, first_half.narrow(0, first, count), activation);
       some.mul_(second_half.narrow(0, first, count));
@@ -93,7 +95,6 @@ struct Glu : reference::Glu {
   static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
-    const auto features = step.grad_output.size(-1);
     if (step.grad_output.numel() == 0) return Reference::glu_backward(step);
     // What is only summed is written as well.
     const auto grad_gate = S::grad_input(step.gate, wanted[0] || wanted[2]);
@@ -117,7 +118,7 @@ struct Glu : reference::Glu {
                               step.gate.scalar_type() != at::kFloat
                           ? at::kFloat
                           : at::kDouble;
-    const Blocks blocks(rows.grad.size(0), features);
+    const Blocks blocks(rows.grad);
     const auto partial = [&](const Tensor& summed, bool is_wanted) {
       return is_wanted ? at::empty({blocks.count, summed.size(-1)}, summed.options().dtype(type))
                        : Tensor();

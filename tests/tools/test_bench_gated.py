@@ -100,14 +100,14 @@ def test_what_is_not_installed_is_named_and_left_out(monkeypatch):
 
 def test_they_run_and_keep_less_than_eager(capsys, tmp_path):
     suites = [name for name in SUITES if name.startswith("gated")]
-    assert len(suites) == 3
+    assert len(suites) == 4
     file = tmp_path / "bench.json"
     options = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--json", str(file)]
     assert main([*suites, *options]) == 0
     from torch_fused_linear.bench import results
 
     _, records = results.load(file)
-    assert len(records) == 5
+    assert len(records) == 7
     for record in records:
         assert {"ours", "fused", "eager"} <= set(record.numbers) and not record.failed
         if record.case.mode == "saved":

@@ -231,6 +231,18 @@ SUITES = {
         quick_sizes=((16, 24, 16),),
         ours=("ours", "fused"),
     ),
+    "gated-cpu": Suite(
+        about="gated block on a CPU, inference and training step",
+        sizes=gated.SIZES[:1],
+        tokens=(1, 32, 256),
+        modes=("forward", "step"),
+        baselines=("eager",),
+        seconds=1.0,
+        dtypes=("fp32", "bf16"),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
     "gated-host": Suite(
         about="CPU time per call of a gated block, the GPU not waited for",
         sizes=gated.SIZES[:1],
