@@ -67,6 +67,12 @@ CLAIMS = [
         times("eager", "ours", suite="layer", mode="step", **LAYER),
     ),
     (
+        r"a LLaMA \(16 layers, 2048→5632\) gains ([\d.]+) after `fuse_`; what it gains is memory, "
+        r"of which it keeps ([\d.]+) of eager's",
+        of_model("LLaMA, 16 layers", "silu", "step"),
+        times("fused", "eager", suite="memory-models", model="LLaMA, 16 layers", mode="saved"),
+    ),
+    (
         r"GPT-2 small takes ([\d.]+ ms) after `fuse_` and ([\d.]+ ms) under `torch.compile`, "
         r"with our pass ([\d.]+ ms)\.",
         *map(step_of_gpt2, ("fused", "compile", "compile+pass")),
