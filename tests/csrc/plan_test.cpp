@@ -198,7 +198,6 @@ void hopper_takes_what_the_hardware_can_copy() {
   EXPECT(!applies(few, "hopper"));
 }
 
-// As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
 void small_takes_small_problems() {
   for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
     auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
@@ -227,6 +226,7 @@ void small_takes_small_problems() {
   }
 }
 
+// As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
 void hopper_partial_sums_are_all_column_sums() {
   std::mt19937 random(1);
   for (const auto& [m, n] : {std::pair{8, 1}, {128, 128}, {136, 129}, {264, 1000}}) {

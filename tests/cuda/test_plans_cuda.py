@@ -318,7 +318,7 @@ def test_save_clear_and_load(tmp_path):
 
 
 def test_an_algorithm_that_does_not_exist_is_not_run(tmp_path):
-    case = random_case(128, 64, 64, torch.bfloat16, "cuda")
+    case = random_case(1024, 64, 64, torch.bfloat16, "cuda")
     tfl.linear_relu(*case.inputs)
     path = tmp_path / "plans"
     plans.save(path)

@@ -28,8 +28,9 @@ bool have_small_products() {
   cudaFuncAttributes attributes{};
   const auto status = cudaFuncGetAttributes(
       &attributes, small_product_kernel<__nv_bfloat16, Pass::fprop, Activation::none>);
+  if (status == cudaSuccess) return attributes.ptxVersion >= least_arch;
   static_cast<void>(cudaGetLastError());  // a refusal is an answer
-  return status == cudaSuccess && attributes.ptxVersion >= least_arch;
+  return false;
 }
 
 void small_product(const SmallProduct& p, cudaStream_t stream) {

@@ -76,6 +76,7 @@ __device__ void start_copy(T* to, const void* matrix, int64_t ld, int row, int c
 template <typename T>
 __device__ void load_row(const T* from, int count, bool in_vector, float (&to)[unit]) {
   if (in_vector) return widen(*reinterpret_cast<const Vector<T, unit>*>(from), to);
+#pragma unroll
   for (int j = 0; j < unit; ++j) to[j] = j < count ? widen(from[j]) : 0.0f;
 }
 
@@ -84,7 +85,10 @@ __device__ void store_row(T* to, int count, bool in_vector, const float (&from)[
   if (in_vector) {
     *reinterpret_cast<Vector<T, unit>*>(to) = narrow<T, unit>(from);
   } else {
-    for (int j = 0; j < count; ++j) to[j] = narrow<T>(from[j]);
+#pragma unroll
+    for (int j = 0; j < unit; ++j) {
+      if (j < count) to[j] = narrow<T>(from[j]);
+    }
   }
 }
 
@@ -167,6 +171,7 @@ __device__ void small_product_block(const SmallProduct& p) {
       if constexpr (pass == gemm::Pass::dgrad && activation != Activation::none) {
         load_row(aux, count, aux_in_vectors, saved);
       }
+#pragma unroll
       for (int j = 0; j < unit; ++j) {
         value[j] = values[j];
         if constexpr (pass == gemm::Pass::fprop) {
@@ -179,11 +184,13 @@ __device__ void small_product_block(const SmallProduct& p) {
       }
       if constexpr (pass == gemm::Pass::fprop && activation != Activation::none) {
         if (p.aux != nullptr) store_row(aux, count, aux_in_vectors, value);
+#pragma unroll
         for (int j = 0; j < unit; ++j) value[j] = activate<activation, true>(value[j]);
       }
       store_row(static_cast<T*>(p.result) + row * p.ld_result + col, count,
                 in_vectors<T>(p.result, p.ld_result, p.cols), value);
       if constexpr (sums_result) {
+#pragma unroll
         for (int j = 0; j < unit; ++j) values[j] = value[j];
       }
     }
