@@ -138,13 +138,15 @@ Decisions& borrowed() {
   return *value;
 }
 
-std::optional<Decision> neighbours_of(const PassProblem& bucket) {
+std::optional<Decision> neighbours_of(const PassProblem& bucket,
+                                      const std::function<bool(const gemm::Strategy&)>& serves) {
   const auto tokens = gemm::tokens_of(bucket);
   for (const int64_t other : {tokens * 2, tokens / 2, tokens * 4, tokens / 4}) {
     if (other == 0) continue;
     auto neighbour = bucket;
     gemm::tokens_of(neighbour) = other;
-    if (auto decision = measured().find(neighbour)) return decision;
+    auto decision = measured().find(neighbour);
+    if (decision && serves(*decision->strategy)) return decision;
   }
   return std::nullopt;
 }

@@ -6,6 +6,7 @@
 #include "plans/decisions.h"
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,8 +21,10 @@ Decisions& ruled();
 
 // Taken over, by bucket, from a token count nearby: until the bucket is measured itself.
 Decisions& borrowed();
-// What has been measured for the nearest bucket with up to four times, or a quarter of, the tokens.
-std::optional<Decision> neighbours_of(const PassProblem& bucket);
+// What has been measured for the nearest bucket with up to four times, or a quarter of, the tokens,
+// by a strategy that serves.
+std::optional<Decision> neighbours_of(const PassProblem& bucket,
+                                      const std::function<bool(const gemm::Strategy&)>& serves);
 
 // How many calls a bucket goes by its neighbour's decision before it is measured.
 int64_t patience();

@@ -45,8 +45,7 @@ dim3 small_grid(const SmallProduct& p) {
   return dim3((p.cols + tile - 1) / tile, together ? 1 : (p.rows + Shape::rows - 1) / Shape::rows);
 }
 
-template <typename T>
-__device__ bool in_vectors(const void* data, int64_t ld, int extent) {
+__device__ inline bool in_vectors(const void* data, int64_t ld, int extent) {
   return ld % unit == 0 && extent % unit == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
@@ -56,7 +55,7 @@ template <int height, int width, int ld_to, int threads, typename T>
 __device__ void start_copy(T* to, const void* matrix, int64_t ld, int row, int col, int rows,
                            int cols) {
   const auto* from = static_cast<const T*>(matrix);
-  if (in_vectors<T>(matrix, ld, cols)) {
+  if (in_vectors(matrix, ld, cols)) {
     for (int i = threadIdx.x; i < height * width / unit; i += threads) {
       const int down = i / (width / unit), across = i % (width / unit) * unit;
       const bool inside = row + down < rows && col + across < cols;
@@ -165,7 +164,7 @@ __device__ void small_product_block(const SmallProduct& p) {
     const int count = row < p.rows ? min(unit, p.cols - col) : 0;
     if (count > 0) {
       auto* aux = static_cast<T*>(p.aux) + row * p.ld_aux + col;
-      const bool aux_in_vectors = in_vectors<T>(p.aux, p.ld_aux, p.cols);
+      const bool aux_in_vectors = in_vectors(p.aux, p.ld_aux, p.cols);
       float value[unit];
       [[maybe_unused]] float saved[unit];
       if constexpr (pass == gemm::Pass::dgrad && activation != Activation::none) {
@@ -188,7 +187,7 @@ __device__ void small_product_block(const SmallProduct& p) {
         for (int j = 0; j < unit; ++j) value[j] = activate<activation, true>(value[j]);
       }
       store_row(static_cast<T*>(p.result) + row * p.ld_result + col, count,
-                in_vectors<T>(p.result, p.ld_result, p.cols), value);
+                in_vectors(p.result, p.ld_result, p.cols), value);
       if constexpr (sums_result) {
 #pragma unroll
         for (int j = 0; j < unit; ++j) values[j] = value[j];

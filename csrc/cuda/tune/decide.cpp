@@ -107,10 +107,9 @@ Timed decide_by_measuring(const PassCall& call, Trial* trial) {
   const bool capturing = trial == nullptr;
   if (capturing) return {plans::borrowed().find(bucket), nullptr};
   if (plans::budget() == 0 || plans::measured().is_full()) return {};
-  auto neighbours = plans::neighbours_of(bucket);
-  if (neighbours && gemm::objection(problem, *neighbours->strategy, available(problem))) {
-    neighbours.reset();
-  }
+  auto neighbours = plans::neighbours_of(bucket, [&problem](const Strategy& strategy) {
+    return !gemm::objection(problem, strategy, available(problem));
+  });
   if (const auto calls = plans::calls_left(bucket, neighbours.has_value())) {
     if (!neighbours || !is_sound(call, *neighbours, *trial)) return {std::nullopt, calls};
     neighbours->origin = Decision::Origin::neighbour;
