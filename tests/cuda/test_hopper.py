@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plan_files import run_forced
-from two_layers import ACTIVATIONS, Block, assert_as_exact, assert_near_eagers
+from two_layers import (
+    ACTIVATIONS,
+    Block,
+    assert_as_exact,
+    assert_near_eagers,
+    assert_same_bits_again,
+)
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -227,25 +233,7 @@ def test_padding_takes_nothing_of_an_infinite_weight(tmp_path):
 def test_same_bits_again_in_other_streams_and_captured(kind, tmp_path):
     block = kind(1003, 520, 1032, 136, torch.bfloat16, "gelu_erf")
     first, _ = forced(block.step, tmp_path)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(block.step(), first))
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    results = []
-    for stream in streams * 4:
-        with torch.cuda.stream(stream):
-            results.append(block.step())
-    torch.cuda.synchronize()
-    for result in results:
-        assert all(torch.equal(a, b) for a, b in zip(result, first))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = block.step()
-    for tensor in captured:
-        tensor.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured, first))
+    assert_same_bits_again(block.step, first)
 
 
 def test_more_than_two_to_the_31_elements(tmp_path):

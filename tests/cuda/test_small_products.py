@@ -5,7 +5,13 @@ import itertools
 import pytest
 import torch
 from plan_files import run_forced
-from two_layers import ACTIVATIONS, Block, assert_as_exact, assert_near_eagers
+from two_layers import (
+    ACTIVATIONS,
+    Block,
+    assert_as_exact,
+    assert_near_eagers,
+    assert_same_bits_again,
+)
 
 from torch_fused_linear import plans
 
@@ -109,23 +115,7 @@ def test_same_bits_again_in_other_streams_and_captured(tmp_path):
     block = Block(256, 64, 64, 64, torch.bfloat16, "gelu_tanh")
     first, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    results = []
-    torch.cuda.synchronize()
-    for stream in streams * 4:
-        with torch.cuda.stream(stream):
-            results.append(block.step())
-    torch.cuda.synchronize()
-    for result in results:
-        assert all(map(torch.equal, result, first))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = block.step()
-    for tensor in captured:
-        tensor.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, captured, first))
+    assert_same_bits_again(block.step, first)
 
 
 def test_more_tokens_go_another_way(tmp_path):

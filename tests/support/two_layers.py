@@ -80,3 +80,26 @@ def assert_near_eagers(got, block):
         finite = theirs.isfinite()
         few = 0.1 * max(1.0, float(theirs[finite].double().std(correction=0)))
         torch.testing.assert_close(ours[finite], theirs[finite], rtol=0.1, atol=few)
+
+
+def assert_same_bits_again(step, first):
+    """Again and again, in several streams at once, and captured."""
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(step(), first))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 4:
+        with torch.cuda.stream(stream):
+            results.append(step())
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for tensor in captured:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, first))
