@@ -11,10 +11,10 @@ sizes follows. Needs a GPU.
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where not installed
@@ -73,16 +73,10 @@ def in_own_process(program, contender):
 
 def result(program, mode, rounds):
     """As the benchmark suite's files have them."""
-    quartiles = {
-        name: statistics.quantiles([r[name] for r in rounds], n=4, method="inclusive")
-        if len(rounds) > 1
-        else 3 * [rounds[0][name]]
-        for name in ("ours", "eager")
-    }
-    numbers = {
-        name: {"median": middle, "q1": low, "q3": high, "rounds": len(rounds), "calls": 1}
-        for name, (low, middle, high) in quartiles.items()
-    }
+    from torch_fused_linear.bench.timing import Number
+
+    samples = {name: [r[name] for r in rounds] for name in ("ours", "eager")}
+    numbers = {name: asdict(Number.over(seconds, calls=1)) for name, seconds in samples.items()}
     case = {"suite": "cold-start", "program": program, "mode": mode}
     return {"case": case, "unit": "s", "numbers": numbers}
 
@@ -96,15 +90,6 @@ def describe(result):
     )
 
 
-def save(path, results):
-    import torch
-
-    from torch_fused_linear.bench import machine
-
-    header = machine.header(torch.device("cuda"), sys.argv[1:])
-    path.write_text(json.dumps({"header": header, "results": results}, indent=1) + "\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="a file for the numbers")
@@ -114,6 +99,11 @@ def main():
     if arguments.one:
         print(json.dumps(run(*arguments.one)))
         return
+    import torch
+
+    from torch_fused_linear.bench import machine
+    from torch_fused_linear.bench.results import write
+
     results = []
     for program in PROGRAMS:
         rounds = [
@@ -124,7 +114,8 @@ def main():
             results.append(result(program, mode, [{n: r[n][index] for n in r} for r in rounds]))
             print(describe(results[-1]), flush=True)
         if arguments.json:
-            save(Path(arguments.json), results)
+            header = machine.header(torch.device("cuda"), sys.argv[1:])
+            write(Path(arguments.json), header, results)
 
 
 if __name__ == "__main__":

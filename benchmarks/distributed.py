@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
@@ -44,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_fused_linear as tfl
 from torch_fused_linear.bench.machine import header, warm_up
+from torch_fused_linear.bench.results import write
 from torch_fused_linear.bench.timing import Number, no_garbage_collection
 
 ARRANGEMENTS = ("DDP", "FSDP2", "TP", "TP + sequence parallel")
@@ -330,7 +330,7 @@ def main(arguments: list[str]) -> None:
     if dist.get_rank() == 0:
         print("\n".join(["", about["machine"], "", *several_gpus(results)]))
         if given.json:
-            given.json.write_text(json.dumps({"header": about, "results": results}, indent=1))
+            write(given.json, about, results)
     dist.destroy_process_group()
 
 

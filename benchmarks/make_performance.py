@@ -167,21 +167,23 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     """All who have run, in microseconds or MiB, and how ours compares with eager."""
     cases = find(results, suite=suite)
     cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["dtype"], r["case"]["tokens"]))
-    heads = {"ours": "ours", "eager": "eager", "mm": "mm", "compile": "compile"}
-    heads |= {"liger": "Liger", "quack": "QuACK"}  # and tuned, in the same column
-    if suite == "gated-memory":
-        heads = {"low": "low", **heads}
-    names = [n for n in heads if any(n in r.get("numbers", {}) for r in cases)]
+    columns = {name: (name,) for name in ("low", "ours", "eager", "mm", "compile")}
+    columns |= {"Liger": ("liger",), "QuACK": ("quack", "quack-tuned")}
+    if suite != "gated-memory":
+        del columns["low"]
+    measured = {name for result in cases for name in result.get("numbers", {})}
+    columns = {head: names for head, names in columns.items() if measured.intersection(names)}
+    several_dtypes = len(values(cases, "dtype")) > 1
     rows = []
     for result in cases:
         case, numbers = result["case"], result.get("numbers", {})
-        dtype = f" {case['dtype']}" if suite == "gated-cpu" else ""  # elsewhere all are bf16
+        dtype = f" {case['dtype']}" if several_dtypes else ""
         row = [f"{shape(case)}{dtype} {case['mode']}, T={case['tokens']}"]
-        row += [f"{numbers[n]['median']:.0f}" if n in numbers else "" for n in names]
-        if "quack-tuned" in numbers:
-            row[-1] += f" / {numbers['quack-tuned']['median']:.0f}"
+        for names in columns.values():
+            medians = (numbers[name]["median"] for name in names if name in numbers)
+            row.append(" / ".join(f"{median:.0f}" for median in medians))
         rows.append([*row, times(numbers)])
-    return table(["", *(heads[n] for n in names), "times"], rows, words=1)
+    return table(["", *columns, "times"], rows, words=1)
 
 
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
@@ -189,10 +191,10 @@ def beside_other_libraries(results: Sequence[Result]) -> list[str]:
     rows = []
     for result in find(results, suite="rivals", mode="step"):
         case, numbers = result["case"], result["numbers"]
-        times = numbers["quack"]["median"] / min(numbers[n]["median"] for n in ("ours", "mlp"))
+        ours = min(numbers[name]["median"] for name in ("ours", "mlp"))
         row = [f"{shape(case)}, T={case['tokens']}", case["activation"]]
         row += [duration(numbers[n]["median"]) for n in names]
-        rows.append([*row, f"{times:.2f}"])
+        rows.append([*row, f"{numbers['quack']['median'] / ours:.2f}"])
     return table(["block", "", *names.values(), "times"], rows, words=2)
 
 

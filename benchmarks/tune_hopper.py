@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import ctypes
 import itertools
-import json
 import random
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_fused_linear.bench.machine import header
+from torch_fused_linear.bench.results import write
 
 ROOT = Path(__file__).resolve().parents[1]
 ACTIVATIONS = {
@@ -244,11 +244,7 @@ def main() -> None:
                 results += search(kernels, activation, sizes)
                 print(activation, sizes, *results[-3:], sep="\n", flush=True)
             if options.json:
-                text = json.dumps(
-                    {"header": header(torch.device("cuda"), sys.argv[1:]), "results": results},
-                    indent=1,
-                )
-                options.json.write_text(text + "\n")
+                write(options.json, header(torch.device("cuda"), sys.argv[1:]), results)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,12 @@ class Record:
 
 
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:
+    write(path, header, [record.as_json() for record in records])
+
+
+def write(path: Path, header: Mapping[str, Any], results: list[dict[str, Any]]) -> None:
     """Writes the file as a whole or not at all: it is never seen half written."""
-    content = {"header": header, "results": [record.as_json() for record in records]}
+    content = {"header": header, "results": results}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

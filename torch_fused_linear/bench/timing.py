@@ -52,6 +52,8 @@ class Number:
 
     @classmethod
     def over(cls, samples: Sequence[float], calls: int) -> Number:
+        if len(samples) == 1:
+            return cls.once(samples[0])
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, q1, q3, len(samples), calls)
 
