@@ -28,7 +28,7 @@ def build(source, folder, *flags, libraries=("c10",)):
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     target = folder / Path(source).stem
     library = next((ROOT / "torch_fused_linear").glob("_C*.so"))
-    command = [compiler, "-std=c++20", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}", *flags]
+    command = [compiler, "-std=c++20", "-Wall", "-Werror", *flags, f"-I{ROOT / 'csrc'}"]
     command += setup.as_system(include_paths())
     if WITH_CUDA:
         folders = [setup.find_cuda()[0], *setup.pip_cuda(torch.version.cuda)]

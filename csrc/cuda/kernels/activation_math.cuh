@@ -3,6 +3,7 @@
 // The activations and their derivatives on one element, and vectors of elements.
 
 #include "core/activation.h"
+#include "cuda/kernels/quick_math.cuh"
 #include "gemm/problem.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -88,97 +89,49 @@ __device__ inline Vector<T, n> narrow(const Accumulator<T> (&from)[n]) {
 template <typename T>
 inline constexpr int full_vector = 16 / static_cast<int>(sizeof(T));
 
-// `quick` marks results that are rounded to 16 bits afterwards. There the hardware's exponential
-// and division (relative error about 1e-6) do as well as the exact functions, in a fraction of the
-// time, which would otherwise exceed that of the memory.
-template <bool quick, typename A>
-__device__ inline A tanh_of(A x) {
-  if constexpr (quick) {
-    // exp -> inf gives 1, exp -> 0 gives -1, NaN stays.
-    return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
-  } else {
-    return tanh(x);
-  }
-}
-
-// The normal distribution at z: its density and the probability below z.
-template <typename A>
-struct Normal {
-  A density, below;
-};
-
-template <bool quick, typename A>
-__device__ inline Normal<A> normal_at(A z) {
-  constexpr A density_at_0 = 0.3989422804014327;
-  if constexpr (quick) {
-    // Abramowitz and Stegun, 7.1.26: erfc as a polynomial times the exponential that the density
-    // needs anyway; absolute error 1.5e-7.
-    const float e = __expf(-0.5f * z * z);
-    const float t = __fdividef(1.0f, 1.0f + 0.23164189f * fabsf(z));
-    const float polynomial =
-        t * (0.254829592f +
-             t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-    const float tail = 0.5f * polynomial * e;
-    return {density_at_0 * e, z > 0.0f ? 1.0f - tail : tail};
-  } else {
-    return {density_at_0 * exp(A(-0.5) * z * z), A(0.5) * (A(1) + erf(z * A(0.7071067811865476)))};
-  }
-}
-
-template <bool quick, typename A>
-__device__ inline A sigmoid_of(A x) {
-  if constexpr (quick) {
-    return __fdividef(1.0f, 1.0f + __expf(-x));
-  } else {
-    return A(1) / (A(1) + exp(-x));
-  }
-}
-
+// `quick` marks results that are rounded to 16 bits afterwards.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activate(A z) {
-  switch (activation) {
-    case Activation::none:
-      return z;
-    case Activation::relu:
-      return z < A(0) ? A(0) : z;  // NaN stays
-    case Activation::gelu_tanh: {
-      const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
-      return A(0.5) * z * (A(1) + tanh_of<quick>(inner));
-    }
-    case Activation::gelu_erf:
-      return z * normal_at<quick>(z).below;
-    case Activation::silu:
-      if constexpr (quick) return z * sigmoid_of<quick>(z);
-      return z / (A(1) + exp(-z));  // rounded once, as torch's
+  if constexpr (quick) {
+    return quick::activate<activation>(z);
+  } else if constexpr (activation == Activation::relu) {
+    return z < A(0) ? A(0) : z;  // NaN stays
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
+    return A(0.5) * z * (A(1) + tanh(inner));
+  } else if constexpr (activation == Activation::gelu_erf) {
+    return z * A(0.5) * (A(1) + erf(z * A(0.7071067811865476)));
+  } else if constexpr (activation == Activation::silu) {
+    return z / (A(1) + exp(-z));  // rounded once, as torch's
+  } else {
+    return z;
   }
-  return z;
 }
 
 // dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activation_gradient(A grad, A saved) {
-  switch (activation) {
-    case Activation::none:
-      return grad;
-    case Activation::relu:
-      return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
-    case Activation::gelu_tanh: {
-      constexpr A beta = 0.7978845608028654, kappa = 0.044715;
-      const A square = saved * saved;
-      const A t = tanh_of<quick>(beta * (saved + kappa * square * saved));
-      const A slope = beta * (A(1) + A(3) * kappa * square);
-      return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
-    }
-    case Activation::gelu_erf: {
-      const auto normal = normal_at<quick>(saved);
-      return grad * (normal.below + saved * normal.density);
-    }
-    case Activation::silu: {
-      const A s = sigmoid_of<quick>(saved);
-      return grad * s * (A(1) + saved * (A(1) - s));
-    }
+  if constexpr (quick) {
+    return quick::gradient<activation>(grad, saved);
+  } else if constexpr (activation == Activation::relu) {
+    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
+  } else if constexpr (activation == Activation::gelu_tanh) {
+    constexpr A beta = 0.7978845608028654, kappa = 0.044715;
+    const A square = saved * saved;
+    const A t = tanh(beta * (saved + kappa * square * saved));
+    const A slope = beta * (A(1) + A(3) * kappa * square);
+    return grad * (A(0.5) * (A(1) + t) + A(0.5) * saved * (A(1) - t * t) * slope);
+  } else if constexpr (activation == Activation::gelu_erf) {
+    constexpr A density_at_0 = 0.3989422804014327;
+    const A density = density_at_0 * exp(A(-0.5) * saved * saved);
+    const A below = A(0.5) * (A(1) + erf(saved * A(0.7071067811865476)));
+    return grad * (below + saved * density);
+  } else if constexpr (activation == Activation::silu) {
+    const A s = A(1) / (A(1) + exp(-saved));
+    return grad * s * (A(1) + saved * (A(1) - s));
+  } else {
+    return grad;
   }
-  return grad;
 }
 
 // Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.

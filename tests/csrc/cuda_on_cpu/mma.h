@@ -29,9 +29,6 @@ inline void __syncthreads() { block_barrier->arrive_and_wait(); }
 inline thread_local std::barrier<>* warp_barrier;
 inline void __syncwarp() { warp_barrier->arrive_and_wait(); }
 
-inline float __expf(float x) { return std::exp(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-
 // kernel() by each thread of each block.
 template <typename Kernel>
 void on_cpu(dim3 grid, int threads, const Kernel& kernel) {
