@@ -104,7 +104,8 @@ struct Launch {
   bool cluster;  // of a column's chunks, which need no second kernel then
 };
 
-// One wave of blocks, with an equal share of the rows each.
+// Blocks with an equal share of the rows each, in one wave, or in two where each has many: other
+// blocks of the second make up for a slow one of the first.
 Launch shape_of(const ActivationBackward& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
   Launch launch;
@@ -115,17 +116,18 @@ Launch shape_of(const ActivationBackward& args) {
   launch.block = block_shape(per_row);
   const int64_t across = (per_row + launch.block.x - 1) / launch.block.x;
 
-  const int64_t room =
+  const int64_t wave =
       std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
-  // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
-  // than it saves in this one. What fits into a cluster needs no such kernel.
+  constexpr int64_t few_passes = 2, many_passes = 16;
   const int64_t passes_in_flight = args.rows / (launch.block.y * rows_in_flight);
-  int64_t chunks = std::min(room, passes_in_flight / 2);
+  int64_t chunks = passes_in_flight >= many_passes * wave ? 2 * wave : wave;
+  // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
+  // than it saves in this one. Few rows fit into a cluster, which needs no such kernel.
+  const int64_t worth = passes_in_flight / few_passes;
   launch.cluster =
-      args.grad_bias != nullptr && has_clusters(args.arch) && chunks <= most_blocks_in_cluster;
-  if (launch.cluster) {
-    chunks = std::min<int64_t>({room, passes_in_flight, most_blocks_in_cluster});
-  }
+      args.grad_bias != nullptr && has_clusters(args.arch) && worth <= most_blocks_in_cluster;
+  chunks = std::min(
+      chunks, launch.cluster ? std::min<int64_t>(passes_in_flight, most_blocks_in_cluster) : worth);
   chunks = std::clamp<int64_t>(chunks, 1, 65535);
   // Whole passes of the block, so that no chunk ends in a ragged one but the last.
   const int64_t passes = (args.rows + chunks * launch.block.y - 1) / (chunks * launch.block.y);
