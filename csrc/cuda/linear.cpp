@@ -37,14 +37,15 @@ PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Mat
   return call;
 }
 
-bool run(PassCall call, const Tensor& like) {
+bool run(PassCall call, const Tensor& like, kernels::SmallGradients* waiting = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
-  return cuda::run(call);
+  return cuda::run(call, waiting);
 }
 
 // A gradient can always be computed in some way.
-void run_surely(const PassCall& call, const Tensor& like) {
-  TORCH_INTERNAL_ASSERT(run(call, like), "no way to run a gradient's pass");
+void run_surely(const PassCall& call, const Tensor& like,
+                kernels::SmallGradients* waiting = nullptr) {
+  TORCH_INTERNAL_ASSERT(run(call, like, waiting), "no way to run a gradient's pass");
 }
 
 struct Linear {
@@ -93,19 +94,21 @@ struct Linear {
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
-    const Own own(layer, layer.wanted[0]);
+    Own own(layer, layer.wanted[0]);
     auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
-    if (layer.wanted[0]) input_gradient(own.dz, layer.weight, grad_input);
+    if (layer.wanted[0]) input_gradient(own.dz, layer.weight, grad_input, own.waiting);
+    launch(own.waiting);
     return {grad_input, own.grad_weight, own.grad_bias};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
-    const Own own(layer, /*wants_input=*/true);
+    Own own(layer, /*wants_input=*/true);
     auto dz = S::grad_input(layer.input, true);
     auto grad_bias = S::vector(layer.input, layer.input.size(-1), previous.bias_grad);
-    previous_gradient(own.dz, layer.weight, previous, dz, grad_bias);
+    previous_gradient(own.dz, layer.weight, previous, dz, grad_bias, own.waiting);
+    launch(own.waiting);
     return {dz, own.grad_weight, own.grad_bias, grad_bias};
   }
 
@@ -148,6 +151,7 @@ struct Linear {
     Operand grad;
     Matrix dz;
     Tensor grad_weight, grad_bias;
+    kernels::SmallGradients waiting;  // among them that of the weight
 
     Own(const steps::LinearBackward& layer, bool wants_input)
         : memory(layer.activation != Activation::none && (wants_input || layer.wanted[1])
@@ -168,10 +172,22 @@ struct Linear {
       }
       if (layer.wanted[1]) {
         weight_gradient(dz, layer.input, grad_weight,
-                        !active && layer.wanted[2] ? grad_bias : Tensor());
+                        !active && layer.wanted[2] ? grad_bias : Tensor(), waiting);
       }
     }
   };
+
+  // What waits outlives the function that describes it, and a copy does not.
+  template <typename... Operands>
+  static kernels::SmallGradients* unless_copied(kernels::SmallGradients& waiting,
+                                                const Operands&... operands) {
+    return (operands.copy.defined() || ...) ? nullptr : &waiting;
+  }
+
+  static void launch(const kernels::SmallGradients& gradients) {
+    if (gradients.of_weight.rows == 0 && gradients.of_input.rows == 0) return;
+    kernels::small_backward(gradients, at::cuda::getCurrentCUDAStream());
+  }
 
   static void column_sum(const Matrix& matrix, const Tensor& like, const Tensor& sums) {
     activation_gradient(matrix, {}, false, Activation::none, like, nullptr, sums);
@@ -197,7 +213,7 @@ struct Linear {
 
   // dzᵀ input, and dz's column sums if grad_bias is defined.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
-                              const Tensor& grad_bias) {
+                              const Tensor& grad_bias, kernels::SmallGradients& waiting) {
     if (dz.rows == 0 && grad_bias.defined()) grad_bias.zero_();
     if (dz.rows == 0) grad_weight.zero_();
     if (dz.rows == 0 || dz.cols == 0) return;
@@ -208,25 +224,27 @@ struct Linear {
     const auto right = rows_of(input);
     run_surely(make_call(Pass::wgrad, transposed(dz), right.matrix, matrix_of(grad_weight),
                          grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
-               input);
+               input, unless_copied(waiting, right));
   }
 
   // dz · weight
-  static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result) {
+  static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result,
+                             kernels::SmallGradients& waiting) {
     if (result.numel() == 0) return;
     if (dz.cols == 0) {
       result.zero_();
       return;
     }
     const auto right = rows_of(weight);
-    run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight);
+    run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight,
+               unless_copied(waiting, right));
   }
 
   // (dz · weight) · act'(saved), the gradient of the layer before, and its column sums where there
   // is room for them.
   static void previous_gradient(const Matrix& dz, const Tensor& weight,
                                 const steps::PreviousLayer& previous, const Tensor& result,
-                                const Tensor& sums) {
+                                const Tensor& sums, kernels::SmallGradients& waiting) {
     const bool wants_sums = sums.numel() > 0;
     if (result.numel() == 0 && wants_sums) sums.zero_();
     if (result.numel() == 0) return;
@@ -242,7 +260,7 @@ struct Linear {
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result),
                          wants_sums ? sums.data_ptr() : nullptr, previous.activation, aux.matrix,
                          is_mask(kept)),
-               weight);
+               weight, unless_copied(waiting, right, aux));
   }
 
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.

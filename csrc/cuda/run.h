@@ -2,13 +2,15 @@
 
 // A pass of a layer on a GPU: planned, and run.
 
+#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 
 namespace fused::cuda {
 
 // Runs the pass on the current stream of the current device. False, with nothing done, only for a
-// forward that writes aux where neither the library nor ATen can: a mask, or padded rows.
-bool run(const PassCall& call);
+// forward that writes aux where neither the library nor ATen can: a mask, or padded rows. What is
+// left in `waiting` (see execute) the caller launches.
+bool run(const PassCall& call, kernels::SmallGradients* waiting = nullptr);
 
 // The same if the plan is one of our own products; false with nothing done if it is not.
 bool run_own(const PassCall& call);

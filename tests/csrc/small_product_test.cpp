@@ -74,7 +74,6 @@ bool equals(T got, double want) {
 // Each of the results, against loops in fp64.
 template <typename T, Pass pass, Activation activation>
 void compare(const Sizes& s) {
-  using Shape = SmallShape<pass>;
   std::mt19937 random(seed);
   constexpr bool forward = pass == Pass::fprop, of_weight = pass == Pass::wgrad;
   Rows<T> left(of_weight ? s.inner : s.rows, of_weight ? s.rows : s.inner, s.gap, s.offset);
@@ -95,7 +94,19 @@ void compare(const Sizes& s) {
   if (forward && s.with) p.bias = bias.data;
   if (!forward && s.with) p.sums = sums.data;
   if (saves || reads) p.aux = aux.data, p.ld_aux = aux.ld;
-  on_cpu(small_grid<pass>(p), Shape::threads, [&] { small_product_block<T, pass, activation>(p); });
+  const auto run = [&](auto sums) {
+    using Shape = SmallShape<pass, sums.value>;
+    on_cpu(small_blocks<pass, sums.value>(p), Shape::threads, [&] {
+      alignas(32) static unsigned char shared[Shape::bytes];
+      small_product_block<T, pass, activation, sums.value>(p, blockIdx.x, shared);
+    });
+  };
+  // Gradients of weights with and without sums are one kernel's.
+  if (of_weight || p.sums != nullptr) {
+    run(std::true_type());
+  } else {
+    run(std::false_type());
+  }
 
   std::vector<double> column_sums(s.cols), row_sums(s.rows);
   bool right_products = true, right_aux = true, right_sums = true;

@@ -7,44 +7,79 @@ using gemm::Pass;
 
 constexpr int least_arch = 80;
 
-template <typename T, Pass pass, Activation activation>
-__global__ void __launch_bounds__(SmallShape<pass>::threads)
-    small_product_kernel(const SmallProduct product) {
+template <typename T, Activation activation>
+__global__ void __launch_bounds__(small_forward_threads)
+    small_forward_kernel(const SmallProduct product) {
 #if __CUDA_ARCH__ >= 800
-  small_product_block<T, pass, activation>(product);
+  alignas(32) __shared__ unsigned char shared[SmallShape<Pass::fprop, false>::bytes];
+  small_product_block<T, Pass::fprop, activation, false>(product, blockIdx.x, shared);
 #endif
 }
 
-template <typename T, Pass pass, Activation activation>
-void launch(const SmallProduct& p, cudaStream_t stream) {
-  small_product_kernel<T, pass, activation>
-      <<<small_grid<pass>(p), SmallShape<pass>::threads, 0, stream>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+// The blocks of the weight's gradient, then those of the input's.
+template <typename T, Activation activation, bool sums>
+__global__ void __launch_bounds__(small_backward_threads)
+    small_backward_kernel(const SmallProduct of_weight, const SmallProduct of_input,
+                          int blocks_of_weight) {
+#if __CUDA_ARCH__ >= 800
+  constexpr size_t bytes =
+      std::max(SmallShape<Pass::wgrad, true>::bytes, SmallShape<Pass::dgrad, sums>::bytes);
+  alignas(32) __shared__ unsigned char shared[bytes];
+  const int block = blockIdx.x;
+  if (block < blocks_of_weight) {
+    small_product_block<T, Pass::wgrad, Activation::none, true>(of_weight, block, shared);
+  } else {
+    small_product_block<T, Pass::dgrad, activation, sums>(of_input, block - blocks_of_weight,
+                                                          shared);
+  }
+#endif
+}
+
+template <typename Fn>
+void with_narrow_type(gemm::Type type, const Fn& fn) {
+  with_type(type, [&](auto element) {
+    if constexpr (sizeof(element) == 2) fn(element);
+  });
 }
 
 }  // namespace
 
 bool have_small_products() {
   cudaFuncAttributes attributes{};
-  const auto status = cudaFuncGetAttributes(
-      &attributes, small_product_kernel<__nv_bfloat16, Pass::fprop, Activation::none>);
+  const auto status =
+      cudaFuncGetAttributes(&attributes, small_forward_kernel<__nv_bfloat16, Activation::none>);
   if (status == cudaSuccess) return attributes.ptxVersion >= least_arch;
   static_cast<void>(cudaGetLastError());  // a refusal is an answer
   return false;
 }
 
-void small_product(const SmallProduct& p, cudaStream_t stream) {
-  with_type(p.type, [&](auto element) {
-    using T = decltype(element);
-    if constexpr (sizeof(T) == 2) {
-      if (p.pass == Pass::wgrad) return launch<T, Pass::wgrad, Activation::none>(p, stream);
-      with_activation(p.activation, [&](auto constant) {
-        constexpr Activation activation = decltype(constant)::value;
-        if (p.pass == Pass::fprop) return launch<T, Pass::fprop, activation>(p, stream);
-        launch<T, Pass::dgrad, activation>(p, stream);
-      });
-    }
+void small_forward(const SmallProduct& product, cudaStream_t stream) {
+  with_narrow_type(product.type, [&](auto element) {
+    with_activation(product.activation, [&](auto constant) {
+      small_forward_kernel<decltype(element), decltype(constant)::value>
+          <<<small_blocks<Pass::fprop, false>(product), small_forward_threads, 0, stream>>>(
+              product);
+    });
   });
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void small_backward(const SmallGradients& gradients, cudaStream_t stream) {
+  const auto [of_weight, of_input] = gradients;
+  const int blocks_of_weight = small_blocks<Pass::wgrad, true>(of_weight);
+  const auto launch = [&](auto element, auto activation, auto sums) {
+    const int blocks_of_input = small_blocks<Pass::dgrad, sums.value>(of_input);
+    small_backward_kernel<decltype(element), activation.value, sums.value>
+        <<<blocks_of_weight + blocks_of_input, small_backward_threads, 0, stream>>>(
+            of_weight, of_input, blocks_of_weight);
+  };
+  with_narrow_type((of_weight.rows > 0 ? of_weight : of_input).type, [&](auto element) {
+    with_activation(of_input.activation, [&](auto activation) {
+      if (of_input.sums != nullptr) return launch(element, activation, std::true_type());
+      launch(element, activation, std::false_type());
+    });
+  });
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace fused::cuda::kernels

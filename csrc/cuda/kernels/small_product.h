@@ -30,9 +30,15 @@ struct SmallProduct {
   void* sums = nullptr;  // or nothing
 };
 
+// A layer's gradients that are left to these kernels: of one type, and neither needs the other.
+struct SmallGradients {
+  SmallProduct of_weight, of_input;  // or rows = 0
+};
+
 // Whether the current device has them; they need tensor cores for bf16.
 bool have_small_products();
 
-void small_product(const SmallProduct& product, cudaStream_t stream);
+void small_forward(const SmallProduct& product, cudaStream_t stream);
+void small_backward(const SmallGradients& gradients, cudaStream_t stream);
 
 }  // namespace fused::cuda::kernels

@@ -4,7 +4,6 @@
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
-#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/as_tensor.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gated_steps.h"
@@ -62,7 +61,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
   return false;
 }
 
-void own_small(const PassCall& call, cudaStream_t stream) {
+void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStream_t stream) {
   const auto& p = call.problem;
   kernels::SmallProduct product;
   product.pass = p.pass, product.activation = p.activation, product.type = p.matmul.type;
@@ -72,13 +71,17 @@ void own_small(const PassCall& call, cudaStream_t stream) {
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
   product.aux = call.aux.data, product.ld_aux = call.aux.ld;
+  explain::append("own small kernel");
   if (gemm::is_forward(p.pass)) {
     product.bias = call.bias;
-  } else {
-    product.sums = call.bias;
+    kernels::small_forward(product, stream);
+    return;
   }
-  explain::append("own small kernel");
-  kernels::small_product(product, stream);
+  product.sums = call.bias;
+  kernels::SmallGradients alone;
+  auto& gradients = waiting != nullptr ? *waiting : alone;
+  (p.pass == gemm::Pass::wgrad ? gradients.of_weight : gradients.of_input) = product;
+  if (waiting == nullptr) kernels::small_backward(alone, stream);
 }
 
 }  // namespace
@@ -101,7 +104,8 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   kernels::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
 }
 
-bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream) {
+bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
+             kernels::SmallGradients* waiting) {
   const auto& p = call.problem;
   if (const auto bytes = missing_preactivations(call, *plan.strategy); bytes > 0) {
     const Workspace memory(bytes);
@@ -120,7 +124,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         if (!run_matmul(of_up(call), plan, workspace, stream)) return false;
         break;
       case Step::own_small:
-        own_small(call, stream);
+        own_small(call, waiting, stream);
         break;
       case Step::own_activation: {
         const auto& z = matmul_result(call, *plan.strategy);

@@ -2,6 +2,7 @@
 
 // A pass done by a plan: the matrix product and the steps around it.
 
+#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"
 
@@ -10,7 +11,10 @@
 namespace fused::cuda {
 
 // Runs the steps of `plan`; false where the product does not run, and nothing after it has then.
-bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream);
+// A gradient that our small kernels make is left in `waiting`, if there is one, to share a launch
+// with the layer's other one.
+bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
+             kernels::SmallGradients* waiting = nullptr);
 
 // matrix's column sums; act'(saved) · grad and its column sums. Either of dz and sums may be null;
 // dz, contiguous rows, may be grad itself.
