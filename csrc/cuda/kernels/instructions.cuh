@@ -24,4 +24,13 @@ __device__ inline float short_tanh(float x) {
   return y;
 }
 
+// Lets the next kernel of the stream begin as far as it does not need this one, and waits for the
+// one before (programmatic dependent launch).
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace fused::cuda

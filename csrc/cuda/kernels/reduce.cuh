@@ -4,11 +4,9 @@
 // bits.
 
 #include "cuda/kernels/activation_math.cuh"
+#include "cuda/kernels/per_device.h"
 
 #include <cooperative_groups.h>
-
-#include <array>
-#include <atomic>
 
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
@@ -67,30 +65,23 @@ constexpr int cluster_arch = 90;
 constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
 
 // Whether the current device has clusters, room for the largest, and code that was compiled for
-// them, which the list of architectures does not tell: any of this file's kernels does.
+// them: any of this file's kernels tells.
 inline bool has_clusters(int device_arch) {
   if (device_arch < cluster_arch) return false;
-  enum Answer : int { unknown, no, yes };
-  static std::array<std::atomic<int>, 64> answers{};  // by device
-  int device = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  auto& answer = answers[device % answers.size()];
-  if (answer == unknown) {
-    cudaFuncAttributes attributes{};
-    C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, sum_partials_kernel<float>));
+  static PerDevice has;
+  return has([] {
     cudaLaunchAttribute shape;
     shape.id = cudaLaunchAttributeClusterDimension;
     shape.val.clusterDim = {1, most_blocks_in_cluster, 1};
     const cudaLaunchConfig_t config{
         dim3(1, most_blocks_in_cluster), dim3(block_threads), 0, nullptr, &shape, 1};
     int clusters = 0;
-    const bool fits = attributes.ptxVersion >= cluster_arch &&
+    const bool fits = compiled_arch(sum_partials_kernel<float>) >= cluster_arch &&
                       cudaOccupancyMaxActiveClusters(&clusters, sum_partials_kernel<float>,
                                                      &config) == cudaSuccess;
     static_cast<void>(cudaGetLastError());  // a refusal is an answer
-    answer = fits && clusters > 0 ? yes : no;
-  }
-  return answer == yes;
+    return fits && clusters > 0;
+  });
 }
 
 // Launches a kernel whose blockIdx.y is the chunk, all chunks of it as one cluster if `cluster`.

@@ -1,3 +1,4 @@
+#include "cuda/kernels/per_device.h"
 #include "cuda/kernels/small_product.cuh"
 
 namespace fused::cuda::kernels {
@@ -5,13 +6,14 @@ namespace {
 
 using gemm::Pass;
 
-constexpr int least_arch = 80;
+constexpr int least_arch = 80, waiting_arch = 90;
 
 template <typename T, Activation activation>
 __global__ void __launch_bounds__(small_forward_threads)
     small_forward_kernel(const SmallProduct product) {
 #if __CUDA_ARCH__ >= 800
   alignas(32) __shared__ unsigned char shared[SmallShape<Pass::fprop, false>::bytes];
+  wait_for_previous_kernel();
   small_product_block<T, Pass::fprop, activation, false>(product, blockIdx.x, shared);
 #endif
 }
@@ -25,6 +27,7 @@ __global__ void __launch_bounds__(small_backward_threads)
   constexpr size_t bytes =
       std::max(SmallShape<Pass::wgrad, true>::bytes, SmallShape<Pass::dgrad, sums>::bytes);
   alignas(32) __shared__ unsigned char shared[bytes];
+  wait_for_previous_kernel();
   const int block = blockIdx.x;
   if (block < blocks_of_weight) {
     small_product_block<T, Pass::wgrad, Activation::none, true>(of_weight, block, shared);
@@ -33,6 +36,24 @@ __global__ void __launch_bounds__(small_backward_threads)
                                                           shared);
   }
 #endif
+}
+
+// Whether kernels wait for the one before by themselves (wait_for_previous_kernel).
+bool kernels_wait() {
+  static PerDevice wait;
+  return wait([] {
+    return compiled_arch(small_forward_kernel<__nv_bfloat16, Activation::none>) >= waiting_arch;
+  });
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t stream,
+            const Arguments&... arguments) {
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{dim3(blocks), dim3(threads), 0, stream, &early, kernels_wait()};
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 template <typename Fn>
@@ -45,41 +66,33 @@ void with_narrow_type(gemm::Type type, const Fn& fn) {
 }  // namespace
 
 bool have_small_products() {
-  cudaFuncAttributes attributes{};
-  const auto status =
-      cudaFuncGetAttributes(&attributes, small_forward_kernel<__nv_bfloat16, Activation::none>);
-  if (status == cudaSuccess) return attributes.ptxVersion >= least_arch;
-  static_cast<void>(cudaGetLastError());  // a refusal is an answer
-  return false;
+  return compiled_arch(small_forward_kernel<__nv_bfloat16, Activation::none>) >= least_arch;
 }
 
 void small_forward(const SmallProduct& product, cudaStream_t stream) {
   with_narrow_type(product.type, [&](auto element) {
     with_activation(product.activation, [&](auto constant) {
-      small_forward_kernel<decltype(element), decltype(constant)::value>
-          <<<small_blocks<Pass::fprop, false>(product), small_forward_threads, 0, stream>>>(
-              product);
+      launch(small_forward_kernel<decltype(element), decltype(constant)::value>,
+             small_blocks<Pass::fprop, false>(product), small_forward_threads, stream, product);
     });
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void small_backward(const SmallGradients& gradients, cudaStream_t stream) {
   const auto [of_weight, of_input] = gradients;
   const int blocks_of_weight = small_blocks<Pass::wgrad, true>(of_weight);
-  const auto launch = [&](auto element, auto activation, auto sums) {
+  const auto run = [&](auto element, auto activation, auto sums) {
     const int blocks_of_input = small_blocks<Pass::dgrad, sums.value>(of_input);
-    small_backward_kernel<decltype(element), activation.value, sums.value>
-        <<<blocks_of_weight + blocks_of_input, small_backward_threads, 0, stream>>>(
-            of_weight, of_input, blocks_of_weight);
+    launch(small_backward_kernel<decltype(element), activation.value, sums.value>,
+           blocks_of_weight + blocks_of_input, small_backward_threads, stream, of_weight, of_input,
+           blocks_of_weight);
   };
   with_narrow_type((of_weight.rows > 0 ? of_weight : of_input).type, [&](auto element) {
     with_activation(of_input.activation, [&](auto activation) {
-      if (of_input.sums != nullptr) return launch(element, activation, std::true_type());
-      launch(element, activation, std::false_type());
+      if (of_input.sums != nullptr) return run(element, activation, std::true_type());
+      run(element, activation, std::false_type());
     });
   });
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace fused::cuda::kernels
