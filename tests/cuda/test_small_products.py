@@ -84,7 +84,7 @@ def test_a_single_number(activation, tmp_path):
             assert ours <= 5.1 * theirs + 2 * unit
 
 
-@pytest.mark.parametrize("gap, offset", itertools.product([0, 3, 8], [0, 1, 8]))
+@pytest.mark.parametrize("gap, offset", list(itertools.product([0, 3, 8], [0, 1, 8])))
 def test_rows_of_any_length_at_any_address(gap, offset, tmp_path):
     block = Block(130, 40, 24, 17, torch.bfloat16, "relu")
     leaves = [block.x, *block.weights]
@@ -97,6 +97,21 @@ def test_rows_of_any_length_at_any_address(gap, offset, tmp_path):
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6)
     assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_operands_that_are_copied_first(activation, tmp_path):
+    """What waits for a launch that is shared must still be there when it comes."""
+    block = Block(130, 40, 24, 16, torch.bfloat16, activation)
+    for k, leaf in enumerate(leaves := [block.x, *block.weights]):
+        rows, cols = leaf.shape
+        wide = torch.zeros(rows, 2 * cols, device="cuda", dtype=leaf.dtype)
+        leaves[k] = wide[:, ::2].copy_(leaf.detach()).requires_grad_()
+    block.x, *block.weights = leaves
+    got, paths = forced(block.step, tmp_path)
+    assert_all_ours(paths, 6)
+    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+    assert_same_bits_again(block.step, got)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
