@@ -10,9 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tests" / "support"), str(ROOT)]
 
-import torch  # noqa: E402
-
 import plan_files  # noqa: E402
+import torch  # noqa: E402
 
 import torch_fused_linear as tfl  # noqa: E402
 from certify import fuzz, fuzz_cases  # noqa: E402
