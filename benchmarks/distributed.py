@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, whe
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from make_performance import several_gpus
+from result_tables import several_gpus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from make_performance import find
 from make_table import Result, by_machine, shape
+from result_tables import find
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "docs" / "figures" / "models.svg"

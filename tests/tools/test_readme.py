@@ -9,8 +9,8 @@ from bench_records import ROOT
 from test_docs import FENCE, PAGES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from make_performance import find
 from make_table import by_machine, duration, ratio_to_compiled
+from result_tables import find
 
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(FENCE.sub("", README).split())
