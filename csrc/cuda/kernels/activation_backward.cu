@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 
   const int64_t col = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * width;
   A sums[width] = {};
+  wait_for_previous_kernel();  // and lets sum_partials be launched
   if (col < args.cols) {
     const int64_t first = blockIdx.y * rows_per_chunk;
     const int64_t last = min(first + rows_per_chunk, args.rows);

@@ -4,7 +4,7 @@
 // bits.
 
 #include "cuda/kernels/activation_math.cuh"
-#include "cuda/kernels/per_device.h"
+#include "cuda/kernels/launch.cuh"
 
 #include <cooperative_groups.h>
 
@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(block_threads)
                         T* grad_bias) {
   using A = Accumulator<T>;
   __shared__ A shared[block_threads];
+  wait_for_previous_kernel();
   const int64_t col = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   A sum[1] = {};
   if (col < cols) {
@@ -123,9 +124,8 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
 template <typename T>
 void sum_partials(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
                   T* grad_bias, cudaStream_t stream) {
-  const dim3 grid((cols + 31) / 32);
-  sum_partials_kernel<T><<<grid, dim3(32, 8), 0, stream>>>(partials, chunks, cols, ld, grad_bias);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_early(sum_partials_kernel<T>, dim3((cols + 31) / 32), dim3(32, 8), stream, partials,
+               chunks, cols, ld, grad_bias);
 }
 
 }  // namespace

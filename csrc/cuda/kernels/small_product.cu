@@ -1,4 +1,4 @@
-#include "cuda/kernels/per_device.h"
+#include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/small_product.cuh"
 
 namespace fused::cuda::kernels {
@@ -6,7 +6,7 @@ namespace {
 
 using gemm::Pass;
 
-constexpr int least_arch = 80, waiting_arch = 90;
+constexpr int least_arch = 80;
 
 template <typename T, Activation activation>
 __global__ void __launch_bounds__(small_forward_threads)
@@ -38,24 +38,6 @@ __global__ void __launch_bounds__(small_backward_threads)
 #endif
 }
 
-// Whether kernels wait for the one before by themselves (wait_for_previous_kernel).
-bool kernels_wait() {
-  static PerDevice wait;
-  return wait([] {
-    return compiled_arch(small_forward_kernel<__nv_bfloat16, Activation::none>) >= waiting_arch;
-  });
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int blocks, int threads, cudaStream_t stream,
-            const Arguments&... arguments) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{dim3(blocks), dim3(threads), 0, stream, &early, kernels_wait()};
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
 template <typename Fn>
 void with_narrow_type(gemm::Type type, const Fn& fn) {
   with_type(type, [&](auto element) {
@@ -72,8 +54,9 @@ bool have_small_products() {
 void small_forward(const SmallProduct& product, cudaStream_t stream) {
   with_narrow_type(product.type, [&](auto element) {
     with_activation(product.activation, [&](auto constant) {
-      launch(small_forward_kernel<decltype(element), decltype(constant)::value>,
-             small_blocks<Pass::fprop, false>(product), small_forward_threads, stream, product);
+      launch_early(small_forward_kernel<decltype(element), decltype(constant)::value>,
+                   small_blocks<Pass::fprop, false>(product), small_forward_threads, stream,
+                   product);
     });
   });
 }
@@ -83,9 +66,9 @@ void small_backward(const SmallGradients& gradients, cudaStream_t stream) {
   const int blocks_of_weight = small_blocks<Pass::wgrad, true>(of_weight);
   const auto run = [&](auto element, auto activation, auto sums) {
     const int blocks_of_input = small_blocks<Pass::dgrad, sums.value>(of_input);
-    launch(small_backward_kernel<decltype(element), activation.value, sums.value>,
-           blocks_of_weight + blocks_of_input, small_backward_threads, stream, of_weight, of_input,
-           blocks_of_weight);
+    launch_early(small_backward_kernel<decltype(element), activation.value, sums.value>,
+                 blocks_of_weight + blocks_of_input, small_backward_threads, stream, of_weight,
+                 of_input, blocks_of_weight);
   };
   with_narrow_type((of_weight.rows > 0 ? of_weight : of_input).type, [&](auto element) {
     with_activation(of_input.activation, [&](auto activation) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "cuda/kernels/instructions.cuh"
+
 #include <c10/cuda/CUDAException.h>
 #include <cuda_runtime_api.h>
 
@@ -34,6 +36,21 @@ int compiled_arch(Kernel* kernel) {
   if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion;
   static_cast<void>(cudaGetLastError());  // a refusal is an answer
   return 0;
+}
+
+// Launches a kernel that calls wait_for_previous_kernel, while the one before it still runs where
+// its code can wait.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  constexpr int waiting_arch = 90;
+  static PerDevice waits;  // of all kernels alike: they are compiled for the same architectures
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  const bool allowed = waits([kernel] { return compiled_arch(kernel) >= waiting_arch; });
+  const cudaLaunchConfig_t config{grid, block, 0, stream, &early, allowed};
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace fused::cuda::kernels
