@@ -117,6 +117,16 @@ def ratio(numbers: Numbers, others: Iterable[str]) -> str:
     return "" if mine is None or theirs is None else f"{theirs / mine:.2f}"
 
 
+def numbers_with(result: Result | None, *names: str) -> Numbers:
+    """Of the latest run in which all of these took part; none: there was no such run."""
+    while result is not None:
+        numbers = result.get("numbers", {})
+        if all(name in numbers for name in names):
+            return numbers
+        result = result.get("before")
+    return {}
+
+
 def ratio_to_compiled(result: Result | None) -> str:
     """Of the latest run in which torch.compile took part."""
     while result is not None:
@@ -164,10 +174,10 @@ def models(results: Iterable[Result]) -> list[str]:
     for name, beside in MODEL_PAIRS.items():
         rows = []
         for result in results:
-            case, numbers = result["case"], result.get("numbers", {})
-            both = [numbers.get(n, {}).get("median") for n in (beside, name)]
-            if not all(both):
+            case, numbers = result["case"], numbers_with(result, name, beside)
+            if not numbers:
                 continue
+            both = [numbers[n]["median"] for n in (beside, name)]
             mode = "inference" if case["mode"] == "forward" else "step"
             words = [
                 case["model"],
@@ -187,9 +197,10 @@ def losses(results: Iterable[Result], what: str) -> list[str]:
     """Every case of the whole grid in which a way of ours is slower than what it replaces."""
     compared, rows = 0, []
     for result in results:
-        case, numbers = result["case"], result.get("numbers", {})
+        case = result["case"]
         for name, (title, beside) in OURS.items():
-            if case["suite"] not in TIMED or name not in numbers or beside not in numbers:
+            numbers = numbers_with(result, name, beside)
+            if case["suite"] not in TIMED or not numbers:
                 continue
             compared += 1
             mine, theirs = numbers[name]["median"], numbers[beside]["median"]
