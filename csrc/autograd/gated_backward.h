@@ -58,8 +58,8 @@ inline std::array<bool, 5> wanted_of_pass(const Form& form, const std::vector<bo
 
 // What a backward works on.
 struct State {
-  std::shared_ptr<Node> node;  // none in compiled autograd
-  bool is_running;             // the engine runs the node, which is not called by hand
+  NodePtr<Node> node;  // none in compiled autograd
+  bool is_running;     // the engine runs the node, which is not called by hand
   Form form;
   std::vector<bool> wanted;  // by edge
   variable_list kept;

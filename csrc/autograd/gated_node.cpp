@@ -67,7 +67,7 @@ class GatedNode final : public handover::Producer {
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) return variable_list(all_edges);
     auto [is_running, note, kept] = begin(gate_z_index);
-    auto self = std::static_pointer_cast<Node>(getptr());
+    auto self = node_cast<Node>(getptr());
     return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grads[0],
                std::move(note));
   }

@@ -30,7 +30,7 @@ std::atomic<bool>& switched_on() {
 // Held by the run of the engine: when that ends, well or not, the note goes.
 class EndOfRun {
  public:
-  EndOfRun(std::weak_ptr<torch::autograd::Node> node, int graph_task)
+  EndOfRun(WeakNodePtr<torch::autograd::Node> node, int graph_task)
       : node_(std::move(node)), graph_task_(graph_task) {}
   EndOfRun(const EndOfRun&) = delete;
   EndOfRun& operator=(const EndOfRun&) = delete;
@@ -39,7 +39,7 @@ class EndOfRun {
   }
 
  private:
-  std::weak_ptr<torch::autograd::Node> node_;
+  WeakNodePtr<torch::autograd::Node> node_;
   int graph_task_;
 };
 
@@ -120,7 +120,8 @@ void Producer::leave(int graph_task, Note note) {
   if (graph_task == -1 || torch::autograd::get_current_graph_task_id() != graph_task) return;
   // A callback does nothing but be there: the engine drops it with the run.
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [end = std::make_shared<EndOfRun>(weak_from_this(), graph_task)] {});
+      [end = std::make_shared<EndOfRun>(WeakNodePtr<torch::autograd::Node>(getptr()), graph_task)] {
+      });
 }
 
 std::vector<std::pair<int, Note>>::iterator Producer::find(int graph_task) {

@@ -39,7 +39,7 @@ struct Layer {
 // its activation. Compiled autograd asks without a node.
 class Chain {
  public:
-  Chain(const std::shared_ptr<Node>& node, Edges edges, Activation activation, size_t layers,
+  Chain(const NodePtr<Node>& node, Edges edges, Activation activation, size_t layers,
         std::vector<bool> wanted)
       : node_(node),
         edges_(edges),
@@ -182,7 +182,7 @@ class Chain {
                                  : signs_of_mask(saved, grad, above.weight.sym_size(1));
   }
 
-  std::shared_ptr<Node> node_;
+  NodePtr<Node> node_;
   Edges edges_;
   Activation activation_;
   std::vector<bool> wanted_;
@@ -210,7 +210,7 @@ class MlpNode final : public Node {
 
   // Of the first `layers`, as far as `wanted` says.
   variable_list gradients(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
-    const auto self = std::static_pointer_cast<Node>(getptr());
+    const auto self = node_cast<Node>(getptr());
     Chain chain(self, Edges::of(num_outputs()), activation_, layers, std::move(wanted));
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
@@ -244,7 +244,7 @@ class MlpNode final : public Node {
 // The lower layers of a chain as a node of their own, for the second derivative of those above.
 class LowerLayersNode final : public torch::autograd::Node {
  public:
-  LowerLayersNode(std::shared_ptr<MlpNode> whole, size_t layers)
+  LowerLayersNode(NodePtr<MlpNode> whole, size_t layers)
       : torch::autograd::Node(edge_list(whole->next_edges())),
         whole_(std::move(whole)),
         layers_(layers) {}
@@ -258,7 +258,7 @@ class LowerLayersNode final : public torch::autograd::Node {
   }
 
  private:
-  std::shared_ptr<MlpNode> whole_;
+  NodePtr<MlpNode> whole_;
   size_t layers_;
 };
 
@@ -266,7 +266,7 @@ Tensor Chain::above_lower_layers(const Tensor& input) const {
   const bool has_gradient = kept_[lowest_].weight.defined();
   if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;
   const auto result = input.detach();
-  auto whole = std::static_pointer_cast<MlpNode>(node_);
+  auto whole = node_cast<MlpNode>(node_);
   set_history(result, make_node<LowerLayersNode>(std::move(whole), lowest_));
   return result;
 }

@@ -3,9 +3,9 @@
 // The base of our autograd nodes. A node owns its state: typed members, and saved tensors that are
 // read, lent and released under the node's lock.
 
+#include "autograd/node_ptr.h"
 #include "core/check.h"
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,7 +13,6 @@
 
 #include <array>
 #include <limits>
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -76,13 +75,6 @@ class Node : public torch::autograd::Node {
 
   size_t released_from_ = std::numeric_limits<size_t>::max();
 };
-
-// A new node with these edges.
-template <typename T, typename... Args>
-std::shared_ptr<T> make_node(Args&&... args) {
-  // torch's deleter takes long chains apart without recursion
-  return std::shared_ptr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
-}
 
 // Makes an output the node's.
 using torch::autograd::set_history;
