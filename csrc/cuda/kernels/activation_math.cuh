@@ -104,6 +104,7 @@ __device__ inline A activate(A z) {
   } else if constexpr (activation == Activation::silu) {
     return z / (A(1) + exp(-z));  // rounded once, as torch's
   } else {
+    static_assert(activation == Activation::none);
     return z;
   }
 }
@@ -130,6 +131,7 @@ __device__ inline A activation_gradient(A grad, A saved) {
     const A s = A(1) / (A(1) + exp(-saved));
     return grad * s * (A(1) + saved * (A(1) - s));
   } else {
+    static_assert(activation == Activation::none);
     return grad;
   }
 }

@@ -51,6 +51,7 @@ __device__ inline float activate(float z) {
   } else if constexpr (activation == Activation::silu) {
     return z * sigmoid2(log2e * z);
   } else {
+    static_assert(activation == Activation::none);
     return z;
   }
 }
@@ -72,6 +73,7 @@ __device__ inline float gradient(float grad, float saved) {
     const float gate = sigmoid2(log2e * saved);
     return grad * gate * fmaf(saved, 1.0f - gate, 1.0f);
   } else {
+    static_assert(activation == Activation::none);
     return grad;
   }
 }
