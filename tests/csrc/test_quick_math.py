@@ -9,7 +9,9 @@ NAMES = ("relu", "gelu_tanh", "gelu_erf", "silu")
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     include = f"-I{cpp_programs.ROOT / 'tests/csrc/cuda_on_cpu'}"
-    return cpp_programs.build("quick_math_test.cpp", tmp_path_factory.mktemp("math"), "-O1", include)
+    return cpp_programs.build(
+        "quick_math_test.cpp", tmp_path_factory.mktemp("math"), "-O1", include
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
