@@ -1,10 +1,11 @@
-"""Runs our CUDA kernels at awkward sizes, for compute-sanitizer: `kernels.py SEED`, and
-`without-hopper` after it for all but those for Hopper GPUs."""
+"""Runs our CUDA kernels at awkward sizes, for compute-sanitizer. `kernels.py plan FOLDER` measures
+plans of the small kernels, outside the sanitizer; `kernels.py run FOLDER SEED PART...` runs them
+and other parts."""
 
 import itertools
+import math
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,32 +18,36 @@ import torch_fused_linear as tfl  # noqa: E402
 from certify import fuzz, fuzz_cases  # noqa: E402
 from torch_fused_linear import plans  # noqa: E402
 
-# Of tokens and widths: so many that the rule takes our own products, where they are built.
-MANY = 4096
+MANY, FEW = 4096, 512  # tokens: rules take our own products from these, and never below those
 PRODUCTS = ((MANY, 64), (4103, 136), (4161, 72))
 SMALL = ((1, 8), (31, 17), (300, 72))  # of tokens and widths
-SIZES = (1, 8, 31, 65, 128, 257)
+SIZES = (1, 31, 64, 257)
 CASES = 30
 
 
-def small(tokens: int, width: int, activation: str) -> None:
-    x, w, v, b = (
-        torch.randn(*sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for sizes in ((tokens, width), (width, width), (width, width), (width,))
-    )
+def small_networks(folder: Path):
+    """A step and the file of its plans, for each size and activation."""
+    for (tokens, width), activation in itertools.product(SMALL, ("relu", "gelu_erf")):
+        sizes = ((tokens, width), (width, width), (width, width), (width,))
+        operands = [
+            torch.randn(*s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in sizes
+        ]
 
-    def step() -> None:
-        tfl.mlp(x, [w, v], [b, b], activation=activation).sum().backward()
+        def step(operands=operands, activation=activation) -> None:
+            x, w, v, b = operands
+            tfl.mlp(x, [w, v], [b, b], activation=activation).sum().backward()
 
-    with tempfile.TemporaryDirectory() as folder, plans.budget(2), plans.patience(0):
-        _, paths = plan_files.run_forced(step, Path(folder), "small", lambda plan: not plan.mask)
-        assert paths[0] == "own small kernel", paths
-    plans.clear()
+        yield step, folder / f"{tokens}_{width}_{activation}"
 
 
-def calls(seed: int, hopper: bool) -> int:
-    """Own kernels alone, at sizes around those of tiles and warps; own products; those of small
-    networks; then cases of the fuzz."""
+def plan(folder: Path) -> None:
+    with plans.budget(2), plans.patience(0):
+        for step, path in small_networks(folder):
+            plan_files.write_forced(step, path, "small", lambda plan: not plan.mask)
+
+
+def alone() -> int:
+    """Kernels of activations, at sizes around those of tiles and warps."""
     ops, count = torch.ops.fused, 0
     for rows, width in itertools.product(SIZES, SIZES):
         for dtype in (torch.float32, torch.bfloat16):
@@ -52,7 +57,23 @@ def calls(seed: int, hopper: bool) -> int:
                 count += 1
             ops._relu_mask(y)
             count += 1
-    for tokens, width in PRODUCTS if hopper else ():
+    return count
+
+
+def small(folder: Path) -> int:
+    count = 0
+    for step, path in small_networks(folder):
+        _, paths = plan_files.run_with(path, step)
+        assert paths[0] == "own small kernel", paths
+        count += 1
+    plans.clear()
+    return count
+
+
+def hopper() -> int:
+    """Our own products for Hopper GPUs."""
+    count = 0
+    for tokens, width in PRODUCTS:
         for activation in ("relu", "gelu_tanh", "gelu_erf", "silu"):
             x, w, v, down = (
                 torch.randn(n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -61,19 +82,37 @@ def calls(seed: int, hopper: bool) -> int:
             tfl.mlp(x, [w, down], [None, w[0]], activation=activation).sum().backward()
             tfl.gated_mlp(x, w, v, down, activation=activation).sum().backward()
             count += 2
-    for (tokens, width), activation in itertools.product(SMALL, ("relu", "gelu_erf")):
-        small(tokens, width, activation)
-        count += 1
+    return count
+
+
+def cases(seed: int, below: float) -> int:
+    """Cases of the fuzz with fewer tokens."""
+    count = 0
     for unit in range(CASES):
         case = fuzz_cases.Draw(seed, unit, "cuda").case()
-        if hopper or case.x.numel() < MANY * case.x.shape[-1]:
+        if case.x.numel() < below * case.x.shape[-1]:
             fuzz.of_ours(case)
             count += 1
+    return count
+
+
+def run(folder: Path, seed: int, parts: list[str]) -> int:
+    calls = {
+        "alone": alone,
+        "small": lambda: small(folder),
+        "hopper": hopper,
+        "cases": lambda: cases(seed, math.inf if "hopper" in parts else FEW),
+    }
+    count = sum(calls[part]() for part in parts)
     torch.cuda.synchronize()
     return count
 
 
 if __name__ == "__main__":
     plans.budget(0)
-    number = calls(random.Random(sys.argv[1]).randrange(2**31), "without-hopper" not in sys.argv)
-    print(f"{number} calls")
+    what, folder, *rest = sys.argv[1:]
+    if what == "plan":
+        plan(Path(folder))
+    else:
+        seed, *parts = rest
+        print(f"{run(Path(folder), random.Random(seed).randrange(2**31), parts)} calls")

@@ -27,21 +27,33 @@ class Plan:
     mask: bool
 
 
-def run_forced(step, folder, strategy, takes, algorithm=0):
-    """What step gives, and the paths it takes, when its plans that `takes` says yes to are of that
-    strategy."""
+def write_forced(step, path, strategy, takes, algorithm=0):
+    """A file of step's plans, as they are measured, where those that `takes` says yes to are of
+    that strategy."""
     plans.clear()
     step()
-    plans.save(folder / "plans")
-    *lines, _ = (folder / "plans").read_text().splitlines()
+    plans.save(path)
+    *lines, _ = path.read_text().splitlines()
     for i, line in enumerate(lines[HEADER:], HEADER):
         words = line.split(" ")
         if takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[5] != "0")):
             words[0], words[ALGORITHM] = strategy, [str(algorithm), *"0000000"]
             lines[i] = " ".join(words)
-    (folder / "plans").write_text(file_text("\n".join([*lines, ""])))
+    path.write_text(file_text("\n".join([*lines, ""])))
     plans.clear()
-    plans.load(folder / "plans")
+
+
+def run_with(path, step):
+    """What step gives by the plans of a file, and the paths it takes."""
+    plans.clear()
+    plans.load(path)
     with tfl.explain() as report:
         result = step()
     return result, [call.path for call in report.calls]
+
+
+def run_forced(step, folder, strategy, takes, algorithm=0):
+    """What step gives, and the paths it takes, when its plans that `takes` says yes to are of that
+    strategy."""
+    write_forced(step, folder / "plans", strategy, takes, algorithm)
+    return run_with(folder / "plans", step)
