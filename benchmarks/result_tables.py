@@ -168,15 +168,16 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
 
 
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
-    names = {"ours": "layers", "mlp": "`FusedMLP`", "eager": "eager", "mm": "mm", "quack": "QuACK"}
+    names = {"ours": "layers", "mlp": "`FusedMLP`", "eager": "eager", "mm": "mm"}
     rows = []
     for result in find(results, suite="rivals", mode="step"):
         case, numbers = result["case"], result["numbers"]
         ours = min(numbers[name]["median"] for name in ("ours", "mlp"))
+        rival = [numbers[n]["median"] for n in ("quack", "quack-tuned") if n in numbers]
         row = [f"{shape(case)}, T={case['tokens']}", case["activation"]]
         row += [duration(numbers[n]["median"]) for n in names]
-        rows.append([*row, f"{numbers['quack']['median'] / ours:.2f}"])
-    return table(["block", "", *names.values(), "times"], rows, words=2)
+        rows.append([*row, " / ".join(map(duration, rival)), f"{min(rival) / ours:.2f}"])
+    return table(["block", "", *names.values(), "QuACK", "times"], rows, words=2)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:
