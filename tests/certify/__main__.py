@@ -69,7 +69,8 @@ def work(name: str, options: argparse.Namespace) -> None:
     if options.only is not None:
         print(json.dumps(trial.one(options.seed, options.only), indent=1))
         return
-    asked = {"seed": options.seed, "count": options.count or part.count}
+    count = options.count or part.count or len(trial.units)
+    asked = {"seed": options.seed, "count": count}
     asked["measured"] = options.measured
     if options.share[1] > 1:
         asked["share"] = list(options.share)

@@ -28,7 +28,7 @@ class Part:
     name: str
     about: str
     unit: str  # what is counted
-    count: int  # how often, unless said otherwise
+    count: int | None  # how often, unless said otherwise; None: as often as the trial has units
     module: str
     on_gpu_only: bool = False
 
@@ -64,7 +64,7 @@ ALL = {
             "torch",
             "the generic checks of torch.testing._internal, over every operator and layer",
             "checks",
-            62,
+            None,
             "torch_checks",
         ),
         Part(

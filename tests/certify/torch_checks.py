@@ -59,6 +59,25 @@ def samples_of_mlp(op, device, dtype, requires_grad, **kwargs) -> Iterator[Sampl
             yield SampleInput(x, args=(parameters[:2], parameters[2:], activation))
 
 
+def samples_of_glu(op, device, dtype, requires_grad, **kwargs) -> Iterator[SampleInput]:
+    for lead, i, o in SHAPES:
+        shapes = [(*lead, i), (o, i), (o, i), (o,), (o,)]
+        x, *parameters = random_tensors(shapes, device, dtype, requires_grad)
+        yield SampleInput(x, args=(*parameters, "silu"))
+        x, stacked = random_tensors([(*lead, i), (2 * o, i)], device, dtype, requires_grad)
+        yield SampleInput(x, args=(stacked, None, None, None, "gelu_tanh"))
+
+
+def samples_of_gated_mlp(op, device, dtype, requires_grad, **kwargs) -> Iterator[SampleInput]:
+    for lead, i, o in SHAPES:
+        shapes = [(*lead, i), (6, i), (6, i), (o, 6), (6,), (6,), (o,)]
+        x, *parameters = random_tensors(shapes, device, dtype, requires_grad)
+        yield SampleInput(x, args=(*parameters, "silu"))
+        shapes = [(*lead, i), (12, i), (o, 6)]
+        x, stacked, down = random_tensors(shapes, device, dtype, requires_grad)
+        yield SampleInput(x, args=(stacked, None, down, None, None, None, "gelu_erf"))
+
+
 def samples_of_conv(op, device, dtype, requires_grad, **kwargs) -> Iterator[SampleInput]:
     for stride, padding, groups in ((1, 0, 1), (2, 1, 1), (1, 1, 2)):
         shapes = [(2, 4, 6, 5), (6, 4 // groups, 3, 3), (6,)]
@@ -66,13 +85,30 @@ def samples_of_conv(op, device, dtype, requires_grad, **kwargs) -> Iterator[Samp
         yield SampleInput(x, args=(w, b, [stride] * 2, [padding] * 2, [1, 1], groups))
 
 
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu_erf": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
 def plain_mlp(x, weights, biases, activation):
-    act = {"relu": F.relu, "gelu_erf": F.gelu}.get(
-        activation, lambda z: F.gelu(z, approximate="tanh")
-    )
     for w, b in zip(weights[:-1], biases[:-1]):
-        x = act(F.linear(x, w, b))
+        x = ACTIVATIONS[activation](F.linear(x, w, b))
     return F.linear(x, weights[-1], biases[-1])
+
+
+def plain_glu(x, gate, up, gate_bias, up_bias, activation):
+    if up is None:
+        g, u = F.linear(x, gate, gate_bias).chunk(2, -1)
+    else:
+        g, u = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias)
+    return ACTIVATIONS[activation](g) * u
+
+
+def plain_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation):
+    return F.linear(plain_glu(x, gate, up, gate_bias, up_bias, activation), down, down_bias)
 
 
 def info(name: str, plain: Callable, samples: Callable, variant: str = "", **kwargs) -> OpInfo:
@@ -103,6 +139,9 @@ OPERATORS = (
         samples_of_linear,
         "tanh",
     ),
+    info("linear_silu", lambda *a: F.silu(F.linear(*a)), samples_of_linear),
+    info("linear_glu", plain_glu, samples_of_glu),
+    info("gated_mlp", plain_gated_mlp, samples_of_gated_mlp),
     info("mlp", plain_mlp, samples_of_mlp),
     info("conv2d_relu", lambda *a: F.relu(F.conv2d(*a)), samples_of_conv),
 )
@@ -240,12 +279,20 @@ def inputs_of_mlp(module_info, device, dtype, requires_grad, training, **kwargs)
         yield ModuleInput(FunctionInput(5, 7, 4, activation=activation), FunctionInput(x))
 
 
+def inputs_of_gated_mlp(module_info, device, dtype, requires_grad, training, **kwargs):
+    (x,) = random_tensors([(3, 5)], device, dtype, requires_grad)
+    for bias in (True, False):
+        yield ModuleInput(FunctionInput(5, 7, 4, bias=bias), FunctionInput(x))
+
+
 LAYERS = (
     ModuleInfo(tfl.FusedLinear, module_inputs_func=inputs_of_linear, dtypes=FLOATS),
     ModuleInfo(tfl.FusedLinearReLU, module_inputs_func=inputs_of_linear, dtypes=FLOATS),
     ModuleInfo(tfl.FusedLinearGELU, module_inputs_func=inputs_of_linear, dtypes=FLOATS),
+    ModuleInfo(tfl.FusedLinearSiLU, module_inputs_func=inputs_of_linear, dtypes=FLOATS),
     ModuleInfo(tfl.FusedConv2dReLU, module_inputs_func=inputs_of_conv, dtypes=FLOATS),
     ModuleInfo(tfl.FusedMLP, module_inputs_func=inputs_of_mlp, dtypes=FLOATS),
+    ModuleInfo(tfl.FusedGatedMLP, module_inputs_func=inputs_of_gated_mlp, dtypes=FLOATS),
 )
 
 
