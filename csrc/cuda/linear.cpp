@@ -257,10 +257,12 @@ struct Linear {
       return;
     }
     const auto right = rows_of(weight);
+    // what was made here would be gone when a waiting product is launched
+    const bool stays = kept.is_same(previous.saved);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result),
                          wants_sums ? sums.data_ptr() : nullptr, previous.activation, aux.matrix,
                          is_mask(kept)),
-               weight, unless_copied(waiting, right, aux));
+               weight, stays ? unless_copied(waiting, right, aux) : nullptr);
   }
 
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.

@@ -3,6 +3,7 @@
 #include "cuda/kernels/instructions.cuh"
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -19,7 +20,9 @@ class PerDevice {
     int device = 0;
     C10_CUDA_CHECK(cudaGetDevice(&device));
     auto& answer = answers_[device % answers_.size()];
-    if (answer == unknown) answer = ask() ? yes : no;
+    if (answer != unknown) return answer == yes;
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    answer = ask() ? yes : no;
     return answer == yes;
   }
 
