@@ -76,6 +76,8 @@ def fuzz(records: Sequence[Record]) -> list[str]:
         head = ["policy, dtype", "cases", "ours worse", "eager worse"]
         head += ["output", "input's gradient", "weight's", "bias's"]
         lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=1), ""]
+        if crashed := r.get("torch_crashed"):
+            lines += [f"Plain torch ended the process: {', '.join(crashed)}.", ""]
     return lines[:-1]
 
 

@@ -45,6 +45,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the units")
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if unknown := set(options.parts) - set(parts.ALL):
         parser.error(
@@ -66,6 +67,9 @@ def work(name: str, options: argparse.Namespace) -> None:
     """In the process of its own."""
     part = parts.ALL[name]
     trial = part.trial(options.device, options.measured)
+    if options.plain:
+        trial.plain(options.seed, options.only)
+        return
     if options.only is not None:
         print(json.dumps(trial.one(options.seed, options.only), indent=1))
         return
@@ -81,6 +85,12 @@ def work(name: str, options: argparse.Namespace) -> None:
 
 def ended_by(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def ends_without_us(command: list[str], unit: int) -> bool:
+    """Whether plain torch ends the process as well, in a part that can tell."""
+    plain = [*command, "--only", str(unit), "--plain"]
+    return subprocess.run(plain, capture_output=True).returncode < 0
 
 
 def run(name: str, options: argparse.Namespace, given: list[str]) -> bool:
@@ -101,7 +111,8 @@ def run(name: str, options: argparse.Namespace, given: list[str]) -> bool:
             print(f"certify: {name} did not start: {ended_by(status)}", file=sys.stderr)
             return False
         found = json.loads(path.read_text())
-        found["crashed"][str(unit)] = ended_by(status)
+        whose = "torch_crashed" if ends_without_us(command, unit) else "crashed"
+        found[whose][str(unit)] = ended_by(status)
         record.write(path, found)
     pointer.remove()
     found = json.loads(path.read_text())

@@ -77,6 +77,7 @@ def new(part: Part, device: str, asked: dict) -> dict:
         "failed": 0,
         "failures": [],
         "crashed": {},
+        "torch_crashed": {},  # where plain torch ends the process as well
         "verdict": [],
         "found": {},
     }
@@ -134,7 +135,7 @@ def work(path: Path, trial: Trial, record: dict, share: tuple[int, int] = (0, 1)
     try:
         for unit in units[record["done"] :]:
             pointer.at(unit)
-            if str(unit) not in record["crashed"]:
+            if str(unit) not in {**record["crashed"], **record["torch_crashed"]}:
                 found = trial.one(seed, unit)
                 failures = found.pop("failures", [])
                 record["failed"] += bool(failures)
@@ -154,12 +155,14 @@ def work(path: Path, trial: Trial, record: dict, share: tuple[int, int] = (0, 1)
 
 def merge(shares: list[dict], trial: Trial) -> dict:
     """One record of what several processes have found."""
-    whole = {**shares[0], "done": 0, "failed": 0, "found": {}, "failures": [], "crashed": {}}
+    nothing = {"failures": [], "crashed": {}, "torch_crashed": {}}
+    whole = {**shares[0], **nothing, "done": 0, "failed": 0, "found": {}}
     for share in shares:
         whole["done"] += share["done"]
         whole["failed"] += share["failed"]
         whole["failures"] += share["failures"]
         whole["crashed"] |= share["crashed"]
+        whole["torch_crashed"] |= share["torch_crashed"]
         add(whole["found"], share["found"])
     del whole["failures"][FAILURES_KEPT:]
     whole["finished"] = all(share["finished"] for share in shares)
@@ -178,5 +181,7 @@ def lines(record: dict) -> list[str]:
     head = f"{record['part']}: {record['done']} {record['unit']} in {record['seconds']:.0f} s"
     found = [f"{head}, {record['failed']} failed, {len(record['crashed'])} crashed"]
     found += [f"  {unit}: the process ended by {how}" for unit, how in record["crashed"].items()]
+    for unit, how in record["torch_crashed"].items():
+        found.append(f"  {unit}: plain torch ended the process by {how}")
     found += [f"  {f['unit']}: {f['what']}" for f in record["failures"]]
     return [*found, *(f"  {text}" for text in record["verdict"])]

@@ -1,6 +1,8 @@
 """The fuzz in short, and that it reports what is wrong."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from helpers import one_thread  # noqa: F401
 
 from certify import fuzz, fuzz_cases, fuzz_operators, record
 
+ROOT = Path(__file__).resolve().parents[2]
 CASES = 800
 
 
@@ -65,6 +68,8 @@ def test_cases_differ_in_all_that_is_promised():
 
 def planted(monkeypatch, change, name="linear"):
     """`change(result, x, layer)` is what the operator then gives."""
+    # eager, in processes of its own, has nothing planted and would be asked for each failure
+    monkeypatch.setattr(fuzz, "eager_reads_unwritten", lambda seed, unit: False)
     operator = fuzz_cases.OPERATORS[name]
 
     def ours(where, x, layer):
@@ -111,6 +116,7 @@ def test_what_eager_gets_wrong_is_counted_and_no_yardstick(monkeypatch):
     of_eager = fuzz.of_eager
     garbage = lambda case: ([t * 1e30 for t in of_eager(case)[0]], False)  # noqa: E731
     monkeypatch.setattr(fuzz, "of_eager", garbage)
+    monkeypatch.setattr(fuzz, "eager_reads_unwritten", lambda seed, unit: False)
     found = tried(trial, range(60))
     assert found["results of eager that are wrong"] > 60
     pooled = [c["results"] for dtypes in found["by"].values() for c in dtypes.values()]
@@ -142,6 +148,21 @@ def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
     unwritten = lambda case: ([torch.empty(1 << 16, dtype=case.x.dtype)], False)  # noqa: E731
     monkeypatch.setattr(fuzz, "of_eager", unwritten)
     assert fuzz.eager_differs(case)
+
+
+def test_what_reads_memory_that_nobody_wrote_is_found_in_another_process(tmp_path, monkeypatch):
+    assert not fuzz.eager_reads_unwritten(1, 3)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "sys.path.insert(0, os.environ['TESTS'])\n"
+        "import torch\n"
+        "from certify import fuzz\n"
+        "fuzz.of_eager = lambda case: ([torch.empty(1000)], False)\n"
+    )
+    folders = [tmp_path, ROOT / "tests" / "support", ROOT]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setenv("TESTS", str(ROOT / "tests"))
+    assert fuzz.eager_reads_unwritten(1, 3)
 
 
 def inexact(factor):

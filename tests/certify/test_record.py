@@ -87,27 +87,33 @@ def certify(*words, **variables):
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path):
-    """The process dies at the third case of the fuzz, every time it gets there."""
+@pytest.mark.parametrize("call, key", [("of_ours", "crashed"), ("of_eager", "torch_crashed")])
+def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key):
+    """The process dies in the third case of the fuzz, every time it gets there."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "sys.path.insert(0, os.environ['TESTS'])\n"
-        "from certify import fuzz_cases\n"
-        "draw = fuzz_cases.Draw.__init__\n"
-        "def init(self, seed, unit, device):\n"
-        "    unit == 3 and os.kill(os.getpid(), 11)\n"
-        "    draw(self, seed, unit, device)\n"
-        "fuzz_cases.Draw.__init__ = init\n"
+        "from certify import fuzz, fuzz_cases\n"
+        "third = str(fuzz_cases.Draw(1, 3, 'cpu').case())\n"
+        f"right = fuzz.{call}\n"
+        "def dies(case):\n"
+        "    str(case) == third and os.kill(os.getpid(), 11)\n"
+        "    return right(case)\n"
+        f"fuzz.{call} = dies\n"
     )
     folders = [tmp_path, ROOT / "tests" / "support", ROOT]
     path = os.pathsep.join(map(str, folders))
     run = certify(
         "fuzz", "--count", 6, "--records", tmp_path, TESTS=str(ROOT / "tests"), PYTHONPATH=path
     )
-    assert run.returncode == 1, run.stderr
-    assert "3: the process ended by SIGSEGV" in run.stdout, run.stdout + run.stderr
+    ours = key == "crashed"
+    assert run.returncode == int(ours), run.stderr
+    words = "the process ended" if ours else "plain torch ended the process"
+    assert f"3: {words} by SIGSEGV" in run.stdout, run.stdout + run.stderr
     found = json.loads((tmp_path / "fuzz_cpu.json").read_text())
-    assert found["finished"] and found["done"] == 6 and found["crashed"] == {"3": "SIGSEGV"}
+    crashed = {"crashed": {}, "torch_crashed": {}} | {key: {"3": "SIGSEGV"}}
+    assert found["finished"] and found["done"] == 6
+    assert {name: found[name] for name in crashed} == crashed
     assert found["tree_hash"] == record.gpu_record.tree_hash()
 
 
