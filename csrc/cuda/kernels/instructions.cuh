@@ -24,8 +24,8 @@ __device__ inline float short_tanh(float x) {
   return y;
 }
 
-// Lets the next kernel of the stream begin, which must call this before it touches memory, and waits
-// for the one before (programmatic dependent launch).
+// Lets the next kernel of the stream begin, which must call this before it touches memory, and
+// waits for the one before (programmatic dependent launch).
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
