@@ -1,6 +1,7 @@
 """The fuzz in short, and that it reports what is wrong."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -140,6 +141,15 @@ def test_sums_of_equal_terms_may_err_by_a_rounding_each(monkeypatch, is_systemat
         pooled = found["by"]["auto"]["float64"]["results"]
         assert bool(pooled) != is_systematic
         monkeypatch.undo()
+
+
+def test_at_the_largest_number_infinity_is_as_right():
+    largest, infinity = 65504.0, math.inf
+    mine = torch.tensor([infinity, largest, infinity, infinity, largest, infinity]).half()
+    theirs = torch.tensor([largest, infinity, infinity, largest, largest, 1.0]).half()
+    exact = torch.tensor([65517.0, 66301.0, 66301.0, 60000.0, 65517.0, 1.0]).double()
+    either = fuzz.either_is_right(mine, theirs, exact, exact.abs() * 8)
+    assert either.tolist() == [True, True, False, False, False, False]
 
 
 def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
