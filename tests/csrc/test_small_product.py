@@ -12,7 +12,7 @@ def program(tmp_path_factory):
         pytest.skip("needs a build with CUDA, for its headers")
     folder = tmp_path_factory.mktemp("small_product")
     include = f"-I{cpp_programs.ROOT / 'tests/csrc/cuda_on_cpu'}"
-    flags = ("-O1", "-Wno-attributes", "-Wno-unknown-pragmas", include)
+    flags = ("-O2", "-Wno-attributes", "-Wno-unknown-pragmas", include)
     return cpp_programs.build("small_product_test.cpp", folder, *flags)
 
 

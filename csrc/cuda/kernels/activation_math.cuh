@@ -39,20 +39,22 @@ __device__ inline T narrow(Accumulator<T> x) {
   }
 }
 
+template <typename T>
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
 // Between what is stored and what is computed with; 16-bit types in pairs, one instruction each.
 // By value: read through a reference, a vector in memory is loaded piece by piece.
 template <typename T, int n>
 __device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    const auto* pairs = reinterpret_cast<const Pair*>(&from);
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
+      const Pair<T> pair(from.values[2 * i], from.values[2 * i + 1]);
       float2 wide;
       if constexpr (std::is_same_v<T, __half>) {
-        wide = __half22float2(pairs[i]);
+        wide = __half22float2(pair);
       } else {
-        wide = __bfloat1622float2(pairs[i]);
+        wide = __bfloat1622float2(pair);
       }
       to[2 * i] = wide.x;
       to[2 * i + 1] = wide.y;
@@ -67,16 +69,17 @@ template <typename T, int n>
 __device__ inline Vector<T, n> narrow(const Accumulator<T> (&from)[n]) {
   Vector<T, n> to;
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    auto* pairs = reinterpret_cast<Pair*>(&to);
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
       const auto wide = make_float2(from[2 * i], from[2 * i + 1]);
+      Pair<T> pair;
       if constexpr (std::is_same_v<T, __half>) {
-        pairs[i] = __float22half2_rn(wide);
+        pair = __float22half2_rn(wide);
       } else {
-        pairs[i] = __float22bfloat162_rn(wide);
+        pair = __float22bfloat162_rn(wide);
       }
+      to.values[2 * i] = pair.x;
+      to.values[2 * i + 1] = pair.y;
     }
   } else {
 #pragma unroll

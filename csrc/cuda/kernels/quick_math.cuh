@@ -23,7 +23,7 @@ __device__ inline float gelu_gate(float z) {
 
 // The normal distribution at z: its density and the probability below z. Abramowitz and Stegun,
 // 7.1.26, with its halves folded in: erfc as a polynomial times the exponential that the density
-// needs anyway; absolute error 1.5e-7.
+// needs anyway; absolute error 2.7e-7 in fp32.
 struct Normal {
   float density, below;
   __device__ explicit Normal(float z) {

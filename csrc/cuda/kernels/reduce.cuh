@@ -76,12 +76,14 @@ inline bool has_clusters(int device_arch) {
     shape.val.clusterDim = {1, most_blocks_in_cluster, 1};
     const cudaLaunchConfig_t config{
         dim3(1, most_blocks_in_cluster), dim3(block_threads), 0, nullptr, &shape, 1};
+    if (compiled_arch(sum_partials_kernel<float>) < cluster_arch) return false;
     int clusters = 0;
-    const bool fits = compiled_arch(sum_partials_kernel<float>) >= cluster_arch &&
-                      cudaOccupancyMaxActiveClusters(&clusters, sum_partials_kernel<float>,
-                                                     &config) == cudaSuccess;
+    if (cudaOccupancyMaxActiveClusters(&clusters, sum_partials_kernel<float>, &config) ==
+        cudaSuccess) {
+      return clusters > 0;
+    }
     static_cast<void>(cudaGetLastError());  // a refusal is an answer
-    return fits && clusters > 0;
+    return false;
   });
 }
 
