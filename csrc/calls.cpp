@@ -101,6 +101,12 @@ Tensor relu_mask(const Tensor& output) {
   return op.call(output);
 }
 
+Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
+                      const std::optional<Tensor>& bias) {
+  static const auto op = find<dispatch::LinearReluBits>("fused::_linear_relu_bits");
+  return op.call(input, weight, bias);
+}
+
 Pair activation_backward(const Tensor& grad_output, const Tensor& saved, Activation activation,
                          bool bias_grad) {
   static const auto op = find<dispatch::ActivationBackward>("fused::_activation_backward");

@@ -105,6 +105,10 @@ std::tuple<Tensor, Tensor> linear_silu_aux(const Tensor& input, const Tensor& we
 // -> uint8 [*, roundup(out, 128) / 8]
 Tensor relu_mask(const Tensor& output);  // [*, out]
 
+// linear_relu and the relu_mask of it
+std::tuple<Tensor, Tensor> linear_relu_bits(const Tensor& input, const Tensor& weight,
+                                            const std::optional<Tensor>& bias = {});
+
 // dz = act'(saved) · grad_output and, wanted or [0], its sum over all rows: the bias gradient.
 std::tuple<Tensor, Tensor> activation_backward(
     const Tensor& grad_output,  // [*, out]

@@ -79,6 +79,10 @@ TORCH_LIBRARY(fused, m) {
 
   // What low memory keeps of ReLU's output: a bit for each element, 0 where output <= 0.
   m.def("_relu_mask(Tensor output) -> Tensor", tags);
+  m.def(
+      "_linear_relu_bits(Tensor input, Tensor weight, Tensor? bias=None) -> "
+      "(Tensor output, Tensor mask)",
+      tags);
 
   // act'(saved) · grad_output and its column sums, in one pass over memory.
   m.def(

@@ -81,6 +81,7 @@ FORMULAS = {
     "gated_mlp": gated_mlp,
     "conv2d_relu": conv2d_relu,
     "_linear_relu_aux": linear,
+    "_linear_relu_bits": linear,
     "_linear_gelu_aux": linear,
     "_linear_silu_aux": linear,
     "_linear_backward": linear_backward,

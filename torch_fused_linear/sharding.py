@@ -58,6 +58,7 @@ RULES = {
     "_linear_relu_aux": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
     "_linear_gelu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
     "_linear_silu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
+    "_linear_relu_bits": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
     "_relu_mask": Rule({"output": "*o"}, {"mask": ("*o", "")}, "*o"),
     "_activation_backward": Rule(
         {"grad_output": "*o", "saved": "*o"},

@@ -37,12 +37,16 @@ struct State {
 
 // ---- low memory ---------------------------------------------------------------------------------
 
-// ReLU's output as bits. The output itself where its rows are so short that those of bits would be
-// longer.
-Tensor relu_bits(const Tensor& output) {
-  const auto features = output.sym_size(-1);
-  if (mask_bytes(features) >= features * output.element_size()) return output;
-  return steps::relu_mask(output);
+// Of ReLU, whose output is kept as bits, but where its rows are so short that those of bits would
+// be longer.
+std::tuple<Tensor, Tensor> relu_and_bits(const Tensor& input, const Tensor& weight,
+                                         const OptionalTensor& bias) {
+  const auto features = weight.sym_size(0);
+  const bool pays = mask_bytes(features) < features * weight.element_size();
+  if (pays && !is_traced(input)) return steps::linear_relu_bits(input, weight, bias);
+  // In two, of which a graph's partitioner may keep either.
+  const auto output = linear_relu(input, weight, bias);
+  return {output, pays ? steps::relu_mask(output) : output};
 }
 
 // ---- the backward, with hand-over (handover.h) -------------------------------------------------
@@ -185,8 +189,9 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
       }
       // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
       // next layer keeps it anyway.
+      if (memory == Memory::low) return relu_and_bits(input, weight, bias);
       const auto output = linear_relu(input, weight, bias);
-      return {output, memory == Memory::low ? relu_bits(output) : output};
+      return {output, output};
     }
     case Activation::gelu_tanh:
     case Activation::gelu_erf:

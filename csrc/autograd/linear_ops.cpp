@@ -112,6 +112,7 @@ TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("_linear_gelu_aux", Step<&Formula::linear_gelu_aux, &steps::linear_gelu_aux>::call);
   m.impl("_linear_silu_aux", Step<&Formula::linear_silu_aux, &steps::linear_silu_aux>::call);
   m.impl("_relu_mask", relu_mask_autograd);
+  m.impl("_linear_relu_bits", Step<&Formula::linear_relu_bits, &steps::linear_relu_bits>::call);
   m.impl("_activation_backward",
          flat_activation_backward<
              Step<&Formula::activation_backward, &steps::activation_backward>::call>);

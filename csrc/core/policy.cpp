@@ -19,10 +19,13 @@ std::atomic<Policy>& current() {
 
 }  // namespace
 
+bool is_traced(const at::TensorBase& input) {
+  return input.key_set().has(c10::DispatchKey::Python) || input.is_meta() ||
+         c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
 Policy policy_for_graph(const at::TensorBase& input) {
-  const bool traced = input.key_set().has(c10::DispatchKey::Python) || input.is_meta() ||
-                      c10::impl::TorchDispatchModeTLS::any_modes_set();
-  return traced ? Policy::automatic : policy();
+  return is_traced(input) ? Policy::automatic : policy();
 }
 
 Policy policy() { return current().load(std::memory_order_relaxed); }

@@ -16,6 +16,9 @@ enum class Policy {
 
 Policy policy();
 
+// Whether what runs may be recorded: by tracing, or by any mode or tensor of Python's.
+bool is_traced(const at::TensorBase& input);
+
 // The policy as far as it may shape a graph. A compiled graph outlives the policy in force while it
 // was traced, even the process; so tracing sees `automatic`, and the kernels that the graph calls
 // ask for the policy when they run.

@@ -59,7 +59,7 @@ struct Linear {
     const c10::cuda::CUDAGuard guard(input.device());
     auto output = S::output(input, weight);
     if (output.numel() == 0) return output;
-    if (run_forward(input, weight, bias, activation, output, {}, false)) return output;
+    if (run_forward(input, weight, bias, activation, output)) return output;
     return Reference::forward(input, weight, bias, activation);
   }
 
@@ -70,7 +70,8 @@ struct Linear {
     auto output = S::output(input, weight);
     auto aux = with_zero_padding(S::aux(output, activation), output.size(-1), mask);
     if (output.numel() == 0) return {output, aux};
-    if (run_forward(input, weight, bias, activation, output, rows_of(aux).matrix, mask)) {
+    if (run_forward(input, weight, bias, activation, output, rows_of(aux).matrix,
+                    mask ? Mask::of_library : Mask::none)) {
       return {output, aux};
     }
     return Reference::forward_aux(input, weight, bias, activation);
@@ -79,6 +80,20 @@ struct Linear {
   static Tensor relu_mask(const Tensor& output) {
     explain::append("own mask kernel");
     return mask_of(output);
+  }
+
+  static std::tuple<Tensor, Tensor> forward_bits(const Tensor& input, const Tensor& weight,
+                                                 const OptionalTensor& bias) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    auto output = S::output(input, weight), mask = S::mask(output);
+    if (output.numel() == 0) return {output, mask};
+    if (run_forward(input, weight, bias, Activation::relu, output, rows_of(mask).matrix,
+                    Mask::by_torchs_rule)) {
+      return {output, mask};
+    }
+    output = Reference::forward(input, weight, bias, Activation::relu);
+    mask = relu_mask(output);
+    return {output, mask};
   }
 
   static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
@@ -113,15 +128,19 @@ struct Linear {
   }
 
  private:
+  // What of ReLU is written to aux; other activations' pre-activations are.
+  enum class Mask { none, of_library, by_torchs_rule };
+
   static bool run_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          Activation activation, const Tensor& output, const Matrix& aux,
-                          bool mask) {
+                          Activation activation, const Tensor& output, const Matrix& aux = {},
+                          Mask mask = Mask::none) {
     if (input.size(-1) == 0) return false;
     const auto left = rows_of(input), right = rows_of(weight);
     const auto added = bias_for_epilogue(bias);
     auto call = make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
                           added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
-                          activation, aux, mask);
+                          activation, aux, mask != Mask::none);
+    if (mask == Mask::by_torchs_rule) call.problem.aux = false;
     call.bias_is_matrix = added.defined() && !bias->is_contiguous();
     return run(std::move(call), input);
   }

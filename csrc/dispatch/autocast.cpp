@@ -111,6 +111,7 @@ struct Autocast {
     m.impl("_linear_gelu_aux", Kept<&steps::linear_gelu_aux>::call);
     m.impl("_linear_silu_aux", Kept<&steps::linear_silu_aux>::call);
     m.impl("_relu_mask", Kept<&steps::relu_mask>::call);
+    m.impl("_linear_relu_bits", Kept<&steps::linear_relu_bits>::call);
     m.impl("_activation_backward",
            flat_activation_backward<Kept<&steps::activation_backward>::call>);
     m.impl("_channels_relu_backward", Kept<&steps::channels_relu_backward>::call);

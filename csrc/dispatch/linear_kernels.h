@@ -2,7 +2,8 @@
 
 // What the dispatcher calls for the linear operators: checks, a row of explain, the policy. A
 // backend supplies six functions: forward, forward_aux, relu_mask, activation_backward,
-// linear_backward, linear_backward_across (see reference::LinearFormula for their meaning).
+// linear_backward, linear_backward_across (see reference::LinearFormula for their meaning), and
+// forward_bits where forward and relu_mask can be one.
 
 #include "core/activation.h"
 #include "core/check.h"
@@ -93,6 +94,22 @@ struct LinearKernels {
     return way(output, [&](auto w) { return decltype(w)::relu_mask(output); });
   }
 
+  static Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
+                               const OptionalTensor& bias) {
+    constexpr auto op = "_linear_relu_bits";
+    const explain::Row row(op, input, weight);
+    check_linear(op, input, weight, bias);
+    return way(input, [&](auto w) -> Pair {
+      using Way = decltype(w);
+      if constexpr (requires { Way::forward_bits(input, weight, bias); }) {
+        return Way::forward_bits(input, weight, bias);
+      }
+      auto output = Way::forward(input, weight, bias, Activation::relu);
+      auto mask = Way::relu_mask(output);
+      return {std::move(output), std::move(mask)};
+    });
+  }
+
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                                   Activation activation, bool bias_grad) {
     constexpr auto op = "_activation_backward";
@@ -159,6 +176,7 @@ void register_linear(torch::Library& m) {
   m.impl("_linear_gelu_aux", K::linear_gelu_aux);
   m.impl("_linear_silu_aux", K::linear_silu_aux);
   m.impl("_relu_mask", K::relu_mask);
+  m.impl("_linear_relu_bits", K::linear_relu_bits);
   m.impl("_activation_backward", flat_activation_backward<K::activation_backward>);
   m.impl("_linear_backward", flat_linear_backward<K::linear_backward>);
   m.impl("_linear_backward_across", flat_linear_backward_across<K::linear_backward_across>);

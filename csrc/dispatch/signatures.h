@@ -39,6 +39,7 @@ using LinearReluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
 using LinearGeluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
 using LinearSiluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
 using ReluMask = Tensor(const Tensor&);
+using LinearReluBits = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
 using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
 using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
 using Conv2dBackward = Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef,

@@ -197,7 +197,7 @@ struct PassProblem {
   Activation activation = Activation::none;  // input gradient: of the layer before
   bool bias = false;                         // there is one, or its gradient is wanted
   bool aux = false;            // forward: the mask or the pre-activations are to be written
-  bool mask = false;           // aux, or what was saved, is ReLU's bit mask
+  bool mask = false;           // aux, or what was saved, is ReLU's bit mask; see wants_bits
   bool literal = false;        // the user asked for the library's own epilogues
   bool deterministic = false;  // nothing may depend on timing
   Problem matmul;  // of the bare matrices; alignments of bias and aux where there are any
@@ -215,8 +215,17 @@ struct PassProblemHash {
   }
 };
 
+// A forward that makes ReLU's bits by torch's rule, of its output. The library's mask, of the sum
+// before it is rounded, is aux.
+inline bool wants_bits(const PassProblem& p) { return p.pass == Pass::fprop && p.mask && !p.aux; }
+
 inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();
+}
+
+// Whether it makes the bits in its own product's epilogue; behind others a kernel of ours does.
+inline bool writes_bits(const Strategy& s) {
+  return s.provider == Provider::own && has_step(s, Step::matmul);
 }
 
 // The epilogue of the strategy's product; nothing where the library has none.
@@ -252,7 +261,7 @@ inline constexpr const char* approximate_gelu = "approximate";
 // Why our own product is none for this problem, or nullptr.
 inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
-  if (p.mask) return "a bit mask";
+  if (p.mask && !wants_bits(p)) return "a bit mask";
   if (p.literal) return "the library's own epilogues are asked for";
   const bool gated = p.pass == Pass::gating || p.pass == Pass::glu;
   if (gated && p.activation == Activation::relu) return "ReLU as a gate";
@@ -261,7 +270,7 @@ inline const char* own_objection(const PassProblem& p) {
 
 // The same of our kernels for small networks.
 inline const char* small_objection(const PassProblem& p) {
-  if (p.mask) return "a bit mask";
+  if (p.mask && !wants_bits(p)) return "a bit mask";
   if (p.literal) return "the library's own epilogues are asked for";
   return small::refusal(p.pass, p.matmul);
 }
@@ -277,7 +286,7 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
     return available.small ? small_objection(p) : "no kernels of our own here";
   }
   if (s.pass == Pass::fprop) {
-    if (p.mask && !s.fuses_activation) return "only an epilogue writes a bit mask";
+    if (p.mask && p.aux && !s.fuses_activation) return "only an epilogue writes a bit mask";
     if (!active && has_step(s, Step::own_activation)) return "no activation";
   }
   // at::addmm writes to dense results only.
@@ -347,7 +356,7 @@ inline const char* rule(const PassProblem& p, const Available& available) {
   const bool own = available.hopper && many && p.matmul.k <= 2048 && !own_objection(p);
   switch (p.pass) {
     case Pass::fprop:
-      return own && p.activation != Activation::relu ? "hopper" : "epilogue";
+      return own && (p.activation != Activation::relu || wants_bits(p)) ? "hopper" : "epilogue";
     case Pass::dgrad:
       if (own) return "hopper";
       if (p.literal && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";

@@ -136,6 +136,7 @@ std::string summary(const PassProblem& p, const Decision& d) {
   if (p.activation != Activation::none) text << ' ' << fused::name(p.activation);
   if (p.bias) text << " bias";
   if (p.aux && p.pass == Pass::fprop) text << (p.mask ? " mask" : " pre-activation");
+  if (gemm::wants_bits(p)) text << " bits";
   if (p.literal) text << " cublaslt";
   // Rows, inner extent and columns, as torch writes the product.
   text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "") << ' ' << g.n << 'x'

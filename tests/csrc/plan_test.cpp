@@ -35,7 +35,7 @@ void every_problem_has_a_way() {
     }
     EXPECT(!ways.empty());
     // Only a bit mask cannot be written without the library.
-    const bool mask_is_written = p.pass == Pass::fprop && p.mask;
+    const bool mask_is_written = p.pass == Pass::fprop && p.mask && p.aux;
     const auto& fallback = fallback_of(p.pass);
     EXPECT(mask_is_written || (fallback.provider != Provider::cublaslt && applies(p, fallback)));
     const auto& eager = eager_of(p, with_hopper);
@@ -198,6 +198,27 @@ void hopper_takes_what_the_hardware_can_copy() {
   EXPECT(!applies(few, "hopper"));
 }
 
+void bits_are_made_behind_any_forward() {
+  auto p = problem_of(Pass::fprop, Activation::relu, true, /*mask=*/true);
+  EXPECT(wants_bits(p) && std::string(rule(p, with_hopper)) == "hopper");
+  for (const auto* name : {"hopper", "epilogue", "bias+activation", "aten"}) {
+    EXPECT(applies(p, name));
+    const auto& s = *find_strategy(Pass::fprop, name);
+    EXPECT(!uses_aux(matmul_of(p, s).epilogue) && matmul_of(p, s).ld_aux == 0);
+    EXPECT(writes_bits(s) == (name == std::string("hopper")));
+  }
+  EXPECT(std::string(rule(p, without_hopper)) == "epilogue");
+  p.matmul.n = small::most_tokens;
+  EXPECT(applies(p, "small") && !writes_bits(*find_strategy(Pass::fprop, "small")));
+  EXPECT(std::string(rule(p, with_hopper)) == "epilogue");
+  // The library's mask is another: of the sum before it is rounded, and set at 0.
+  p.aux = true;
+  EXPECT(!wants_bits(p) && applies(p, "epilogue") && !applies(p, "hopper") && !applies(p, "aten"));
+  for (auto pass : {Pass::dgrad, Pass::activation}) {
+    EXPECT(!wants_bits(problem_of(pass, Activation::relu, true, true)));
+  }
+}
+
 void small_takes_small_problems() {
   for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
     auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
@@ -216,7 +237,7 @@ void small_takes_small_problems() {
     EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = !p.matmul.transpose_b; }));
-    EXPECT(refused([](PassProblem& p) { p.mask = true; }));
+    EXPECT(refused([](PassProblem& p) { p.mask = p.aux = true; }));
     EXPECT(refused([](PassProblem& p) { p.literal = true; }));
     // Rows of any length, at any address, with and without a bias.
     EXPECT(!refused([](PassProblem& p) {
@@ -513,6 +534,7 @@ const Tests tests{
     {"what_may_be_done_where", what_may_be_done_where},
     {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
     {"hopper_takes_what_it_can_copy", hopper_takes_what_the_hardware_can_copy},
+    {"bits_are_made_behind_any_forward", bits_are_made_behind_any_forward},
     {"small_takes_small_problems", small_takes_small_problems},
     {"hopper_partial_sums", hopper_partial_sums_are_all_column_sums},
     {"hopper_orders", hopper_knows_its_orders_only},

@@ -50,7 +50,7 @@ inline std::vector<PassProblem> every_problem() {
           p.literal = flags & 4;
           p.aux = is_forward(pass) && activation != Activation::none && flags & 8;
           if (p.aux) p.matmul.ld_aux = p.matmul.m;
-          if (p.mask && pass == Pass::fprop && !p.aux) continue;
+          if (wants_bits(p)) p.matmul.ld_aux = p.matmul.m;
           if (pass == Pass::fprop && p.aux && activation == Activation::relu && !p.mask) continue;
           if (pass == Pass::wgrad && activation != Activation::none) continue;
           const bool gated = pass == Pass::gating || pass == Pass::glu;

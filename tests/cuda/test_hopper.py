@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import encode_mask
 from plan_files import run_forced
 from two_layers import (
     ACTIVATIONS,
@@ -114,6 +115,69 @@ def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
             got, paths = forced(block.inference, tmp_path, order)
             assert paths == [KERNEL]
             assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+def of_bits(block):
+    """ReLU's output and bits, as a layer of low memory makes them."""
+    with torch.no_grad():
+        return torch.ops.fused._linear_relu_bits(block.x, block.weights[0], block.biases[0])
+
+
+def forced_bits(block, folder, order=0):
+    takes = lambda plan: plan.what == "fprop" and plan.mask  # noqa: E731
+    (y, bits), paths = run_forced(partial(of_bits, block), folder, "hopper", takes, order)
+    assert paths == [KERNEL]
+    assert torch.equal(bits, encode_mask(~(y <= 0)))
+    return y, bits
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_bits_of_relu(bias, dtype, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES:
+            block = Block(*sizes, dtype, "relu", bias)
+            y, _ = forced_bits(block, tmp_path, order)
+            assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.0, 1e-7])
+def test_bits_of_numbers_that_a_comparison_may_get_wrong(value, dtype, tmp_path):
+    block = Block(133, 64, 136, 64, dtype, "relu")
+    with torch.no_grad():
+        block.x[5] = value
+        block.x[7, 3] = value
+        block.biases[0].zero_()
+    y, _ = forced_bits(block, tmp_path)
+    want = F.relu(F.linear(block.x, block.weights[0], block.biases[0]))
+    assert torch.equal(y.isnan(), want.isnan())
+
+
+def test_bits_of_rows_apart_and_of_many_tokens(tmp_path):
+    block = Block(70_001, 72, 264, 8, torch.bfloat16, "relu")
+    wide = torch.full((70_001, 96), float("nan"), device="cuda").bfloat16()
+    wide[:, 8:-16] = block.x.detach()
+    block.x = wide[:, 8:-16]
+    y, bits = forced_bits(block, tmp_path)
+    assert bits.shape == (70_001, 48) and y.count_nonzero() > y.numel() // 4
+    assert_same_bits_again(partial(of_bits, block), [y, bits])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_layer_of_low_memory_has_the_gradients_that_its_output_gives(dtype):
+    block = Block(8192, 128, 512, 64, dtype, "relu")
+    leaves = [block.x, block.weights[0], block.biases[0]]
+    grad = torch.randn(8192, 512, device="cuda").to(dtype)
+    with plans.budget(0), tfl.explain() as report:
+        y = tfl.linear_relu(*leaves, memory="low")
+        got = torch.autograd.grad(y, leaves, grad)
+    assert report.calls[0].path == KERNEL, "by rule"
+    let_through = grad.masked_fill(y <= 0, 0)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    want = torch.autograd.grad(F.linear(*leaves), leaves, let_through)
+    exact = torch.autograd.grad(F.linear(*wide), wide, let_through.double())
+    assert_as_exact(got, want, exact)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -13,6 +13,7 @@ from two_layers import (
     assert_same_bits_again,
 )
 
+import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
@@ -131,6 +132,86 @@ def test_same_bits_again_in_other_streams_and_captured(tmp_path):
     first, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6)
     assert_same_bits_again(block.step, first)
+
+
+class Deep:
+    """Three layers, all of them small, whose input changes in place."""
+
+    def __init__(self, count):
+        torch.manual_seed(0)
+        self.inputs = torch.randn(count, 256, 64, device="cuda").bfloat16()
+        self.x = self.inputs[0].clone().requires_grad_()
+        self.grad = torch.randn(256, 64, device="cuda").bfloat16()
+        self.weights = [torch.randn(64, 64, device="cuda").bfloat16() / 8 for _ in range(3)]
+        self.biases = [torch.randn(64, device="cuda").bfloat16() for _ in range(3)]
+        for tensor in (*self.weights, *self.biases):
+            tensor.requires_grad_()
+
+    def step(self):
+        y = tfl.mlp(self.x, self.weights, self.biases, activation="gelu_tanh")
+        leaves = [self.x, *self.weights, *self.biases]
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.grad)]
+
+    def results_of(self, run):
+        """Of each input, one behind the other, with no wait between them."""
+        results = []
+        for x in self.inputs:
+            with torch.no_grad():
+                self.x.copy_(x)
+            results.append([t.clone() for t in run()])
+        torch.cuda.synchronize()
+        return results
+
+    def results_one_by_one(self):
+        def run():
+            torch.cuda.synchronize()
+            results = self.step()
+            torch.cuda.synchronize()
+            return results
+
+        return self.results_of(run)
+
+
+def assert_all_equal(got, want):
+    assert len(got) == len(want)
+    assert all(torch.equal(a, b) for one, other in zip(got, want) for a, b in zip(one, other))
+
+
+def captured(step):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def run():
+        graph.replay()
+        return results
+
+    return run
+
+
+def test_kernels_that_are_launched_early_read_what_was_just_written(tmp_path):
+    deep = Deep(40)
+    _, paths = forced(deep.step, tmp_path)
+    assert_all_ours(paths, 9)
+    want = deep.results_one_by_one()
+    assert not torch.equal(want[0][0], want[1][0])
+    for _ in range(5):
+        assert_all_equal(deep.results_of(deep.step), want)
+    assert_all_equal(deep.results_of(captured(deep.step)), want)
+
+
+def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
+    """Another stream's record keeps memory no longer, with this setting of the allocator's."""
+    deep = Deep(10)
+    forced(deep.step, tmp_path)
+    want = deep.results_one_by_one()
+    settings = torch._C._accelerator_setAllocatorSettings
+    settings("graph_capture_record_stream_reuse:True")
+    try:
+        run = captured(lambda: [t for _ in range(3) for t in deep.step()][-8:])
+        assert_all_equal(deep.results_of(run), want)
+    finally:
+        settings("graph_capture_record_stream_reuse:False")
 
 
 def test_more_tokens_go_another_way(tmp_path):

@@ -77,7 +77,7 @@ def test_relu_hands_over_with_bits(device):
     with tfl.explain() as report:
         low = grads("low")
     assert report.handed_over == 1
-    assert sum(call.operator == "_relu_mask" for call in report.calls) == 1
+    assert sum(call.operator == "_linear_relu_bits" for call in report.calls) == 1
     assert_bits(low, grads("default"))
 
 

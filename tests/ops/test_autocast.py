@@ -142,6 +142,7 @@ def steps(lead, features, dtype, device):
     fused, wanted = torch.ops.fused, [True, True, True]
     return {
         "_linear_relu_aux": lambda: fused._linear_relu_aux(x, w, b),
+        "_linear_relu_bits": lambda: fused._linear_relu_bits(x, w, b),
         "_linear_gelu_aux": lambda: fused._linear_gelu_aux(x, w, b),
         "_linear_glu_aux": lambda: fused._linear_glu_aux(x, w, w, b, b, "silu", True),
         "_relu_mask": lambda: fused._relu_mask(z),

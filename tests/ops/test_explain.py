@@ -95,6 +95,7 @@ def test_inference_and_single_operators(device):
         tfl.linear_gelu(x, w, b, approximate="none")
         tfl.mlp(x, stack.weights[:2], stack.biases[:2])
         torch.ops.fused._linear_relu_aux(x, w, b)
+        torch.ops.fused._linear_relu_bits(x, w, b)
         torch.ops.fused._relu_mask(x)
         torch.ops.fused._activation_backward(x, x, "gelu_tanh", True)
     assert rows(report, "operator", "shapes", "handover") == [
@@ -105,6 +106,7 @@ def test_inference_and_single_operators(device):
         ("mlp", "[3, 4] x [5, 4]", ""),
         ("mlp", "[3, 5] x [6, 5]", ""),
         ("_linear_relu_aux", "[3, 4] x [5, 4]", ""),
+        ("_linear_relu_bits", "[3, 4] x [5, 4]", ""),
         ("_relu_mask", "[3, 4]", ""),
         ("_activation_backward", "[3, 4]", ""),
     ]

@@ -16,6 +16,7 @@ ALL_OPS = [
     "linear_gelu",
     "linear_silu",
     "_linear_relu_aux",
+    "_linear_relu_bits",
     "_linear_gelu_aux",
     "_linear_silu_aux",
     "_relu_mask",
@@ -27,7 +28,7 @@ ALL_OPS = [
     "_glu",
     "_glu_backward",
 ]
-FORWARD, GATED = ALL_OPS[:7], ALL_OPS[10:]
+FORWARD, GATED = ALL_OPS[:8], ALL_OPS[11:]
 SHAPES = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]  # leading, in, out
 
 
@@ -207,6 +208,7 @@ def test_schemas():
         "linear_silu": f"({arguments}, *, {memory}) -> Tensor",
         "_linear_silu_aux": f"({arguments}) -> (Tensor output, Tensor preactivation)",
         "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
+        "_linear_relu_bits": f"({arguments}) -> (Tensor output, Tensor mask)",
         "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
         "_relu_mask": "(Tensor output) -> Tensor",
         "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"

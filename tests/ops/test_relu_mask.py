@@ -131,8 +131,9 @@ def test_our_kernel_is_what_runs(dtype, device):
         fused._relu_mask(values((6, 200), dtype, device))
         fused.linear_relu(x, w, memory="low")
     rows = [(call.operator, call.shapes, call.path) for call in report.calls]
-    mask = ("_relu_mask", "[6, 200]", KERNEL)
-    assert [rows[0], rows[2]] == [mask, mask] and rows[1][0] == "linear_relu"
+    assert rows[0] == ("_relu_mask", "[6, 200]", KERNEL)
+    assert rows[1][0] == "_linear_relu_bits"
+    assert rows[1][2].endswith((KERNEL, "own Hopper kernel"))
 
 
 @dtype_param
@@ -149,6 +150,21 @@ def test_the_formula_where_it_is_asked_for(dtype, device):
         assert torch.equal(fused._relu_mask(output), want)
     assert torch.equal(torch.vmap(fused._relu_mask)(output), want)
     assert torch.equal(torch.vmap(fused._relu_mask, in_dims=1)(output.t().contiguous()), want)
+
+
+@dtype_param
+@pytest.mark.parametrize("name", ["auto", "cublaslt", "eager"])
+def test_a_layers_bits_are_those_of_its_output(name, dtype, device):
+    sizes = [((), 4, 1), ((5,), 7, 129), ((2, 3), 16, 256), ((300,), 64, 64), ((0,), 3, 5)]
+    sizes += [((3,), 0, 5), ((3,), 4, 0)]
+    for lead, i, o in sizes:
+        x, w, b = (values(shape, dtype, device) for shape in [(*lead, i), (o, i), (o,)])
+        for bias in (b, None):
+            with policy(name):
+                y, mask = fused._linear_relu_bits(x, w, bias)
+                want = fused.linear_relu(x, w, bias)
+            assert torch.equal(mask, formula(y)), f"{lead} x {i} -> {o}"
+            assert torch.equal(y.isnan(), want.isnan()) and y.shape == want.shape
 
 
 def test_has_no_gradient(device):

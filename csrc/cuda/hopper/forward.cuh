@@ -1,13 +1,16 @@
 #pragma once
 
-#include "cuda/hopper/kernel.cuh"
+#include "cuda/hopper/bits.cuh"
 
 namespace fused::cuda::hopper {
 
-// act(product + bias), and the pre-activation stored beside it, if `aux`.
+// act(product + bias), and what the backward reads stored beside it, if `aux`: the pre-activation,
+// or ReLU's bits.
 template <gemm::Type type, Activation activation, bool aux>
 struct Forward {
   using Element = ElementOf<type>;
+  static constexpr bool stores_bits = aux && activation == Activation::relu,
+                        stores_preactivation = aux && !stores_bits;
   using Bias = fusion::Sm90ColBroadcast<0, Tile, Element, float,
                                         cute::Stride<cute::_1, cute::_0, int64_t>, vector, true>;
   using Biased = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::plus, float, float, nearest>, Bias,
@@ -22,17 +25,22 @@ struct Forward {
                                            typename Store::CopyOpR2S, vector, false>,
                       Biased>;
 
-  using Preactivation = std::conditional_t<aux, Stored, Biased>;
-  using Fusion =
+  using Preactivation = std::conditional_t<stores_preactivation, Stored, Biased>;
+  using Active =
       fusion::Sm90EVT<fusion::Sm90Compute<Each<Activate<activation, Element>>::template Of, Element,
                                           float, nearest>,
                       Preactivation>;
+  using Fusion =
+      std::conditional_t<stores_bits, fusion::Sm90EVT<BitsStore<Element>, Active>, Active>;
   using Kernel = hopper::Kernel<Element, Rows, void, Fusion>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);
     const typename Bias::Arguments bias{static_cast<const Element*>(p.bias), Element(0), {}};
-    if constexpr (aux) {
+    if constexpr (stores_bits) {
+      arguments.epilogue.thread = {{{bias, {}, {}}, {}},
+                                   {static_cast<uint8_t*>(p.aux), p.ld_aux / 8}};
+    } else if constexpr (stores_preactivation) {
       const typename Kernel::StrideD stride = Kernel::columns(p.ld_aux);
       arguments.epilogue.thread = {{{bias, {}, {}}, {static_cast<Element*>(p.aux), stride}}, {}};
     } else {

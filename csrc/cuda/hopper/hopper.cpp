@@ -13,8 +13,7 @@ namespace {
 
 using Kernel = cudaError_t (*)(const Product&);
 
-// ReLU is made of its output: no pre-activation is stored for it, and as a gate it is left to
-// others.
+// No pre-activation is stored for ReLU, and as a gate it is left to others.
 template <Type type>
 Kernel kernel_of(const PassProblem& p) {
   return with_activation(p.activation, [&p](auto constant) -> Kernel {
@@ -22,9 +21,11 @@ Kernel kernel_of(const PassProblem& p) {
     if constexpr (activation != Activation::none) {
       constexpr bool is_relu = activation == Activation::relu;
       if (p.pass == Pass::dgrad) return backward<type, activation>;
-      if (p.pass == Pass::fprop && !p.aux) return forward<type, activation, false>;
+      if (p.pass == Pass::fprop && (is_relu ? gemm::wants_bits(p) : p.aux)) {
+        return forward<type, activation, true>;
+      }
+      if (p.pass == Pass::fprop) return forward<type, activation, false>;
       if constexpr (!is_relu) {
-        if (p.pass == Pass::fprop) return forward<type, activation, true>;
         if (p.pass == Pass::gating) return gating<type, activation>;
         if (p.pass == Pass::glu) return glu<type, activation>;
       }

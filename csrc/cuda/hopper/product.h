@@ -17,8 +17,8 @@ struct Product {
   const void* b;
   void* d;
   int64_t lda, ldb, ldd;
-  void* aux;  // forward: written, if at all; backward: read
-  int64_t ld_aux;
+  void* aux;         // forward: written, if at all; backward: read
+  int64_t ld_aux;    // of bits, if it holds bits
   const void* bias;  // forward: or nullptr
   float* partials;   // backward: or nullptr
   gemm::hopper::Order order;

@@ -70,7 +70,7 @@ void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStrea
   product.left = call.left.data, product.ld_left = call.left.ld;
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
-  product.aux = call.aux.data, product.ld_aux = call.aux.ld;
+  if (!p.mask) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
   explain::append("own small kernel");
   if (gemm::is_forward(p.pass)) {
     product.bias = call.bias;
@@ -175,6 +175,11 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         break;
       }
     }
+  }
+  if (gemm::wants_bits(p) && !gemm::writes_bits(*plan.strategy)) {
+    explain::append("own mask kernel");
+    const auto& y = call.result;
+    kernels::write_relu_mask(type, y.rows, y.cols, y.data, y.ld, call.aux.data, stream);
   }
   return true;
 }

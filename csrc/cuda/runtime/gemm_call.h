@@ -29,8 +29,8 @@ struct PassCall {
   PassProblem problem;
   Matrix left, right;  // of the product, as meant; without one left is the gradient that came
   Matrix result;       // rows of unit stride
-  Matrix aux;          // forward: written, if problem.aux; input gradient: what act' is read from
-  void* bias;          // read forward, its gradient written backward; or nullptr
+  Matrix aux;  // forward: written, if problem.aux or wants_bits; backward: what act' is read from
+  void* bias;  // read forward, its gradient written backward; or nullptr
   gemm::Gating gating = {};
   gemm::Up up = {};
   bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided

@@ -177,6 +177,7 @@ PassCall TrialOperands::for_eager(const PassCall& call) const {
   PassCall own = call;
   auto& p = own.problem;
   p.literal = false;
+  if (gemm::wants_bits(p)) return own;  // made of its output
   if (p.pass == Pass::fprop && p.mask) {
     own.aux = {};
     p.aux = false;
@@ -250,7 +251,7 @@ TrialData describe(const PassCall& call) {
   data.mask = p.mask;
   if (data.forward) {
     data.bias = call.bias;
-    if (p.aux) data.aux = call.aux;
+    if (p.aux || gemm::wants_bits(p)) data.aux = call.aux;
     if (call.up.weight != nullptr) data.right_of_up = right_of_up(call);
     data.up = call.up;
   } else {
