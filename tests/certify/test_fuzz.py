@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-import os
-from pathlib import Path
 
 import pytest
+import startup_code
 import torch
 from helpers import one_thread  # noqa: F401
 
 from certify import fuzz, fuzz_cases, fuzz_operators, record
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = 800
 
 
@@ -162,16 +160,13 @@ def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
 
 def test_what_reads_memory_that_nobody_wrote_is_found_in_another_process(tmp_path, monkeypatch):
     assert not fuzz.eager_reads_unwritten(1, 3)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "sys.path.insert(0, os.environ['TESTS'])\n"
+    environment = startup_code.environment(
+        tmp_path,
         "import torch\n"
         "from certify import fuzz\n"
-        "fuzz.of_eager = lambda case: ([torch.empty(1000)], False)\n"
+        "fuzz.of_eager = lambda case: ([torch.empty(1000)], False)\n",
     )
-    folders = [tmp_path, ROOT / "tests" / "support", ROOT]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-    monkeypatch.setenv("TESTS", str(ROOT / "tests"))
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     assert fuzz.eager_reads_unwritten(1, 3)
 
 

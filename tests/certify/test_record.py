@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import startup_code
 
 from certify import __main__, parts, record
 
@@ -90,22 +91,17 @@ def certify(*words, **variables):
 @pytest.mark.parametrize("call, key", [("of_ours", "crashed"), ("of_eager", "torch_crashed")])
 def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key):
     """The process dies in the third case of the fuzz, every time it gets there."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "sys.path.insert(0, os.environ['TESTS'])\n"
+    environment = startup_code.environment(
+        tmp_path,
         "from certify import fuzz, fuzz_cases\n"
         "third = str(fuzz_cases.Draw(1, 3, 'cpu').case())\n"
         f"right = fuzz.{call}\n"
         "def dies(case):\n"
         "    str(case) == third and os.kill(os.getpid(), 11)\n"
         "    return right(case)\n"
-        f"fuzz.{call} = dies\n"
+        f"fuzz.{call} = dies\n",
     )
-    folders = [tmp_path, ROOT / "tests" / "support", ROOT]
-    path = os.pathsep.join(map(str, folders))
-    run = certify(
-        "fuzz", "--count", 6, "--records", tmp_path, TESTS=str(ROOT / "tests"), PYTHONPATH=path
-    )
+    run = certify("fuzz", "--count", 6, "--records", tmp_path, **environment)
     ours = key == "crashed"
     assert run.returncode == int(ours), run.stderr
     words = "the process ended" if ours else "plain torch ended the process"
