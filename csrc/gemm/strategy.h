@@ -265,7 +265,7 @@ inline const char* own_objection(const PassProblem& p) {
   if (p.literal) return "the library's own epilogues are asked for";
   const bool gated = p.pass == Pass::gating || p.pass == Pass::glu;
   if (gated && p.activation == Activation::relu) return "ReLU as a gate";
-  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || !is_forward(p.pass));
+  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.mask || !is_forward(p.pass));
 }
 
 // The same of our kernels for small networks.

@@ -26,6 +26,10 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
   static_assert(cute::size<0>(EpilogueTile{}) == 64 && cute::size<1>(EpilogueTile{}) == 64,
                 "a thread holds 32 elements of a step: two features, eight apart, of 16 tokens");
 
+  static constexpr int tile_features = gemm::hopper::tile_features,
+                       tile_tokens = gemm::hopper::tile_tokens;
+  static_assert(tile_tokens == cutlass::NumThreadsPerWarpGroup, "a thread stores a token's bits");
+
   struct SharedStorage {};
   struct Arguments {
     uint8_t* bits;
@@ -66,16 +70,21 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
   // `Places`: of a thread's elements, from its first of the tile.
   template <typename Places>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
+    static constexpr int steps_down = tile_features / 64, steps_across = tile_tokens / 64;
+    static constexpr int bytes_of_token = tile_features / 8;
+
     Params params;
     Places places;
-    int feature, token;    // of the thread's first element
+    int thread;
+    int feature, token;    // of the tile's first
     int features, tokens;  // of the whole result
-    uint32_t bits = 0;     // of a step
+    uint32_t bits[steps_down][steps_across] = {};
 
-    CUTLASS_DEVICE Callbacks(const Params& params, const Places& places, int feature, int token,
-                             int features, int tokens)
+    CUTLASS_DEVICE Callbacks(const Params& params, const Places& places, int thread, int feature,
+                             int token, int features, int tokens)
         : params(params),
           places(places),
+          thread(thread),
           feature(feature),
           token(token),
           features(features),
@@ -91,25 +100,48 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
         const auto [by_features, by_tokens] = step(part * n + i) - step(0);
         const int place = 2 * by_features + 2 * (by_tokens / 8) + by_tokens % 8;
         const bool passes = !(float(results[i]) <= 0.0f);  // torch's rule: not at 0, but at NaN
-        bits |= uint32_t{passes} << place;
+        bits[down][across] |= uint32_t{passes} << place;
       }
       return results;
     }
 
+    // Behind the last step, through shared memory that waits for its results: a token's bits leave
+    // as one vector.
+    template <typename Shared, typename Wait, typename Results>
+    CUTLASS_DEVICE void reduce(Shared&& shared, const Wait& wait, int, int, bool is_last,
+                               const Results&) {
+      if (!is_last) return;
+      auto* bytes = reinterpret_cast<uint8_t*>(cute::raw_pointer_cast(shared.data()));
+      static_assert(cute::cosize_v<typename std::decay_t<Shared>::layout_type> * sizeof(Element) >=
+                    tile_tokens * bytes_of_token);
+      CUTLASS_PRAGMA_UNROLL
+      for (int down = 0; down < steps_down; ++down) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int across = 0; across < steps_across; ++across) {
+          put(bytes, transpose_bits(bits[down][across], thread % 32 / 4), down, across);
+        }
+      }
+      wait();
+      const auto row = *reinterpret_cast<const uint4*>(bytes + thread * bytes_of_token);
+      // A cluster has blocks beyond the last feature, too.
+      if (token + thread < tokens && feature < features) {
+        auto* to = params.bits + (token + thread) * params.bytes_per_row + feature / 8;
+        *reinterpret_cast<uint4*>(to) = row;
+      }
+      wait();
+    }
+
     // After the exchange a lane has two bytes of each of two tokens, 32 apart.
-    CUTLASS_DEVICE void postreduce(int down, int across, int, bool) {
-      const int lane = threadIdx.x % 32, i = lane / 4;
-      const uint32_t bytes = transpose_bits(bits, i);
-      bits = 0;
-      const auto [by_features, by_tokens] = places(cute::_, cute::_, cute::_, down, across)(0);
-      const int first = feature - i + by_features;  // of 16 features
-      const uint32_t exist = first >= features ? 0 : first + 8 >= features ? 0xff : 0xffff;
+    CUTLASS_DEVICE void put(uint8_t* bytes, uint32_t four, int down, int across) const {
+      const int warp = thread / 32, lane = thread % 32, i = lane / 4;
+      const int first = 64 * down + 16 * warp;  // of 16 features
+      const int left = features - feature - first;
+      const uint32_t exist = left <= 0 ? 0 : left <= 8 ? 0xff : 0xffff;
       CUTLASS_PRAGMA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int at = token + by_tokens + 32 * half + 8 * (i / 2) + i % 2;
-        if (at >= tokens) continue;
-        const uint32_t two = __byte_perm(bytes, 0, half == 0 ? 0x20 : 0x31);
-        auto* to = params.bits + at * params.bytes_per_row + first / 8;
+        const int at = 64 * across + 32 * half + 8 * (i / 2) + 2 * (lane % 4) + i % 2;
+        const uint32_t two = __byte_perm(four, 0, half == 0 ? 0x20 : 0x31);
+        auto* to = bytes + at * bytes_of_token + first / 8;
         *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(two & exist);
       }
     }
@@ -117,11 +149,11 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
 
   template <bool by_source, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Args...>& args) {
-    const int features = cute::get<0>(args.problem_shape_mnkl),
-              tokens = cute::get<1>(args.problem_shape_mnkl);
-    const auto [more_features, more_tokens] = args.residue_tCcD;
-    return Callbacks<decltype(args.tCcD)>(params_, args.tCcD, features - more_features,
-                                          tokens - more_tokens, features, tokens);
+    const auto& at = args.tile_coord_mnkl;
+    const auto& sizes = args.problem_shape_mnkl;
+    return Callbacks<decltype(args.tCcD)>(
+        params_, args.tCcD, args.thread_idx, cute::get<0>(at) * tile_features,
+        cute::get<1>(at) * tile_tokens, cute::get<0>(sizes), cute::get<1>(sizes));
   }
 
  private:
