@@ -152,10 +152,10 @@ LEFT_ALONE = (
     *("fx_graph_remote_cache", "remote_gemm_autotune_cache", "autotune_remote_cache"),
     *("bundled_autotune_remote_cache", "global_cache_dir", "torchinductor_worker_logpath"),
     *("worker_", "compile_threads", "cpp.threads", "pipeline_max_autotune_gemm", "autotune_in_sub"),
-    *("implicit_fallbacks", "fallback_by_default"),
+    *("implicit_fallbacks", "fallback_by_default", "fx_wrapper"),
+    "triton_disable_device_detection",  # for the rest of the process
 )
-# These need a GPU: NVTX marks, and a wrapper whose kernels are Triton's.
-OF_GPUS = ("triton.", "annotate_training", "fx_wrapper")
+OF_GPUS = ("triton.", "annotate_training")
 
 
 def fuzzer_of(problem: Problem, device: str, is_ours: bool) -> ConfigFuzzer:
@@ -208,6 +208,10 @@ class Trial:
             return {**found, "right the second time": {wrong: 1}}
         least = self.least(problem, config)
         return {**found, "failures": [f"{wrong} in {problem}, under {least}"]}
+
+    def plain(self, seed: int, unit: int) -> None:
+        """Plain torch alone, which may end the process."""
+        self.wrong(*drawn(seed, unit, self.device), is_ours=False)
 
     def wrong(
         self, problem: Problem, config: Config, is_ours: bool, replaced: Found | None = None

@@ -113,7 +113,7 @@ class Trial:
         return {"eager differs from call to call": 1} if differs else found
 
     def plain(self, seed: int, unit: int) -> None:
-        """Prints what the bits of eager alone amount to."""
+        """Plain torch alone, which may end the process; prints what its bits amount to."""
         found, _ = of_eager(fuzz_cases.Draw(seed, unit, self.device).case())
         print(hashlib.sha256(b"".join(map(bits, found))).hexdigest())
 
