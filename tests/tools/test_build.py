@@ -130,9 +130,11 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     forward = "cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&)"
     gating = "cudaError_t gating<gemm::Type::bf16, Activation::gelu_tanh>(const Product&)"
     glu = "cudaError_t glu<gemm::Type::f16, Activation::silu>(const Product&)"
-    kernels = {"backward": backward, "forward": forward, "gating": gating, "glu": glu}
-    includes = "".join(f'#include "cuda/hopper/{name}.cuh"\n' for name in kernels)
-    instances = "".join(f"template {kernel};\n" for kernel in kernels.values())
+    bits = "cudaError_t forward<gemm::Type::f16, Activation::relu, true>(const Product&)"
+    headers = ("backward", "forward", "gating", "glu")
+    includes = "".join(f'#include "cuda/hopper/{name}.cuh"\n' for name in headers)
+    kernels = (backward, forward, bits, gating, glu)
+    instances = "".join(f"template {kernel};\n" for kernel in kernels)
     source = f"{includes}namespace fused::cuda::hopper {{\n{instances}}}\n"
     (tmp_path / "all.cu").write_text(source)
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
