@@ -170,11 +170,12 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
     names = {"ours": "layers", "mlp": "`FusedMLP`", "eager": "eager", "mm": "mm"}
     rows = []
-    for result in find(results, suite="rivals", mode="step"):
+    modes = {"step": "", "graph": " in a CUDA graph"}
+    for result in (r for mode in modes for r in find(results, suite="rivals", mode=mode)):
         case, numbers = result["case"], result["numbers"]
         ours = min(numbers[name]["median"] for name in ("ours", "mlp"))
         rival = [numbers[n]["median"] for n in ("quack", "quack-tuned") if n in numbers]
-        row = [f"{shape(case)}, T={case['tokens']}", case["activation"]]
+        row = [f"{shape(case)}, T={case['tokens']}{modes[case['mode']]}", case["activation"]]
         row += [duration(numbers[n]["median"]) for n in names]
         rows.append([*row, " / ".join(map(duration, rival)), f"{min(rival) / ours:.2f}"])
     return table(["block", "", *names.values(), "QuACK", "times"], rows, words=2)
