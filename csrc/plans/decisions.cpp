@@ -1,5 +1,7 @@
 #include "plans/decisions.h"
 
+#include "gemm/choice.h"
+
 #include <charconv>
 #include <iomanip>
 #include <sstream>

@@ -4,6 +4,7 @@
 // and written to files; nothing here needs a GPU.
 
 #include "gemm/algorithm.h"
+#include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 
 #include <mutex>

@@ -2,6 +2,7 @@
 
 // Pass problems for the tests of plans, and which strategies apply to them.
 
+#include "gemm/choice.h"
 #include "plans/decisions.h"
 
 #include <vector>

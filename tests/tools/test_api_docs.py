@@ -154,7 +154,7 @@ def strings(source: str, function: str | None = None) -> list[str]:
 
 
 REASONS = {
-    "csrc/gemm/strategy.h": strings("csrc/gemm/strategy.h", "objection"),
+    "csrc/gemm/choice.h": strings("csrc/gemm/choice.h", "objection"),
     "csrc/gemm/problem.h": strings("csrc/gemm/problem.h", "refusal"),
     "csrc/core/check.h": re.findall(
         r'"(\(no kernel: [^"]+\))"',
@@ -208,7 +208,7 @@ REASONS["fuse/families.py"] = list(families.REFUSALS.values())
 
 def test_the_reasons_are_found():
     assert "retain_grad" in REASONS["csrc/autograd/handover.cpp"]
-    assert "no such epilogue" in REASONS["csrc/gemm/strategy.h"]
+    assert "no such epilogue" in REASONS["csrc/gemm/choice.h"]
     assert "one row or column" in REASONS["csrc/gemm/problem.h"]
     assert "(no kernel: layout)" in REASONS["csrc/core/check.h"]
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]

@@ -4,7 +4,7 @@
 // Built where setup.py says so (TORCH_FUSED_LINEAR_HOPPER).
 
 #include "gemm/algorithm.h"
-#include "gemm/strategy.h"
+#include "gemm/pass_problem.h"
 
 #include <cuda_runtime_api.h>
 

@@ -2,7 +2,7 @@
 
 // What the passes need of the process and the device: handles, settings, scratch memory.
 
-#include "gemm/strategy.h"
+#include "gemm/choice.h"
 #include "plans/registry.h"
 
 #include <ATen/core/Tensor.h>

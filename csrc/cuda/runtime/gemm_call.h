@@ -3,6 +3,7 @@
 // A pass of a layer on a GPU: its operands as matrices, made a problem.
 
 #include "fused_linear.h"
+#include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 
 #include <ATen/core/Tensor.h>

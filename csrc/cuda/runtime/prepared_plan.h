@@ -4,6 +4,7 @@
 // one lookup, no lock.
 
 #include "cuda/runtime/cublaslt.h"
+#include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 #include "plans/registry.h"
 

@@ -2,6 +2,7 @@
 
 #include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
+#include "gemm/choice.h"
 
 namespace fused::cuda::tune {
 

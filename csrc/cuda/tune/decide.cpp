@@ -1,6 +1,7 @@
 // From a call to a plan: what has been measured, or else the rule.
 
 #include "cuda/tune/decide.h"
+#include "gemm/choice.h"
 
 #include "cuda/runtime/device.h"
 #include "cuda/tune/algorithms.h"

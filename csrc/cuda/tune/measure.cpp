@@ -4,6 +4,7 @@
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/algorithms.h"
+#include "gemm/choice.h"
 #include "plans/registry.h"
 #include "plans/select.h"
 

@@ -5,6 +5,7 @@
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/algorithms.h"
 #include "cuda/tune/trial_operands.h"
+#include "gemm/choice.h"
 #include "plans/bounded_map.h"
 #include "plans/registry.h"
 

@@ -1,0 +1,151 @@
+#pragma once
+
+// Which strategies are valid for a pass, and which is taken where nothing has been measured.
+
+#include "gemm/hopper.h"
+#include "gemm/pass_problem.h"
+#include "gemm/small.h"
+#include "gemm/strategy.h"
+
+namespace fused::gemm {
+
+// What there is of providers, in this build and on a device.
+struct Available {
+  size_t cublaslt = 0;  // cublasLtGetVersion()
+  bool hopper = false;
+  bool small = false;
+};
+
+// The epilogue of the strategy's product; nothing where the library has none.
+inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
+  const auto activation = s.fuses_activation ? p.activation : Activation::none;
+  const bool reads_saved = p.pass == Pass::dgrad;
+  const auto pass = p.pass == Pass::gating ? Pass::dgrad
+                    : p.pass == Pass::glu  ? Pass::fprop
+                                           : p.pass;
+  return find_epilogue(pass, activation, s.fuses_bias && p.bias,
+                       activation != Activation::none && (p.aux || reads_saved));
+}
+
+// The strategy's product as a problem of its own.
+inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
+  Problem matmul = p.matmul;
+  matmul.epilogue = *epilogue_of(p, s);
+  // The pre-activation goes where it is kept; the activation then makes the result of it.
+  if (is_forward(p.pass) && p.aux && !s.fuses_activation) {
+    matmul.ldd = p.matmul.ld_aux;
+    matmul.align_d = p.matmul.align_aux;
+  }
+  if (!uses_bias(matmul.epilogue)) matmul.align_bias = Problem().align_bias;
+  if (!uses_aux(matmul.epilogue)) {
+    matmul.align_aux = Problem().align_aux;
+    matmul.ld_aux = 0;
+  }
+  return matmul;
+}
+
+inline constexpr const char* approximate_gelu = "approximate";
+
+// Why our own product is none for this problem, or nullptr.
+inline const char* own_objection(const PassProblem& p) {
+  if (p.activation == Activation::none) return "no activation";
+  if (p.mask && !wants_bits(p)) return "a bit mask";
+  if (p.literal) return "the library's own epilogues are asked for";
+  const bool gated = p.pass == Pass::gating || p.pass == Pass::glu;
+  if (gated && p.activation == Activation::relu) return "ReLU as a gate";
+  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.mask || !is_forward(p.pass));
+}
+
+// The same of our kernels for small networks.
+inline const char* small_objection(const PassProblem& p) {
+  if (p.mask && !wants_bits(p)) return "a bit mask";
+  if (p.literal) return "the library's own epilogues are asked for";
+  return small::refusal(p.pass, p.matmul);
+}
+
+// Why the strategy is none for this problem, or nullptr.
+inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
+  const bool active = p.activation != Activation::none;
+  if (p.pass != s.pass) return "another pass";
+  if (s.provider == Provider::own && has_step(s, Step::matmul)) {
+    return available.hopper ? own_objection(p) : "no kernels of our own here";
+  }
+  if (has_step(s, Step::own_small)) {
+    return available.small ? small_objection(p) : "no kernels of our own here";
+  }
+  if (s.pass == Pass::fprop) {
+    if (p.mask && p.aux && !s.fuses_activation) return "only an epilogue writes a bit mask";
+    if (!active && has_step(s, Step::own_activation)) return "no activation";
+  }
+  // at::addmm writes to dense results only.
+  if (is_forward(s.pass) && s.provider == Provider::aten && p.aux &&
+      p.matmul.ld_aux != p.matmul.m) {
+    return "padded rows";
+  }
+  if (s.pass == Pass::dgrad && s.fuses_activation) {
+    if (!active) return "no activation";
+    if (s.fuses_bias && !p.bias) return "no bias gradient";
+    if (p.activation == Activation::relu && !p.mask) return "no bit mask was kept";
+  }
+  if (has_step(s, Step::aten_gradient)) {
+    if (!active) return "no activation";
+    if (p.mask) return "ATen reads no bit mask";
+  }
+  if (s.pass == Pass::wgrad && !p.bias) {
+    if (s.fuses_bias || has_step(s, Step::aten_column_sum)) return "no bias gradient";
+  }
+  if (s.provider != Provider::cublaslt) return nullptr;
+  if (!epilogue_of(p, s)) return "no such epilogue";
+  // In fp32 and fp64 they are a product and then a slow kernel, with an approximate tanh at that.
+  if (s.fuses_activation && is_gelu(p.activation) && size_of(p.matmul.type) > 2) {
+    return approximate_gelu;
+  }
+  return refusal(matmul_of(p, s), available.cublaslt);
+}
+
+// Eager's own sequence; where ATen has none for the problem (no activation, a bit mask), the
+// fallback.
+inline const Strategy& eager_of(const PassProblem& p, const Available& available) {
+  for (const auto& s : strategies) {
+    const bool eager = s.role == Role::eager || s.role == Role::eager_fallback;
+    if (s.pass == p.pass && eager && !objection(p, s, available)) return s;
+  }
+  return fallback_of(p.pass);
+}
+
+// The strategy taken where nothing has been measured: what was found to be best on a Hopper, and
+// the plain pieces elsewhere.
+inline const char* rule(const PassProblem& p, const Available& available) {
+  constexpr int64_t many_tokens = 4096;
+  const bool many = tokens_of(p) >= many_tokens;
+  const bool narrow = size_of(p.matmul.type) == 2;
+  // With longer sums the epilogue is less of the time: measuring decides.
+  const bool own = available.hopper && many && p.matmul.k <= 2048 && !own_objection(p);
+  switch (p.pass) {
+    case Pass::fprop:
+      return own && (p.activation != Activation::relu || wants_bits(p)) ? "hopper" : "epilogue";
+    case Pass::dgrad:
+      if (own) return "hopper";
+      if (p.literal && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
+      // With BGRAD, or with a ReLU's mask, the library runs a slow kernel of its own behind it.
+      if (p.activation == Activation::gelu_tanh && narrow && many && p.matmul.arch == 90) {
+        return "d+sum";
+      }
+      return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
+    case Pass::wgrad:
+      if (is_long_and_thin(p.matmul)) return "mm+sum";
+      if (p.literal && p.bias) return "bgradb";
+      // Part of the product in fp16 only; elsewhere a slow kernel of its own.
+      return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
+    case Pass::activation:
+      return "one_pass";
+    case Pass::glu:
+      return own ? "hopper" : "products+gating";
+    case Pass::gating:
+      if (own) return "hopper";
+      return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
+  }
+  return "aten";
+}
+
+}  // namespace fused::gemm
