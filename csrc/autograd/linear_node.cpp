@@ -187,9 +187,9 @@ std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tenso
       if (policy_for_graph(input) == Policy::cublaslt) {
         return steps::linear_relu_aux(input, weight, bias);
       }
+      if (memory == Memory::low) return relu_and_bits(input, weight, bias);
       // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
       // next layer keeps it anyway.
-      if (memory == Memory::low) return relu_and_bits(input, weight, bias);
       const auto output = linear_relu(input, weight, bias);
       return {output, output};
     }

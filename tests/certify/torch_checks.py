@@ -117,7 +117,12 @@ def plain_gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, activation
 
 
 def info(
-    name: str, plain: Callable, samples: Callable, variant: str = "", nondet_tol=0.0, **kwargs
+    name: str,
+    plain: Callable,
+    samples: Callable,
+    variant: str = "",
+    nondet_tol: float = 0.0,
+    **kwargs,
 ) -> OpInfo:
     def call(*args):
         return getattr(tfl, name)(*args, **kwargs)

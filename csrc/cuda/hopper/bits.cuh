@@ -59,14 +59,6 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
   CUTLASS_HOST_DEVICE BitsStore() {}
   CUTLASS_HOST_DEVICE BitsStore(const Params& params, const SharedStorage&) : params_(params) {}
 
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-
-  template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(const fusion::ProducerLoadArgs<Args...>&) {
-    return fusion::EmptyProducerLoadCallbacks{};
-  }
-
   // `Places`: of a thread's elements, from its first of the tile.
   template <typename Places>
   struct Callbacks : fusion::EmptyConsumerStoreCallbacks {
@@ -79,16 +71,6 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
     int feature, token;    // of the tile's first
     int features, tokens;  // of the whole result
     uint32_t bits[steps_down][steps_across] = {};
-
-    CUTLASS_DEVICE Callbacks(const Params& params, const Places& places, int thread, int feature,
-                             int token, int features, int tokens)
-        : params(params),
-          places(places),
-          thread(thread),
-          feature(feature),
-          token(token),
-          features(features),
-          tokens(tokens) {}
 
     template <typename Sum, int n>
     CUTLASS_DEVICE cutlass::Array<Element, n> visit(const cutlass::Array<Sum, n>&, int part,
@@ -151,9 +133,14 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(const fusion::ConsumerStoreArgs<Args...>& args) {
     const auto& at = args.tile_coord_mnkl;
     const auto& sizes = args.problem_shape_mnkl;
-    return Callbacks<decltype(args.tCcD)>(
-        params_, args.tCcD, args.thread_idx, cute::get<0>(at) * tile_features,
-        cute::get<1>(at) * tile_tokens, cute::get<0>(sizes), cute::get<1>(sizes));
+    return Callbacks<decltype(args.tCcD)>{{},
+                                          params_,
+                                          args.tCcD,
+                                          args.thread_idx,
+                                          cute::get<0>(at) * tile_features,
+                                          cute::get<1>(at) * tile_tokens,
+                                          cute::get<0>(sizes),
+                                          cute::get<1>(sizes)};
   }
 
  private:

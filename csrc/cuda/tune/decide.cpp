@@ -1,12 +1,12 @@
 // From a call to a plan: what has been measured, or else the rule.
 
 #include "cuda/tune/decide.h"
-#include "gemm/choice.h"
 
 #include "cuda/runtime/device.h"
 #include "cuda/tune/algorithms.h"
 #include "cuda/tune/measure.h"
 #include "cuda/tune/trial.h"
+#include "gemm/choice.h"
 #include "plans/registry.h"
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
