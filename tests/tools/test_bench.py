@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -412,6 +414,22 @@ def test_every_suite_runs(capsys):
         some = any(case.activation == "relu" for case in cases_of(suite, CPU, quick=True))
         assert (f"\n{suite}: " in output) == some
     assert "fused::linear_relu" in output, "kernels are named"
+
+
+@pytest.mark.cuda
+def test_a_graph_keeps_the_memory_that_it_reads():
+    """The next capture gives cached memory back to the device."""
+    hidden = torch.ones(1 << 20, device="cuda")
+    output = torch.zeros_like(hidden)
+    kept = weakref.ref(hidden)
+    call = contenders.graph_of(lambda hidden=hidden: output.copy_(hidden))
+    del hidden
+    gc.collect()
+    assert kept() is not None
+    contenders.graph_of(lambda: output.add_(1))
+    output.zero_()
+    call()
+    assert output.sum() == output.numel()
 
 
 @pytest.mark.cuda

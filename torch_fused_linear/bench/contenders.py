@@ -238,6 +238,7 @@ def graph_of(step: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    graph.step = step  # holds the tensors that every replay reads
     return graph.replay
 
 
