@@ -19,7 +19,7 @@ from torch_fused_linear.bench.cases import Case, cases_of
 from torch_fused_linear.bench.run import entrants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-TUNED = []
+TUNED, HEURISTICS = [], []
 
 
 def mlp_func(x, weight1, weight2, activation, bias1=None, bias2=None, tuned=True):
@@ -31,8 +31,9 @@ def mlp_func(x, weight1, weight2, activation, bias1=None, bias2=None, tuned=True
 
 
 class FlashMLP(nn.Module):
-    def __init__(self, in_features, hidden_features, activation):
+    def __init__(self, in_features, hidden_features, activation, heuristic):
         super().__init__()
+        HEURISTICS.append(heuristic)
         self.fc1 = nn.Linear(in_features, hidden_features)
         self.fc2 = nn.Linear(hidden_features, in_features)
         self.kind = {"relu": "relu", "gelu_approx": "gelu_tanh_approx"}[activation]
@@ -66,8 +67,8 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_all_do_the_work_of_eager(activation, installed):
+@pytest.mark.parametrize(("activation", "heuristics"), [("relu", ["auto"]), ("gelu", ["auto", 0])])
+def test_all_do_the_work_of_eager(activation, heuristics, installed):
     case = Case("rivals", (6, 24, 6), 4, "fp32", activation, "step")
     data = operands.Operands.random(case, CPU)
 
@@ -78,11 +79,13 @@ def test_all_do_the_work_of_eager(activation, installed):
     want = gradients("eager")
     assert len(want) == 5
     names = [name for name in rivals.BLOCKS if contenders.applies(name, case, CUDA)]
-    assert len(names) == (4 if activation == "gelu" else 3)
+    assert len(names) == (5 if activation == "gelu" else 3)
     TUNED.clear()
+    HEURISTICS.clear()
     for name in names:
         torch.testing.assert_close(gradients(name), want)
     assert TUNED[:2] == [False, True]
+    assert heuristics == HEURISTICS
 
 
 def test_the_cases():
@@ -91,7 +94,7 @@ def test_the_cases():
     assert not any("4096→16384" in name and "T=65536" in name for name in named)
     case = Case("rivals", (6, 24, 6), 4, "bf16", "relu", "step")
     names = ["mlp", "eager", "mm", *rivals.BLOCKS]
-    assert entrants(case, names, CUDA) == names[:-1]
+    assert entrants(case, names, CUDA) == [*names[:3], "quack", "quack-tuned", "flash-attn"]
     assert entrants(case, names, CPU) == names[:3]
     other = Case("ffn", (6, 24, 6), 4, "bf16", "relu", "step")
     assert entrants(other, names, CUDA) == names[:3]
@@ -99,7 +102,7 @@ def test_the_cases():
 
 @pytest.mark.parametrize("name", rivals.BLOCKS)
 def test_what_is_not_installed_is_named(name, monkeypatch):
-    package = name.partition("-tuned")[0].replace("-", "_")
+    package = name.removesuffix("-tuned").removesuffix("-fused").replace("-", "_")
     monkeypatch.setitem(sys.modules, package, None)
     case = Case("rivals", (6, 24, 6), 4, "fp32", "gelu", "step")
     with pytest.raises(ModuleNotFoundError, match=package):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torch_fused_linear.bench import gated
+from torch_fused_linear.bench import gated, rivals
 from torch_fused_linear.bench.convolutions import (
     COMPILED_CONVOLUTIONS,
     CONVOLUTIONS,
@@ -175,7 +175,7 @@ SUITES = {
         sizes=tuple(map(block, (768, 1024, 2048, 4096))),
         tokens=(8192, 65536),  # the larger for one width only: see worth_the_time
         modes=("step", "graph"),
-        baselines=("eager", "mm", "compile", "quack", "quack-tuned", "flash-attn", "apex"),
+        baselines=("eager", "mm", "compile", *rivals.BLOCKS),
         seconds=1.0,
         dtypes=("bf16",),
         quick_sizes=(block(8),),

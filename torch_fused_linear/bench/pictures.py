@@ -29,6 +29,7 @@ NAMES = {
     "quack-tuned": "QuACK, tuned",
     "quack": "QuACK",
     "flash-attn": "flash-attention's FusedMLP",
+    "flash-attn-fused": "flash-attention's FusedMLP, GELU fused",
     "apex": "apex",
     "addmm": "torch._addmm_activation",
     "nvmath": "nvmath-python",

@@ -21,13 +21,14 @@ def quack(layers: Sequence[nn.Linear], activation: str, tuned: bool) -> Network:
     return lambda x: mlp_func(x, fc1.weight, fc2.weight, kind, **options)
 
 
-def flash_attn(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
-    """By its own rule for this GPU, which on Hopper fuses less."""
+def flash_attn(layers: Sequence[nn.Linear], activation: str, fused: bool) -> nn.Module:
+    """`fused`: GELU too is in the product on Hopper, where its own rule leaves it out."""
     from flash_attn.ops.fused_dense import FusedMLP
 
     kind = {"relu": "relu", "gelu": "gelu_approx"}[activation]
+    options = {"activation": kind, "heuristic": 0 if fused else "auto"}
     with torch.device("meta"):
-        block = FusedMLP(layers[0].in_features, layers[0].out_features, activation=kind)
+        block = FusedMLP(layers[0].in_features, layers[0].out_features, **options)
     block.fc1.weight, block.fc1.bias = layers[0].weight, layers[0].bias
     block.fc2.weight, block.fc2.bias = layers[1].weight, layers[1].bias
     return block
@@ -47,10 +48,11 @@ def apex(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
 BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {
     "quack": partial(quack, tuned=False),
     "quack-tuned": partial(quack, tuned=True),
-    "flash-attn": flash_attn,
+    "flash-attn": partial(flash_attn, fused=False),
+    "flash-attn-fused": partial(flash_attn, fused=True),
     "apex": apex,
 }
 
 
 def applies(name: str, activation: str) -> bool:
-    return name != "apex" or activation == "gelu"
+    return activation == "gelu" or name not in ("flash-attn-fused", "apex")
