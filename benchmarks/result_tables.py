@@ -168,17 +168,27 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
 
 
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
-    names = {"ours": "layers", "mlp": "`FusedMLP`", "eager": "eager", "mm": "mm"}
+    columns = {
+        "layers / `FusedMLP`": ("ours", "mlp"),
+        "eager": ("eager",),
+        "mm": ("mm",),
+        "QuACK": ("quack", "quack-tuned"),
+        "flash-attention": ("flash-attn", "flash-attn-fused"),
+        "apex": ("apex",),
+    }
+    others = [name for head in ("QuACK", "flash-attention", "apex") for name in columns[head]]
     rows = []
-    modes = {"step": "", "graph": " in a CUDA graph"}
-    for result in (r for mode in modes for r in find(results, suite="rivals", mode=mode)):
-        case, numbers = result["case"], result["numbers"]
-        ours = min(numbers[name]["median"] for name in ("ours", "mlp"))
-        rival = [numbers[n]["median"] for n in ("quack", "quack-tuned") if n in numbers]
-        row = [f"{shape(case)}, T={case['tokens']}{modes[case['mode']]}", case["activation"]]
-        row += [duration(numbers[n]["median"]) for n in names]
-        rows.append([*row, " / ".join(map(duration, rival)), f"{min(rival) / ours:.2f}"])
-    return table(["block", "", *names.values(), "QuACK", "times"], rows, words=2)
+    for result in (
+        r for mode in ("step", "graph") for r in find(results, suite="rivals", mode=mode)
+    ):
+        case = result["case"]
+        medians = {name: number["median"] for name, number in result["numbers"].items()}
+        row = [f"{shape(case)}, T={case['tokens']}, {case['activation']}, {case['mode']}"]
+        for names in columns.values():
+            row.append(" / ".join(duration(medians[name]) for name in names if name in medians))
+        best = min(medians[name] for name in others if name in medians)
+        rows.append([*row, f"{best / min(medians['ours'], medians['mlp']):.2f}"])
+    return table(["block", *columns, "times"], rows, words=1)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:
