@@ -320,3 +320,19 @@ def test_more_than_two_to_the_31_elements(tmp_path):
         # The second layer's own products may be done in another way.
         torch.testing.assert_close(y[start : start + few], want_y, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(grad_x[start : start + few], want_x, rtol=2e-2, atol=2e-2)
+
+
+def test_bits_of_more_than_two_to_the_31_elements(tmp_path):
+    if torch.cuda.get_device_properties(0).total_memory < 20 << 30:
+        pytest.skip("needs 20 GB")
+    few, many, h = 2048, 140 * 1024, 16384
+    small = Block(few, 64, h, 64, torch.bfloat16, "relu")
+    want_y, want_bits = forced_bits(small, tmp_path)
+    assert many * h > 2**31
+    operands = small.x.repeat(many // few, 1), small.weights[0], small.biases[0]
+    with torch.no_grad(), plans.budget(0), tfl.explain() as report:
+        y, bits = torch.ops.fused._linear_relu_bits(*operands)
+    assert KERNEL in report.calls[-1].path
+    for start in range(0, many, few):
+        assert torch.equal(y[start : start + few], want_y)
+        assert torch.equal(bits[start : start + few], want_bits)

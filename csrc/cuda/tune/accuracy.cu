@@ -164,6 +164,8 @@ __global__ void elements_kernel(TrialData d, int samples, const Exact* exact, Tr
     if (d.aux.data == nullptr) return;
     if (!d.mask) {
       add(errors, &TrialErrors::aux, value<T>(d.aux, row, col) - z, scale);
+    } else if (d.of_result) {
+      if (bit(d.aux, row, col) == (got <= 0)) atomicAdd(&errors->missed, 1.0);
     } else if (bit(d.aux, row, col) != (z > 0) && fabs(z) > d.sign_error * magnitude) {
       atomicAdd(&errors->missed, 1.0);
     }
@@ -211,6 +213,7 @@ __global__ void nan_kernel(TrialData d, TrialErrors* errors) {
     if (d.gating.grad_up != nullptr) {
       lost |= !isnan(widen(static_cast<const T*>(d.gating.grad_up)[col]));
     }
+    if (d.of_result) lost |= !bit(d.aux, 0, col);
     if (d.forward && d.aux.data != nullptr && !d.mask) lost |= !isnan(value<T>(d.aux, 0, col));
     if (d.sums_results && d.sums != nullptr) {
       lost |= !isnan(widen(static_cast<const T*>(d.sums)[col]));

@@ -26,6 +26,7 @@ struct TrialData {
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
   gemm::Matrix aux;
   bool mask = false;
+  bool of_result = false;    // the mask's bits tell where the result is not <= 0
   gemm::Gating gating;       // backward: up null where there is none
   gemm::Up up;               // forward: weight null where there is none,
   gemm::Matrix right_of_up;  // and that as an operand
@@ -34,7 +35,7 @@ struct TrialData {
   const void* sums = nullptr;
   bool sums_results = false;  // the matrix is the result, and may have been summed unrounded
   double unit = 0;            // roundoff of the type
-  double sign_error = 0;      // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
+  double sign_error = 0;  // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
 };
 
 // Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|; the same of up.

@@ -251,7 +251,8 @@ TrialData describe(const PassCall& call) {
   data.mask = p.mask;
   if (data.forward) {
     data.bias = call.bias;
-    if (p.aux || gemm::wants_bits(p)) data.aux = call.aux;
+    data.of_result = gemm::wants_bits(p);
+    if (p.aux || data.of_result) data.aux = call.aux;
     if (call.up.weight != nullptr) data.right_of_up = right_of_up(call);
     data.up = call.up;
   } else {
