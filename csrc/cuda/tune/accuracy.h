@@ -35,7 +35,7 @@ struct TrialData {
   const void* sums = nullptr;
   bool sums_results = false;  // the matrix is the result, and may have been summed unrounded
   double unit = 0;            // roundoff of the type
-  double sign_error = 0;  // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
+  double sign_error = 0;      // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
 };
 
 // Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|; the same of up.
