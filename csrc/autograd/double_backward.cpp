@@ -13,7 +13,7 @@ class ReconnectNode final : public Node {
   using Node::Node;
 
   void keep(const Tensor& input, const Tensor& weight) {
-    kept_ = {SavedVariable(input, false), SavedVariable(weight, false)};
+    kept_ = {SavedVariable(input, false), saved_weight(weight)};
   }
   std::string name() const override { return "FusedPreactivationBackward"; }
 

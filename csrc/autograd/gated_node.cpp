@@ -25,6 +25,7 @@ class GatedNode final : public handover::Producer {
   void keep(Indices index, const Tensor& tensor) {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
   }
+  void keep_weight(Indices index, const Tensor& weight) { kept_[index] = saved_weight(weight); }
 
   std::string name() const override {
     return std::string(form_.has_down ? "FusedGatedMlp_" : "FusedLinearGlu_") +
@@ -122,11 +123,11 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   set_history(output, node);
 
   if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep(input_index, input);
-  if (requires_grad(input)) node->keep(gate_index, gate);
-  if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node->keep(up_index, *up);
-  if (drops_up && has_value(up_bias)) node->keep(up_bias_index, *up_bias);
+  if (requires_grad(input)) node->keep_weight(gate_index, gate);
+  if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node->keep_weight(up_index, *up);
+  if (drops_up && has_value(up_bias)) node->keep_weight(up_bias_index, *up_bias);
   if (before_down) {
-    if (down.exists()) node->keep(down_index, down.weight);
+    if (down.exists()) node->keep_weight(down_index, down.weight);
     node->keep(gate_z_index, gate_z);
     if (up_z.defined() && reads_up && !drops_up) node->keep(up_z_index, up_z);
   } else if (wants_down) {

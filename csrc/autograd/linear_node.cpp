@@ -246,8 +246,9 @@ void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& o
     kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
     if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
   }
-  if (input.requires_grad()) kept_[weight_index] = SavedVariable(weight, /*is_output=*/false);
+  if (input.requires_grad()) kept_[weight_index] = saved_weight(weight);
   kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
+  if (saved.defined() && saved.scalar_type() == at::kByte) has_bits(saved_index);
 }
 
 const char* LinearNode::refusal() const {

@@ -203,8 +203,12 @@ class MlpNode final : public Node {
     for (size_t i = 0; i < layers.size(); ++i) {
       auto* kept = &kept_[Layer::indices * i];
       kept[Layer::input_index] = SavedVariable(layers[i].input, /*is_output=*/false);
-      kept[Layer::weight_index] = SavedVariable(layers[i].weight, /*is_output=*/false);
-      kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
+      kept[Layer::weight_index] = saved_weight(layers[i].weight);
+      const auto& saved = layers[i].saved;
+      kept[Layer::saved_index] = SavedVariable(saved, /*is_output=*/false);
+      if (saved.defined() && saved.scalar_type() == at::kByte) {
+        has_bits(Layer::indices * i + Layer::saved_index);
+      }
     }
   }
 

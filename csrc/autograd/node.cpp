@@ -1,7 +1,10 @@
 #include "autograd/node.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
 
 namespace fused::autograd {
 
@@ -22,15 +25,25 @@ variable_list Node::unpack(size_t first, size_t last) {
   const std::lock_guard lock(mutex_);
   variable_list result;
   result.reserve(last - first);
-  for (const auto& saved : kept().subspan(first, last - first)) {
-    result.push_back(saved.unpack(getptr()));
-  }
+  for (size_t index = first; index < last; ++index) result.push_back(read(index));
   return result;
+}
+
+Tensor Node::read(size_t index) {
+  auto saved = kept()[index].unpack(getptr());
+  if (!saved.defined() || std::ranges::find(bits_, index) == bits_.end()) return saved;
+  const auto dtype = saved.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kByte || is_supported(dtype), name(),
+      ": expected ReLU's bits from the saved tensors' hooks in uint8, or in a floating dtype "
+      "that holds them exactly, got ",
+      dtype);
+  return saved.to(at::kByte);
 }
 
 Tensor Node::lend(size_t index) {
   const std::lock_guard lock(mutex_);
-  return index >= released_from_ ? Tensor() : kept()[index].unpack(getptr());
+  return index >= released_from_ ? Tensor() : read(index);
 }
 
 void Node::done_with(size_t first) {
@@ -85,6 +98,18 @@ variable_list Node::detached(Backward backward, const variable_list& grads,
   node.variables = args.unpack<variable_list>();
   node.wanted = args.unpack<std::vector<bool>>();
   return backward(grads, node);
+}
+
+SavedVariable saved_weight(const Tensor& weight) {
+  namespace impl = torch::autograd::impl;
+  if (!weight.defined() || at::isTensorSubclassLike(weight) || weight.is_inference() ||
+      has_tangent(weight)) {
+    return SavedVariable(weight, /*is_output=*/false);
+  }
+  Tensor now(weight.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      impl::version_counter(weight), /*allow_tensor_metadata_change=*/true));
+  if (weight.requires_grad()) impl::set_gradient_edge(now, impl::gradient_edge(weight));
+  return SavedVariable(now, /*is_output=*/false);
 }
 
 variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias) {

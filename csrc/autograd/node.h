@@ -63,18 +63,27 @@ class Node : public torch::autograd::Node {
  protected:
   using Backward = variable_list (*)(const variable_list& grads, const Detached& node);
 
+  // One of the saved tensors is ReLU's bits, which hooks may give back in another dtype.
+  void has_bits(size_t index) { bits_.push_back(index); }
+
   virtual std::span<SavedVariable> kept() = 0;
   virtual std::vector<int64_t> traits() const = 0;  // all that is no tensor
   virtual Backward backward() const = 0;
 
  private:
+  Tensor read(size_t index);
   void release_from(size_t first);
   std::span<const SavedVariable> kept() const { return const_cast<Node*>(this)->kept(); }
   static variable_list detached(Backward backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
+  std::vector<size_t> bits_;
   size_t released_from_ = std::numeric_limits<size_t>::max();
 };
+
+// A weight as it is now. The view that F.linear keeps has the same memory still when `.data` has
+// put another tensor into the parameter.
+SavedVariable saved_weight(const Tensor& weight);
 
 // Makes an output the node's.
 using torch::autograd::set_history;
