@@ -122,17 +122,17 @@ def globals_copied() -> None:
 
 
 def other_half_gated() -> None:
-    original = rewrite.HELPERS["fused_gated_halves"]
+    original = rewrite.HELPERS["gated_halves"]
 
     def swapped(order, *args, **kwargs):
         return original("10"[int(order[0])] + order[1:], *args, **kwargs)
 
-    rewrite.HELPERS["fused_gated_halves"] = swapped
+    rewrite.HELPERS["gated_halves"] = swapped
 
 
 def one_input_for_both_factors() -> None:
-    original = rewrite.HELPERS["fused_gated"]
-    rewrite.HELPERS["fused_gated"] = lambda *args: original(*args[:5], args[4])
+    original = rewrite.HELPERS["gated"]
+    rewrite.HELPERS["gated"] = lambda *args: original(*args[:5], args[4])
 
 
 def read_of_a_factor_ignored() -> None:

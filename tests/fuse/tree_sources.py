@@ -22,6 +22,7 @@ from tree_templates import (
     SIMPLE,
     WILD,
 )
+from tree_writing import written_otherwise
 
 HEADER = '''"""Classes of generated trees."""
 import functools
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch import relu as bare_relu
+from torch import relu as fused_begin
 from torch.utils.checkpoint import checkpoint
 from tree_parts import *
 
@@ -209,7 +211,8 @@ def write_library(seed: int, classes: int) -> str:
     rng = random.Random(f"library {seed}")
     names = [f"C{i}" for i in range(classes)]
     bodies = [write_class(rng, name, names[max(0, i - 5) : i]) for i, name in enumerate(names)]
-    return "\n\n".join([HEADER, *bodies])
+    writer = random.Random(f"writing {seed}")
+    return "\n\n".join([HEADER, *(written_otherwise(writer, body) for body in bodies)])
 
 
 def load_library(folder: Path, seed: int, classes: int = 40) -> ModuleType:

@@ -57,9 +57,11 @@ class Fused:
         reduced = super(made.__fused_base__, self).__reduce_ex__(protocol)
         if isinstance(reduced, str) or made is not made.__fused_base__:
             return reduced
-        function, arguments, *rest = reduced
-        arguments = tuple(made.__fused_origin__ if a is made else a for a in arguments)
-        return rebuild, (made.__fused_origin__, made.__fused__, function, arguments), *rest
+        plain, (function, arguments, *rest) = made.__fused_origin__, reduced
+        if getattr(function, "__self__", None) is made:  # a method of the class
+            function = getattr(plain, function.__name__)
+        function, *arguments = (plain if a is made else a for a in (function, *arguments))
+        return rebuild, (plain, made.__fused__, function, tuple(arguments)), *rest
 
     def __prepare_scriptable__(self):
         before = getattr(super(type(self).__fused_base__, self), "__prepare_scriptable__", None)

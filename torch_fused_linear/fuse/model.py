@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -75,6 +76,8 @@ class Model:
         resolver, path = Resolver(module, text), self.paths[module]
 
         def element(step: Step, at: tuple[int, int]) -> Element:
+            if resolver.reads_property(step.guard):
+                step = replace(step, is_sole=False)
             values = [] if step.callee is None else resolver.values(step.callee)
             values = [Value(join(path, v.path), v.value) for v in values]
             forms = step.forms if isinstance(step, Product) else ()

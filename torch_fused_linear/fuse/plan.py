@@ -40,6 +40,7 @@ from .reading import Text, place_of
 from .report import Report, Skipped
 from .resolve import Value
 from .rewrite import Mark, can_change
+from .steps import is_asked_early
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -122,7 +123,9 @@ class Plan(GatedPlan):
             if k == len(chain) or not is_activation(chain[k]):
                 continue
             self._seen |= {id(v.value) for v in chain[k].values}
-            if not all(e.step is None or e.step.is_sole for e in chain[i + 1 : k + 1]):
+            steps = [e.step for e in chain[i + 1 : k + 1] if e.step is not None]
+            is_early = any(is_asked_early(s.guard, element.step.data) for s in steps)
+            if is_early or not all(step.is_sole for step in steps):
                 for value in layers:
                     self.skipped.setdefault(value.path, (SEEN, element.where))
                 continue

@@ -24,7 +24,6 @@ LOOPS = ("For", "AsyncFor", "While")
 INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
-SEES_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
 
 
 class Unreadable(Exception):
@@ -53,10 +52,19 @@ class Text:
                 "since it was loaded, or made by other code"
             )
         ((self.node, self.class_name),) = nodes[key]
+        if takes_locals(self.node):
+            raise Unreadable(f"{function.__qualname__} takes all its local names together")
 
     @property
     def start(self) -> int:
         return self.function.__code__.co_firstlineno
+
+    @property
+    def self_name(self) -> str:
+        """Its first argument's; empty if it has none by position."""
+        arguments = self.node.args
+        first = [*arguments.posonlyargs, *arguments.args][:1]
+        return first[0].arg if first else ""
 
     @cached_property
     def digest(self) -> str:
@@ -122,6 +130,23 @@ def names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def own_names(code: CodeType) -> set[str]:
+    """The names that a function reads or assigns, those in its inner functions too."""
+    inner = (own_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    here = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    return set(here).union(*inner)
+
+
+def takes_locals(node: ast.AST) -> bool:
+    """Whether the function takes all its local names together, to which ours would come."""
+    given = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call) and n.args}
+    return any(
+        isinstance(n, ast.Name)
+        and (n.id in ("locals", "eval", "exec") or (n.id in ("vars", "dir") and id(n) not in given))
+        for n in ast.walk(node)
+    )
+
+
 def is_docstring(statement: ast.AST) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
@@ -139,7 +164,6 @@ class _Reader:
         self.function, self.code = node, code
         self.parents = {id(c): p for p in ast.walk(node) for c in ast.iter_child_nodes(p)}
         self.joined: dict[int, tuple[Run, bool, ast.expr | None]] = {}  # by the name's read
-        self.is_closed = bool(SEES_LOCALS & names(code))
 
     def read(self) -> Iterator[Run]:
         if isinstance(self.function, ast.FunctionDef):
@@ -212,9 +236,7 @@ class _Reader:
 
     def is_hidden(self, name: str) -> bool:
         """Whether it is a local name that only this function's own code can read."""
-        if self.is_closed or name in self.code.co_cellvars:
-            return False
-        return name in self.code.co_varnames
+        return name in self.code.co_varnames and name not in self.code.co_cellvars
 
     def comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
         """Whether the statement `part` calls nothing before `node`, and `node` once in any case."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
@@ -38,9 +39,10 @@ class Resolver:
         self.open: set[str] = set()  # names that are being looked up
         self.assigned: dict[str, list[tuple[ast.expr | None, ast.expr | None]]] = {}
         arguments = [a.arg for a in ast.walk(text.node.args) if isinstance(a, ast.arg)]
-        self.self_name = arguments[0] if arguments else ""
-        for name in arguments[1:]:
-            self.assigned[name] = [(None, None)]
+        self.self_name = text.self_name
+        for name in arguments:
+            if name != text.self_name:
+                self.assigned[name] = [(None, None)]
         for node in ast.walk(text.node):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -83,6 +85,15 @@ class Resolver:
         if isinstance(node, ast.Call):
             return self._call(node, depth)
         return []
+
+    def reads_property(self, node: ast.AST | None) -> bool:
+        """Whether it asks a property, which may answer otherwise the next time."""
+        return node is not None and any(
+            isinstance(inspect.getattr_static(type(v.value), n.attr, None), property)
+            for n in ast.walk(node)
+            if isinstance(n, ast.Attribute)
+            for v in self.values(n.value)
+        )
 
     def _name(self, name: str, depth: int) -> list[Value]:
         if name == self.self_name:

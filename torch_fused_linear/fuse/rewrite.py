@@ -12,7 +12,7 @@ import dis
 import hashlib
 import linecache
 from functools import partial, reduce
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import NamedTuple
 
 import torch
@@ -20,35 +20,35 @@ import torch
 from .. import functional
 from . import call, gated
 from .products import Product, halved, is_torch_chunk
-from .reading import Text
+from .reading import Text, own_names
 from .steps import Run, Step
 
 HELPERS = {
-    "fused_call": call.call,
-    "fused_begin": call.begin,
-    "fused_through": call.through,
-    "fused_act": call.activate,
-    "fused_act_low": call.activate_low,
-    "fused_follow": call.follow,
-    "fused_unless": call.unless,
-    "fused_method_relu": call.METHODS["relu"],
-    "fused_method_relu_": call.METHODS["relu_"],
-    "fused_gated": gated.gated,
-    "fused_gated_halves": gated.gated_halves,
-    "fused_method_chunk": gated.method_chunk,
-    "fused_both": gated.both,
-    "fused_down": gated.down,
-    "fused_value": call.value,
-    "fused_partial": partial,
-    "fused_is_scripting": torch.jit.is_scripting,
-    "fused_run_sequential": call.run_sequential,
-    "fused_linear": functional.linear,
-    "fused_linear_relu": functional.linear_relu,
-    "fused_linear_gelu": functional.linear_gelu,
-    "fused_linear_silu": functional.linear_silu,
-    "fused_conv2d_relu": functional.conv2d_relu,
-    "fused_linear_glu": functional.linear_glu,
-    "fused_gated_mlp": functional.gated_mlp,
+    "call": call.call,
+    "begin": call.begin,
+    "through": call.through,
+    "act": call.activate,
+    "act_low": call.activate_low,
+    "follow": call.follow,
+    "unless": call.unless,
+    "method_relu": call.METHODS["relu"],
+    "method_relu_": call.METHODS["relu_"],
+    "gated": gated.gated,
+    "gated_halves": gated.gated_halves,
+    "method_chunk": gated.method_chunk,
+    "both": gated.both,
+    "down": gated.down,
+    "value": call.value,
+    "partial": partial,
+    "is_scripting": torch.jit.is_scripting,
+    "run_sequential": call.run_sequential,
+    "linear": functional.linear,
+    "linear_relu": functional.linear_relu,
+    "linear_gelu": functional.linear_gelu,
+    "linear_silu": functional.linear_silu,
+    "conv2d_relu": functional.conv2d_relu,
+    "linear_glu": functional.linear_glu,
+    "gated_mlp": functional.gated_mlp,
 }
 FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
 FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
@@ -77,6 +77,14 @@ class Rewritten(NamedTuple):
     function: FunctionType
     text: str  # of the function alone
     name: str  # of the whole text in linecache
+
+
+def prefix_of(code: CodeType) -> str:
+    """What the helpers' names begin with, so that no name of the function is one of theirs."""
+    prefix, used = "fused_", own_names(code)
+    while any(prefix + name in used for name in HELPERS):
+        prefix += "_"
+    return prefix
 
 
 def unwrapped(function: object) -> FunctionType | None:
@@ -109,7 +117,8 @@ def can_change(text: Text, step: Step) -> bool:
         signs = [cut.between(form.node.left, form.node.right, to_start=True) for form in step.forms]
         return all(sign.count(b"*") == 1 and b"#" not in sign for sign in signs)
     if step.callee is None:
-        return cut.between(step.data, node).lstrip().startswith(b".")
+        method = cut.between(step.data, node).lstrip()
+        return method.startswith(b".") and method.count(b")") == 1
     first = node.args[0] if node.args else node.keywords[0]
     return cut.between(node.func, first, to_start=True).lstrip().startswith(b"(")
 
@@ -139,6 +148,8 @@ class _Edits:
 
     def __init__(self, text: Text) -> None:
         self.cut, self.all = _Cut(text), []
+        self.ours = prefix_of(text.function.__code__)
+        self.unless = f"{self.ours}unless({text.self_name}, "
 
     def put(self, start: int, end: int, piece: str) -> None:
         self.all.append((start, end, piece.encode()))
@@ -147,10 +158,10 @@ class _Edits:
         """``f(x)`` becomes ``helper(f, x)``."""
         node, cut = step.node, self.cut
         if step.callee is None:
-            self.put(cut.start(node), cut.start(node), f"{helper}(fused_method_{step.method}, ")
+            self.put(cut.start(node), cut.start(node), f"{helper}({self.called(step)}, ")
             self.put(cut.end(step.data), cut.end(node), ")")
             return
-        self.put(cut.start(node), cut.start(node), helper + "(" + "fused_unless(self, " * unless)
+        self.put(cut.start(node), cut.start(node), f"{helper}({self.unless * unless}")
         bracket = cut.source.index(b"(", cut.end(node.func))
         self.put(bracket, bracket + 1, "), " if unless else ", ")
 
@@ -179,14 +190,16 @@ class _Edits:
         for form in product.forms:
             layers = [ast.unparse(layer.callee) for layer in form.layers]
             if refuses:
-                layers = [f"fused_unless(self, {layer})" for layer in layers]
-            helper, options = "fused_gated", ""
+                layers = [f"{self.unless}{layer})" for layer in layers]
+            helper, options = "gated", ""
             if form.halves is not None:
-                helper, options = "fused_gated_halves", f", {arguments(form.halves)}"
-                layers.append(chunk_of(form.halves))
-            head = f"{helper}({form.order!r}, {called(form.act)}, {', '.join(layers)}, "
+                helper, options = "gated_halves", f", {arguments(form.halves)}"
+                is_torch = is_torch_chunk(form.halves)
+                layers.append("torch.chunk" if is_torch else f"{self.ours}method_chunk")
+            given = f"{form.order!r}, {self.called(form.act)}, {', '.join(layers)}, "
+            head = f"{self.ours}{helper}({given}"
             options += ", memory='low'" if mark.low else ""
-            head = head if is_begun else f"fused_value({head}"
+            head = head if is_begun else f"{self.ours}value({head}"
             cut, node = self.cut, form.node
             star = cut.source.index(b"*", cut.end(node.left))
             self.put(cut.start(node), cut.start(node), head)
@@ -202,9 +215,19 @@ class _Edits:
         node = product.node
         cut = self.cut
         star = cut.source.index(b"*", cut.end(node.left))
-        self.put(cut.start(node), cut.start(node), f"{operator}(")
+        self.put(cut.start(node), cut.start(node), f"{self.ours}{operator}(")
         self.put(star, cut.end(node), f"{tensors})")
         self.peel_calls(product)
+
+    def called(self, step: Step) -> str:
+        """What is called, with what is given beside the tensor."""
+        if step.callee is None:
+            return f"{self.ours}method_{step.method}"
+        named = [k for k in step.node.keywords if k.arg != "input"]
+        if not named:
+            return ast.unparse(step.callee)
+        given = ", ".join(map(ast.unparse, named))
+        return f"{self.ours}partial({ast.unparse(step.callee)}, {given})"
 
     def peel_calls(self, product: Product) -> None:
         """What the layers and the activation are called with stays in their place."""
@@ -214,7 +237,7 @@ class _Edits:
                 if id(step.node) not in done:
                     self.around(step, "(", ")")
             if form.halves is not None and id(form.halves) not in done:
-                self.peel(form.halves, halved(form.halves), "fused_both(", ")")
+                self.peel(form.halves, halved(form.halves), f"{self.ours}both(", ")")
             done |= {id(call) for call in form.calls}
 
     def render(self, start: int, end: int) -> bytes:
@@ -235,34 +258,34 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
         refuses: whether there are layers that are to be called as they are.
     """
     edits, script = _Edits(text), _Edits(text)
-    expressions = []
+    ours, expressions = edits.ours, []
     chosen = sorted(_apart(text, marks), key=lambda m: _order(text.runs[m.run], m))
     for mark in chosen:
         steps = text.runs[mark.run][mark.first : mark.last + 1]
         if isinstance(steps[0], Product):
             for step in steps[:0:-1]:
-                helper = "fused_down" if step is steps[-1] else "fused_through"
-                edits.call(step, helper, refuses and step is steps[-1])
+                helper = "down" if step is steps[-1] else "through"
+                edits.call(step, ours + helper, refuses and step is steps[-1])
             edits.gated(steps[0], mark, len(steps) > 1, refuses)
             if mark.script:
                 script.gated_script(steps, *mark.script)
             expressions += [node for step in steps for node in step.nodes]
             continue
         guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
-        begin = "fused_begin" if len(steps) > 1 else "fused_follow"
+        begin = ours + ("begin" if len(steps) > 1 else "follow")
         if guard is not None:
-            begin = f"(fused_begin if {ast.unparse(guard)} else fused_follow)"
-        is_one = len(steps) == 2 and not refuses and is_simple(steps, mark)
+            begin = f"({ours}begin if {ast.unparse(guard)} else {ours}follow)"
+        is_one = len(steps) == 2 and not refuses and is_simple(edits.cut, steps, mark)
         if is_one:
-            edits.call(steps[1], "fused_call")
+            edits.call(steps[1], f"{ours}call")
             edits.spread(steps[0])
         for step in reversed(steps if not is_one else ()):
             if step is steps[0]:
                 edits.call(step, begin, refuses)
             elif step is steps[-1]:
-                edits.call(step, "fused_act_low" if mark.low else "fused_act")
+                edits.call(step, ours + ("act_low" if mark.low else "act"))
             else:
-                edits.call(step, "fused_through")
+                edits.call(step, f"{ours}through")
         if mark.script and guard is None:
             _script(script, steps, *mark.script)
         expressions += [step.node for step in steps]
@@ -271,25 +294,15 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     return _compile(text, edits)
 
 
-def is_simple(steps: Run, mark: Mark) -> bool:
-    """Whether it is ``act(layer(x))`` and no more."""
+def is_simple(cut: _Cut, steps: Run, mark: Mark) -> bool:
+    """Whether it is ``act(layer(x))`` and no more, neither brackets nor a comma after x."""
     layer, act = steps
     is_nested = act.data is layer.node and act.callee is not None and act.guard is None
-    return is_nested and not mark.low and all(s.node.args and s.is_bare for s in steps)
-
-
-def called(step: Step) -> str:
-    """What is called, with what is given beside the tensor."""
-    if step.callee is None:
-        return f"fused_method_{step.method}"
-    named = [k for k in step.node.keywords if k.arg != "input"]
-    if not named:
-        return ast.unparse(step.callee)
-    return f"fused_partial({ast.unparse(step.callee)}, {', '.join(map(ast.unparse, named))})"
-
-
-def chunk_of(halves: ast.Call) -> str:
-    return "torch.chunk" if is_torch_chunk(halves) else "fused_method_chunk"
+    if not is_nested or mark.low or not all(s.node.args and s.is_bare for s in steps):
+        return False
+    return cut.between(act.node.func, layer.node, to_start=True).count(b"(") == 1 and (
+        b"," not in cut.between(layer.data, act.node)
+    )
 
 
 def arguments(halves: ast.Call) -> str:
@@ -324,7 +337,7 @@ def _script(edits: _Edits, steps: Run, operator: str, options: str) -> None:
     """What TorchScript gets: the layer's expression is its input, the activation's the operator."""
     layer = ast.unparse(steps[0].callee)
     between = [ast.unparse(step.callee) for step in steps[1:-1]]
-    head = "".join(f"{name}(" for name in between[::-1]) + f"{operator}("
+    head = "".join(f"{name}(" for name in between[::-1]) + f"{edits.ours}{operator}("
     tail = f", {layer}.weight, {layer}.bias{options})" + ")" * len(between)
     if len(steps) == 1:
         return edits.around(steps[0], head, tail)
@@ -341,7 +354,7 @@ def _both(text: Text, edits: _Edits, script: _Edits, nodes: list[ast.AST]) -> _E
     for start, stop in ((a, -b) for a, b in spans):
         if stop > end:
             one, other = (e.render(start, stop).decode() for e in (script, edits))
-            both.put(start, stop, f"({one} if fused_is_scripting() else {other})")
+            both.put(start, stop, f"({one} if {edits.ours}is_scripting() else {other})")
             end = stop
     return both
 
@@ -353,7 +366,8 @@ def _compile(text: Text, edits: _Edits) -> Rewritten:
     node = tree.body[0].body[0] if indented else tree.body[0]
     ast.increment_lineno(tree, text.start - (2 if indented else 1))
     node.decorator_list, node_name = [], node.name
-    free = [*HELPERS, *(n for n in function.__code__.co_freevars if n != "__class__")]
+    helpers = {edits.ours + name: helper for name, helper in HELPERS.items()}
+    free = [*helpers, *(n for n in function.__code__.co_freevars if n != "__class__")]
     # Names with two underscores are made longer by the class's, less its leading underscores; with
     # more of these it hides no name that the function reads.
     scope = text.class_name and f"___{text.class_name}"
@@ -377,7 +391,7 @@ def _compile(text: Text, edits: _Edits) -> Rewritten:
         code = code.replace(co_qualname=function.__code__.co_qualname)
     linecache.cache[name] = sum(map(len, whole)), None, whole, name
     own = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    closure = tuple(own[n] if n in own else CellType(HELPERS[n]) for n in code.co_freevars)
+    closure = tuple(own[n] if n in own else CellType(helpers[n]) for n in code.co_freevars)
     new = FunctionType(code, function.__globals__, function.__name__, None, closure)
     return Rewritten(dressed(new, function), "".join(lines), name)
 
@@ -385,7 +399,7 @@ def _compile(text: Text, edits: _Edits) -> Rewritten:
 def generated(text: str, like: FunctionType) -> Rewritten:
     """A function of a text of ours, which calls no others than ours."""
     name = f"<fused {like.__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
-    scope = dict(HELPERS)
+    scope = {f"fused_{helper}": value for helper, value in HELPERS.items()}
     exec(compile(text, name, "exec", dont_inherit=True), scope)
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return Rewritten(scope[like.__name__], text, name)

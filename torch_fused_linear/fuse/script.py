@@ -98,7 +98,7 @@ def chosen_gated(steps: Run, resolver: Resolver, low: bool) -> tuple[str, str] |
         tensors += held
     name = "gated_mlp" if len(steps) > 1 else "linear_glu"
     memory = "low" if low else "default"
-    return f"fused_{name}", f", {', '.join(tensors)}, {kinds[0]!r}, {memory!r}"
+    return name, f", {', '.join(tensors)}, {kinds[0]!r}, {memory!r}"
 
 
 def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
@@ -113,12 +113,12 @@ def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tu
         if kind != "relu" or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
             return None
         numbers = map(list, (layer.stride, layer.padding, layer.dilation))
-        return "fused_conv2d_relu", ", {}, {}, {}, {}".format(*numbers, layer.groups)
+        return "conv2d_relu", ", {}, {}, {}, {}".format(*numbers, layer.groups)
     if kind is None:
-        return "fused_linear", ""
+        return "linear", ""
     if kind in ("relu", "silu"):
-        return f"fused_linear_{kind}", memory
-    return "fused_linear_gelu", f", {'tanh' if kind == 'gelu_tanh' else 'none'!r}{memory}"
+        return f"linear_{kind}", memory
+    return "linear_gelu", f", {'tanh' if kind == 'gelu_tanh' else 'none'!r}{memory}"
 
 
 def sequential_text(module: nn.Module, config: Config) -> str:
@@ -143,7 +143,7 @@ def sequential_text(module: nn.Module, config: Config) -> str:
             lines.append(f"input = {layer}(input)")
             k += 1
             continue
-        lines.append(f"input = {call[0]}(input, {layer}.weight, {layer}.bias{call[1]})")
+        lines.append(f"input = fused_{call[0]}(input, {layer}.weight, {layer}.bias{call[1]})")
         lines += [f"input = getattr(self, {n!r})(input)" for n, _ in children[k + 1 : end]]
         k = end + 1
     return SEQUENTIAL_TEXT.format("\n".join(f"        {line}" for line in lines) or "        pass")

@@ -72,6 +72,13 @@ def is_harmless(*nodes: ast.AST | None) -> bool:
     )
 
 
+def is_asked_early(guard: ast.AST | None, data: ast.expr) -> bool:
+    """Whether computing `data`, before which the condition is asked, may change the answer."""
+    return not is_harmless(data) and any(
+        isinstance(n, ast.Attribute) for n in ast.walk(guard or ast.Pass())
+    )
+
+
 def is_condition(node: ast.AST) -> bool:
     """Harmless, and the same each time it is asked."""
     calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
