@@ -237,6 +237,16 @@ def test_what_replaces_torchs_functions_is_called(monkeypatch):
     torch.testing.assert_close(model(*X), model.fc2(model.fc1(*X)))
 
 
+@pytest.mark.parametrize("owner, name", [(torch, "relu"), (nn.Module, "_call_impl")])
+def test_what_replaces_what_they_call_is_called(owner, name, monkeypatch):
+    model = Block().double()
+    plain = copy.deepcopy(model)
+    tfl.fuse_(model)
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: original(*args) + 1)
+    torch.testing.assert_close(model(*X), plain(*X))
+
+
 class Mode(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -50,6 +50,8 @@ MODULES = {
 RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNTOUCHED = (
     (nn.Module, "__call__", nn.Module.__call__),
+    (nn.Module, "_call_impl", nn.Module._call_impl),
+    (torch, "relu", torch.relu),  # which F.relu calls
     *((F, name, getattr(F, name)) for name in ("linear", "relu", "gelu", "silu", "conv2d")),
 )
 GLOBAL_HOOKS = tuple(
