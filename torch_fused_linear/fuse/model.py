@@ -12,11 +12,11 @@ from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import fit
 from .call import hooks_objection
-from .chains import Chain, Element, is_sequential
+from .chains import Chain, Element, is_activation, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
 from .products import Product
-from .reading import Text, Unreadable, names, place_of
+from .reading import Text, Unreadable, names, place_of, takes_locals
 from .resolve import Resolver, Value
 from .steps import Step
 
@@ -84,10 +84,16 @@ class Model:
             parts = [[element(s, at) for s in (form.act, *form.layers)] for form in forms]
             return Element(module, values, text, at, step, base, parts)
 
-        return [
+        chains = [
             [element(step, (number, k)) for k, step in enumerate(run)]
             for number, run in enumerate(text.runs)
         ]
+        if not takes_locals(text.node):
+            return chains
+        if any(map(meet, chains)):
+            reason = f"{function.__qualname__} takes all its local names together"
+            self.unread.setdefault(module, (reason, place_of(function.__code__)))
+        return []
 
     def _mentions_activation(self, module: nn.Module, function) -> bool:
         for name in names(function.__code__) | set(function.__code__.co_freevars):
@@ -133,6 +139,13 @@ def frozen_reason(module: nn.Module) -> str | None:
     if isinstance(module, torch.fx.GraphModule):
         return "is traced or exported to a graph"
     return None
+
+
+def meet(chain: Chain) -> bool:
+    """Whether a layer and an activation are in it."""
+    return any(e.parts for e in chain) or (
+        any(e.of(fit.is_layer) for e in chain) and any(map(is_activation, chain))
+    )
 
 
 def join(path: str, name: str) -> str:

@@ -52,8 +52,6 @@ class Text:
                 "since it was loaded, or made by other code"
             )
         ((self.node, self.class_name),) = nodes[key]
-        if takes_locals(self.node):
-            raise Unreadable(f"{function.__qualname__} takes all its local names together")
 
     @property
     def start(self) -> int:
