@@ -248,7 +248,7 @@ void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& o
   }
   if (input.requires_grad()) kept_[weight_index] = saved_weight(weight);
   kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
-  if (saved.defined() && saved.scalar_type() == at::kByte) has_bits(saved_index);
+  remember_bits(saved_index, saved);
 }
 
 const char* LinearNode::refusal() const {

@@ -204,11 +204,8 @@ class MlpNode final : public Node {
       auto* kept = &kept_[Layer::indices * i];
       kept[Layer::input_index] = SavedVariable(layers[i].input, /*is_output=*/false);
       kept[Layer::weight_index] = saved_weight(layers[i].weight);
-      const auto& saved = layers[i].saved;
-      kept[Layer::saved_index] = SavedVariable(saved, /*is_output=*/false);
-      if (saved.defined() && saved.scalar_type() == at::kByte) {
-        has_bits(Layer::indices * i + Layer::saved_index);
-      }
+      kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
+      remember_bits(Layer::indices * i + Layer::saved_index, layers[i].saved);
     }
   }
 

@@ -63,8 +63,10 @@ class Node : public torch::autograd::Node {
  protected:
   using Backward = variable_list (*)(const variable_list& grads, const Detached& node);
 
-  // One of the saved tensors is ReLU's bits, which hooks may give back in another dtype.
-  void has_bits(size_t index) { bits_.push_back(index); }
+  // Hooks may give ReLU's bits back in another dtype; remembers where they are.
+  void remember_bits(size_t index, const Tensor& tensor) {
+    if (tensor.defined() && tensor.scalar_type() == at::kByte) bits_.push_back(index);
+  }
 
   virtual std::span<SavedVariable> kept() = 0;
   virtual std::vector<int64_t> traits() const = 0;  // all that is no tensor

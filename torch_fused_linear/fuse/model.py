@@ -16,7 +16,7 @@ from .chains import Chain, Element, is_activation, is_sequential
 from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
 from .products import Product
-from .reading import Text, Unreadable, names, place_of, takes_locals
+from .reading import Text, Unreadable, names, place_of
 from .resolve import Resolver, Value
 from .steps import Step
 
@@ -88,7 +88,7 @@ class Model:
             [element(step, (number, k)) for k, step in enumerate(run)]
             for number, run in enumerate(text.runs)
         ]
-        if not takes_locals(text.node):
+        if not text.takes_locals:
             return chains
         if any(map(meet, chains)):
             reason = f"{function.__qualname__} takes all its local names together"

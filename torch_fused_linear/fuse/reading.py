@@ -73,6 +73,17 @@ class Text:
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for run in _Reader(self.node, self.function.__code__).read() if run)
 
+    @cached_property
+    def takes_locals(self) -> bool:
+        """Whether the function takes all its local names together, to which ours would come."""
+        nodes = list(ast.walk(self.node))
+        given = {id(n.func) for n in nodes if isinstance(n, ast.Call) and n.args}
+        read = [n for n in nodes if isinstance(n, ast.Name)]
+        return any(
+            n.id in ("locals", "eval", "exec") or (n.id in ("vars", "dir") and id(n) not in given)
+            for n in read
+        )
+
     def place(self, node: ast.AST) -> str:
         return f"{self.file}:{node.lineno}"
 
@@ -122,27 +133,11 @@ def place_of(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def names(code: CodeType) -> set[str]:
-    """The names of all attributes and globals that a function mentions."""
-    inner = (names(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def own_names(code: CodeType) -> set[str]:
-    """The names that a function reads or assigns, those in its inner functions too."""
-    inner = (own_names(c) for c in code.co_consts if isinstance(c, CodeType))
-    here = (*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars)
-    return set(here).union(*inner)
-
-
-def takes_locals(node: ast.AST) -> bool:
-    """Whether the function takes all its local names together, to which ours would come."""
-    given = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call) and n.args}
-    return any(
-        isinstance(n, ast.Name)
-        and (n.id in ("locals", "eval", "exec") or (n.id in ("vars", "dir") and id(n) not in given))
-        for n in ast.walk(node)
-    )
+def names(code: CodeType, kinds: tuple[str, ...] = ("co_names",)) -> set[str]:
+    """The names of all attributes and globals that a function and those in it mention; or of other
+    kinds."""
+    inner = (names(c, kinds) for c in code.co_consts if isinstance(c, CodeType))
+    return {name for kind in kinds for name in getattr(code, kind)}.union(*inner)
 
 
 def is_docstring(statement: ast.AST) -> bool:

@@ -20,7 +20,7 @@ import torch
 from .. import functional
 from . import call, gated
 from .products import Product, halved, is_torch_chunk
-from .reading import Text, own_names
+from .reading import Text, names
 from .steps import Run, Step
 
 HELPERS = {
@@ -50,6 +50,7 @@ HELPERS = {
     "linear_glu": functional.linear_glu,
     "gated_mlp": functional.gated_mlp,
 }
+OWN_NAMES = ("co_names", "co_varnames", "co_cellvars", "co_freevars")
 FEATURES = (getattr(__future__, name) for name in __future__.all_feature_names)
 FUTURE = reduce(int.__or__, (feature.compiler_flag for feature in FEATURES))
 
@@ -81,7 +82,7 @@ class Rewritten(NamedTuple):
 
 def prefix_of(code: CodeType) -> str:
     """What the helpers' names begin with, so that no name of the function is one of theirs."""
-    prefix, used = "fused_", own_names(code)
+    prefix, used = "fused_", names(code, OWN_NAMES)
     while any(prefix + name in used for name in HELPERS):
         prefix += "_"
     return prefix

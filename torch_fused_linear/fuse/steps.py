@@ -74,9 +74,9 @@ def is_harmless(*nodes: ast.AST | None) -> bool:
 
 def is_asked_early(guard: ast.AST | None, data: ast.expr) -> bool:
     """Whether computing `data`, before which the condition is asked, may change the answer."""
-    return not is_harmless(data) and any(
-        isinstance(n, ast.Attribute) for n in ast.walk(guard or ast.Pass())
-    )
+    if guard is None or is_harmless(data):
+        return False
+    return any(isinstance(n, ast.Attribute) for n in ast.walk(guard))
 
 
 def is_condition(node: ast.AST) -> bool:
