@@ -17,14 +17,15 @@ def pack_weights(module: nn.Module) -> int:
     until the weight dies or :func:`unpack_weights`.
 
     A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``,
-    ``weight.data = ...``, ``swap_tensors`` and whatever is written in place. One that asks for
-    gradients again, or another parameter put in its place, is used as it is.
+    ``weight.data = ...``, ``swap_tensors`` and whatever is written in place. One that has been
+    trained since, or another parameter put in its place, is used as it is.
 
     Warning:
-        What leaves no trace in torch is not noticed, and the old weight is used: writing through
-        ``weight.data`` (``weight.data.copy_()``), NumPy or DLPack, by a collective of
-        ``torch.distributed`` into the weight, by another process into shared memory, or by a kernel
-        that torch does not know. Call :func:`unpack_weights` before, and this function again after.
+        Writes that torch does not count are not noticed, and the old weight is used: through
+        ``weight.data``, its storage, NumPy or DLPack, by a collective of ``torch.distributed``, by
+        another process, by a kernel that torch does not know, or by a fused optimizer with
+        gradients that no backward made. Call :func:`unpack_weights` before, and this function again
+        after. The list with examples is in docs/memory.md.
 
     Args:
         module: its :class:`torch.nn.Linear` layers, fused ones among them, are meant.

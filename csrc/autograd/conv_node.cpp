@@ -76,7 +76,6 @@ Gradients usual(const State& state, const Tensor& grad) {
 }
 
 variable_list run(const State& state, const Tensor& grad) {
-  if (!grad.defined()) return variable_list(3);
   auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.variables)
                                                   ? gradients(state, grad, Formula::relu_backward)
                                                   : usual(state, grad);
@@ -102,9 +101,9 @@ class Conv2dReLUNode final : public Node {
   std::string name() const override { return "FusedConv2dReluBackward"; }
 
  protected:
-  variable_list apply(variable_list&& grads) override {
+  variable_list gradients(const Tensor& grad) override {
     const auto all = wanted_of(*this);
-    return run({geometry_, {all[0], all[1], all[2]}, unpack()}, grads[0]);
+    return run({geometry_, {all[0], all[1], all[2]}, unpack()}, grad);
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
@@ -118,14 +117,14 @@ class Conv2dReLUNode final : public Node {
   Backward backward() const override { return run_detached; }
 
  private:
-  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+  static variable_list run_detached(const Tensor& grad, const Detached& node) {
     const std::vector<SymInt> traits(node.traits.begin(), node.traits.end());
     const SymIntArrayRef all = traits;
     const auto& wanted = node.wanted;
     return run({{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]},
                 {wanted[0], wanted[1], wanted[2]},
                 node.variables},
-               grads[0]);
+               grad);
   }
 
   const Geometry geometry_;

@@ -18,20 +18,19 @@ class ReconnectNode final : public Node {
   std::string name() const override { return "FusedPreactivationBackward"; }
 
  protected:
-  variable_list apply(variable_list&& grads) override {
-    return run(grads, {{}, unpack(), wanted_of(*this)});
+  variable_list gradients(const Tensor& grad) override {
+    return run(grad, {{}, unpack(), wanted_of(*this)});
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return {}; }
   Backward backward() const override { return run; }
 
  private:
-  static variable_list run(const variable_list& grads, const Detached& node) {
-    if (!grads[0].defined()) return variable_list(3);
+  static variable_list run(const Tensor& grad, const Detached& node) {
     const auto& saved = node.variables;
     const std::array<bool, 3> wanted{node.wanted[0], node.wanted[1], node.wanted[2]};
     const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-        {grads[0], saved[0], saved[1], std::nullopt, Activation::none, wanted});
+        {grad, saved[0], saved[1], std::nullopt, Activation::none, wanted});
     return by_edge(wanted, grad_input, grad_weight, grad_bias);
   }
 
@@ -45,15 +44,25 @@ bool must_be_differentiable(const Tensor& grad, const variable_list& variables) 
          std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });
 }
 
-Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
-  const std::vector<c10::SymInt> strides(sizes.size(), 0);  // one element, however many are meant
+namespace {
+
+Tensor empty_strided(const Tensor& like, const std::vector<c10::SymInt>& sizes,
+                     const std::vector<c10::SymInt>& strides) {
   // A Python class makes one of its own, such as a distributed tensor.
   const bool is_python = like.key_set().has(c10::DispatchKey::Python);
   return is_python ? like.new_empty_strided_symint(sizes, strides)
                    : at::empty_strided_symint(sizes, strides, like.options());
 }
 
-std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad) {
+}  // namespace
+
+Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
+  // one element, however many are meant
+  return empty_strided(like, sizes, std::vector<c10::SymInt>(sizes.size(), 0));
+}
+
+std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad,
+                                  bool by_columns) {
   std::pair result(input, weight);
   if (!input.defined()) {
     auto sizes = grad.sym_sizes().vec();
@@ -61,7 +70,8 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
     result.first = placeholder(grad, sizes);
   }
   if (!weight.defined()) {
-    result.second = placeholder(grad, {grad.sym_size(-1), result.first.sym_size(-1)});
+    const std::vector sizes{grad.sym_size(-1), result.first.sym_size(-1)};
+    result.second = by_columns ? empty_strided(grad, sizes, {1, 0}) : placeholder(grad, sizes);
   }
   return result;
 }

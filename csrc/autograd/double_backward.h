@@ -17,8 +17,9 @@ bool must_be_differentiable(const Tensor& grad, const variable_list& variables);
 Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes);
 
 // The two as arguments of a backward operator, with placeholders where they are undefined.
-// grad is [*, out].
-std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad);
+// grad is [*, out]. `by_columns`: what grad_lies_by_columns says of a weight that was not kept.
+std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad,
+                                  bool by_columns);
 
 // The same values as a variable at the end of `edge`: gradients with respect to it go there.
 Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);

@@ -39,9 +39,9 @@ void put_bias_gradients(const State& state, const GluGradients& pass, variable_l
 // ---- the usual way -----------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const Tensor& input,
-                                                      const Tensor& weight,
+                                                      const Tensor& weight, bool by_columns,
                                                       const std::array<bool, 3>& wanted) {
-  const auto [x, w] = fill_in(input, weight, grad);
+  const auto [x, w] = fill_in(input, weight, grad, by_columns);
   return steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
@@ -51,10 +51,11 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   const auto& wanted = state.wanted;
   const auto &input = state.kept[input_index], &gate = state.kept[gate_index],
              &up = state.kept[up_index];
+  const auto& by_columns = state.form.by_columns;
   const bool wants_input = wanted[input_edge];
   if (!state.form.has_up) {
     std::tie(result[input_edge], result[gate_edge], std::ignore) =
-        backward_of_linear(dz, input, gate, {wants_input, wanted[gate_edge], false});
+        backward_of_linear(dz, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
     return;
   }
   const auto both = state.form.is_joined && wants_input ? gated::joined(gate, up) : Tensor();
@@ -62,7 +63,7 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
     const bool wants_weights = wanted[gate_edge];
     Tensor weights;
     std::tie(result[input_edge], weights, std::ignore) =
-        backward_of_linear(dz, input, both, {true, wants_weights, false});
+        backward_of_linear(dz, input, both, false, {true, wants_weights, false});
     if (wants_weights) {
       const auto rows = weights.sym_size(0) / 2;
       result[gate_edge] = weights.narrow_symint(0, 0, rows);
@@ -72,15 +73,16 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   }
   const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
   if (wants_input || wanted[gate_edge]) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) =
-        backward_of_linear(first, input, gate, {wants_input, wanted[gate_edge], false});
+    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear(
+        first, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
   }
   if (wanted[up_edge]) {
-    result[up_edge] = std::get<1>(backward_of_linear(second, input, up, {false, true, false}));
+    result[up_edge] =
+        std::get<1>(backward_of_linear(second, input, up, by_columns[1], {false, true, false}));
   }
   if (wants_input && is_sharded(second)) {  // whose rows cannot always be viewed as a matrix's
     const auto through_up =
-        std::get<0>(backward_of_linear(second, input, up, {true, false, false}));
+        std::get<0>(backward_of_linear(second, input, up, by_columns[1], {true, false, false}));
     result[input_edge] = result[input_edge] + through_up;
   } else if (wants_input) {
     const explain::Row row("linear_glu", second, up);
@@ -125,15 +127,16 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
   variable_list result(all_edges);
   const auto& wanted = state.wanted;
   const auto& down = state.kept[down_index];
-  const bool has_down = state.form.has_down;
+  const bool has_down = state.form.has_down, by_columns = state.form.by_columns[2];
   auto hidden = std::exchange(state.kept[hidden_index], {});
   const auto wanted_of_pass = state.wanted_of_pass(hidden);
   GluGradients pass;
   if (state.wants_layer()) {
     const bool in_one = has_down && takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
     const auto grad_hidden =
-        has_down && !in_one ? std::get<0>(backward_of_linear(grad, {}, down, {true, false, false}))
-                            : grad;
+        has_down && !in_one
+            ? std::get<0>(backward_of_linear(grad, {}, down, by_columns, {true, false, false}))
+            : grad;
     pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
       const auto [gate_z, up_z] = preactivations(state);
       return steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
@@ -148,8 +151,8 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
   note.reset();
   state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
-    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
-        backward_of_linear(grad, hidden, down, {false, wanted[down_edge], wanted[down_bias_edge]});
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = backward_of_linear(
+        grad, hidden, down, by_columns, {false, wanted[down_edge], wanted[down_bias_edge]});
     hidden.reset();
   }
   if (state.wants_layer()) {
@@ -172,16 +175,16 @@ variable_list differentiable(const State& state, const Tensor& grad,
                              std::optional<handover::Note> note) {
   using Formula = reference::LinearFormula;
   variable_list result(all_edges);
-  const auto& [activation, has_up, has_down, is_joined, is_up_dropped] = state.form;
+  const auto& [activation, has_up, has_down, is_joined, is_up_dropped, by_columns] = state.form;
   const auto& wanted = state.wanted;
-  const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight,
+  const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight, bool columns,
                          const std::array<bool, 3>& wants) {
-    const auto [x, w] = fill_in(input, weight, dy);
+    const auto [x, w] = fill_in(input, weight, dy, columns);
     return Formula::linear_backward({dy, x, w, std::nullopt, Activation::none, wants});
   };
   const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
                              size_t bias_edge) {
-    const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z);
+    const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z, false);
     return reconnect(z, x, w,
                      {state.edge(input_edge), state.edge(weight_edge), state.edge(bias_edge)});
   };
@@ -195,9 +198,9 @@ variable_list differentiable(const State& state, const Tensor& grad,
     if (is_joined || is_up_dropped || state.kept[up_z_index].defined()) {
       up_z = connected(*up_z, up_index, up_edge, up_bias_edge);
     }
-    const auto grad_hidden =
-        has_down ? std::get<0>(linear(grad, {}, state.kept[down_index], {true, false, false}))
-                 : grad;
+    const auto grad_hidden = has_down ? std::get<0>(linear(grad, {}, state.kept[down_index],
+                                                           by_columns[2], {true, false, false}))
+                                      : grad;
     auto apart = state;  // halves of one tensor are two tensors here
     apart.form.is_joined = false;
     if (is_joined && note) {
@@ -215,20 +218,21 @@ variable_list differentiable(const State& state, const Tensor& grad,
     const auto& input = state.kept[input_index];
     if (wanted[input_edge] || wanted[gate_edge]) {
       std::tie(result[input_edge], result[gate_edge], std::ignore) =
-          linear(std::get<0>(pass), input, state.kept[gate_index],
+          linear(std::get<0>(pass), input, state.kept[gate_index], by_columns[0],
                  {wanted[input_edge], wanted[gate_edge], false});
     }
     if (has_up && (wanted[input_edge] || wanted[up_edge])) {
       const auto [through_up, grad_up, none] =
-          linear(std::get<1>(pass), input, state.kept[up_index],
+          linear(std::get<1>(pass), input, state.kept[up_index], by_columns[1],
                  {wanted[input_edge], wanted[up_edge], false});
       if (wanted[input_edge]) result[input_edge] = result[input_edge] + through_up;
       if (wanted[up_edge]) result[up_edge] = grad_up;
     }
   }
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
-    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = linear(
-        grad, hidden, state.kept[down_index], {false, wanted[down_edge], wanted[down_bias_edge]});
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
+        linear(grad, hidden, state.kept[down_index], by_columns[2],
+               {false, wanted[down_edge], wanted[down_bias_edge]});
   }
   return result;
 }
@@ -236,7 +240,6 @@ variable_list differentiable(const State& state, const Tensor& grad,
 }  // namespace
 
 variable_list run(State state, const Tensor& grad, std::optional<handover::Note> note) {
-  if (!grad.defined()) return variable_list(all_edges);
   auto result = must_be_differentiable(grad, state.kept)
                     ? differentiable(state, grad, std::move(note))
                     : usual(state, grad, std::move(note));

@@ -41,6 +41,7 @@ struct Form {
   bool has_up, has_down;
   bool is_joined;      // gate's pre-activations are both, [*, 2 hidden], though there is up
   bool is_up_dropped;  // up's pre-activation is computed again
+  std::array<bool, 3> by_columns;  // the gradients of gate, up and down
 
   bool is_one_tensor() const { return !has_up || is_joined; }
 };

@@ -7,6 +7,7 @@
 
 #include "autograd/arguments.h"
 #include "autograd/gated_backward.h"
+#include "core/shapes.h"
 #include "dispatch/gated.h"
 #include "fused_linear.h"
 
@@ -20,7 +21,7 @@ class GatedNode final : public handover::Producer {
   GatedNode(edge_list&& edges, const Form& form, Memory memory)
       : Producer(std::move(edges)),
         form_(form),
-        lends_(memory == Memory::low && !form.has_down && can_lend_output()) {}
+        lends_(memory == Memory::low && !form.has_down && are_kept_as_they_are()) {}
 
   void keep(Indices index, const Tensor& tensor) {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
@@ -65,26 +66,35 @@ class GatedNode final : public handover::Producer {
   }
 
  protected:
-  variable_list apply(variable_list&& grads) override {
-    if (!grads[0].defined()) return variable_list(all_edges);
+  variable_list gradients(const Tensor& grad) override {
     auto [is_running, note, kept] = begin(gate_z_index);
     auto self = node_cast<Node>(getptr());
-    return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grads[0],
+    return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grad,
                std::move(note));
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation), form_.has_up, form_.has_down, form_.is_joined,
-            form_.is_up_dropped};
+    return {static_cast<int64_t>(form_.activation),
+            form_.has_up,
+            form_.has_down,
+            form_.is_joined,
+            form_.is_up_dropped,
+            form_.by_columns[0],
+            form_.by_columns[1],
+            form_.by_columns[2]};
   }
   Backward backward() const override { return run_detached; }
 
  private:
-  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+  static variable_list run_detached(const Tensor& grad, const Detached& node) {
     const auto& traits = node.traits;
-    const Form form{static_cast<Activation>(traits[0]), traits[1] != 0, traits[2] != 0,
-                    traits[3] != 0, traits[4] != 0};
-    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables}, grads[0],
+    const Form form{static_cast<Activation>(traits[0]),
+                    traits[1] != 0,
+                    traits[2] != 0,
+                    traits[3] != 0,
+                    traits[4] != 0,
+                    {traits[5] != 0, traits[6] != 0, traits[7] != 0}};
+    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables}, grad,
                std::nullopt);
   }
 
@@ -108,8 +118,8 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   Tensor gate_z, up_z, hidden, output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    // Of two tensors one need not be kept.
-    const bool may_join = before_gate && !drops_up;
+    // Of two tensors one need not be kept, and a checkpoint may find weights that lie elsewhere.
+    const bool may_join = before_gate && !drops_up && are_kept_as_they_are();
     auto forward = dispatch::gated_forward(layer, activation, before_down, may_join);
     hidden = std::move(forward.hidden);
     gate_z = std::move(forward.gate_z), up_z = std::move(forward.up_z);
@@ -119,7 +129,14 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   const auto node = make_node<GatedNode>(
       edge_list{edge_of(input), edge_of(gate), edge_of(up), edge_of(gate_bias), edge_of(up_bias),
                 edge_of(down.weight), edge_of(down.bias)},
-      Form{activation, !layer.is_stacked(), down.exists(), is_joined, drops_up}, memory);
+      Form{activation,
+           !layer.is_stacked(),
+           down.exists(),
+           is_joined,
+           drops_up,
+           {grad_lies_by_columns(gate), has_value(up) && grad_lies_by_columns(*up),
+            down.exists() && grad_lies_by_columns(down.weight)}},
+      memory);
   set_history(output, node);
 
   if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep(input_index, input);

@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <typeinfo>
 #include <unordered_map>
 
 namespace fused::autograd::handover {
@@ -65,9 +64,9 @@ bool has_other_consumers(const Graph* producer, const Graph& consumer, int graph
     counts.clear();
     for (const auto* node : nodes) {
       for (const auto& edge : node->next_edges()) {
-        // Only nodes of the producer's kind are ever asked for.
+        // No others are ever asked for.
         const auto* target = edge.function.get();
-        if (target != nullptr && typeid(*target) == typeid(*producer)) ++counts[target];
+        if (dynamic_cast<const Producer*>(target) != nullptr) ++counts[target];
       }
     }
     counted_task = graph_task;

@@ -4,6 +4,7 @@
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "core/policy.h"
+#include "core/shapes.h"
 #include "fused_linear.h"
 #include "reference/linear.h"
 
@@ -25,6 +26,7 @@ struct State {
   std::array<bool, 3> wanted;
   KeptInput input;
   Tensor weight, saved;  // undefined where not kept
+  bool weight_by_columns;
 
   torch::autograd::Edge edge(size_t index) const {
     return node != nullptr ? node->next_edge(index) : torch::autograd::Edge();
@@ -77,7 +79,7 @@ Gradients differentiable(const State& state, const Tensor& grad,
   if (!state.is_input_kept()) {
     kept_input = at_edge(recompute(state.input), state.edge(Edge::input_edge));
   }
-  const auto [input, weight] = fill_in(kept_input, state.weight, grad);
+  const auto [input, weight] = fill_in(kept_input, state.weight, grad, state.weight_by_columns);
   auto saved = state.saved;
   // ReLU's second derivative, of zeros, goes by way of the output, and so past its hooks.
   if (saved.defined() && saved.scalar_type() == at::kByte) {
@@ -120,7 +122,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   }
   search.remark();
   const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) {
-    const auto [input, weight] = fill_in(x, state.weight, arrived.grad);
+    const auto [input, weight] = fill_in(x, state.weight, arrived.grad, state.weight_by_columns);
     return steps::linear_backward(
         {arrived.grad, input, weight, saved, arrived.still_to_apply, wanted});
   };
@@ -129,7 +131,8 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
     std::tie(grad_input, grad_weight, grad_bias) = backward(kept_input, mask);
   } else if (const auto [activation, wants_bias] = receiver->node->derivative();
              activation != Activation::none) {
-    const auto [input, weight] = fill_in(kept_input, state.weight, arrived.grad);
+    const auto [input, weight] =
+        fill_in(kept_input, state.weight, arrived.grad, state.weight_by_columns);
     Tensor receivers_bias;
     std::tie(grad_input, grad_weight, grad_bias, receivers_bias) = steps::linear_backward_across(
         {arrived.grad, input, weight, saved, arrived.still_to_apply, mask},
@@ -151,8 +154,8 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
 }
 
-variable_list gradients(const State& state, const Tensor& grad,
-                        const std::optional<handover::Note>& note) {
+variable_list run(const State& state, const Tensor& grad,
+                  const std::optional<handover::Note>& note) {
   auto result = must_be_differentiable(grad, {state.input.tensors[0], state.input.tensors[1],
                                               state.weight, state.saved})
                     ? differentiable(state, grad, note)
@@ -163,18 +166,18 @@ variable_list gradients(const State& state, const Tensor& grad,
 
 }  // namespace
 
-variable_list LinearNode::run_detached(const variable_list& grads, const Detached& node) {
-  if (!grads[0].defined()) return variable_list(3);
+variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node) {
   const auto& [traits, kept, wanted] = node;
-  return gradients({nullptr,
-                    /*is_running=*/false,
-                    static_cast<Activation>(traits[0]),
-                    {wanted[0], wanted[1], wanted[2]},
-                    {{static_cast<Activation>(traits[1]), traits[2] != 0},
-                     {kept[input_index], kept[input_up_index]}},
-                    kept[weight_index],
-                    kept[saved_index]},
-                   grads[0], std::nullopt);
+  return run({nullptr,
+              /*is_running=*/false,
+              static_cast<Activation>(traits[0]),
+              {wanted[0], wanted[1], wanted[2]},
+              {{static_cast<Activation>(traits[1]), traits[2] != 0},
+               {kept[input_index], kept[input_up_index]}},
+              kept[weight_index],
+              kept[saved_index],
+              traits[3] != 0},
+             grad, std::nullopt);
 }
 
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
@@ -235,8 +238,9 @@ LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const Optional
                        Activation activation, Memory memory)
     : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
       activation_(activation),
+      weight_by_columns_(grad_lies_by_columns(weight)),
       lends_(memory == Memory::low && saved_for(activation) == Saved::preactivation &&
-             can_lend_output()) {}
+             are_kept_as_they_are()) {}
 
 void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& output,
                       const Tensor& saved) {
@@ -284,25 +288,23 @@ std::string LinearNode::name() const {
 
 std::vector<int64_t> LinearNode::traits() const {
   return {static_cast<int64_t>(activation_), static_cast<int64_t>(input_form_.activation),
-          input_form_.is_gated};
+          input_form_.is_gated, weight_by_columns_};
 }
 
 Node::Backward LinearNode::backward() const { return run_detached; }
 
-variable_list LinearNode::apply(variable_list&& grads) {
-  const auto& grad = grads[0];
-  if (!grad.defined()) return variable_list(3);
+variable_list LinearNode::gradients(const Tensor& grad) {
   const auto [is_running, note, kept] = begin(saved_index);
-  return gradients(
-      {this,
-       is_running,
-       activation_,
-       {task_should_compute_output(input_edge), task_should_compute_output(weight_edge),
-        task_should_compute_output(bias_edge)},
-       {input_form_, {kept[input_index], kept[input_up_index]}},
-       kept[weight_index],
-       kept[saved_index]},
-      grad, note);
+  return run({this,
+              is_running,
+              activation_,
+              {task_should_compute_output(input_edge), task_should_compute_output(weight_edge),
+               task_should_compute_output(bias_edge)},
+              {input_form_, {kept[input_index], kept[input_up_index]}},
+              kept[weight_index],
+              kept[saved_index],
+              weight_by_columns_},
+             grad, note);
 }
 
 Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -33,18 +33,19 @@ class LinearNode final : public handover::Producer {
   std::string name() const override;
 
  protected:
-  variable_list apply(variable_list&& grads) override;
+  variable_list gradients(const Tensor& grad) override;
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override;
   Backward backward() const override;
 
  private:
-  static variable_list run_detached(const variable_list& grads, const Detached& node);
+  static variable_list run_detached(const Tensor& grad, const Detached& node);
 
   // The last may come with a note.
   enum { input_index, input_up_index, weight_index, saved_index, all_indices };
 
   const Activation activation_;
+  const bool weight_by_columns_;
   const bool lends_;
   KeptInput::Form input_form_;
   std::array<SavedVariable, all_indices> kept_;

@@ -7,6 +7,7 @@
 #include "autograd/linear_node.h"
 #include "autograd/recompute.h"
 #include "core/aten_activation.h"
+#include "core/shapes.h"
 #include "fused_linear.h"
 #include "reference/linear.h"
 
@@ -35,15 +36,21 @@ struct Layer {
   Tensor input, weight, saved;
 };
 
+// What does not change from call to call.
+struct Form {
+  Activation activation;
+  bool by_columns;  // the weight's gradient of the lowest trained layer, whose weight is not kept
+};
+
 // The gradients of a node's first layers, given that of what comes out of the last of them, with
 // its activation. Compiled autograd asks without a node.
 class Chain {
  public:
-  Chain(const NodePtr<Node>& node, Edges edges, Activation activation, size_t layers,
-        std::vector<bool> wanted)
+  Chain(const NodePtr<Node>& node, Edges edges, Form form, size_t layers, std::vector<bool> wanted)
       : node_(node),
         edges_(edges),
-        activation_(activation),
+        activation_(form.activation),
+        by_columns_(form.by_columns),
         wanted_(std::move(wanted)),
         layers_(layers),
         kept_(layers) {
@@ -105,7 +112,7 @@ class Chain {
       if (mask[1] && !kept_input.defined()) {
         kept_input = activated(kept_[i - 1].saved, activation_);
       }
-      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz);
+      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, by_columns_);
       const auto grad_output = dz;
       const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
                                         Activation::none, mask};
@@ -129,7 +136,7 @@ class Chain {
     inputs[lowest_] = lowest_input();
     for (size_t i = lowest_; i < layers_; ++i) {
       const auto like = is_hidden(i) ? hidden_of(i, grad) : grad;  // [*, out] of this layer
-      std::tie(inputs[i], weights[i]) = fill_in(inputs[i], kept_[i].weight, like);
+      std::tie(inputs[i], weights[i]) = fill_in(inputs[i], kept_[i].weight, like, by_columns_);
       if (i == lowest_ && i > 0) inputs[i] = above_lower_layers(inputs[i]);
       if (!is_hidden(i)) break;
       const auto from = i == 0 ? edge(Edges::input) : edge_of(inputs[i]);
@@ -185,6 +192,7 @@ class Chain {
   NodePtr<Node> node_;
   Edges edges_;
   Activation activation_;
+  bool by_columns_;
   std::vector<bool> wanted_;
   size_t layers_;
   size_t lowest_ = 0;  // the lowest layer with anything to do
@@ -194,9 +202,9 @@ class Chain {
 
 class MlpNode final : public Node {
  public:
-  MlpNode(edge_list&& edges, Activation activation)
+  MlpNode(edge_list&& edges, const Form& form)
       : Node(std::move(edges)),
-        activation_(activation),
+        form_(form),
         kept_(Layer::indices * Edges::of(num_outputs()).layers) {}
 
   void keep(const std::vector<Layer>& layers) {
@@ -210,9 +218,9 @@ class MlpNode final : public Node {
   }
 
   // Of the first `layers`, as far as `wanted` says.
-  variable_list gradients(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
+  variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
     const auto self = node_cast<Node>(getptr());
-    Chain chain(self, Edges::of(num_outputs()), activation_, layers, std::move(wanted));
+    Chain chain(self, Edges::of(num_outputs()), form_, layers, std::move(wanted));
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
   }
@@ -220,43 +228,51 @@ class MlpNode final : public Node {
   std::string name() const override { return "FusedMlpBackward"; }
 
  protected:
-  variable_list apply(variable_list&& grads) override {
-    if (!grads[0].defined()) return variable_list(num_outputs());
-    return gradients(Edges::of(num_outputs()).layers, grads[0], wanted_of(*this));
+  friend class LowerLayersNode;
+
+  variable_list gradients(const Tensor& grad) override {
+    return gradients_of(Edges::of(num_outputs()).layers, grad, wanted_of(*this));
   }
   std::span<SavedVariable> kept() override { return kept_; }
-  std::vector<int64_t> traits() const override { return {static_cast<int64_t>(activation_)}; }
+  std::vector<int64_t> traits() const override {
+    return {static_cast<int64_t>(form_.activation), form_.by_columns};
+  }
   Backward backward() const override { return run_detached; }
 
  private:
-  static variable_list run_detached(const variable_list& grads, const Detached& node) {
+  static variable_list run_detached(const Tensor& grad, const Detached& node) {
     const auto edges = Edges::of(node.wanted.size());
-    if (!grads[0].defined()) return variable_list(edges.count());
-    Chain chain(nullptr, edges, static_cast<Activation>(node.traits[0]), edges.layers, node.wanted);
+    const auto layers = node.variables.size() / Layer::indices;
+    const Form form{static_cast<Activation>(node.traits[0]), node.traits[1] != 0};
+    Chain chain(nullptr, edges, form, layers, node.wanted);
     const auto [first, last] = chain.needed();
     const auto& all = node.variables;
-    return chain.gradients(grads[0], {all.begin() + first, all.begin() + last});
+    return chain.gradients(grad, {all.begin() + first, all.begin() + last});
   }
 
-  const Activation activation_;
+  const Form form_;
   std::vector<SavedVariable> kept_;
 };
 
 // The lower layers of a chain as a node of their own, for the second derivative of those above.
-class LowerLayersNode final : public torch::autograd::Node {
+class LowerLayersNode final : public Node {
  public:
   LowerLayersNode(NodePtr<MlpNode> whole, size_t layers)
-      : torch::autograd::Node(edge_list(whole->next_edges())),
-        whole_(std::move(whole)),
-        layers_(layers) {}
+      : Node(edge_list(whole->next_edges())), whole_(std::move(whole)), layers_(layers) {}
 
   std::string name() const override { return "FusedMlpLowerLayersBackward"; }
+  void release_variables() override {}  // which are the whole chain's
 
  protected:
-  variable_list apply(variable_list&& grads) override {
-    if (!grads[0].defined()) return variable_list(num_outputs());
-    return whole_->gradients(layers_, grads[0], wanted_of(*this));
+  variable_list gradients(const Tensor& grad) override {
+    return whole_->gradients_of(layers_, grad, wanted_of(*this));
   }
+  // For compiled autograd, which reads no node while others run.
+  std::span<SavedVariable> kept() override {
+    return whole_->kept().first(Layer::indices * layers_);
+  }
+  std::vector<int64_t> traits() const override { return whole_->traits(); }
+  Backward backward() const override { return MlpNode::run_detached; }
 
  private:
   NodePtr<MlpNode> whole_;
@@ -281,7 +297,10 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
   edge_list edges{edge_of(input)};
   for (const auto& weight : weights) edges.push_back(edge_of(weight));
   for (const OptionalTensor& bias : biases) edges.push_back(edge_of(bias));
-  const auto node = make_node<MlpNode>(std::move(edges), activation);
+  const auto trained =
+      std::ranges::find_if(weights, [](const Tensor& w) { return w.requires_grad(); });
+  const bool by_columns = trained != weights.end() && grad_lies_by_columns(*trained);
+  const auto node = make_node<MlpNode>(std::move(edges), Form{activation, by_columns});
 
   std::vector<Layer> kept(count);
   auto hidden = input;

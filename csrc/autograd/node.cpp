@@ -15,6 +15,20 @@ using torch::dynamo::autograd::IValuePacker;
 using torch::dynamo::autograd::PackedArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
+namespace {
+
+Tensor strided(const Tensor& grad) {
+  const bool is_other = grad.is_sparse() || grad.is_sparse_csr() || grad.is_mkldnn();
+  return is_other ? grad.to_dense() : grad;
+}
+
+}  // namespace
+
+variable_list Node::apply(variable_list&& grads) {
+  if (!grads[0].defined()) return variable_list(num_outputs());
+  return gradients(strided(grads[0]));
+}
+
 std::vector<bool> wanted_of(const torch::autograd::Node& node) {
   std::vector<bool> result(node.num_outputs());
   for (size_t i = 0; i < result.size(); ++i) result[i] = node.task_should_compute_output(i);
@@ -97,7 +111,8 @@ variable_list Node::detached(Backward backward, const variable_list& grads,
   node.traits = args.unpack<std::vector<int64_t>>();
   node.variables = args.unpack<variable_list>();
   node.wanted = args.unpack<std::vector<bool>>();
-  return backward(grads, node);
+  if (!grads[0].defined()) return variable_list(node.wanted.size());
+  return backward(strided(grads[0]), node);
 }
 
 SavedVariable saved_weight(const Tensor& weight) {

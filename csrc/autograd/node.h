@@ -5,6 +5,8 @@
 
 #include "autograd/node_ptr.h"
 #include "core/check.h"
+#include "core/policy.h"
+#include "cpu/packed_weights.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -24,6 +26,7 @@ using torch::autograd::variable_list;
 
 // Node for node what autograd knows of a tensor argument; no edge for one that is not there.
 inline torch::autograd::Edge edge_of(const Tensor& tensor) {
+  if (tensor.defined() && tensor.requires_grad()) cpu::packed::drop(tensor);  // no longer frozen
   return tensor.defined() ? torch::autograd::impl::gradient_edge(tensor) : torch::autograd::Edge();
 }
 inline torch::autograd::Edge edge_of(const OptionalTensor& tensor) {
@@ -44,6 +47,9 @@ class Node : public torch::autograd::Node {
  public:
   explicit Node(edge_list&& edges) : torch::autograd::Node(std::move(edges)) {}
 
+  // Takes gradients of any layout, as torch's own nodes do: sparse ones by their values.
+  variable_list apply(variable_list&& grads) final;
+
   // The saved tensors [first, last). Throws torch's own errors where they have been released, or
   // written to since.
   variable_list unpack(size_t first, size_t last);
@@ -55,19 +61,21 @@ class Node : public torch::autograd::Node {
   // Frees those from `first` on before the backward ends, if the running one is the last.
   void done_with(size_t first);
 
-  void release_variables() final;
+  void release_variables() override;
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::dynamo::autograd::SwapSavedVariables& swap) final;
 
  protected:
-  using Backward = variable_list (*)(const variable_list& grads, const Detached& node);
+  using Backward = variable_list (*)(const Tensor& grad, const Detached& node);
 
   // Hooks may give ReLU's bits back in another dtype; remembers where they are.
   void remember_bits(size_t index, const Tensor& tensor) {
     if (tensor.defined() && tensor.scalar_type() == at::kByte) bits_.push_back(index);
   }
 
+  // The gradients by edge, of `grad`, that of the node's one result.
+  virtual variable_list gradients(const Tensor& grad) = 0;
   virtual std::span<SavedVariable> kept() = 0;
   virtual std::vector<int64_t> traits() const = 0;  // all that is no tensor
   virtual Backward backward() const = 0;
@@ -93,8 +101,9 @@ using torch::autograd::set_history;
 // Whether it is a tensor of torch.distributed's, of which this process holds a part.
 bool is_sharded(const Tensor& tensor);
 
-// Kernels alone, in the dtypes that they are given.
+// Kernels alone, in the dtypes that they are given, under one policy.
 struct KernelsOnly {
+  const HeldPolicy policy;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };

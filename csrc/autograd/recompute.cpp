@@ -11,7 +11,8 @@
 namespace fused::autograd {
 
 KeptInput input_to_keep(const Tensor& input) {
-  if (!input.is_leaf() && !input.is_view() && input.output_nr() == 0 && input._version() == 0) {
+  if (are_kept_as_they_are() && !input.is_leaf() && !input.is_view() && input.output_nr() == 0 &&
+      input._version() == 0) {
     if (auto* producer = dynamic_cast<handover::Producer*>(input.grad_fn().get())) {
       try {
         if (auto kept = producer->lend_output()) return *std::move(kept);
@@ -31,7 +32,7 @@ Tensor recompute(const KeptInput& kept) {
   return kept.form.activation == Activation::none ? first : activated(first, kept.form.activation);
 }
 
-bool can_lend_output() { return !at::SavedTensorDefaultHooks::get_hooks(); }
+bool are_kept_as_they_are() { return !at::SavedTensorDefaultHooks::get_hooks(); }
 
 Tensor activated(const Tensor& preactivation, Activation activation, Time time) {
   const auto op = is_gelu(activation) ? "gelu" : fused::name(activation);

@@ -26,9 +26,10 @@ KeptInput input_to_keep(const Tensor& input);
 // The input itself.
 Tensor recompute(const KeptInput& kept);
 
-// Whether a layer may lend what its output is computed from to whoever comes after. Hooks on saved
-// tensors may keep them in another place and may be asked for each of them only once.
-bool can_lend_output();
+// Whether what a node saves now is what it will read: no hooks on saved tensors are set, which may
+// act on them, keep them elsewhere, or make them again (checkpoint) by a forward that finds other
+// facts. Both the layer that lends and the one that borrows ask.
+bool are_kept_as_they_are();
 
 // The activation of a pre-activation, by the same way at both times, for the same bits.
 enum class Time { first, again };

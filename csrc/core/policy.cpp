@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <optional>
 
 namespace fused {
 namespace {
@@ -17,7 +18,16 @@ std::atomic<Policy>& current() {
   return value;
 }
 
+thread_local std::optional<Policy> held;
+
 }  // namespace
+
+HeldPolicy::HeldPolicy() : is_outermost_(!held) {
+  if (is_outermost_) held = policy();
+}
+HeldPolicy::~HeldPolicy() {
+  if (is_outermost_) held.reset();
+}
 
 bool is_traced(const at::TensorBase& input) {
   return input.key_set().has(c10::DispatchKey::Python) || input.is_meta() ||
@@ -28,7 +38,7 @@ Policy policy_for_graph(const at::TensorBase& input) {
   return is_traced(input) ? Policy::automatic : policy();
 }
 
-Policy policy() { return current().load(std::memory_order_relaxed); }
+Policy policy() { return held ? *held : current().load(std::memory_order_relaxed); }
 void set_policy(Policy policy) { current().store(policy, std::memory_order_relaxed); }
 
 const char* name(Policy policy) {

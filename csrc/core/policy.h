@@ -16,6 +16,19 @@ enum class Policy {
 
 Policy policy();
 
+// While one lives, policy() gives this thread what it gave first: what a call decides in several
+// places it decides alike, though another thread switches meanwhile.
+class HeldPolicy {
+ public:
+  HeldPolicy();
+  ~HeldPolicy();
+  HeldPolicy(const HeldPolicy&) = delete;
+  HeldPolicy& operator=(const HeldPolicy&) = delete;
+
+ private:
+  const bool is_outermost_;
+};
+
 // Whether what runs may be recorded: by tracing, or by any mode or tensor of Python's.
 bool is_traced(const at::TensorBase& input);
 
@@ -33,6 +46,7 @@ Policy parse_policy(std::string_view text, const char* what);
 // compiled graphs too.
 template <class Backend, class Reference, typename Fn>
 auto under_policy(const at::TensorBase& like, const Fn& fn) {
+  const HeldPolicy held;
   if constexpr (Backend::obeys_policy) {
     if (policy() == Policy::eager) return fn(Reference());
   }

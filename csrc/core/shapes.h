@@ -35,6 +35,25 @@ struct SymbolicAllocator {
   }
 };
 
+// Whether torch's own backward gives a weight's gradient by columns, [out, in] with strides (1,
+// out): the layout of a weight stored so, and of any that is not contiguous. Strides of 0 are those
+// of a placeholder (autograd/double_backward.h).
+inline bool grad_lies_by_columns(const Tensor& weight) {
+  const auto outer = weight.sym_stride(0), inner = weight.sym_stride(1);
+  if (inner == 1) return outer != weight.sym_size(1);
+  return !(inner == 0 && outer == 0);
+}
+
+// The same of an input and its gradient, where its rows are the columns of a contiguous matrix.
+inline bool lies_by_columns(const Tensor& input) {
+  const auto dim = input.dim();
+  if (dim < 2 || input.sym_stride(dim - 2) != 1) return false;
+  for (int64_t d = 0; d + 2 < dim; ++d) {
+    if (input.sym_size(d) != 1) return false;
+  }
+  return input.sym_stride(dim - 1) == input.sym_size(dim - 2);
+}
+
 template <class Allocator>
 struct Shapes {
   using Int = typename Allocator::Int;
@@ -81,8 +100,19 @@ struct Shapes {
   static Tensor grad_input(const Tensor& input, bool wanted) {
     return wanted ? rows(input, features(input)) : unwanted(input);
   }
+  // Of a layer's input, in the layout that torch would give it.
+  static Tensor grad_layer_input(const Tensor& input, bool wanted) {
+    if (!wanted || !lies_by_columns(input)) return grad_input(input, wanted);
+    const auto sizes = Allocator::sizes(input);
+    const std::array<Int, 2> columns{sizes[input.dim() - 1], sizes[input.dim() - 2]};
+    return Allocator::empty(columns, input).t().view_symint(input.sym_sizes());
+  }
   static Tensor grad_weight(const Tensor& weight, bool wanted) {
-    return wanted ? Allocator::empty(Allocator::sizes(weight), weight) : unwanted(weight);
+    if (!wanted) return unwanted(weight);
+    const auto sizes = Allocator::sizes(weight);
+    if (!grad_lies_by_columns(weight)) return Allocator::empty(sizes, weight);
+    const std::array<Int, 2> columns{sizes[1], sizes[0]};
+    return Allocator::empty(columns, weight).t();
   }
   static Tensor grad_bias(const Tensor& weight, bool wanted) {
     return vector(weight, Allocator::sizes(weight).front(), wanted);

@@ -13,7 +13,7 @@
 namespace fused::cpu {
 namespace {
 
-using reference::as_rows, reference::dense, reference::is_column_major, reference::weight_gradient;
+using reference::as_rows, reference::dense;
 using S = Shapes<ConcreteAllocator>;
 
 bool takes_product(const Tensor& input, const Tensor& weight) {
@@ -46,16 +46,14 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
   });
 }
 
-// gradᵀ · input, into `result`
+// gradᵀ · input, into `result`, by rows or by columns
 void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tensor& input,
-                            const Tensor& weight) {
-  const auto type = grad.scalar_type();
-  if (!is_column_major(weight) ||
-      onednn::takes_product(type, grad.size(1), grad.size(0), input.size(1))) {
-    return multiply_into(result, grad.t(), input.t());
+                            bool by_columns) {
+  if (by_columns) {
+    multiply_into(result.t(), input.t(), grad.t());
+  } else {
+    multiply_into(result, grad.t(), input.t());
   }
-  explain::append("ATen mm");
-  result.copy_(weight_gradient(grad, input, weight));
 }
 
 Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
@@ -146,7 +144,8 @@ struct Linear : reference::Linear {
     const auto grad_weight = S::grad_weight(layer.weight, layer.wanted[1]);
     if (layer.wanted[0]) multiply_into(as_rows(grad_input), as_rows(dz), layer.weight.t());
     if (layer.wanted[1]) {
-      multiply_gradient_into(grad_weight, as_rows(dz), as_rows(layer.input), layer.weight);
+      multiply_gradient_into(grad_weight, as_rows(dz), as_rows(layer.input),
+                             grad_lies_by_columns(layer.weight));
     }
     return {grad_input, grad_weight, grad_bias};
   }
@@ -174,6 +173,7 @@ struct Linear : reference::Linear {
   // Whether any step of it is done in another way than the reference does it.
   static bool pays(const steps::LinearBackward& layer) {
     if (layer.input.numel() == 0 || layer.grad_output.numel() == 0) return false;
+    if (layer.wanted[0] && lies_by_columns(layer.input)) return false;
     const auto type = layer.input.scalar_type();
     const int64_t features = layer.weight.size(0), inputs = layer.weight.size(1),
                   rows = layer.input.numel() / inputs;

@@ -1,5 +1,7 @@
 #include "cpu/packed_weights.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -20,6 +22,28 @@ const void* identity(const Tensor& weight) {
   return address;
 }
 
+// The node that adds up a leaf's gradient, which any operator that is differentiated by the leaf
+// asks torch to make.
+using Accumulator = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
+
+Accumulator accumulator_of(const Tensor& weight) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(weight);
+  if (meta == nullptr) return {};
+  const std::lock_guard lock(meta->mutex_);
+  return meta->grad_accumulator_;
+}
+
+// Also of nodes that are gone, which a weak pointer tells from others that come to lie there. A
+// template, as torch's own weak pointer, which newer versions take, has only the second way.
+template <typename Pointer>
+bool is_same(const Pointer& a, const Pointer& b) {
+  if constexpr (requires { a.owner_before(b); }) {
+    return !a.owner_before(b) && !b.owner_before(a);
+  } else {
+    return a == b;
+  }
+}
+
 // A weight as it was. What is written to it counts up the version; `.data = ` and the like give it
 // other memory.
 class Weight {
@@ -27,6 +51,7 @@ class Weight {
   explicit Weight(const Tensor& weight)
       : counter_(weight.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
+        accumulator_(accumulator_of(weight)),
         storage_(weight.storage().getWeakStorageImpl()),
         data_(weight.const_data_ptr()),
         sizes_(weight.sizes().vec()),
@@ -41,9 +66,16 @@ class Weight {
            strides_ == weight.strides();
   }
 
+  // Whether it has asked for gradients since. Fused optimizers, which write what they then make of
+  // it, count up no version.
+  bool was_trained(const Tensor& weight) const {
+    return weight.requires_grad() || !is_same(accumulator_, accumulator_of(weight));
+  }
+
  private:
   c10::VariableVersion counter_;
   uint32_t version_;
+  Accumulator accumulator_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   const void* data_;
   std::vector<int64_t> sizes_, strides_;
@@ -97,6 +129,7 @@ void declare(const Tensor& weight, std::string_view name) {
 }
 
 bool drop(const Tensor& weight) {
+  if (declared().count == 0) return false;
   const std::unique_lock lock(declared().mutex);
   const bool found = declared().entries.erase(identity(weight)) != 0;
   declared().count = declared().entries.size();
@@ -105,16 +138,17 @@ bool drop(const Tensor& weight) {
 
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack) {
   if (declared().count == 0) return nullptr;
+  bool was_trained;
   {
     const std::shared_lock lock(declared().mutex);
     const auto found = declared().entries.find(identity(weight));
     if (found == declared().entries.end()) return nullptr;
     const Entry& entry = found->second;
-    const bool is_current = entry.parts && entry.weight.is_unchanged(weight);
-    if (is_current && !weight.requires_grad()) return entry.parts;
+    was_trained = entry.weight.was_trained(weight);
+    if (!was_trained && entry.parts && entry.weight.is_unchanged(weight)) return entry.parts;
   }
   // What is trained is no longer what was declared.
-  if (weight.requires_grad()) return drop(weight), nullptr;
+  if (was_trained) return drop(weight), nullptr;
   // Looked at before it is packed: what another thread writes meanwhile is then noticed.
   Entry entry{Weight(weight), nullptr};
   entry.parts = std::make_shared<const std::vector<Tensor>>(pack());

@@ -108,6 +108,8 @@ struct Linear {
   }
 
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
+    // Whose product, of the transposes, has no plans.
+    if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     Own own(layer, layer.wanted[0]);
     auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
@@ -190,7 +192,7 @@ struct Linear {
         column_sum(dz, layer.grad_output, grad_bias);
       }
       if (layer.wanted[1]) {
-        weight_gradient(dz, layer.input, grad_weight,
+        weight_gradient(dz, layer.input, grad_weight, grad_lies_by_columns(layer.weight),
                         !active && layer.wanted[2] ? grad_bias : Tensor(), waiting);
       }
     }
@@ -230,9 +232,11 @@ struct Linear {
              wants_sums ? sums.data_ptr() : nullptr);
   }
 
-  // dzᵀ input, and dz's column sums if grad_bias is defined.
+  // dzᵀ input, and dz's column sums if grad_bias is defined. By columns it is the transpose of
+  // inputᵀ dz, the product that eager takes.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
-                              const Tensor& grad_bias, kernels::SmallGradients& waiting) {
+                              bool by_columns, const Tensor& grad_bias,
+                              kernels::SmallGradients& waiting) {
     if (dz.rows == 0 && grad_bias.defined()) grad_bias.zero_();
     if (dz.rows == 0) grad_weight.zero_();
     if (dz.rows == 0 || dz.cols == 0) return;
@@ -240,10 +244,16 @@ struct Linear {
       if (grad_bias.defined()) column_sum(dz, input, grad_bias);
       return;
     }
-    const auto right = rows_of(input);
-    run_surely(make_call(Pass::wgrad, transposed(dz), right.matrix, matrix_of(grad_weight),
+    const auto rows = rows_of(input);
+    if (by_columns) {
+      if (grad_bias.defined()) column_sum(dz, input, grad_bias);
+      run_surely(make_call(Pass::wgrad, transposed(rows.matrix), dz, matrix_of(grad_weight.t())),
+                 input, unless_copied(waiting, rows));
+      return;
+    }
+    run_surely(make_call(Pass::wgrad, transposed(dz), rows.matrix, matrix_of(grad_weight),
                          grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
-               input, unless_copied(waiting, right));
+               input, unless_copied(waiting, rows));
   }
 
   // dz · weight

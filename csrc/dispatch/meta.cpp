@@ -34,7 +34,7 @@ struct MetaLinear {
   }
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
-    return {S::grad_input(layer.input, layer.wanted[0]),
+    return {S::grad_layer_input(layer.input, layer.wanted[0]),
             S::grad_weight(layer.weight, layer.wanted[1]),
             S::grad_bias(layer.weight, layer.wanted[2])};
   }

@@ -33,7 +33,8 @@ struct Argument;
 template <>
 struct Argument<Tensor> {
   static bool fits(PyObject* object) { return THPVariable_CheckExact(object); }
-  static const Tensor& take(PyObject* object) { return THPVariable_Unpack(object); }
+  // Owned, so that torch.utils.swap_tensors sees while the GIL is released that it is in use.
+  static Tensor take(PyObject* object) { return THPVariable_Unpack(object); }
 };
 
 template <>
@@ -113,7 +114,6 @@ struct Function<name, Tensor(Args...)> {
     if (!plain) Py_RETURN_NONE;
     static const auto op =
         c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Tensor(Args...)>();
-    // A reference where there is one to take: the caller holds the objects until we return.
     std::tuple<decltype(Argument<std::decay_t<Args>>::take(given[k]))...> arguments{
         Argument<std::decay_t<Args>>::take(given[k])...};
     Tensor result;

@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
           : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
   const auto rows = as_rows(gradient);
   const auto none = [&] { return unwanted(layer.grad_output); };
-  return {layer.wanted[0] ? at::matmul(gradient, layer.weight) : none(),
+  return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
           layer.wanted[1] ? weight_gradient(rows, as_rows(layer.input), layer.weight) : none(),
           layer.wanted[2] ? rows.sum(0) : none()};
 }
@@ -202,7 +202,8 @@ std::tuple<Tensor, Tensor, Tensor> Linear::linear_backward(const steps::LinearBa
   auto [grad_input, grad_weight, grad_bias] =
       LinearFormula::linear_backward({dense(layer.grad_output), layer.input, layer.weight,
                                       dense(layer.saved), layer.activation, layer.wanted});
-  return {grad_input.contiguous(), grad_weight.contiguous(), grad_bias};
+  const bool by_columns = layer.wanted[0] && lies_by_columns(layer.input);
+  return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> Linear::linear_backward_across(
@@ -212,7 +213,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Linear::linear_backward_across(
       {dense(layer.grad_output), layer.input, layer.weight, dense(layer.saved), layer.activation,
        layer.wanted},
       {dense(previous.saved), previous.activation, previous.bias_grad});
-  return {dz.contiguous(), grad_weight.contiguous(), grad_bias, grad_previous_bias};
+  return {dz.contiguous(), grad_weight, grad_bias, grad_previous_bias};
 }
 
 }  // namespace fused::reference

@@ -6,6 +6,7 @@
 
 #include "core/activation.h"
 #include "core/check.h"
+#include "core/shapes.h"
 
 #include <tuple>
 
@@ -91,14 +92,14 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
-inline bool is_column_major(const Tensor& matrix) {
-  return !matrix.is_contiguous() && matrix.t().is_contiguous();
-}
-
-// gradᵀ · input, [out, in]: the product whose sums torch's own backward takes for a weight of this
-// layout.
+// gradᵀ · input, [out, in], and grad · weight, [*, in]: the products whose sums torch's own
+// backward takes for a weight and an input of these layouts.
 inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
-  return is_column_major(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
+  return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
+}
+inline Tensor input_gradient(const Tensor& grad, const Tensor& weight, const Tensor& input) {
+  if (!lies_by_columns(input)) return at::matmul(grad, weight);
+  return at::mm(weight.t(), as_rows(grad).t()).t().view_symint(input.sym_sizes());
 }
 
 // oneDNN, which ATen calls for some of its operators, refuses strides that overlap.

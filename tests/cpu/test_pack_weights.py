@@ -254,6 +254,24 @@ def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, optimizer):
     assert_right(layer, x)
 
 
+@pytest.mark.parametrize("kind", [tfl.FusedLinear, tfl.FusedLinearGELU, tfl.FusedLinearSiLU, None])
+def test_whoever_trains_it_the_declaration_is_lost(dtype, kind):
+    """Also a layer that reads no packed weight when it trains, and torch's own (None)."""
+    layer, x = packed_layer(dtype)
+    other = kind.from_linear(layer.to_linear()) if kind else layer.to_linear()
+    layer.requires_grad_(True)
+    steps = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+    with torch.enable_grad():
+        other(x).square().mean().backward()
+    steps.step()
+    steps.zero_grad()
+    layer.requires_grad_(False)
+    assert "packed" not in path(layer, x)
+    assert_right(layer, x)
+    assert "packed" in path(frozen(layer), x)
+    assert_right(layer, x)
+
+
 def test_nothing_is_packed_that_was_not_asked_for(dtype):
     layer, x = layer_and_input(dtype)
     other, _ = packed_layer(dtype)

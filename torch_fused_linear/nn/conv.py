@@ -9,7 +9,7 @@ from torch.types import Device
 from typing_extensions import Self
 
 from ..functional import conv2d_relu
-from .taking_over import check_plain, converted
+from .taking_over import check_given_back, check_plain, converted
 
 _Conv = TypeVar("_Conv", bound=nn.Conv2d)
 
@@ -97,7 +97,12 @@ class FusedConv2dReLU(nn.Conv2d):
         return layer
 
     def to_conv(self) -> nn.Conv2d:
-        """An ``nn.Conv2d`` that shares this layer's parameters; the ReLU is left out."""
+        """An ``nn.Conv2d`` that shares this layer's parameters; the ReLU is left out.
+
+        Raises:
+            TypeError: the layer has what would be lost, as for :meth:`FusedLinear.to_linear`.
+        """
+        check_given_back("to_conv", self, (FusedConv2dReLU,))
         return _like(self, nn.Conv2d)
 
     def to_unfused(self) -> nn.Module:

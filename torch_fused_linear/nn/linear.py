@@ -8,7 +8,7 @@ from torch.types import Device
 from typing_extensions import Self
 
 from ..functional import linear, linear_gelu, linear_relu, linear_silu
-from .taking_over import check_plain, converted
+from .taking_over import check_given_back, check_plain, converted
 
 MEMORY = ("default", "low")
 
@@ -95,7 +95,15 @@ class FusedLinear(nn.Linear):
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """An ``nn.Linear`` that shares this layer's parameters; the activation is left out."""
+        """An ``nn.Linear`` that shares this layer's parameters; the activation is left out.
+
+        Raises:
+            TypeError: the layer has what would be lost: it is a subclass, has hooks, a
+                parametrisation, pruned or other parameters, a ``forward`` set on the object, or
+                was compiled. ``to_unfused`` raises the same.
+        """
+        kinds = (FusedLinear, FusedLinearReLU, FusedLinearGELU, FusedLinearSiLU)
+        check_given_back("to_linear", self, kinds)
         linear = nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device="meta"
         )

@@ -8,7 +8,7 @@ from torch.types import Device
 from ..activations import ACTIVATIONS, CHOICE, name_of_module
 from ..functional import mlp
 from .linear import check_memory, memory_repr
-from .taking_over import check_plain
+from .taking_over import check_given_back, check_plain
 
 
 def _make_activation(name: str) -> nn.Module:
@@ -128,7 +128,13 @@ class FusedMLP(nn.Sequential):
         return mlp.train(sequential.training)
 
     def to_sequential(self) -> nn.Sequential:
-        """A plain ``nn.Sequential`` of the same modules."""
+        """A plain ``nn.Sequential`` of the same modules.
+
+        Raises:
+            TypeError: the chain itself, not its modules, has what would be lost, as for
+                :meth:`FusedLinear.to_linear`.
+        """
+        check_given_back("to_sequential", self, (FusedMLP,))
         return nn.Sequential(*self).train(self.training)
 
     def forward(self, input: Tensor) -> Tensor:

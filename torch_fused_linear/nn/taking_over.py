@@ -1,4 +1,4 @@
-"""Whether a layer of ours can hold all that a layer of torch's is."""
+"""Whether a layer of ours can hold all that a layer of torch's is, and the other way round."""
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -25,10 +25,23 @@ def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None
     """
     objection = _objection(layer, classes)
     if objection:
+        expected = classes[0].__name__
+        article = f"an nn.{expected}" if hasattr(nn, expected) else f"a {expected}"
         raise TypeError(
-            f"{function}: expected exactly an nn.{classes[0].__name__} with nothing added to it, "
-            f"got {objection}"
+            f"{function}: expected exactly {article} with nothing added to it, got {objection}"
         )
+
+
+def check_given_back(method: str, layer: nn.Module, classes: tuple[type, ...]) -> None:
+    """The same of a layer of ours that is to become torch's.
+
+    Args:
+        method: who asks.
+        layer: what is to be given back.
+        classes: ours, of which the layer's is one or a child of one.
+    """
+    cls = next(base for base in type(layer).__mro__ if base in classes)
+    check_plain(f"{type(layer).__name__}.{method}", layer, (cls,))
 
 
 def _objection(layer: object, classes: tuple[type, ...]) -> str | None:
