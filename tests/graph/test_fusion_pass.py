@@ -163,3 +163,30 @@ def test_wrong_use_says_so(monkeypatch):
             RuntimeError, match=r"passes over compiled graphs need .* 2\.11 or newer"
         ):
             make()
+
+
+@pytest.mark.parametrize("way", ["inductor", "aot_eager"])
+def test_bodies_of_control_flow_are_left_alone(way):
+    """Those of cond and scan make backward graphs of their own; that of a checkpoint does not."""
+    from torch.utils.checkpoint import checkpoint
+
+    w = torch.randn(8, 8, requires_grad=True)
+
+    def layer(x):
+        return F.relu(F.linear(x, w))
+
+    def conditional(x):
+        return torch.cond(x.sum() > 0, layer, torch.sin, (layer(x),))
+
+    def recomputed(x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+    x = torch.randn(4, 8).abs()
+    for function in (conditional, recomputed):
+        backend, options = tfl.compile_backend("aot_eager"), tfl.compile_options()
+        how = {"options": options} if way == "inductor" else {"backend": backend}
+        want = torch.autograd.grad(function(x).sum(), w)
+        got = torch.autograd.grad(torch.compile(function, **how)(x).sum(), w)
+        torch.testing.assert_close(got, want)
+        fusion = options["pre_grad_custom_pass"] if way == "inductor" else backend
+        assert fusion.replaced == {"linear_relu": 1}, function

@@ -6,16 +6,19 @@ that the compiled backward has every hidden layer's activation gradient within t
 A convolution with its ReLU becomes one operator as well, where that is asked for.
 """
 
+import copy
 import logging
 import operator
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 from .. import _library
@@ -46,16 +49,37 @@ class FusionPass(CustomGraphPass):
         self.conv = conv
         self.replaced: Counter[str] = Counter()
 
+        self._bodies: WeakKeyDictionary[GraphModule, tuple[Graph, Counter[str]]] = (
+            WeakKeyDictionary()
+        )
+
     def __call__(self, graph: Graph) -> None:
+        self._put_back_bodies(graph)
+        before = copy.deepcopy(graph)
         counts = _Rewrite(graph).run_gated()
         rewrite = _Rewrite(graph)
         counts += rewrite.run()
         if self.conv:
             counts += rewrite.run_convolutions()
+        if counts and graph.owning_module is not None:
+            self._bodies[graph.owning_module] = before, counts
         self.replaced.update(counts)
         if counts:
             found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             logger.info("put into a graph: %s", found)
+
+    def _put_back_bodies(self, graph: Graph) -> None:
+        """Undoes the pass in graphs that this one gives to scan, cond and their like, which make
+        backward graphs of their own. Such graphs come before the one that calls them, which alone
+        says what they are for."""
+        for node in graph.nodes:
+            if not isinstance(node.target, HigherOrderOperator) or _runs_in_place(node.target):
+                continue
+            for name in (n.target for n in node.all_input_nodes if n.op == "get_attr"):
+                body = getattr(graph.owning_module, name)
+                if body in self._bodies:
+                    body.graph, counts = self._bodies.pop(body)
+                    self.replaced -= counts
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its source and the library's, and what it
@@ -72,10 +96,15 @@ class FusionPass(CustomGraphPass):
         return self
 
 
+def _runs_in_place(operator: HigherOrderOperator) -> bool:
+    """Whether its body runs where it stands, as part of the graph around it."""
+    return operator.__name__.startswith(("wrap", "tag_activation_checkpoint", "invoke_subgraph"))
+
+
 def apply(module: GraphModule, fusion: FusionPass) -> None:
-    """Runs the pass over a captured module and every graph inside of it, such as the bodies of
-    checkpoints."""
-    for part in module.modules():
+    """Runs the pass over a captured module and, before it, every graph inside of it, such as the
+    bodies of checkpoints."""
+    for part in reversed(list(module.modules())):
         if isinstance(part, GraphModule):
             fusion(part.graph)
             part.recompile()

@@ -45,9 +45,9 @@ def compile_options(
     Layers of this package count as well: in a compiled graph separate ones do not hand gradients
     over to each other, and this joins them. Whatever the operators would refuse is left alone:
     other dtypes and devices, tensor subclasses, tensors written in place between the steps, steps
-    under different modes. Each graph's replacements are logged by the logger
-    ``"torch_fused_linear"`` at level ``INFO``; a graph that comes out of the compiler's cache
-    counts no less.
+    under different modes, the bodies of ``torch.cond``, ``scan`` and the like. Each graph's
+    replacements are logged by the logger ``"torch_fused_linear"`` at level ``INFO``; a graph that
+    comes out of the compiler's cache counts no less.
 
     Args:
         mode: as :func:`torch.compile`'s, which does not take it together with options.
