@@ -119,6 +119,48 @@ def test_what_would_be_lost_is_named(kind, take, name, cls):
     assert "got" in message and words in message
 
 
+GIVEN_BACK = [
+    *(
+        (lambda kind=kind: kind(3, 4), method)
+        for kind in (tfl.FusedLinear, tfl.FusedLinearReLU, tfl.FusedLinearGELU, tfl.FusedLinearSiLU)
+        for method in ("to_linear", "to_unfused")
+    ),
+    (lambda: tfl.FusedConv2dReLU(3, 4, 2), "to_conv"),
+    (lambda: tfl.FusedConv2dReLU(3, 4, 2), "to_unfused"),
+]
+
+
+@pytest.mark.parametrize("make_layer, method", GIVEN_BACK)
+@pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind not in ("lazy", "subclass")])
+def test_what_would_be_lost_on_the_way_back_is_named(kind, make_layer, method):
+    layer = make_layer()
+    assert isinstance(getattr(layer, method)(), nn.Module)
+    prepare, words = REFUSED[kind]
+
+    class Made(type(layer)):  # whose constructor takes nothing, as `make` has it for torch's
+        def __new__(cls, *args):
+            return layer
+
+    with pytest.raises(TypeError) as error:
+        getattr(prepare(Made), method)()
+    message = str(error.value)
+    assert f"expected exactly a {type(make_layer()).__name__} with nothing added" in message
+    assert "got" in message and words in message
+
+
+def test_a_subclass_and_a_chain_are_not_given_back():
+    class Scaled(tfl.FusedLinearReLU):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    with pytest.raises(TypeError, match=r"exactly a FusedLinearReLU .* got Scaled, a subclass"):
+        Scaled(3, 4).to_unfused()
+    chain = tfl.FusedMLP(3, 4, 5)
+    chain.register_forward_hook(nothing)
+    with pytest.raises(TypeError, match=r"exactly a FusedMLP .* got FusedMLP with forward hooks"):
+        chain.to_sequential()
+
+
 @layer_param
 @pytest.mark.parametrize("thing", [None, 3, nn.Identity(), torch.zeros(3, 3)], ids=repr)
 def test_no_layer_at_all(thing, take, name, cls):

@@ -192,8 +192,9 @@ class FusedLinearGELU(FusedLinear):
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
         memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
-            that comes straight after recomputes it, bit for bit, from what this layer keeps. See
-            :func:`torch_fused_linear.linear_gelu`. Default: ``'default'``.
+            that comes straight after recomputes it, bit for bit, from what this layer keeps, and
+            does not see every write between the two. See :func:`torch_fused_linear.linear_gelu`.
+            Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
