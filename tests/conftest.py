@@ -34,6 +34,13 @@ def device(request):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -106,8 +106,9 @@ def linear_gelu(
     two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu`,
     :func:`linear_gelu` or :func:`linear_silu` with :math:`y` itself for input keeps nothing more,
     and its backward computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its
-    dtype before the
-    activation is applied, as in torch, and not inside of the product.
+    dtype before the activation is applied, as in torch, and not inside of the product. What is
+    written to :math:`y` before that layer without a count of torch's (``y.data``, NumPy, DLPack,
+    its storage, collectives) goes unseen: docs/memory.md.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -143,7 +144,7 @@ def linear_silu(
     called Swish): on a GPU it is a product with bias, then one kernel.
 
     The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
-    :func:`linear_gelu`.
+    :func:`linear_gelu`, with the same writes that go unseen.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -243,7 +244,8 @@ def linear_glu(
 
     With ``memory='low'`` :func:`linear`, :func:`linear_relu`, :func:`linear_gelu` or
     :func:`linear_silu` with :math:`y` itself for input keeps nothing more, and has :math:`y` again,
-    bit for bit, from that pass.
+    bit for bit, from that pass. Writes to :math:`y` that torch does not count go unseen, as for
+    :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.

@@ -19,7 +19,7 @@ class ReconnectNode final : public Node {
 
  protected:
   variable_list gradients(const Tensor& grad) override {
-    return run(grad, {{}, unpack(), wanted_of(*this)});
+    return run(grad, {{}, unpack(), wanted_of(*this), {}});
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return {}; }
@@ -74,12 +74,6 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
     result.second = by_columns ? empty_strided(grad, sizes, {1, 0}) : placeholder(grad, sizes);
   }
   return result;
-}
-
-Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge) {
-  auto tensor = values.detach();
-  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(tensor, edge);
-  return tensor;
 }
 
 Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor& weight,

@@ -21,9 +21,6 @@ Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes);
 std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, const Tensor& grad,
                                   bool by_columns);
 
-// The same values as a variable at the end of `edge`: gradients with respect to it go there.
-Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
-
 // A pre-activation kept from the forward, put back into the graph as a function of input, weight
 // and bias, by their edges. (ReLU's output serves as its pre-activation: both are positive in the
 // same places.) The values of input and weight are read only as far as the other one wants a

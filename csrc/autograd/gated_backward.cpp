@@ -80,7 +80,9 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
     result[up_edge] =
         std::get<1>(backward_of_linear(second, input, up, by_columns[1], {false, true, false}));
   }
-  if (wants_input && is_sharded(second)) {  // whose rows cannot always be viewed as a matrix's
+  // Sharded rows cannot always be viewed as a matrix's, and of a vector eager takes another
+  // product.
+  if (wants_input && (is_sharded(second) || second.dim() == 1)) {
     const auto through_up =
         std::get<0>(backward_of_linear(second, input, up, by_columns[1], {true, false, false}));
     result[input_edge] = result[input_edge] + through_up;
@@ -186,7 +188,7 @@ variable_list differentiable(const State& state, const Tensor& grad,
                              size_t bias_edge) {
     const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z, false);
     return reconnect(z, x, w,
-                     {state.edge(input_edge), state.edge(weight_edge), state.edge(bias_edge)});
+                     {state.edges[input_edge], state.edges[weight_edge], state.edges[bias_edge]});
   };
 
   GluGradients pass;

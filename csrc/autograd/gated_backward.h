@@ -64,15 +64,12 @@ struct State {
   Form form;
   std::vector<bool> wanted;  // by edge
   variable_list kept;
+  const edge_list& edges;
 
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
   bool wants_hidden() const { return form.has_down && wanted[down_edge]; }
-
-  torch::autograd::Edge edge(size_t index) const {
-    return node ? node->next_edge(index) : torch::autograd::Edge();
-  }
 
   std::array<bool, 5> wanted_of_pass(const Tensor& hidden) const {
     return gating::wanted_of_pass(form, wanted, wants_hidden() && !hidden.defined());

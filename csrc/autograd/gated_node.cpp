@@ -69,8 +69,9 @@ class GatedNode final : public handover::Producer {
   variable_list gradients(const Tensor& grad) override {
     auto [is_running, note, kept] = begin(gate_z_index);
     auto self = node_cast<Node>(getptr());
-    return run({std::move(self), is_running, form_, wanted_of(*this), std::move(kept)}, grad,
-               std::move(note));
+    return run(
+        {std::move(self), is_running, form_, wanted_of(*this), std::move(kept), next_edges()}, grad,
+        std::move(note));
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
@@ -94,7 +95,7 @@ class GatedNode final : public handover::Producer {
                     traits[3] != 0,
                     traits[4] != 0,
                     {traits[5] != 0, traits[6] != 0, traits[7] != 0}};
-    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables}, grad,
+    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables, node.edges}, grad,
                std::nullopt);
   }
 

@@ -27,10 +27,7 @@ struct State {
   KeptInput input;
   Tensor weight, saved;  // undefined where not kept
   bool weight_by_columns;
-
-  torch::autograd::Edge edge(size_t index) const {
-    return node != nullptr ? node->next_edge(index) : torch::autograd::Edge();
-  }
+  const edge_list& edges;
   torch::autograd::Edge output() const {
     return node != nullptr ? torch::autograd::Edge(node->getptr(), 0) : torch::autograd::Edge();
   }
@@ -77,7 +74,7 @@ Gradients differentiable(const State& state, const Tensor& grad,
                          const std::optional<handover::Note>& note) {
   auto kept_input = state.input.tensors[0];
   if (!state.is_input_kept()) {
-    kept_input = at_edge(recompute(state.input), state.edge(Edge::input_edge));
+    kept_input = at_edge(recompute(state.input), state.edges[Edge::input_edge]);
   }
   const auto [input, weight] = fill_in(kept_input, state.weight, grad, state.weight_by_columns);
   auto saved = state.saved;
@@ -85,9 +82,7 @@ Gradients differentiable(const State& state, const Tensor& grad,
   if (saved.defined() && saved.scalar_type() == at::kByte) {
     saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), state.output());
   } else if (saved_for(state.activation) == Saved::preactivation) {
-    saved = reconnect(
-        saved, input, weight,
-        {state.edge(Edge::input_edge), state.edge(Edge::weight_edge), state.edge(Edge::bias_edge)});
+    saved = reconnect(saved, input, weight, state.edges);
   }
   const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
     return reference::gradient_from_saved(others, saved, state.activation);
@@ -167,7 +162,9 @@ variable_list run(const State& state, const Tensor& grad,
 }  // namespace
 
 variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node) {
-  const auto& [traits, kept, wanted] = node;
+  const auto& traits = node.traits;
+  const auto& kept = node.variables;
+  const auto& wanted = node.wanted;
   return run({nullptr,
               /*is_running=*/false,
               static_cast<Activation>(traits[0]),
@@ -176,7 +173,8 @@ variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node)
                {kept[input_index], kept[input_up_index]}},
               kept[weight_index],
               kept[saved_index],
-              traits[3] != 0},
+              traits[3] != 0,
+              node.edges},
              grad, std::nullopt);
 }
 
@@ -303,7 +301,8 @@ variable_list LinearNode::gradients(const Tensor& grad) {
               {input_form_, {kept[input_index], kept[input_up_index]}},
               kept[weight_index],
               kept[saved_index],
-              weight_by_columns_},
+              weight_by_columns_,
+              next_edges()},
              grad, note);
 }
 

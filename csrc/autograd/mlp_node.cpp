@@ -40,21 +40,25 @@ struct Layer {
 struct Form {
   Activation activation;
   bool by_columns;  // the weight's gradient of the lowest trained layer, whose weight is not kept
+  bool may_part;  // the lower layers may become a node of their own, which reads what this one does
 };
 
 // The gradients of a node's first layers, given that of what comes out of the last of them, with
 // its activation. Compiled autograd asks without a node.
 class Chain {
  public:
-  Chain(const NodePtr<Node>& node, Edges edges, Form form, size_t layers, std::vector<bool> wanted)
+  Chain(const NodePtr<Node>& node, const edge_list& next, Form form, size_t layers,
+        std::vector<bool> wanted)
       : node_(node),
-        edges_(edges),
+        next_(next),
+        edges_(Edges::of(next.size())),
         activation_(form.activation),
         by_columns_(form.by_columns),
         wanted_(std::move(wanted)),
         layers_(layers),
         kept_(layers) {
-    while (lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
+    const bool takes_all = !form.may_part && at::GradMode::is_enabled();
+    while (!takes_all && lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
            !wants_bias(lowest_)) {
       ++lowest_;
     }
@@ -90,10 +94,6 @@ class Chain {
   bool wants_bias(size_t layer) const { return wanted_[edges_.bias(layer)]; }
   bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
   bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
-
-  torch::autograd::Edge edge(size_t index) const {
-    return node_ ? node_->next_edge(index) : torch::autograd::Edge();
-  }
 
   void usual(const Tensor& grad) {
     const KernelsOnly guard;
@@ -139,9 +139,9 @@ class Chain {
       std::tie(inputs[i], weights[i]) = fill_in(inputs[i], kept_[i].weight, like, by_columns_);
       if (i == lowest_ && i > 0) inputs[i] = above_lower_layers(inputs[i]);
       if (!is_hidden(i)) break;
-      const auto from = i == 0 ? edge(Edges::input) : edge_of(inputs[i]);
+      const auto from = i == 0 ? next_[Edges::input] : edge_of(inputs[i]);
       const auto preactivation = reconnect(like, inputs[i], weights[i],
-                                           {from, edge(edges_.weight(i)), edge(edges_.bias(i))});
+                                           {from, next_[edges_.weight(i)], next_[edges_.bias(i)]});
       inputs[i + 1] = activate(preactivation, activation_);
       saved[i] = saved_for(activation_) == Saved::output ? inputs[i + 1] : preactivation;
     }
@@ -170,7 +170,7 @@ class Chain {
   Tensor lowest_input() const {
     const auto& input = kept_[lowest_].input;
     // The weight's gradient may be asked for later.
-    const bool is_read = wants_weight(lowest_) || edge(edges_.weight(lowest_)).is_valid();
+    const bool is_read = wants_weight(lowest_) || next_[edges_.weight(lowest_)].is_valid();
     if (input.defined() || !is_read) return input;
     return activate(kept_[lowest_ - 1].saved, activation_);
   }
@@ -190,6 +190,7 @@ class Chain {
   }
 
   NodePtr<Node> node_;
+  const edge_list& next_;
   Edges edges_;
   Activation activation_;
   bool by_columns_;
@@ -220,7 +221,7 @@ class MlpNode final : public Node {
   // Of the first `layers`, as far as `wanted` says.
   variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
     const auto self = node_cast<Node>(getptr());
-    Chain chain(self, Edges::of(num_outputs()), form_, layers, std::move(wanted));
+    Chain chain(self, next_edges(), form_, layers, std::move(wanted));
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
   }
@@ -241,10 +242,10 @@ class MlpNode final : public Node {
 
  private:
   static variable_list run_detached(const Tensor& grad, const Detached& node) {
-    const auto edges = Edges::of(node.wanted.size());
     const auto layers = node.variables.size() / Layer::indices;
-    const Form form{static_cast<Activation>(node.traits[0]), node.traits[1] != 0};
-    Chain chain(nullptr, edges, form, layers, node.wanted);
+    const Form form{static_cast<Activation>(node.traits[0]), node.traits[1] != 0,
+                    /*may_part=*/false};
+    Chain chain(nullptr, node.edges, form, layers, node.wanted);
     const auto [first, last] = chain.needed();
     const auto& all = node.variables;
     return chain.gradients(grad, {all.begin() + first, all.begin() + last});
@@ -258,7 +259,7 @@ class MlpNode final : public Node {
 class LowerLayersNode final : public Node {
  public:
   LowerLayersNode(NodePtr<MlpNode> whole, size_t layers)
-      : Node(edge_list(whole->next_edges())), whole_(std::move(whole)), layers_(layers) {}
+      : Node(edges_of(*whole, layers)), whole_(std::move(whole)), layers_(layers) {}
 
   std::string name() const override { return "FusedMlpLowerLayersBackward"; }
   void release_variables() override {}  // which are the whole chain's
@@ -275,6 +276,15 @@ class LowerLayersNode final : public Node {
   Backward backward() const override { return MlpNode::run_detached; }
 
  private:
+  static edge_list edges_of(const MlpNode& whole, size_t layers) {
+    auto result = whole.next_edges();
+    const auto edges = Edges::of(result.size());
+    for (size_t i = layers; i < edges.layers; ++i) {
+      result[edges.weight(i)] = result[edges.bias(i)] = torch::autograd::Edge();
+    }
+    return result;
+  }
+
   NodePtr<MlpNode> whole_;
   size_t layers_;
 };
@@ -300,7 +310,8 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
   const auto trained =
       std::ranges::find_if(weights, [](const Tensor& w) { return w.requires_grad(); });
   const bool by_columns = trained != weights.end() && grad_lies_by_columns(*trained);
-  const auto node = make_node<MlpNode>(std::move(edges), Form{activation, by_columns});
+  const auto node =
+      make_node<MlpNode>(std::move(edges), Form{activation, by_columns, are_kept_as_they_are()});
 
   std::vector<Layer> kept(count);
   auto hidden = input;

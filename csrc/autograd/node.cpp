@@ -76,14 +76,25 @@ void Node::compiled_args(CompiledNodeArgs& args) const {
   args.collect(std::string(typeid(*this).name()));
   args.collect(traits());
   for (const auto& saved : kept()) args.collect(saved, /*is_output=*/true);
+  const bool is_differentiable = at::GradMode::is_enabled();
+  args.collect(is_differentiable);
+  if (!is_differentiable) return;
+  ends_.clear();
+  for (const auto& edge : next_edges()) {
+    ends_.push_back(edge.is_valid() ? at_edge(at::zeros({}), edge) : Tensor());
+  }
+  args.collect(ends_);
 }
 
 variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariables& swap) {
+  const bool is_differentiable = at::GradMode::is_enabled();
   for (auto& saved : kept()) swap.before(saved);
+  if (is_differentiable) swap.before(ends_);
   PackedArgs packed;
   packed.pack(traits());
   packed.pack(unpack());
   packed.pack(wanted_of(*this));
+  packed.pack(is_differentiable ? ends_ : variable_list());
   std::vector<at::TypePtr> schema;
   for (const auto& value : packed.vec()) {
     schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
@@ -94,13 +105,15 @@ variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariab
       [run = backward()](const variable_list& inputs, const std::vector<at::IValue>& values) {
         return detached(run, inputs, values);
       },
-      schema, /*is_custom_function=*/true, /*is_traceable=*/true);
+      // A graph would not record the nodes that make gradients differentiable.
+      schema, /*is_custom_function=*/true, /*is_traceable=*/!is_differentiable);
   const auto metadata =
       IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
           get_input_metadata(next_edges()));
   auto result = compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
                                         packed.vec(), metadata);
   for (auto& saved : kept()) swap.after(saved);
+  if (is_differentiable) swap.after(ends_);
   return result;
 }
 
@@ -111,6 +124,8 @@ variable_list Node::detached(Backward backward, const variable_list& grads,
   node.traits = args.unpack<std::vector<int64_t>>();
   node.variables = args.unpack<variable_list>();
   node.wanted = args.unpack<std::vector<bool>>();
+  for (const auto& end : args.unpack<variable_list>()) node.edges.push_back(edge_of(end));
+  node.edges.resize(node.wanted.size());
   if (!grads[0].defined()) return variable_list(node.wanted.size());
   return backward(strided(grads[0]), node);
 }
@@ -125,6 +140,12 @@ SavedVariable saved_weight(const Tensor& weight) {
       impl::version_counter(weight), /*allow_tensor_metadata_change=*/true));
   if (weight.requires_grad()) impl::set_gradient_edge(now, impl::gradient_edge(weight));
   return SavedVariable(now, /*is_output=*/false);
+}
+
+Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge) {
+  auto tensor = values.detach();
+  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(tensor, edge);
+  return tensor;
 }
 
 variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias) {

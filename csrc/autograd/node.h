@@ -38,6 +38,7 @@ struct Detached {
   std::vector<int64_t> traits;
   variable_list variables;
   std::vector<bool> wanted;  // by edge
+  edge_list edges;           // invalid where the gradients need not be differentiable
 };
 
 // What the running backward wants of a node, by edge.
@@ -88,12 +89,17 @@ class Node : public torch::autograd::Node {
                                 const std::vector<at::IValue>& packed);
 
   std::vector<size_t> bits_;
+  // Scalars at the next edges, by which a compiled graph knows them.
+  mutable variable_list ends_;
   size_t released_from_ = std::numeric_limits<size_t>::max();
 };
 
 // A weight as it is now. The view that F.linear keeps has the same memory still when `.data` has
 // put another tensor into the parameter.
 SavedVariable saved_weight(const Tensor& weight);
+
+// The same values as a variable at the end of `edge`: gradients with respect to it go there.
+Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 
 // Makes an output the node's.
 using torch::autograd::set_history;

@@ -1,11 +1,16 @@
 """What the nodes owe torch's engine, in corners where state could be guessed wrongly."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from helpers import GELU_TANH, OPS, RELU, device_param, op_param, policy, random_case
 from random_graphs import fused_mlp, plain_mlp
+from stacks import assert_same
+
+import torch_fused_linear as tfl
 
 ACTIVATED = pytest.mark.parametrize("op", OPS[1:], ids=repr)
 
@@ -227,3 +232,57 @@ def test_the_weight_gradient_of_a_column_major_weight_is_as_exact_as_torchs(op, 
         errors.append(row)
     ours, theirs = map(sum, zip(*errors))
     assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("kind", ["linear", "glu", "block", "mlp"])
+def test_a_sparse_gradient_arrives(kind):
+    """Torch's own backward takes it where its operators do; here its values count."""
+    calls = {
+        "linear": lambda x, w: tfl.linear_silu(x, w),
+        "glu": lambda x, w: tfl.linear_glu(x, w, w),
+        "block": lambda x, w: tfl.gated_mlp(x, w, w, w),
+        "mlp": lambda x, w: tfl.mlp(x, [w, w], [None, None], "relu"),
+    }
+    results = []
+    for sparse in (True, False):
+        x, w = torch.randn(4, 5).requires_grad_(), torch.randn(5, 5).requires_grad_()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            x.normal_(), w.normal_()
+        y = calls[kind](x, w)
+        picked = torch.gather(y, 1, torch.tensor([[0], [3], [1], [4]]), sparse_grad=sparse)
+        results.append(torch.autograd.grad(picked.sum(), [x, w]))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", ["linear", "low", "glu", "block", "mlp"])
+@pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
+def test_second_derivatives_under_compiled_autograd(compiled, kind, fresh_compiler):
+    """Of gradients asked for with create_graph, by some of the parameters or all."""
+    calls = {
+        "linear": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b), w[1], b),
+        "low": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b, "tanh", "low"), w[1], b),
+        "glu": lambda x, w, b: tfl.linear(tfl.linear_glu(x, w[0], w[1], b), w[2]),
+        "block": lambda x, w, b: tfl.gated_mlp(x, *w, b, b, b),
+        "mlp": lambda x, w, b: tfl.mlp(x, w, [b, None, b], "gelu_tanh"),
+    }
+    x, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4,)))
+    w = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def around(is_compiled):
+        compiler = torch.compile(backend="eager")
+        enable = torch._dynamo.compiled_autograd._enable
+        return enable(compiler) if is_compiled else contextlib.nullcontext()
+
+    def second(wanted, first_compiled, then_compiled):
+        y = calls[kind](x, w, b)
+        options = {"create_graph": True, "allow_unused": True}
+        with around(first_compiled):
+            first = torch.autograd.grad(y.square().sum(), wanted, **options)
+        total = sum(g.square().sum() for g in first if g is not None)
+        with around(then_compiled):
+            return torch.autograd.grad(total, [x, b, *w], allow_unused=True)
+
+    for wanted in ([x, b, *w], [w[1]], [b]):
+        want = second(wanted, False, False)
+        assert_same(second(wanted, *compiled), want, exact=1e-9)

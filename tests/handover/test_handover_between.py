@@ -155,3 +155,16 @@ def test_with_mlp_and_plain_layers(device):
         return stack.grads()
 
     assert_equal_plain(scenario, 1, NOT_OURS, widths=(4, 5, 6, 8, 8), device=device)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stacks_of_every_kind_of_layer(seed, device):
+    """Each node counts the edges to all kinds of producers, not to those of the first it meets."""
+    kinds = random.Random(seed).choices(["relu", "gelu_tanh", "silu", "glu"], k=6)
+
+    def scenario(stack):
+        y = stack()
+        stack.backward(y)
+        return stack.grads()
+
+    assert_equal_plain(scenario, 5, "", device=device, activations=[*kinds, "none"][-6:])

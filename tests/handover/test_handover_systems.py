@@ -43,13 +43,6 @@ def plain_step(device="cpu"):
 # --- compilers ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_compile(backend, device, fresh_compiler):
     model = network(device)

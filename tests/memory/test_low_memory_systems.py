@@ -15,13 +15,6 @@ import torch_fused_linear as tfl
 fused = torch.ops.fused
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def step(model, x):
     x = x.detach().clone().requires_grad_()
     y = model(x)

@@ -216,3 +216,20 @@ def test_it_takes_less_time_than_torch_ops():
     with torch.no_grad():
         pairs = [(seconds(ours), seconds(theirs)) for _ in range(40)]
     assert min(a for a, _ in pairs) < min(b for _, b in pairs)
+
+
+def test_what_a_call_works_on_cannot_be_swapped_away():
+    """Here by a hook on saved tensors, elsewhere by another thread."""
+    x, w = torch.randn(3, 4), torch.randn(4, 4).requires_grad_()
+    for linear in (torch.nn.functional.linear, tfl.linear):
+        refused = []
+
+        def pack(saved):
+            with pytest.raises(RuntimeError, match="use_count"):
+                torch.utils.swap_tensors(x, torch.randn(3, 4))
+            refused.append(saved)  # noqa: B023 (called within the turn)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            linear(x, w)
+        assert refused

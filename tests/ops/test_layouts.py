@@ -26,6 +26,8 @@ from helpers import (
 )
 from layouts import MATRIX_LAYOUTS, ND_LAYOUTS, VECTOR_LAYOUTS
 
+import torch_fused_linear as tfl
+
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])
 SHAPES = [(5, 7, 9), (16, 64, 128)]  # nothing aligned; everything aligned but for the layout
@@ -187,3 +189,60 @@ def test_layout_of_a_dense_input_changes_nothing_but_rounding(op, device):
             for a, b in zip(got, want):
                 tolerance = 32 * torch.finfo(dtype).eps
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * 4, msg=name)
+
+
+# --- gradients: torch's layout, by torch's product ---------------------------------------------
+
+
+def gradient_strides(call, x, w, frozen):
+    x, w = (t.detach().requires_grad_(t is not frozen) for t in (x, w))
+    y = call(x, w)
+    grads = torch.autograd.grad(y.sum(), [t for t in (x, w) if t.requires_grad])
+    return [g.stride() for g in grads]
+
+
+@device_param
+@op_param
+@pytest.mark.parametrize("columns", ["w", "x", "both"])
+def test_gradients_have_torchs_layout(columns, op, device):
+    """A transposed leaf then takes its gradient as it is, without a copy. (That of a frozen
+    weight's input is by rows: torch keeps the input's strides for it, which we do not.)"""
+    for device_type in (device, "meta"):
+        for lead in ((6,), (2, 3), (1, 6)):
+            x, w = torch.randn(*lead, 8, device=device_type), torch.randn(5, 8, device=device_type)
+            if columns != "w":
+                x = x.mT.contiguous().mT
+            if columns != "x":
+                w = w.t().contiguous().t()
+            for frozen in (None, x) if columns == "w" else (None,):
+                got = gradient_strides(op.call, x, w, frozen)
+                assert got == gradient_strides(op.eager, x, w, frozen), (lead, device_type)
+
+
+@device_param
+@pytest.mark.parametrize("frozen", ["nothing", "the input"])
+def test_a_transposed_leaf_takes_its_gradient_as_it_is(frozen, device):
+    """As transformers' Conv1D has it: the same memory, in every form of layer."""
+    w = [torch.randn(8, 8, device=device).requires_grad_() for _ in range(3)]
+    x = torch.randn(4, 8, device=device).requires_grad_(frozen == "nothing")
+    turned = [t.t() for t in w]
+    for y in (
+        tfl.linear_gelu(x, turned[0]),
+        tfl.mlp(x, turned, [None] * 3, "relu"),
+        tfl.gated_mlp(x, *turned),
+        tfl.linear_glu(x, *turned[:2]),
+    ):
+        for leaf, grad in zip(w, torch.autograd.grad(y.sum(), w, allow_unused=True)):
+            assert grad is None or grad.stride() == leaf.stride()
+
+
+@device_param
+@op_param
+@pytest.mark.parametrize("features", [2, 8])
+def test_weights_by_columns_are_as_exact_as_eager(features, op, device):
+    """Long sums of few features, whose order a product of the transposes would change."""
+    cases = []
+    for seed in range(24):
+        case = without_kinks(random_case(300, features, features, torch.float32, device, seed=seed))
+        cases.append((f"seed {seed}", Case(case.x, case.w.t().contiguous().t(), case.b, case.g)))
+    assert_contract(op, cases)

@@ -1,19 +1,24 @@
 """Random graphs of layers, built alike of fused operators and of plain torch, and asked alike.
 
-A seed gives the layers and how they meet, hooks of every kind, roots, and what is asked of them:
-first or second derivatives, for some inputs only, batched, forward mode, again later. fp64.
+A seed gives the layers and how they meet, how they keep what the backward needs (checkpoints, hooks
+on saved tensors), hooks of every kind, roots, and what is asked of them: first or second
+derivatives, for some inputs only, batched, forward mode, again later, of what was freed. fp64.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from stacks import OPS
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 3
 DUAL = threading.Lock()  # torch has one level of forward mode for all threads
@@ -69,6 +74,11 @@ def fused_mlp(x, weights, biases, activation, memory="default"):
     return torch.ops.fused.mlp(x, weights, biases, activation, memory=memory)
 
 
+def larger(saved: Tensor) -> Tensor:
+    """A hook that changes what is saved, and shows by the gradients what that was."""
+    return saved * 1.5 if saved.is_floating_point() else saved
+
+
 class Parameters:
     """Leaves that all graphs, in all threads, share: gradients are returned, never kept in them."""
 
@@ -90,14 +100,27 @@ class Parameters:
 class Graph:
     """One graph, its watchers and its roots."""
 
-    def __init__(self, parameters: Parameters, seed: int, is_fused: bool) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        seed: int,
+        is_fused: bool,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+        reentrant: bool = False,
+        may_watch: bool = True,
+    ) -> None:
         self.choice, self.parameters = random.Random(seed), parameters
+        self.around = around  # every backward
+        self.reentrant = reentrant  # checkpoints of that kind, which give .grad alone
+        self.may_watch = may_watch
         self.layer, self.mlp = (fused, fused_mlp) if is_fused else (plain, plain_mlp)
         self.glu = fused_glu if is_fused else plain_glu
         self.block = fused_block if is_fused else plain_block
         self.seen: list[Tensor] = []
         self.retained: list[Tensor] = []
         self.is_watched = False  # batched gradients can be looked at by nobody
+        self.is_kept = False  # what is saved passes through hooks: first and second order only
+        self.is_lossy = False  # and is changed by them: first order only
         start = self.choice.choice(parameters.inputs)
         self.made = [start, *(start * k for k in (0.5, -1))]
         if self.choice.random() < 0.1:
@@ -109,7 +132,8 @@ class Graph:
 
     def weight(self) -> Tensor:
         p = self.parameters
-        return self.choice.choice(p.frozen if self.choice.random() < 0.15 else p.weights)
+        weight = self.choice.choice(p.frozen if self.choice.random() < 0.15 else p.weights)
+        return weight.t() if self.choice.random() < 0.15 else weight
 
     def bias(self) -> Tensor | None:
         return self.choice.choice([*self.parameters.biases, None])
@@ -134,18 +158,20 @@ class Graph:
         memory = choice.choice(["default", "default", "low"])
         kind = choice.random()
         if kind < 0.2 and activation != "none":
-            gate, up, gate_bias, up_bias = self.gate_and_up()
+            gate, up, *biases = self.gate_and_up()
             if kind < 0.12:
-                return self.glu(x, gate, up, gate_bias, up_bias, activation, memory)
-            biases = gate_bias, up_bias, self.bias()
-            return self.block(x, gate, up, self.weight(), *biases, activation, memory)
+                given = gate, up, *biases, activation, memory
+                return self.keep(lambda x: self.glu(x, *given), x)
+            given = gate, up, self.weight(), *biases, self.bias(), activation, memory
+            return self.keep(lambda x: self.block(x, *given), x)
         if kind < 0.6:
-            return self.layer(x, self.weight(), self.bias(), activation, memory)
+            given = self.weight(), self.bias(), activation, memory
+            return self.keep(lambda x: self.layer(x, *given), x, activation)
         if kind < 0.72:
             n = choice.choice([1, 2, 2, 3])
             weights, biases = ([f() for _ in range(n)] for f in (self.weight, self.bias))
             hidden = choice.choice(list(OPS)[1:])
-            return self.mlp(x, weights, biases, hidden, memory)
+            return self.keep(lambda x: self.mlp(x, weights, biases, hidden, memory), x)
         ways = [
             lambda: x * other,
             lambda: x + other,
@@ -158,13 +184,34 @@ class Graph:
         ]
         return choice.choice(ways)()
 
+    def keep(self, call, x: Tensor, lone: str = "") -> Tensor:
+        """Calls a layer as it is, within a checkpoint, alone or with one after it, or under hooks
+        on what it saves; `lone`: the activation of one that saves what torch saves."""
+        way = self.choice.random()
+        after = self.weight(), self.bias(), self.choice.choice(list(OPS)), "low"
+        if way > 0.3:
+            return call(x)
+        self.is_kept = True
+        if way < 0.1:
+            return checkpoint(call, x, use_reentrant=self.reentrant)
+        if way < 0.2:
+            return checkpoint(
+                lambda x: self.layer(call(x), *after), x, use_reentrant=self.reentrant
+            )
+        if way < 0.25 and lone in ("none", "relu", "gelu_tanh", "gelu_erf"):
+            self.is_lossy = True
+            with saved_tensors_hooks(larger, lambda kept: kept):
+                return call(x)
+        with saved_tensors_hooks(lambda saved: [saved.clone()], lambda kept: kept[0]):
+            return call(x)
+
     def watch(self, y: Tensor) -> Tensor:
         if y.requires_grad and self.choice.random() < 0.25:
             self.hook(y)
         return y
 
     def hook(self, y: Tensor) -> None:
-        if y.grad_fn is None:
+        if y.grad_fn is None or not self.may_watch:
             return
         see, self.is_watched = self.seen.append, True
         ways = [
@@ -205,9 +252,14 @@ class Graph:
         gradients = [root.detach().sin() for root in roots]
         options = {"allow_unused": True, "retain_graph": True}
         kind = self.choice.random()
-        if kind < 0.55:
-            return list(torch.autograd.grad(roots, wanted, gradients, **options))
-        if kind < 0.8:
+        if self.reentrant:
+            with self.around():
+                torch.autograd.backward(roots, gradients, retain_graph=True)
+            return [None if t.grad is None else t.grad.clone() for t in self.parameters.leaves]
+        if kind < 0.55 or self.is_lossy:
+            with self.around():
+                return list(torch.autograd.grad(roots, wanted, gradients, **options))
+        if kind < 0.8 or self.is_kept:
             return self.twice(roots, wanted, gradients)
         if kind < 0.9 and not self.is_watched:
             batched = [torch.stack([g, g.cos()]) for g in gradients]
@@ -224,13 +276,17 @@ class Graph:
         for g in gradients:
             g.requires_grad_()
         options = {"allow_unused": True, "retain_graph": True}
-        first = torch.autograd.grad(roots, wanted, gradients, create_graph=True, allow_unused=True)
+        with self.around():
+            first = torch.autograd.grad(
+                roots, wanted, gradients, create_graph=True, allow_unused=True
+            )
         linked = [g for g in first if g is not None and g.requires_grad]
         if not linked:
             return list(first)
         total = sum((g * g).sum() for g in linked)
         leaves = [*self.parameters.leaves, *gradients]
-        return [*first, *torch.autograd.grad(total, leaves, **options)]
+        with self.around():
+            return [*first, *torch.autograd.grad(total, leaves, **options)]
 
 
 def scaled(results: Results) -> Results:
