@@ -1,17 +1,18 @@
 #include "core/policy.h"
 
+#include "core/environment.h"
+
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
-#include <cstdlib>
 
 namespace fused {
 namespace {
 
 std::atomic<Policy>& current() {
   static std::atomic<Policy> value = [] {
-    const char* wish = std::getenv("TORCH_FUSED_LINEAR_POLICY");
+    const char* wish = environment("TORCH_FUSED_LINEAR_POLICY");
     return wish ? parse_policy(wish, "TORCH_FUSED_LINEAR_POLICY") : Policy::automatic;
   }();
   return value;
