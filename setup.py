@@ -119,9 +119,18 @@ def labelled(version, torch, cuda):
     return f"{version}+{label}"
 
 
+def wish_for(what):
+    """'0', '1', or None where the variable is not set, or empty."""
+    variable = f"TORCH_FUSED_LINEAR_{what}"
+    wish = os.environ.get(variable) or None
+    if wish not in (None, "0", "1"):
+        sys.exit(f"{variable} must be 0 or 1, got '{wish}'")
+    return wish
+
+
 def lacks_nvcc():
     """Asked by the Makefile: would pip's packages of nvcc turn a CPU-only build into a CUDA one?"""
-    wish = os.environ.get("TORCH_FUSED_LINEAR_CUDA")
+    wish = wish_for("CUDA")
     return wish != "0" and torch_versions()[1] is not None and find_cuda()[0] is None
 
 
@@ -310,12 +319,12 @@ def main():
     if {"sdist", "egg_info"} & set(sys.argv):
         return setup(version=version, install_requires=["torch>=2.11"])
     torch, torch_cuda = torch_versions()
-    wish = os.environ.get("TORCH_FUSED_LINEAR_CUDA")
+    wish = wish_for("CUDA")
     home, cuda, why = find_cuda(wish)
     if home is None and torch_cuda and wish != "0":
         sys.exit(no_nvcc(why, torch, torch_cuda))
     arch_list = home and os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures(cuda))
-    if os.environ.get("TORCH_FUSED_LINEAR_LABEL") == "1":
+    if wish_for("LABEL") == "1":
         version = labelled(version, torch, torch_cuda if home else None)
     about = {
         "version": version,
@@ -326,7 +335,7 @@ def main():
 
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     debug = os.environ.get("DEBUG", "0") != "0"
-    own_products, why_own = hopper.choose(os.environ.get("TORCH_FUSED_LINEAR_HOPPER"), arch_list)
+    own_products, why_own = hopper.choose(wish_for("HOPPER"), arch_list)
     config = {"torch": torch, "cuda": cuda, "arch_list": arch_list, "debug": debug}
     config["hopper"] = own_products
     sources = fingerprint(config)

@@ -12,6 +12,9 @@ Nothing is measured while a CUDA graph is captured, under
 rule's, or that of plans loaded from a file. Timing decides which algorithm runs, so two processes
 may differ in the last bits; with the same file they do not.
 
+A plan from a file is tried for its exactness before its first use in a process, as one that was
+measured is.
+
 Environment variables: ``TORCH_FUSED_LINEAR_PLANS`` names a file that is read at first and written
 when the process ends (several processes may share it); ``TORCH_FUSED_LINEAR_BUDGET_MS`` is the
 budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
@@ -36,7 +39,8 @@ def save(path: str | os.PathLike) -> None:
     """Writes this process's plans for the current GPU to a file, at once and as a whole.
 
     Args:
-        path: of the file; an old one is replaced.
+        path: of the file; the plans that an old one has for this GPU are replaced. What it holds
+            for others, or in lines that this version does not understand, stays.
 
     Raises:
         RuntimeError: there is no GPU, or the file cannot be written.
@@ -54,8 +58,8 @@ def load(path: str | os.PathLike) -> int:
         How many plans there were.
 
     Raises:
-        ValueError: the file cannot be read, is damaged, or was made for another model of GPU or
-            another version of cuBLASLt. Nothing of it is used then.
+        ValueError: the file cannot be read, is damaged, or was made for another model of GPU,
+            version of cuBLASLt or driver. Nothing of it is used then.
         RuntimeError: there is no GPU.
     """
     return torch.ops.fused._plans_load(os.fspath(path))
@@ -77,6 +81,9 @@ def verbose(level: int) -> None:
     Args:
         level: nothing (0, the default), a line for every decision (1), and what every candidate
             took (2).
+
+    Raises:
+        ValueError: it is another number.
     """
     torch.ops.fused._plans_set_verbosity(level)
 
@@ -94,7 +101,7 @@ class budget(_Switch):
             loading kernels for the first time may take some more.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: it is negative, or more than a million.
         TypeError: it is no number.
     """
 
@@ -217,8 +224,8 @@ def broadcast(group: Any = None, source: int = 0) -> int:
 
     Raises:
         RuntimeError: the source could not save its plans, which every process then raises.
-        ValueError: this process has another model of GPU or version of cuBLASLt than the source.
-            It keeps its own plans then.
+        ValueError: this process has another model of GPU, version of cuBLASLt or driver than the
+            source. It keeps its own plans then.
     """
     import torch.distributed as dist
 

@@ -26,7 +26,8 @@ class set_policy(Switch):
             - ``"auto"`` (default): the fastest way known that keeps torch's semantics;
             - ``"cublaslt"``: cuBLASLt's own fused epilogues wherever they exist. ReLU then saves
               the library's bit mask, whose gradient at a pre-activation of exactly 0 is 1, where
-              torch's is 0;
+              torch's is 0, and at NaN, in 16 bits on a GPU, 0, where torch's is 1. What an epilogue
+              makes of a sum is the library's, GELU far from 0 too;
             - ``"eager"``: the plain formula, operator by operator.
 
     Raises:

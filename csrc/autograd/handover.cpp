@@ -1,5 +1,6 @@
 #include "autograd/handover.h"
 
+#include "core/environment.h"
 #include "core/explain.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -19,10 +20,7 @@ namespace {
 using Graph = torch::autograd::Node;  // any node, of ours or not
 
 std::atomic<bool>& switched_on() {
-  static std::atomic<bool> value = [] {
-    const char* wish = std::getenv("TORCH_FUSED_LINEAR_HANDOVER");
-    return wish == nullptr || std::strcmp(wish, "0") != 0;
-  }();
+  static std::atomic<bool> value = number_of_environment("TORCH_FUSED_LINEAR_HANDOVER", 1, 1) != 0;
   return value;
 }
 

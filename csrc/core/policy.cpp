@@ -1,10 +1,11 @@
 #include "core/policy.h"
 
+#include "core/environment.h"
+
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <optional>
 
 namespace fused {
@@ -12,7 +13,7 @@ namespace {
 
 std::atomic<Policy>& current() {
   static std::atomic<Policy> value = [] {
-    const char* wish = std::getenv("TORCH_FUSED_LINEAR_POLICY");
+    const char* wish = environment("TORCH_FUSED_LINEAR_POLICY");
     return wish ? parse_policy(wish, "TORCH_FUSED_LINEAR_POLICY") : Policy::automatic;
   }();
   return value;

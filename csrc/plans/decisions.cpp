@@ -90,6 +90,12 @@ void Decisions::replace(const PassProblem& problem, const Decision& decision) {
   if (known_.size() < capacity_ || known_.contains(problem)) known_[problem] = decision;
 }
 
+void Decisions::remove(const PassProblem& problem, const Decision& decision) {
+  const std::lock_guard lock(mutex_);
+  const auto it = known_.find(problem);
+  if (it != known_.end() && it->second == decision) known_.erase(it);
+}
+
 void Decisions::clear() {
   const std::lock_guard lock(mutex_);
   known_.clear();

@@ -24,6 +24,7 @@ struct Decision {
   Algorithm algorithm;           // of its product, if it has one
   float microseconds = 0;        // as measured
   float eager_microseconds = 0;  // of eager's sequence, beside it
+  const char* reason = nullptr;  // by rule: why it is not the strategy that the rule names
 
   bool operator==(const Decision&) const = default;
 };
@@ -38,6 +39,8 @@ class Decisions {
   // more room, the decision is given back unremembered.
   Decision add(const PassProblem& problem, const Decision& decision);
   void replace(const PassProblem& problem, const Decision& decision);
+  // Unless it has been replaced.
+  void remove(const PassProblem& problem, const Decision& decision);
   void clear();
   bool is_full() const;
   std::vector<std::pair<PassProblem, Decision>> all() const;

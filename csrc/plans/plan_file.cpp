@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -18,7 +19,9 @@
 namespace fused::plans {
 namespace {
 
-constexpr auto first_line = "torch_fused_linear plans 1";
+constexpr std::string_view first_line = "torch_fused_linear plans 2";
+// Of one section, made for no driver in particular; nothing of it is valid any more.
+constexpr std::string_view old_first_line = "torch_fused_linear plans 1";
 
 // FNV-1a: against damage, not against malice.
 uint64_t checksum(const std::string& text) {
@@ -34,29 +37,31 @@ std::string last_line(const std::string& body) {
   return line.str();
 }
 
-std::string take_line(std::istream& in, const std::string& start) {
-  std::string line;
-  const bool good = std::getline(in, line) && line.starts_with(start);
-  return good ? line.substr(start.size()) : "";
+// What follows `start` in the line; nothing where the line begins otherwise.
+std::optional<std::string> after(const std::string& line, std::string_view start) {
+  if (!line.starts_with(start)) return std::nullopt;
+  return line.substr(start.size());
 }
 
 // Another version may know strategies that this one does not, and mean something else by the
 // configurations of its own kernels.
-bool is_understood(const std::optional<std::pair<PassProblem, Decision>>& entry,
-                   const std::string& version) {
-  if (version == own_version) return true;
-  return entry && entry->second.strategy->provider != gemm::Provider::own;
+std::optional<std::pair<PassProblem, Decision>> understood(const std::string& line,
+                                                           const std::string& version) {
+  auto entry = from_text(line);
+  const bool own = entry && entry->second.strategy->provider == gemm::Provider::own;
+  return own && version != own_version ? std::nullopt : entry;
 }
 
-std::string to_text(const PlanFile& plans) {
-  std::ostringstream text;
-  text.imbue(std::locale::classic());
-  text << first_line << "\ngpu " << plans.gpu << "\ncublaslt " << plans.library_version
-       << "\nversion " << own_version << '\n';
-  for (const auto& [problem, decision] : plans.decisions) {
-    text << to_text(problem, decision) << '\n';
+std::string to_text(const std::vector<Section>& file) {
+  std::string text(first_line);
+  text += '\n';
+  for (const auto& section : file) {
+    const auto& made_for = section.made_for;
+    text += "gpu " + made_for.gpu + "\ncublaslt " + std::to_string(made_for.library_version) +
+            "\ndriver " + made_for.driver + "\nversion " + section.version + '\n';
+    for (const auto& line : section.lines) text += line + '\n';
   }
-  return text.str() + last_line(text.str());
+  return text + last_line(text);
 }
 
 // Held as long as the object lives.
@@ -92,65 +97,97 @@ void write_durably(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-PlanFile read_plan_file(const std::string& path) {
+std::vector<Section> read_plan_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK_VALUE(file, "plans: cannot read ", path, ": ", std::strerror(errno));
+  file.peek();  // of a folder only this fails
+  TORCH_CHECK_VALUE(file.is_open() && !file.bad(), "plans: cannot read ", path, ": ",
+                    std::strerror(errno));
   std::stringstream content;
   content << file.rdbuf();
   const auto text = content.str();
 
   constexpr auto refused = "; nothing of it is used";
-  TORCH_CHECK_VALUE(text.starts_with(first_line), "plans: ", path, " is no file of plans",
-                    " (expected '", first_line, "')", refused);
+  const auto format = std::string_view(text).substr(0, text.find('\n'));
+  TORCH_CHECK_VALUE(format == first_line || format == old_first_line, "plans: ", path,
+                    " is no file of plans that this version reads (expected '", first_line, "')",
+                    refused);
   const auto end = std::min(text.rfind("checksum "), text.size());
   TORCH_CHECK_VALUE(text.substr(end) == last_line(text.substr(0, end)), "plans: ", path,
                     " is damaged (its checksum does not fit)", refused);
 
-  std::istringstream lines(text.substr(0, end));
-  PlanFile plans;
-  take_line(lines, first_line);
-  plans.gpu = take_line(lines, "gpu ");
-  plans.library_version = std::strtoull(take_line(lines, "cublaslt ").c_str(), nullptr, 10);
+  std::vector<Section> sections;
+  std::istringstream lines(text.substr(format.size() + 1, end - format.size() - 1));
   for (std::string line; std::getline(lines, line);) {
-    if (plans.decisions.empty() && line.starts_with("version ")) {
-      plans.version = line.substr(std::string_view("version ").size());
+    if (const auto gpu = after(line, "gpu ")) {
+      sections.push_back({{*gpu, 0, ""}, "", {}});
+    } else if (sections.empty()) {
       continue;
+    } else if (const auto library = after(line, "cublaslt ")) {
+      sections.back().made_for.library_version = std::strtoull(library->c_str(), nullptr, 10);
+    } else if (const auto driver = after(line, "driver ")) {
+      sections.back().made_for.driver = *driver;
+    } else if (const auto version = after(line, "version ")) {
+      sections.back().version = *version;
+    } else {
+      sections.back().lines.push_back(line);
     }
-    auto entry = from_text(line);
-    if (!is_understood(entry, plans.version)) continue;
-    TORCH_CHECK_VALUE(entry, "plans: ", path, " holds a line that is no plan: '", line, "'",
-                      refused);
-    plans.decisions.push_back(std::move(*entry));
   }
-  return plans;
+  return sections;
 }
 
-void write_plan_file(const std::string& path, PlanFile plans, bool merge) {
-  const FileLock lock(path + ".lock");
-  if (merge && std::filesystem::exists(path)) {
-    std::unordered_set<PassProblem, PassProblemHash> ours;
-    for (const auto& entry : plans.decisions) ours.insert(entry.first);
-    const auto there = read_plan_file(path);
-    const auto why = mismatch(there, plans.gpu, plans.library_version);
-    TORCH_CHECK_VALUE(why.empty(), "plans: ", path, " was ", why, "; it is left as it is");
-    for (const auto& entry : there.decisions) {
-      if (!ours.contains(entry.first)) plans.decisions.push_back(entry);
+Entries entries_for(const std::vector<Section>& file, const MadeFor& here) {
+  Entries entries;
+  for (const auto& section : file) {
+    if (section.made_for != here) continue;
+    for (const auto& line : section.lines) {
+      if (auto entry = understood(line, section.version)) entries.push_back(std::move(*entry));
     }
   }
+  return entries;
+}
+
+std::string mismatch(const std::vector<Section>& file, const MadeFor& here) {
+  if (file.empty()) return "made for no GPU";
+  for (const auto& section : file) {
+    if (section.made_for == here) return "";
+  }
+  const auto& there = file.back().made_for;
+  if (there.gpu != here.gpu) return "made for " + there.gpu + ", this is " + here.gpu;
+  if (there.library_version != here.library_version) {
+    return "made with cuBLASLt " + std::to_string(there.library_version) + ", this is " +
+           std::to_string(here.library_version);
+  }
+  const auto driver =
+      there.driver.empty() ? "for no driver by name" : "with driver " + there.driver;
+  return "made " + driver + ", this is " + here.driver;
+}
+
+void write_plan_file(const std::string& path, const MadeFor& here, const Entries& entries,
+                     bool merge) {
+  const FileLock lock(path + ".lock");
+  std::vector<Section> file;
+  try {
+    if (std::filesystem::exists(path)) file = read_plan_file(path);
+  } catch (const c10::ValueError&) {
+    if (merge) throw;
+  }
+  std::unordered_set<PassProblem, PassProblemHash> ours;
+  for (const auto& entry : entries) ours.insert(entry.first);
+  auto mine = file.end();  // the section that this version adds to
+  for (auto it = file.begin(); it != file.end(); ++it) {
+    if (it->made_for != here) continue;
+    std::erase_if(it->lines, [&](const std::string& line) {
+      const auto entry = understood(line, it->version);
+      return entry && (!merge || ours.contains(entry->first));
+    });
+    if (it->version == own_version) mine = it;
+  }
+  if (mine == file.end()) mine = file.insert(file.end(), Section{here, own_version, {}});
+  for (const auto& [problem, decision] : entries) mine->lines.push_back(to_text(problem, decision));
   const auto beside = path + ".tmp";
-  write_durably(beside, to_text(plans));
+  write_durably(beside, to_text(file));
   TORCH_CHECK(std::rename(beside.c_str(), path.c_str()) == 0, "plans: cannot write ", path, ": ",
               std::strerror(errno));
-}
-
-std::string mismatch(const PlanFile& have, const std::string& gpu, size_t library_version) {
-  std::ostringstream text;
-  if (have.gpu != gpu) {
-    text << "made for " << have.gpu << ", this is " << gpu;
-  } else if (have.library_version != library_version) {
-    text << "made with cuBLASLt " << have.library_version << ", this is " << library_version;
-  }
-  return text.str();
 }
 
 }  // namespace fused::plans

@@ -1,6 +1,6 @@
 #pragma once
 
-// Decisions in a file: a header that says what they are valid for, one line each, a checksum.
+// Decisions in a file: sections that say what they are valid for, one line each, a checksum.
 
 #include "plans/decisions.h"
 
@@ -9,22 +9,36 @@ namespace fused::plans {
 // This package's version. What another one has written is used as far as it is understood.
 inline constexpr const char* own_version = "0.2.0";
 
-struct PlanFile {
-  std::string gpu;         // model, compute capability and multiprocessors
-  size_t library_version;  // of cuBLASLt
-  std::vector<std::pair<PassProblem, Decision>> decisions;
+// What decisions are valid for.
+struct MadeFor {
+  std::string gpu;             // model, compute capability and multiprocessors
+  size_t library_version = 0;  // of cuBLASLt
+  std::string driver;
+
+  bool operator==(const MadeFor&) const = default;
+};
+
+using Entries = std::vector<std::pair<PassProblem, Decision>>;
+
+struct Section {
+  MadeFor made_for;
   std::string version = own_version;  // who wrote it
+  std::vector<std::string> lines;
 };
 
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
-PlanFile read_plan_file(const std::string& path);
+std::vector<Section> read_plan_file(const std::string& path);
 
-// At no moment is there half a file: it is written beside and then renamed. With `merge`, what
-// other processes have put there is kept, and a file for another GPU or library is an error; a
-// lock, held meanwhile beside the file, lets no two processes lose each other's plans.
-void write_plan_file(const std::string& path, PlanFile plans, bool merge);
+// What is valid for `here`, as far as it is understood.
+Entries entries_for(const std::vector<Section>& file, const MadeFor& here);
+// Why there is no section for `here`, or an empty string.
+std::string mismatch(const std::vector<Section>& file, const MadeFor& here);
 
-// Why plans for `have` must not be used by `want`, or an empty string.
-std::string mismatch(const PlanFile& have, const std::string& gpu, size_t library_version);
+// At no moment is there half a file: it is written beside and then renamed; a lock, held meanwhile
+// beside the file, lets no two processes lose each other's plans. What is there for others, or not
+// understood, stays; with `merge` also what is there for `here`, and a file that cannot be read is
+// an error then.
+void write_plan_file(const std::string& path, const MadeFor& here, const Entries& entries,
+                     bool merge);
 
 }  // namespace fused::plans

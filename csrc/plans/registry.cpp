@@ -1,13 +1,9 @@
 #include "plans/registry.h"
 
-#include "plans/plan_file.h"
-
-#include <c10/util/Exception.h>
+#include "core/environment.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <unordered_map>
@@ -20,27 +16,18 @@ namespace {
 constexpr size_t most_measured = 4096;
 constexpr size_t most_ruled = 8192;
 
-constexpr double default_budget = 200;
-
-double number_from(const char* variable, double otherwise) {
-  const char* text = std::getenv(variable);
-  if (text == nullptr || *text == '\0') return otherwise;
-  double value = -1;
-  const char* end = text + std::strlen(text);
-  const auto [stop, error] = std::from_chars(text, end, value);  // whatever the locale
-  TORCH_CHECK_VALUE(error == std::errc() && stop == end && value >= 0, variable,
-                    " must be a number of at least 0, got '", text, "'");
-  return value;
-}
+constexpr double default_budget = 200, most_budget = 1e6;
+constexpr int64_t most_verbosity = 2;
 
 std::atomic<double>& budget_setting() {
-  static std::atomic<double> value = number_from("TORCH_FUSED_LINEAR_BUDGET_MS", default_budget);
+  static std::atomic<double> value =
+      number_of_environment("TORCH_FUSED_LINEAR_BUDGET_MS", default_budget, most_budget);
   return value;
 }
 
 std::atomic<int64_t>& verbosity_setting() {
   static std::atomic<int64_t> value =
-      static_cast<int64_t>(number_from("TORCH_FUSED_LINEAR_VERBOSE", 0));
+      number_of_environment("TORCH_FUSED_LINEAR_VERBOSE", int64_t{0}, most_verbosity);
   return value;
 }
 
@@ -73,30 +60,29 @@ void start_generation() {
   current_generation.fetch_add(1, std::memory_order_release);
 }
 
-// The file of the environment, between import and the first use of a device, and until the end.
+// The file of the environment, from import to the end of the process.
 struct Environment {
   std::mutex mutex;
-  std::string path;                 // to be written at the end; empty: none
-  std::optional<PlanFile> waiting;  // read, not yet known to fit
-  std::optional<Machine> machine;   // whose plans it holds, and are written at the end
-  bool told = false;                // that it does not fit
+  std::string path;  // to be written at the end; empty: none
+  std::vector<Section> file;
+  std::vector<Machine> machines;  // that have been used: whose plans are written
 };
 
-Environment& environment() {
+Environment& of_environment() {
   static auto* value = new Environment;  // outlives every thread
   return *value;
 }
 
-PlanFile of_process(const Machine& machine) {
-  PlanFile file{machine.gpu, machine.library_version, {}};
-  for (auto& entry : measured().all()) {
-    if (entry.first.matmul.device == machine.first_equal_device) file.decisions.push_back(entry);
-  }
-  return file;
+Entries of_process(const Machine& machine) {
+  auto entries = measured().all();
+  std::erase_if(entries, [&](const auto& entry) {
+    return entry.first.matmul.device != machine.first_equal_device;
+  });
+  return entries;
 }
 
-void take_over(const PlanFile& file, const Machine& machine) {
-  for (auto [problem, decision] : file.decisions) {
+void take_over(const Entries& entries, const Machine& machine) {
+  for (auto [problem, decision] : entries) {
     problem.matmul.device = machine.first_equal_device;
     measured().replace(problem, decision);
   }
@@ -104,14 +90,15 @@ void take_over(const PlanFile& file, const Machine& machine) {
 }
 
 void save_at_exit() {
-  auto& env = environment();
+  auto& env = of_environment();
   const std::lock_guard lock(env.mutex);
-  if (env.path.empty() || !env.machine) return;
   try {
-    const auto file = of_process(*env.machine);
-    if (!file.decisions.empty()) write_plan_file(env.path, file, /*merge=*/true);
+    for (const auto& machine : env.machines) {
+      const auto entries = of_process(machine);
+      if (!entries.empty()) write_plan_file(env.path, machine.made_for, entries, /*merge=*/true);
+    }
   } catch (const std::exception& failure) {
-    std::cerr << "fused: the plans of this process are not saved: " << failure.what() << '\n';
+    std::cerr << "fused: the plans of this process are not saved: " + message_of(failure) + '\n';
   }
 }
 
@@ -189,15 +176,25 @@ CallsLeft postpone(const PassProblem& bucket) {
 double budget() { return budget_setting().load(std::memory_order_relaxed); }
 
 void set_budget(double milliseconds) {
-  TORCH_CHECK_VALUE(milliseconds >= 0, "plans: the budget must be at least 0 milliseconds, got ",
+  TORCH_CHECK_VALUE(milliseconds >= 0 && milliseconds <= most_budget,
+                    "plans: the budget must be from 0 to ", most_budget, " milliseconds, got ",
                     milliseconds);
   if (budget_setting().exchange(milliseconds) != milliseconds) start_generation();
 }
 
 int64_t verbosity() { return verbosity_setting().load(std::memory_order_relaxed); }
-void set_verbosity(int64_t level) { verbosity_setting() = level; }
+void set_verbosity(int64_t level) {
+  TORCH_CHECK_VALUE(level >= 0 && level <= most_verbosity, "plans: the level must be from 0 to ",
+                    most_verbosity, ", got ", level);
+  verbosity_setting() = level;
+}
 void log(const std::string& line) {
   if (verbosity() > 0) std::cerr << "fused: " + line + '\n';
+}
+
+std::string message_of(const std::exception& error) {
+  const auto* ours = dynamic_cast<const c10::Error*>(&error);
+  return ours ? ours->what_without_backtrace() : error.what();
 }
 
 uint64_t generation() { return current_generation.load(std::memory_order_acquire); }
@@ -210,16 +207,18 @@ std::optional<Machine> machine(int device) {
 }
 
 void save(const std::string& path) {
-  write_plan_file(path, of_process(machine_or_error("save")), /*merge=*/false);
+  const auto here = machine_or_error("save");
+  write_plan_file(path, here.made_for, of_process(here), /*merge=*/false);
 }
 
 int64_t load(const std::string& path) {
   const auto file = read_plan_file(path);
   const auto here = machine_or_error("load");
-  const auto why = mismatch(file, here.gpu, here.library_version);
+  const auto why = mismatch(file, here.made_for);
   TORCH_CHECK_VALUE(why.empty(), "plans: ", path, " was ", why, "; nothing of it is used");
-  take_over(file, here);
-  return static_cast<int64_t>(file.decisions.size());
+  const auto entries = entries_for(file, here.made_for);
+  take_over(entries, here);
+  return static_cast<int64_t>(entries.size());
 }
 
 void clear() {
@@ -242,16 +241,16 @@ std::vector<std::string> show() {
 
 void from_environment() {
   static const bool done = [] {
-    const char* path = std::getenv("TORCH_FUSED_LINEAR_PLANS");
-    if (path == nullptr || *path == '\0') return true;
-    auto& env = environment();
+    const char* path = environment("TORCH_FUSED_LINEAR_PLANS");
+    if (path == nullptr) return true;
+    auto& env = of_environment();
     const std::lock_guard lock(env.mutex);
     try {
-      if (std::filesystem::exists(path)) env.waiting = read_plan_file(path);
+      if (std::filesystem::exists(path)) env.file = read_plan_file(path);
       env.path = std::filesystem::absolute(path).string();
       std::atexit(save_at_exit);
     } catch (const std::exception& failure) {
-      TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", failure.what(),
+      TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", message_of(failure),
                  ". It is left as it is; remove it to have it made anew.");
     }
     return true;
@@ -260,24 +259,21 @@ void from_environment() {
 }
 
 void adopt(const Machine& machine) {
+  static_cast<void>(budget()), static_cast<void>(verbosity());
   from_environment();
-  auto& env = environment();
+  auto& env = of_environment();
   const std::lock_guard lock(env.mutex);
-  if (env.path.empty() || env.machine) return;
-  if (!env.waiting) {
-    env.machine = machine;  // a new file: of the first device used
-    return;
-  }
-  const auto why = mismatch(*env.waiting, machine.gpu, machine.library_version);
-  if (why.empty()) {
-    take_over(*env.waiting, machine);
-    env.machine = machine;
-    env.waiting.reset();
-  } else if (!env.told) {
-    // It may fit another device of this process, and is left as it is if it does not.
-    env.told = true;
-    TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why, "; nothing of it is used. ",
-               "It is left as it is; remove it to have it made anew.");
+  const auto is_it = [&](const Machine& other) {
+    return other.first_equal_device == machine.first_equal_device;
+  };
+  if (env.path.empty() || std::ranges::any_of(env.machines, is_it)) return;
+  env.machines.push_back(machine);
+  const auto entries = entries_for(env.file, machine.made_for);
+  if (!entries.empty()) take_over(entries, machine);
+  const auto why = env.file.empty() ? "" : mismatch(env.file, machine.made_for);
+  if (!why.empty()) {
+    TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why,
+               "; nothing of it is used, and what is measured now is added.");
   }
 }
 

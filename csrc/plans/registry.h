@@ -3,7 +3,7 @@
 // The plans of the process as users see them: what has been decided, how long measuring may take,
 // files.
 
-#include "plans/decisions.h"
+#include "plans/plan_file.h"
 
 #include <atomic>
 #include <functional>
@@ -40,6 +40,7 @@ CallsLeft postpone(const PassProblem& bucket);
 int64_t calls_until_retry(int failures);
 
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
+// This setting and the next throw (ValueError) where the variable has no such value.
 double budget();
 void set_budget(double milliseconds);
 
@@ -48,11 +49,11 @@ void set_budget(double milliseconds);
 int64_t verbosity();
 void set_verbosity(int64_t level);
 void log(const std::string& line);
+// In one line: without the frames that c10::Error::what has.
+std::string message_of(const std::exception& error);
 
-// What plans are valid for: a model of GPU and a version of cuBLASLt.
 struct Machine {
-  std::string gpu;
-  size_t library_version = 0;
+  MadeFor made_for;            // what its plans are valid for
   int first_equal_device = 0;  // devices of one model share their plans
 };
 // Of a device, -1: the current one. Nothing without a GPU.
@@ -66,14 +67,14 @@ uint64_t generation();
 
 void save(const std::string& path);
 // How many were read. Throws (ValueError) and uses nothing where the file is damaged, or made for
-// another GPU or cuBLASLt.
+// another GPU, cuBLASLt or driver.
 int64_t load(const std::string& path);
 void clear();
 std::vector<std::string> show();
 
 // Reads the file that TORCH_FUSED_LINEAR_PLANS names, once, and has it written when the process
-// ends. What is wrong with it is a warning, and leaves it alone. Needs no GPU: whether the file
-// fits is seen when a device is first used (adopt).
+// ends. A file that cannot be read is a warning, and left alone. Needs no GPU: what is for a device
+// is taken over when that is first used (adopt), which checks the other settings, too.
 void from_environment();
 void adopt(const Machine& machine);
 

@@ -264,8 +264,8 @@ def test_cublaslt_takes_the_librarys_epilogue(kind, dtype, cuda):
             # There the library's tanh is approximate: it is never taken, and the row says so.
             assert "no GELU epilogue" in bias and "DGELU" not in bias, f"{where}: {bias}"
             continue
-        if dtype.itemsize > 2 and "no valid algorithm" in bias + alone:
-            continue  # none is as exact as eager's product here, and the row says so
+        if dtype.itemsize > 2 and any(why in bias + alone for why in ("less exact", "its trial")):
+            continue  # of none of the library's, and the row says so
         assert f"{name}_BGRAD" in bias and f"(not {name}_BGRAD" not in bias, f"{where}: {bias}"
         assert name in alone and "BGRAD" not in alone.replace("BGRADB", ""), f"{where}: {alone}"
 

@@ -17,8 +17,10 @@ namespace {
 using Arm = void (*)(const char*, long, long);
 using Disarm = long (*)();
 
-PlanFile file_of(int count) {
-  PlanFile file{"GPU A", library, {}};
+const MadeFor here{"GPU A", library, "580.65"};
+
+Entries entries_of(int count) {
+  Entries entries;
   for (int i = 1; i <= count; ++i) {
     auto p = problem_of(Pass::fprop, Activation::relu);
     p.matmul.m = 8 * i;
@@ -26,9 +28,9 @@ PlanFile file_of(int count) {
     d.origin = Decision::Origin::file;
     d.strategy = find_strategy(p.pass, "epilogue");
     d.algorithm.bytes[0] = static_cast<uint64_t>(i);
-    file.decisions.emplace_back(p, d);
+    entries.emplace_back(p, d);
   }
-  return file;
+  return entries;
 }
 
 long open_files() {
@@ -36,9 +38,9 @@ long open_files() {
   return std::distance(begin(all), end(all));
 }
 
-std::string refused(const std::string& path, const PlanFile& plans) {
+std::string refused(const std::string& path, const Entries& entries) {
   try {
-    write_plan_file(path, plans, false);
+    write_plan_file(path, here, entries, false);
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   }
@@ -52,11 +54,11 @@ int main(int count, char** arguments) {
   const auto disarm = reinterpret_cast<Disarm>(dlsym(RTLD_DEFAULT, "faults_disarm"));
   if (count != 2 || arm == nullptr || disarm == nullptr) return 2;
   const auto path = std::string(arguments[1]) + "/plans";
-  const auto old = file_of(3), next = file_of(40);
+  const auto old = entries_of(3), next = entries_of(40);
   long failed = 0, wrongs = 0;
   for (const char* name : {"open", "flock", "fopen", "fwrite", "fflush", "fsync", "rename"}) {
     for (long nth = 1;; ++nth) {
-      write_plan_file(path, old, false);
+      write_plan_file(path, here, old, false);
       const long before = open_files();
       arm(name, nth, 1);
       const auto error = refused(path, next);
@@ -71,11 +73,11 @@ int main(int count, char** arguments) {
         ++wrongs;
       };
       if (!error.empty() && error.find(path) == std::string::npos) wrong("names no file");
-      const auto there = read_plan_file(path).decisions;
-      if (there != (error.empty() ? next : old).decisions) wrong("the file is another one");
+      const auto there = [&] { return entries_for(read_plan_file(path), here); };
+      if (there() != (error.empty() ? next : old)) wrong("the file is another one");
       if (open_files() != before) wrong("a file is left open");
       if (!refused(path, next).empty()) wrong("the next call fails");
-      if (read_plan_file(path).decisions != next.decisions) wrong("the next call is wrong");
+      if (there() != next) wrong("the next call is wrong");
     }
   }
   if (wrongs == 0) std::printf("%ld\n", failed);

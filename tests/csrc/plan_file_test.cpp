@@ -6,6 +6,7 @@
 
 #include "plans/plan_file.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <locale>
@@ -51,6 +52,13 @@ void the_first_decision_stays() {
   }
   for (auto& thread : threads) thread.join();
   for (const auto& d : seen) EXPECT(d == *shared.find(p));
+
+  // Forgotten is what was refused, and not what has taken its place meanwhile.
+  const auto refused = decision(p, "epilogue"), newer = decision(p, "aten");
+  known.replace(p, newer), known.remove(p, refused);
+  EXPECT(known.find(p) == newer);
+  known.remove(p, newer);
+  EXPECT(!known.find(p));
 }
 
 void text_comes_back() {
@@ -95,16 +103,27 @@ void text_that_is_no_decision() {
 
 // ---- files -------------------------------------------------------------------------------------
 
-PlanFile file_of(int count, int64_t first = 1) {
-  PlanFile file{"GPU A", library, {}};
+const MadeFor here{"GPU A", library, "580.65"};
+
+Entries entries_of(int count, int64_t first = 1) {
+  Entries entries;
   for (int64_t i = first; i < first + count; ++i) {
     auto p = problem_of(Pass::fprop, Activation::relu);
     p.matmul.m = 8 * i;
     auto d = decision(p, "epilogue", i);
     d.origin = Decision::Origin::file;
-    file.decisions.emplace_back(p, d);
+    entries.emplace_back(p, d);
   }
-  return file;
+  return entries;
+}
+
+void write_plans(const char* path, const Entries& entries, bool merge = false,
+                 const MadeFor& made_for = here) {
+  write_plan_file(path, made_for, entries, merge);
+}
+
+Entries read_plans(const char* path, const MadeFor& made_for = here) {
+  return entries_for(read_plan_file(path), made_for);
 }
 
 std::string content(const char* path) {
@@ -128,17 +147,19 @@ std::string error_of(const Fn& fn) {
 }
 
 void a_file_is_whole_or_refused() {
-  write_plan_file("plans", file_of(3), false);
+  write_plans("plans", entries_of(3));
   const auto there = read_plan_file("plans");
-  EXPECT(there.gpu == "GPU A" && there.library_version == library);
-  EXPECT(there.decisions == file_of(3).decisions);
+  EXPECT(there.size() == 1 && there.front().made_for == here);
+  EXPECT(there.front().version == own_version);
+  EXPECT(read_plans("plans") == entries_of(3));
   EXPECT(!std::filesystem::exists("plans.tmp"));
 
   const auto text = content("plans");
   const auto refused = [&](const std::string& damaged) {
     put("damaged", damaged);
-    return error_of([] { read_plan_file("damaged"); }).find("nothing of it is used") !=
-           std::string::npos;
+    const auto error = error_of([] { read_plan_file("damaged"); });
+    EXPECT(error.find('\n') == std::string::npos);
+    return error.find("nothing of it is used") != std::string::npos;
   };
   EXPECT(!refused(text));
   for (size_t i = 0; i < text.size(); ++i) {
@@ -148,8 +169,10 @@ void a_file_is_whole_or_refused() {
     EXPECT(refused(flipped));
   }
   EXPECT(refused(text + "epilogue\n") && refused("hello\n"));
-  EXPECT(error_of([] { read_plan_file("missing"); }).find("cannot read missing") !=
-         std::string::npos);
+  for (const char* path : {"missing", "."}) {
+    EXPECT(error_of([=] { read_plan_file(path); }).find("cannot read " + std::string(path)) !=
+           std::string::npos);
+  }
 }
 
 struct Grouping : std::numpunct<char> {
@@ -166,74 +189,109 @@ std::string with_checksum(const std::string& body) {
   return text.str();
 }
 
-void another_versions_file_is_used_as_far_as_it_is_understood() {
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+void another_versions_lines_stay() {
   const auto p = problem_of(Pass::fprop, Activation::gelu_erf);
-  const auto library_plan =
-      to_text(problem_of(Pass::fprop, Activation::relu),
-              decision(problem_of(Pass::fprop, Activation::relu), "epilogue"));
+  const auto known = entries_of(1);
+  const auto library_plan = to_text(known[0].first, known[0].second);
   const auto own_plan = to_text(p, decision(p, "hopper"));
+  const std::string unknown = "some_new_strategy 1 2 3";
+  const auto lines = library_plan + '\n' + own_plan + '\n' + unknown + '\n';
   const auto file = [&](const std::string& version) {
-    put("other",
-        with_checksum("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 130100\n" + version +
-                      library_plan + '\n' + own_plan + "\nsome_new_strategy 1 2 3\n"));
-    return read_plan_file("other");
+    put("other", with_checksum("torch_fused_linear plans 2\ngpu GPU A\ncublaslt 130100\n"
+                               "driver 580.65\nversion " +
+                               version + '\n' + lines));
+    return read_plans("other");
   };
-  const auto others = file("version 9.9.9\n");
-  EXPECT(others.version == "9.9.9" && others.decisions.size() == 1);
-  EXPECT(others.decisions.front().second.strategy->name == std::string("epilogue"));
-  for (const auto& version : {std::string(), "version " + std::string(own_version) + '\n'}) {
-    EXPECT(error_of([&] { file(version); }).find("holds a line that is no plan") !=
-           std::string::npos);
+  EXPECT(file(own_version).size() == 2);
+  EXPECT(file("9.9.9") == known);  // our own kernels are those of a version
+
+  // Neither a merge nor a save loses what this version does not understand; what it does is
+  // replaced by what it brings.
+  for (const bool merge : {true, false}) {
+    for (const auto* version : {own_version, "9.9.9"}) {
+      file(version);
+      write_plans("other", entries_of(1), merge);
+      const auto text = content("other");
+      const bool own = version == std::string(own_version);
+      EXPECT(contains(text, unknown) && contains(text, version));
+      EXPECT(contains(text, own_plan) == (merge || !own));
+      EXPECT(text.find(library_plan) == text.rfind(library_plan));
+      EXPECT(read_plans("other").size() == (own && merge ? 2 : 1));
+    }
   }
-  write_plan_file("ours", file_of(1), false);
-  EXPECT(read_plan_file("ours").version == own_version);
 }
 
 void the_locale_does_not_matter() {
-  write_plan_file("plain", file_of(3), false);
+  write_plans("plain", entries_of(3));
   const auto before = std::locale::global(std::locale(std::locale(), new Grouping));
-  write_plan_file("grouped", file_of(3), false);
-  EXPECT(read_plan_file("plain").decisions == file_of(3).decisions);
+  write_plans("grouped", entries_of(3));
+  EXPECT(read_plans("plain") == entries_of(3));
   std::locale::global(before);
   EXPECT(content("plain") == content("grouped"));
 }
 
-void other_machines_files_do_not_fit() {
-  const auto file = file_of(1);
-  EXPECT(mismatch(file, "GPU A", library).empty());
-  EXPECT(mismatch(file, "GPU B", library) == "made for GPU A, this is GPU B");
-  EXPECT(mismatch(file, "GPU A", 140000) == "made with cuBLASLt 130100, this is 140000");
+void other_machines_plans_do_not_apply_and_stay() {
+  const auto with = [](auto change) {
+    auto other = here;
+    change(other);
+    return other;
+  };
+  const auto gpu = with([](MadeFor& m) { m.gpu = "GPU B"; });
+  const auto newer = with([](MadeFor& m) { m.library_version = 140000; });
+  const auto driver = with([](MadeFor& m) { m.driver = "590.1"; });
+  write_plans("file", entries_of(2));
+  const auto file = read_plan_file("file");
+  EXPECT(mismatch(file, here).empty());
+  EXPECT(mismatch(file, gpu) == "made for GPU A, this is GPU B");
+  EXPECT(mismatch(file, newer) == "made with cuBLASLt 130100, this is 140000");
+  EXPECT(mismatch(file, driver) == "made with driver 580.65, this is 590.1");
+  for (const auto& other : {gpu, newer, driver}) {
+    EXPECT(entries_for(file, other).empty());
+    write_plans("file", entries_of(3), /*merge=*/other == gpu, other);
+    EXPECT(read_plans("file", other) == entries_of(3) && read_plans("file") == entries_of(2));
+  }
+  EXPECT(read_plan_file("file").size() == 4);
+
+  // A file from before the driver stood in it.
+  const auto line = to_text(entries_of(1)[0].first, entries_of(1)[0].second);
+  put("old", with_checksum("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 130100\n"
+                           "version 0.2.0\n" +
+                           line + '\n'));
+  EXPECT(read_plans("old").empty());
+  EXPECT(mismatch(read_plan_file("old"), here) == "made for no driver by name, this is 580.65");
+  write_plans("old", entries_of(2), true);
+  EXPECT(read_plans("old") == entries_of(2) && read_plan_file("old")[0].lines[0] == line);
 }
 
 void processes_share_a_file() {
   // Each brings its own; none loses another's.
   std::vector<std::thread> writers;
   for (int i = 0; i < 8; ++i) {
-    writers.emplace_back([i] { write_plan_file("shared", file_of(2, 1 + 2 * i), true); });
+    writers.emplace_back([i] { write_plans("shared", entries_of(2, 1 + 2 * i), true); });
   }
   for (auto& writer : writers) writer.join();
-  EXPECT(read_plan_file("shared").decisions.size() == 16);
+  EXPECT(read_plans("shared").size() == 16 && read_plan_file("shared").size() == 1);
 
-  // One's own plans are the newer; those of another library are not kept.
-  auto mine = file_of(1);
-  mine.decisions[0].second.algorithm.workspace = 1;
-  write_plan_file("shared", mine, true);
-  EXPECT(read_plan_file("shared").decisions.size() == 16);
-  EXPECT(read_plan_file("shared").decisions[0].second.algorithm.workspace == 1);
-  // A file for another library is not taken over unasked.
-  mine.library_version = 140000;
-  EXPECT(error_of([&] { write_plan_file("shared", mine, true); }).find("left as it is") !=
-         std::string::npos);
-  EXPECT(read_plan_file("shared").decisions.size() == 16);
-  write_plan_file("shared", mine, false);
-  EXPECT(read_plan_file("shared").decisions.size() == 1);
+  // One's own plans are the newer.
+  auto mine = entries_of(1);
+  mine[0].second.algorithm.workspace = 1;
+  write_plans("shared", mine, true);
+  const auto all = read_plans("shared");
+  EXPECT(all.size() == 16 && std::ranges::count(all, mine[0]) == 1);
+  write_plans("shared", mine);
+  EXPECT(read_plans("shared") == mine);
 
   // What is damaged is not written over unasked, and stays as it is.
   put("shared", "damaged");
-  EXPECT(!error_of([&] { write_plan_file("shared", mine, true); }).empty());
+  EXPECT(!error_of([&] { write_plans("shared", mine, true); }).empty());
   EXPECT(content("shared") == "damaged");
-  EXPECT(error_of([&] { write_plan_file("no/folder", mine, false); }).find("no/folder") !=
-         std::string::npos);
+  write_plans("shared", mine);
+  EXPECT(read_plans("shared") == mine);
+  EXPECT(contains(error_of([&] { write_plans("no/folder", mine); }), "no/folder"));
 }
 
 const Tests tests{
@@ -241,9 +299,9 @@ const Tests tests{
     {"text_comes_back", text_comes_back},
     {"text_that_is_no_decision", text_that_is_no_decision},
     {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},
-    {"another_versions_file", another_versions_file_is_used_as_far_as_it_is_understood},
+    {"another_versions_lines", another_versions_lines_stay},
     {"the_locale_does_not_matter", the_locale_does_not_matter},
-    {"other_machines_files_do_not_fit", other_machines_files_do_not_fit},
+    {"other_machines_plans", other_machines_plans_do_not_apply_and_stay},
     {"processes_share_a_file", processes_share_a_file},
 };
 

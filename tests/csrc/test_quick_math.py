@@ -3,7 +3,14 @@
 import cpp_programs
 import pytest
 
-NAMES = ("relu", "gelu_tanh", "gelu_erf", "silu")
+NAMES = (
+    "relu",
+    "gelu_tanh",
+    "gelu_erf",
+    "silu",
+    "a_trial_takes_what_is_exact",
+    "a_trial_sees_flat_regions",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,23 @@
 """Measuring on a GPU: right results, no trace left, one decision for all, files."""
 
 import itertools
-import os
 import subprocess
-import sys
 import threading
 
 import cpp_programs
 import pytest
 import torch
-from fresh_process import LET_GO
-from helpers import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, assert_contract, policy, random_case
-from plan_files import file_text
+from helpers import (
+    GELU_ERF,
+    GELU_TANH,
+    LINEAR,
+    OPS,
+    RELU,
+    assert_contract,
+    policy,
+    random_case,
+)
+from plan_files import HEAD, file_text, run_step
 from stacks import assert_same
 
 import torch_fused_linear as tfl
@@ -170,6 +176,49 @@ def test_warmup_before_a_capture():
     assert_same(grads, want)
 
 
+def in_a_thread(work):
+    failures = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+
+
+def test_a_capture_pins_nothing():
+    """What a thread captures by its neighbour's plan, or by rule, it measures afterwards."""
+    cases = [random_case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    alone = random_case(384, 64, 72, torch.bfloat16, "cuda").inputs
+    torch.mm(cases[0][0], cases[0][1].t())
+    with plans.patience(3):
+        tfl.linear_relu(*cases[0])
+        tfl.linear_relu(*cases[1])  # borrowed
+        assert len(lines("its neighbour's")) == 1
+        with plans.budget(0):
+            tfl.linear_relu(*alone)  # by rule
+        tfl.linear_relu(*cases[1])
+
+        def capture_and_go_on():
+            torch.mm(cases[0][0], cases[0][1].t())
+            torch.cuda.synchronize()
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                for inputs in (cases[1], alone):
+                    tfl.linear_relu(*inputs)
+            for _ in range(8):
+                for inputs in (cases[1], alone):
+                    tfl.linear_relu(*inputs)
+
+        in_a_thread(capture_and_go_on)
+    assert len(lines("measured")) == 3, plans.show()
+
+
 def test_threads_agree():
     case = random_case(640, 128, 192, torch.float16, "cuda")
     outputs, barrier = [None] * 6, threading.Barrier(6)
@@ -253,24 +302,6 @@ def test_infinities_and_zeros_do_not_disturb():
 
 # -------------------------------------------------------------------------------------- files
 
-STEP = """
-import sys, torch, torch_fused_linear as tfl
-torch.manual_seed(0)
-model = torch.nn.Sequential(tfl.FusedLinearGELU(96, 320), tfl.FusedLinear(320, 96)).cuda().half()
-x = torch.randn(1024, 96, device="cuda", dtype=torch.float16)
-grads = torch.autograd.grad(model(x).float().square().mean(), model.parameters())
-torch.save([g.cpu() for g in grads], sys.argv[1])
-print(tfl.plans.show())
-"""
-
-
-def run_step(target, **variables):
-    environment = {**os.environ, "TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables}
-    command = [sys.executable, "-c", STEP + LET_GO, str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr, torch.load(target)
-
 
 def test_two_processes_with_one_file_have_the_same_bits(tmp_path):
     file = tmp_path / "plans"
@@ -286,14 +317,31 @@ def test_two_processes_with_one_file_have_the_same_bits(tmp_path):
     assert all(map(torch.equal, a, b)) and all(map(torch.equal, a, c))
 
 
-def test_a_foreign_file_is_told_of_and_left_alone(tmp_path):
+@pytest.mark.parametrize("head", [HEAD, "torch_fused_linear plans 1\ngpu GPU A\ncublaslt 1\n"])
+def test_a_foreign_files_plans_are_told_of_and_stay(head, tmp_path):
     file = tmp_path / "plans"
-    text = file_text("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 1\n")
-    file.write_text(text)
-    out, err, _ = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
-    assert "was made for GPU A, this is NVIDIA" in err and "measured" in out
-    assert file.read_text() == text
+    file.write_text(file_text(head + "version 9.9\nsome_strategy 1 2\n"))
     with pytest.raises(ValueError, match="was made for GPU A, this is NVIDIA"):
+        plans.load(file)
+    out, err, _ = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
+    assert err.count("was made for GPU A, this is NVIDIA") == 1 and "frame #" not in err
+    assert "measured" in out
+    text = file.read_text()
+    assert "gpu GPU A\n" in text and "version 9.9\nsome_strategy 1 2\n" in text
+    assert plans.load(file) == out.count("measured")
+    out, err, _ = run_step(tmp_path / "b", TORCH_FUSED_LINEAR_PLANS=str(file))
+    assert "measured" not in out and err == ""
+
+
+def test_another_drivers_plans_do_not_apply(tmp_path):
+    tfl.linear_relu(*random_case(128, 64, 64, torch.bfloat16, "cuda").inputs)
+    file = tmp_path / "plans"
+    plans.save(file)
+    lines_of_file = file.read_text().splitlines()[:-1]
+    assert lines_of_file[3].startswith("driver ") and len(lines_of_file[3]) > len("driver ")
+    lines_of_file[3] = "driver 1"
+    file.write_text(file_text("\n".join([*lines_of_file, ""])))
+    with pytest.raises(ValueError, match="made with driver 1, this is "):
         plans.load(file)
 
 

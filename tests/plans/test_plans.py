@@ -33,8 +33,8 @@ def test_budget_is_set_and_put_back():
     assert plans.get_budget() == before
 
 
-def test_budget_must_not_be_negative():
-    with pytest.raises(ValueError, match=r"budget must be at least 0 milliseconds, got -1"):
+def test_a_budget_has_bounds():
+    with pytest.raises(ValueError, match=r"budget must be from 0 to 1e\+06 milliseconds, got -1"):
         plans.budget(-1)
 
 
@@ -53,10 +53,45 @@ def test_budget_from_the_environment():
     code = "import torch_fused_linear as t; print(t.plans.get_budget())"
     assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="7.5").stdout == "7.5\n"
     assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="").stdout == "200.0\n"
-    failed = run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="much")
-    assert "TORCH_FUSED_LINEAR_BUDGET_MS must be a number of at least 0, got 'much'" in (
-        failed.stderr
-    )
+
+
+STEP = """
+import torch, torch_fused_linear as t
+x = torch.ones(2, 2, requires_grad=True)
+t.linear(t.linear_relu(x, x), x).sum().backward()
+torch.ops.fused._plans_verbosity(), t.plans.get_budget()
+"""
+
+
+@pytest.mark.parametrize(
+    "variable, values, expected",
+    [
+        ("BUDGET_MS", ["much", "nan", "1e300"], "a number from 0 to 1e+06"),
+        ("VERBOSE", ["1e300", "-1"], "an integer from 0 to 2"),
+        ("HANDOVER", ["off"], "an integer from 0 to 1"),
+        ("POLICY", ["fast"], "'auto', 'cublaslt' or 'eager'"),
+    ],
+)
+def test_values_in_the_environment_are_checked(variable, values, expected):
+    variable = f"TORCH_FUSED_LINEAR_{variable}"
+    for value in values:
+        failed = run_python(STEP, **{variable: value})
+        last = failed.stderr.splitlines()[-1]
+        assert last == f"ValueError: {variable} must be {expected}, got '{value}'"
+
+
+@pytest.mark.parametrize("value, policy", [("", ""), ("0", "eager")])
+def test_what_is_empty_in_the_environment_is_not_set(value, policy):
+    names = [f"TORCH_FUSED_LINEAR_{name}" for name in ("BUDGET_MS", "VERBOSE", "HANDOVER")]
+    passed = run_python(STEP, **dict.fromkeys(names, value), TORCH_FUSED_LINEAR_POLICY=policy)
+    assert (passed.returncode, passed.stderr) == (0, "")
+
+
+def test_the_level_has_bounds():
+    for level in (-1, 3):
+        with pytest.raises(ValueError, match=f"level must be from 0 to 2, got {level}"):
+            plans.verbose(level)
+    plans.verbose(0)
 
 
 def test_nothing_is_planned_on_the_cpu():
@@ -84,15 +119,16 @@ def test_files_need_a_gpu(call, tmp_path):
         ("something else\n", "is no file of plans"),
         (file_text()[:-3], "is damaged"),
         (file_text().replace("GPU A", "GPU B"), "is damaged"),
-        (file_text("torch_fused_linear plans 1\ngpu A\ncublaslt 1\nepilogue\n"), "no plan: 'epil"),
+        (file_text("torch_fused_linear plans 3\ngpu A\n"), "is no file of plans that this version"),
     ],
 )
 def test_a_bad_file_is_refused(text, message, tmp_path):
     path = tmp_path / "plans"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as failure:
         plans.load(path)
+    assert "\n" not in str(failure.value)
 
 
 def test_files_say_this_packages_version():
@@ -107,6 +143,7 @@ def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
     assert done.returncode == 0
     assert "TORCH_FUSED_LINEAR_PLANS" in done.stderr and "is no file of plans" in done.stderr
     assert "left as it is" in done.stderr
+    assert "frame #" not in done.stderr and "Exception raised" not in done.stderr
     assert path.read_text() == "damaged"
 
 

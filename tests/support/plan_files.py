@@ -1,17 +1,26 @@
-"""Files of plans, written by hand."""
+"""Files of plans, written by hand, and processes that have one."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+
+import torch
+from fresh_process import LET_GO
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
-HEADER = 4  # lines
+HEADER = 5  # lines
 ALGORITHM = slice(26, 34)  # of a plan's words
 PASSES = ("fprop", "dgrad", "wgrad", "activation", "gating", "glu")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu")
 
 
-def file_text(body="torch_fused_linear plans 1\ngpu GPU A\ncublaslt 130100\n"):
+HEAD = "torch_fused_linear plans 2\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"
+
+
+def file_text(body=HEAD):
     hash = 0xCBF29CE484222325  # FNV-1a
     for byte in body.encode():
         hash = (hash ^ byte) * 0x100000001B3 % 2**64
@@ -57,3 +66,23 @@ def run_forced(step, folder, strategy, takes, algorithm=0):
     strategy."""
     write_forced(step, folder / "plans", strategy, takes, algorithm)
     return run_with(folder / "plans", step)
+
+
+STEP = """
+import sys, torch, torch_fused_linear as tfl
+torch.manual_seed(0)
+model = torch.nn.Sequential(tfl.FusedLinearGELU(96, 320), tfl.FusedLinear(320, 96)).cuda().half()
+x = torch.randn(1024, 96, device="cuda", dtype=torch.float16)
+grads = torch.autograd.grad(model(x).float().square().mean(), model.parameters())
+torch.save([g.cpu() for g in grads], sys.argv[1])
+print(tfl.plans.show())
+"""
+
+
+def run_step(target, code=STEP, **variables):
+    """What a process says on its streams, and the gradients of its step."""
+    environment = {**os.environ, "TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables}
+    command = [sys.executable, "-c", code + LET_GO, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, torch.load(target)

@@ -170,7 +170,8 @@ REASONS = {
         "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").glob("*conv*"))),
     ),
     "csrc/cuda/tune/decide.cpp": re.findall(
-        r'"(\(no GELU epilogue[^"]+|no valid algorithm[^"]+|unknown while[^"]+)"',
+        r'"(\(no GELU epilogue[^"]+|no valid algorithm[^"]+|unknown while[^"]+|its trial[^"]+|less'
+        r' exact[^"]+)"',
         (ROOT / "csrc/cuda/tune/decide.cpp").read_text(),
     ),
 }

@@ -110,6 +110,15 @@ def test_hopper_is_built_where_it_is_wanted(monkeypatch, tmp_path):
     assert hopper.choose(None, default)[0] and not hopper.choose("0", default)[0]
 
 
+def test_a_wish_is_0_or_1(monkeypatch):
+    for value, expected in (("0", "0"), ("1", "1"), ("", None)):
+        monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", value)
+        assert build.wish_for("CUDA") == expected
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "yes")
+    with pytest.raises(SystemExit, match="TORCH_FUSED_LINEAR_CUDA must be 0 or 1, got 'yes'"):
+        build.wish_for("CUDA")
+
+
 def test_hopper_without_cutlass_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(hopper, "headers", lambda: None)
     monkeypatch.setattr(hopper, "is_visible", lambda: True)

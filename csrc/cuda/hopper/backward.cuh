@@ -10,10 +10,9 @@ struct Backward {
   using Element = ElementOf<type>;
   // Saved values come as the product's source, so that the result takes their place in shared
   // memory.
-  using Gradient =
-      fusion::Sm90EVT<fusion::Sm90Compute<Each<Derivative<activation, Element>>::template Of, float,
-                                          float, nearest>,
-                      fusion::Sm90AccFetch, fusion::Sm90SrcFetch<Element>>;
+  using Gradient = fusion::Sm90EVT<
+      fusion::Sm90Compute<Each<Derivative<activation>>::template Of, float, float, nearest>,
+      fusion::Sm90AccFetch, fusion::Sm90SrcFetch<Element>>;
   static constexpr bool nothing_if_null = true, into_one_row = false, leaves_out_padding = true;
   using Sums = fusion::Sm90ColReduction<cutlass::plus, cutlass::plus, cutlass::plus, 0, Tile, float,
                                         float, nearest, cute::Stride<cute::_1, cute::_0, int64_t>,

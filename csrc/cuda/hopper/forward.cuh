@@ -26,10 +26,9 @@ struct Forward {
                       Biased>;
 
   using Preactivation = std::conditional_t<stores_preactivation, Stored, Biased>;
-  using Active =
-      fusion::Sm90EVT<fusion::Sm90Compute<Each<Activate<activation, Element>>::template Of, Element,
-                                          float, nearest>,
-                      Preactivation>;
+  using Active = fusion::Sm90EVT<
+      fusion::Sm90Compute<Each<Activate<activation>>::template Of, Element, float, nearest>,
+      Preactivation>;
   using Fusion =
       std::conditional_t<stores_bits, fusion::Sm90EVT<BitsStore<Element>, Active>, Active>;
   using Kernel = hopper::Kernel<Element, Rows, void, Fusion>;

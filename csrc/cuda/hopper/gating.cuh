@@ -5,24 +5,24 @@
 namespace fused::cuda::hopper {
 
 // Of h = act(gate) ⊙ up.
-template <Activation activation, typename Element>
+template <Activation activation>
 struct GradUp {
   CUTLASS_DEVICE static float of(float grad, float gate) {
-    return grad * activate<activation, Element>(gate);
+    return grad * quick::activate<activation>(gate);
   }
 };
 
-template <Activation activation, typename Element>
+template <Activation activation>
 struct Hidden {
   CUTLASS_DEVICE static float of(float gate, float up) {
-    return activate<activation, Element>(gate) * up;
+    return quick::activate<activation>(gate) * up;
   }
 };
 
-template <Activation activation, typename Element>
+template <Activation activation>
 struct GradGate {
   CUTLASS_DEVICE static float of(float grad, float gate, float up) {
-    return derivative<activation, Element>(grad * up, gate);
+    return quick::gradient<activation>(grad * up, gate);
   }
 };
 
@@ -44,9 +44,9 @@ struct Gating {
                                      typename Stored::Stride, typename Stored::SmemLayoutAtom,
                                      typename Stored::CopyOpR2S, vector, nothing_if_null>;
 
-  template <template <Activation, typename> class Function, typename Result>
+  template <template <Activation> class Function, typename Result>
   using Compute =
-      fusion::Sm90Compute<Each<Function<activation, Element>>::template Of, Result, float, nearest>;
+      fusion::Sm90Compute<Each<Function<activation>>::template Of, Result, float, nearest>;
 
   // Each step's operands, by their places.
   using Fusion = fusion::Sm90TopologicalVisitor<

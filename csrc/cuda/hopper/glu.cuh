@@ -207,7 +207,7 @@ class GatedStore {
           const int index = 4 * (j + q / 2) + 2 * (q % 2) + c;
           g[c] = Element(gates(index) + gate_bias[q % 2]);
           u[c] = Element(ups(index) + up_bias[q % 2]);
-          h[c] = Element(hopper::activate<activation, Element>(float(g[c])) * float(u[c]));
+          h[c] = Element(quick::activate<activation>(float(g[c])) * float(u[c]));
         }
         gate[q] = reinterpret_cast<const uint32_t&>(g);
         up[q] = reinterpret_cast<const uint32_t&>(u);

@@ -17,13 +17,6 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-// With 11 bits.
-__device__ inline float short_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Lets the next kernel of the stream begin, which must call this before it touches memory, and
 // waits for the one before (programmatic dependent launch).
 __device__ inline void wait_for_previous_kernel() {

@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <array>
+#include <fstream>
 #include <mutex>
 #include <sstream>
 
@@ -38,6 +39,15 @@ std::string model_of(int device) {
   return text.str();
 }
 
+// As the kernel module names it, or else the CUDA that it is made for.
+std::string driver_version() {
+  std::string text;
+  std::ifstream("/sys/module/nvidia/version") >> text;
+  int cuda = 0;
+  if (text.empty() && cudaDriverGetVersion(&cuda) == cudaSuccess) text = std::to_string(cuda);
+  return text;
+}
+
 // Never destroyed, as the driver may be gone before the process is.
 Device& device_of(int index) {
   static auto* devices = new std::array<Device, most_devices>;
@@ -62,8 +72,8 @@ Device& device_of(int index) {
     device.small = kernels::have_small_products();
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
-    device.machine = {model_of(index), lt_version(), 0};
-    while (model_of(device.machine.first_equal_device) != device.machine.gpu) {
+    device.machine = {{model_of(index), lt_version(), driver_version()}, 0};
+    while (model_of(device.machine.first_equal_device) != device.machine.made_for.gpu) {
       ++device.machine.first_equal_device;
     }
   });

@@ -4,17 +4,12 @@
 // pass's results are from them.
 
 #include "core/activation.h"
-#include "gemm/problem.h"
+#include "cuda/tune/error_unit.h"
 #include "plans/select.h"
 
 #include <cuda_runtime_api.h>
 
 namespace fused::cuda::tune {
-
-inline constexpr double unit_roundoff(gemm::Type type) {
-  constexpr double units[] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-8};  // f64, f32, f16, bf16
-  return units[static_cast<int>(type)];
-}
 
 // A pass on synthetic operands, as it has been run.
 struct TrialData {
@@ -34,8 +29,9 @@ struct TrialData {
   gemm::Matrix summed;
   const void* sums = nullptr;
   bool sums_results = false;  // the matrix is the result, and may have been summed unrounded
-  double unit = 0;            // roundoff of the type
-  double sign_error = 0;      // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
+  Roundoff unit;
+  bool of_sum = false;    // errors are counted in the sum's unit, whatever is behind it
+  double sign_error = 0;  // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
 };
 
 // Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|; the same of up.
@@ -52,14 +48,27 @@ void fill_bits(void* data, int64_t bytes, uint64_t seed, cudaStream_t stream);
 // values[row, col] = 1 where the mask's bit is set, else 0.
 void spread_bits(gemm::Type type, const gemm::Matrix& mask, const gemm::Matrix& values,
                  cudaStream_t stream);
-// NaN in all of the matrix's first row, as meant.
-void poison(gemm::Type type, const gemm::Matrix& matrix, cudaStream_t stream);
+
+// What a pass reads: the product's operands, a bias, what was saved, and of gated layers up's.
+enum class Operand : uint8_t { left, right, bias, saved, up, up_weight, up_bias };
+// A value that must reach the results, NaN or +inf, is put into all of some lines of an operand:
+// rows of it, as meant, or, of what is multiplied or added by features, columns.
+inline constexpr bool by_columns(Operand operand) {
+  return operand == Operand::right || operand == Operand::bias || operand == Operand::up_weight ||
+         operand == Operand::up_bias;
+}
+struct Mark {
+  Operand operand;
+  bool infinite = false;
+};
+void put(const Mark& mark, gemm::Type type, const gemm::Matrix& matrix, cudaStream_t stream);
 
 void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream);
 // Adds the errors of the sampled elements, and of some of the sums, to *errors on the device.
 void add_errors(const TrialData& data, const Exact* exact, plans::TrialErrors* errors,
                 cudaStream_t stream);
-// Counts elements of the first row that are not NaN, though its operand was poisoned.
-void add_lost_nans(const TrialData& data, plans::TrialErrors* errors, cudaStream_t stream);
+// Counts the elements that a mark was to reach and did not.
+void add_lost(const Mark& mark, const TrialData& data, plans::TrialErrors* errors,
+              cudaStream_t stream);
 
 }  // namespace fused::cuda::tune

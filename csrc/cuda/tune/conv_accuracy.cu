@@ -73,7 +73,7 @@ void add_errors(const ConvData& data, const Exact* exact, TrialErrors* errors,
   with_type(data.type, [&](auto element) {
     using T = decltype(element);
     conv_errors_kernel<T><<<blocks_for(samples), threads, 0, stream>>>(
-        data, samples, exact, unit_roundoff(data.type), errors);
+        data, samples, exact, Roundoff(data.type).of_type, errors);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

@@ -49,25 +49,42 @@ bool is_sound(const PassCall& call, const Decision& decision, Trial& trial) {
          trial.judge(decision) == plans::Verdict::sound;
 }
 
-// The strategy with the first algorithm that the library offers for it and that is sound.
-std::optional<Decision> first_sound(const PassCall& call, const Strategy& strategy, Trial& trial) {
+// The strategy with the first algorithm that the library offers for it and that is sound, or why
+// there is none.
+struct Found {
+  std::optional<Decision> decision;
+  const char* reason = "no valid algorithm is known";
+};
+
+Found first_sound(const PassCall& call, const Strategy& strategy, Trial& trial) {
+  Found found;
   Decision decision;
   decision.strategy = &strategy;
   for (const auto& algorithm : algorithms_for(call, strategy, /*most=*/4)) {
     decision.algorithm = algorithm;
-    if (is_sound(call, decision, trial)) return decision;
+    if (is_sound(call, decision, trial)) return {decision};
+    const bool failed = trial.known(decision) != plans::Verdict::inexact;
+    found.reason = failed ? "its trial failed" : "less exact than eager";
   }
-  return std::nullopt;
+  return found;
 }
 
 // The first strategy that applies and is sound; eager's own way where none can be told to be.
 std::optional<Decision> decide_by_rule(const PassCall& call, Trial& trial) {
+  const char* reason = nullptr;  // of the rule's strategy, which is the first
   for (const auto* strategy : in_order(call.problem)) {
-    if (gemm::objection(call.problem, *strategy, available(call.problem))) continue;
-    if (const auto decision = first_sound(call, *strategy, trial)) return decision;
+    Found found;
+    const auto* objection = gemm::objection(call.problem, *strategy, available(call.problem));
+    if (objection == nullptr) found = first_sound(call, *strategy, trial);
+    if (found.decision) {
+      found.decision->reason = reason;
+      return found.decision;
+    }
+    if (reason == nullptr) reason = objection ? objection : found.reason;
   }
   Decision eager;
   eager.strategy = &gemm::eager_of(call.problem, available(call.problem));
+  eager.reason = reason;
   if (gemm::objection(call.problem, *eager.strategy, available(call.problem))) return std::nullopt;
   return eager;
 }
@@ -81,9 +98,8 @@ std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   const auto& problem = call.problem;
   auto plan = plan_for(call, *decision.strategy, decision.algorithm);
   const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
-  if (plan && decision.origin == Decision::Origin::rule && decision.strategy != rule) {
-    const char* why = gemm::objection(problem, *rule, available(problem));
-    plan->remark = not_taken(problem, *rule, why ? why : "no valid algorithm is known");
+  if (plan && decision.reason && decision.strategy != rule) {
+    plan->remark = not_taken(problem, *rule, decision.reason);
   }
   return plan;
 }
@@ -94,30 +110,39 @@ struct Timed {
   plans::CallsLeft calls_left;       // of this state of affairs; nothing: for good
 };
 
-Timed decide_by_measuring(const PassCall& call, Trial* trial) {
-  const auto& problem = call.problem;
-  const auto& machine = machine_of(problem.matmul.device);
-  plans::adopt(machine);
-  const auto bucket = gemm::bucket_of(problem, machine.first_equal_device);
+// A plan from a file is judged before its first use, and forgotten where it is not sound.
+std::optional<Decision> known_and_sound(const PassCall& call, const PassProblem& bucket,
+                                        Trial& trial) {
   const auto known = plans::measured().find(bucket);
+  if (!known || known->origin != Decision::Origin::file) return known;
+  if (is_sound(call, *known, trial)) return known;
+  if (!trial.lacked_memory()) {
+    plans::measured().remove(bucket, *known);
+    plans::log("refused: " + plans::summary(bucket, *known));
+  }
+  return std::nullopt;
+}
+
+Timed decide_by_measuring(const PassCall& call, const PassProblem& bucket, Trial& trial) {
+  const auto& problem = call.problem;
+  const auto known = known_and_sound(call, bucket, trial);
   if (problem.deterministic) {
     const bool of_file = known && known->origin == Decision::Origin::file;
     return {of_file ? known : std::nullopt, nullptr};
   }
   if (known) return {known, nullptr};
-  const bool capturing = trial == nullptr;
-  if (capturing) return {plans::borrowed().find(bucket), nullptr};
+  if (trial.lacked_memory()) return {std::nullopt, plans::postpone(bucket)};
   if (plans::budget() == 0 || plans::measured().is_full()) return {};
   auto neighbours = plans::neighbours_of(bucket, [&problem](const Strategy& strategy) {
     return !gemm::objection(problem, strategy, available(problem));
   });
   if (const auto calls = plans::calls_left(bucket, neighbours.has_value())) {
-    if (!neighbours || !is_sound(call, *neighbours, *trial)) return {std::nullopt, calls};
+    if (!neighbours || !is_sound(call, *neighbours, trial)) return {std::nullopt, calls};
     neighbours->origin = Decision::Origin::neighbour;
     plans::borrowed().replace(bucket, *neighbours);
     return {neighbours, calls};
   }
-  if (auto measured = measure(call, bucket, decide_by_rule(call, *trial), *trial)) {
+  if (auto measured = measure(call, bucket, decide_by_rule(call, trial), trial)) {
     return {measured, nullptr};
   }
   return {std::nullopt, plans::postpone(bucket)};
@@ -134,11 +159,11 @@ std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
 
 namespace {
 
-std::optional<Plan> plan_outside_capture(const PassCall& call) {
+std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem& bucket) {
   // Loading kernels and waiting for the stream would end a capture in another thread.
   const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
   Trial trial(call);
-  auto timed = decide_by_measuring(call, &trial);
+  auto timed = decide_by_measuring(call, bucket, trial);
   const auto until_then = [&timed](std::optional<Plan> plan) {
     if (plan) plan->calls_left = timed.calls_left;
     return plan;
@@ -146,7 +171,7 @@ std::optional<Plan> plan_outside_capture(const PassCall& call) {
   if (timed.decision) {
     if (auto plan = prepare(call, *timed.decision)) return until_then(std::move(plan));
     // Measured for another number of tokens, for which another algorithm serves.
-    if (const auto instead = first_sound(call, *timed.decision->strategy, trial)) {
+    if (const auto instead = first_sound(call, *timed.decision->strategy, trial).decision) {
       if (auto plan = prepare(call, *instead)) return until_then(std::move(plan));
     }
   }
@@ -154,8 +179,7 @@ std::optional<Plan> plan_outside_capture(const PassCall& call) {
   if (!decision) {
     decision = decide_by_rule(call, trial);
     if (trial.lacked_memory()) {
-      const int device = machine_of(call.problem.matmul.device).first_equal_device;
-      timed.calls_left = plans::postpone(gemm::bucket_of(call.problem, device));
+      timed.calls_left = plans::postpone(bucket);
     } else if (decision) {
       decision = plans::ruled().add(call.problem, *decision);
     }
@@ -166,25 +190,55 @@ std::optional<Plan> plan_outside_capture(const PassCall& call) {
   return until_then(fallback_plan(call.problem, "no valid algorithm is known"));
 }
 
-// Searching would end the capture: what is known, or nothing.
-std::optional<Plan> plan_inside_capture(const PassCall& call) {
-  if (const auto timed = decide_by_measuring(call, /*trial=*/nullptr); timed.decision) {
-    if (auto plan = prepare(call, *timed.decision)) return plan;
+// The same, whatever fails on the way: the call goes on by the plain way, and the plan is made
+// later.
+std::optional<Plan> plan_outside_capture_or_plain(const PassCall& call, const PassProblem& bucket) {
+  try {
+    return plan_outside_capture(call, bucket);
+  } catch (const std::exception& failure) {
+    static_cast<void>(cudaGetLastError());
+    plans::log("no plan: " + plans::message_of(failure));
+    auto plan = fallback_plan(call.problem, "its trial failed");
+    if (plan) plan->calls_left = plans::postpone(bucket);
+    return plan;
   }
-  const auto decision = plans::ruled().find(call.problem);
-  return decision ? prepare(call, *decision) : std::nullopt;
+}
+
+// Trying would end the capture: what is known of the bucket, and of a file what has been judged.
+std::optional<Decision> known_in_capture(const PassCall& call, const PassProblem& bucket) {
+  auto known = plans::measured().find(bucket);
+  const bool of_file = known && known->origin == Decision::Origin::file;
+  if (of_file && !is_eager(call.problem, *known->strategy) &&
+      Trial(call).known(*known) != plans::Verdict::sound) {
+    known.reset();
+  }
+  if (call.problem.deterministic) return of_file ? known : std::nullopt;
+  return known ? known : plans::borrowed().find(bucket);
+}
+
+std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem& bucket) {
+  for (const auto& decision : {known_in_capture(call, bucket), plans::ruled().find(call.problem)}) {
+    if (!decision) continue;
+    if (auto plan = prepare(call, *decision)) return plan;
+  }
+  return fallback_plan(call.problem, "unknown while capturing");
 }
 
 }  // namespace
 
 Plan* make_plan(const PassCall& call, std::optional<Plan>& spare) {
+  const auto& machine = machine_of(call.problem.matmul.device);
+  plans::adopt(machine);
+  const auto bucket = gemm::bucket_of(call.problem, machine.first_equal_device);
   const auto generation = plans::generation();
-  const bool capturing = is_capturing();
-  spare = capturing ? plan_inside_capture(call) : plan_outside_capture(call);
-  if (spare) {
-    if (auto* plan = remember_plan(call.problem, *spare, generation)) return plan;
-  } else if (capturing) {
-    spare = fallback_plan(call.problem, "unknown while capturing");
+  if (is_capturing()) {
+    // For this call only: the thread must not keep what is borrowed, or by rule for now.
+    spare = plan_inside_capture(call, bucket);
+  } else {
+    spare = plan_outside_capture_or_plain(call, bucket);
+    if (spare) {
+      if (auto* plan = remember_plan(call.problem, *spare, generation)) return plan;
+    }
   }
   return spare ? &*spare : nullptr;
 }

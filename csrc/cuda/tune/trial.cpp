@@ -45,13 +45,13 @@ class Trial::Errors {
     return reference_errors_;
   }
 
-  std::optional<TrialErrors> errors_of(const Strategy& strategy, const Algorithm& algorithm) {
+  std::optional<TrialErrors> errors_of(const plans::Decision& decision) {
     return errors_of(
         [&](const TrialOperands::End& end) {
-          auto plan = plan_for(end.call, strategy, algorithm);
+          auto plan = plan_for(end.call, *decision.strategy, decision.algorithm);
           return plan && execute(end.call, *plan, operands_.workspace(), operands_.stream());
         },
-        &TrialOperands::End::call, /*with_nan=*/true);
+        &TrialOperands::End::call, /*with_marks=*/true);
   }
 
  private:
@@ -63,37 +63,57 @@ class Trial::Errors {
       call.bias_is_matrix = bias_is_matrix;
       return execute(call, plan, nullptr, operands_.stream());
     };
-    return errors_of(run, &TrialOperands::End::eager, /*with_nan=*/false);
+    return errors_of(run, &TrialOperands::End::eager, /*with_marks=*/false);
   }
 
-  // Errors at the ends where it runs, pooled over the seeds; nothing where it runs at neither.
+  // Pooled over the seeds and both ends; nothing where it does not run at one of them.
   template <typename Run>
   std::optional<TrialErrors> errors_of(const Run& run, PassCall TrialOperands::End::* which,
-                                       bool with_nan) {
+                                       bool with_marks) {
     const auto stream = operands_.stream();
     auto* errors = operands_.errors();
     C10_CUDA_CHECK(cudaMemsetAsync(errors, 0, sizeof(TrialErrors), stream));
-    bool ran = false;
     for (size_t e = 0; e < operands_.ends().size(); ++e) {
       const auto& end = operands_.ends()[e];
       for (int64_t seed = 0; seed < operands_.seeds(); ++seed) {
         operands_.prepare(end, seed);
         const auto* known = exact_of(e, seed);
-        if (!run(end)) break;
-        ran = true;
-        const auto data = describe(end.*which);
-        add_errors(data, known, errors, stream);
-        if (!with_nan || seed > 0) continue;
-        operands_.prepare(end, seed);
-        poison(end.call.problem.matmul.type, end.call.left, stream);
-        if (run(end)) add_lost_nans(data, errors, stream);
+        if (!run(end)) return std::nullopt;
+        add_errors(described(end.*which), known, errors, stream);
+        if (with_marks && seed == 0 && !add_lost_marks(end, run)) return std::nullopt;
       }
     }
-    if (!ran) return std::nullopt;
     TrialErrors found;
     C10_CUDA_CHECK(cudaMemcpyAsync(&found, errors, sizeof(found), cudaMemcpyDeviceToHost, stream));
     C10_CUDA_CHECK(cudaStreamSynchronize(stream));
     return found;
+  }
+
+  // NaN in each operand, one after the other, and +inf in a bias. Of the library's own epilogues,
+  // where they are asked for, only NaN in what is multiplied first.
+  template <typename Run>
+  bool add_lost_marks(const TrialOperands::End& end, const Run& run) {
+    const auto stream = operands_.stream();
+    for (const auto& read : TrialOperands::reads_of(end.call)) {
+      for (const bool infinite : {false, true}) {
+        const Mark mark{read.operand, infinite};
+        if (infinite && read.operand != Operand::bias) continue;
+        if (is_literal() && (infinite || read.operand != Operand::left)) continue;
+        put(mark, end.call.problem.matmul.type, read.matrix, stream);
+        if (!run(end)) return false;
+        add_lost(mark, described(end.call), operands_.errors(), stream);
+      }
+      operands_.fill_again(read, /*seed=*/0);
+    }
+    return true;
+  }
+
+  // What the library does behind a product is as it is, where its epilogues are asked for.
+  bool is_literal() const { return operands_.ends().front().call.problem.literal; }
+  TrialData described(const PassCall& call) const {
+    auto data = describe(call);
+    data.of_sum = is_literal();
+    return data;
   }
 
   // Computed once, from operands that are there.
@@ -101,7 +121,7 @@ class Trial::Errors {
     const size_t index = end * TrialOperands::most_seeds + seed;
     auto* values = operands_.exact(end, seed);
     if (!exact_known_[index]) {
-      exact_values(describe(operands_.ends()[end].call), values, operands_.stream());
+      exact_values(described(operands_.ends()[end].call), values, operands_.stream());
     }
     exact_known_[index] = true;
     return values;
@@ -125,9 +145,17 @@ auto& verdicts() {
   return *value;  // outlives every thread
 }
 
-void log_refusal(const Strategy& strategy, const TrialErrors& errors, const TrialErrors& eager) {
+PassProblem bucket_of(const PassProblem& problem) {
+  return gemm::bucket_of(problem, machine_of(problem.matmul.device).first_equal_device);
+}
+
+Key key_of(const PassProblem& bucket, const plans::Decision& decision) {
+  return {gemm::PassProblemHash()(bucket), decision.strategy, decision.algorithm.bytes};
+}
+
+void log_refusal(const plans::Decision& decision, const std::string& why) {
   if (plans::verbosity() < 2) return;
-  plans::log(std::string("  refused ") + strategy.name + ": " + plans::summary(errors, eager));
+  plans::log(std::string("  refused ") + decision.strategy->name + ": " + why);
 }
 
 }  // namespace
@@ -135,30 +163,41 @@ void log_refusal(const Strategy& strategy, const TrialErrors& errors, const Tria
 Trial::Trial(const PassCall& call) : call_(call) {}
 Trial::~Trial() = default;
 
-Verdict Trial::judge(const Strategy& strategy, const Algorithm& algorithm) {
-  auto bucket =
-      gemm::bucket_of(call_.problem, machine_of(call_.problem.matmul.device).first_equal_device);
-  const Key key{gemm::PassProblemHash()(bucket), &strategy, algorithm.bytes};
-  const auto known = verdicts().find(key);
-  if (known && known->first == bucket) return known->second;
-  const explain::Quiet nothing_shown;
-  const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+std::optional<Verdict> Trial::known(const plans::Decision& decision) const {
+  const auto bucket = bucket_of(call_.problem);
+  const auto found = verdicts().find(key_of(bucket, decision));
+  return found && found->first == bucket ? std::optional(found->second) : std::nullopt;
+}
+
+Verdict Trial::judge(const plans::Decision& decision) {
+  if (const auto verdict = known(decision)) return *verdict;
+  auto verdict = Verdict::failed;
   try {
-    if (!errors_) errors_ = std::make_unique<Errors>(call_);
-    const auto& reference = errors_->reference();
-    const auto errors = reference ? errors_->errors_of(strategy, algorithm) : std::nullopt;
-    if (!errors) return Verdict::failed;
-    // In fp64 the exact results are no more exact than those that they judge.
-    const bool f64 = call_.problem.matmul.type == gemm::Type::f64;
-    const auto verdict =
-        plans::is_as_exact(*errors, *reference, f64 ? 1 : 1e-6) ? Verdict::sound : Verdict::inexact;
-    verdicts().put(key, {bucket, verdict});
-    if (verdict == Verdict::inexact) log_refusal(strategy, *errors, *reference);
-    return verdict;
+    verdict = try_out(decision);
   } catch (const c10::OutOfMemoryError&) {
     lacked_memory_ = true;
     return Verdict::failed;
+  } catch (const std::exception& failure) {
+    static_cast<void>(cudaGetLastError());  // the call itself goes on
+    log_refusal(decision, plans::message_of(failure));
   }
+  const auto bucket = bucket_of(call_.problem);
+  verdicts().put(key_of(bucket, decision), {bucket, verdict});
+  return verdict;
+}
+
+Verdict Trial::try_out(const plans::Decision& decision) {
+  const explain::Quiet nothing_shown;
+  const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+  if (!errors_) errors_ = std::make_unique<Errors>(call_);
+  const auto& reference = errors_->reference();
+  const auto errors = reference ? errors_->errors_of(decision) : std::nullopt;
+  if (!errors) return Verdict::failed;
+  // In fp64 the exact results are no more exact than those that they judge.
+  const bool f64 = call_.problem.matmul.type == gemm::Type::f64;
+  if (plans::is_as_exact(*errors, *reference, f64 ? 1 : 1e-6)) return Verdict::sound;
+  log_refusal(decision, plans::summary(*errors, *reference));
+  return Verdict::inexact;
 }
 
 }  // namespace fused::cuda::tune

@@ -7,6 +7,7 @@
 #include "plans/select.h"
 
 #include <memory>
+#include <optional>
 
 namespace fused::cuda::tune {
 
@@ -18,16 +19,18 @@ class Trial {
   explicit Trial(const PassCall& call);
   ~Trial();
 
-  // Sound and inexact are remembered for the process, by algorithm and bucket; a failure is not.
-  plans::Verdict judge(const Strategy& strategy, const gemm::Algorithm& algorithm);
-  plans::Verdict judge(const plans::Decision& decision) {
-    return judge(*decision.strategy, decision.algorithm);
-  }
+  // Remembered for the process, by algorithm and bucket, unless memory was too short. No error of
+  // what is tried gets out.
+  plans::Verdict judge(const plans::Decision& decision);
+  // What is remembered of it; launches nothing.
+  std::optional<plans::Verdict> known(const plans::Decision& decision) const;
   // Whether memory was too short for some verdict.
   bool lacked_memory() const { return lacked_memory_; }
 
  private:
   class Errors;
+  plans::Verdict try_out(const plans::Decision& decision);
+
   const PassCall& call_;
   std::unique_ptr<Errors> errors_;
   bool lacked_memory_ = false;

@@ -73,6 +73,9 @@ double sign_error(const gemm::Problem& matmul) {
   return matmul.math == gemm::Math::tf32 ? 0x1p-8 : 0x1p-17;
 }
 
+// Of the random numbers of a seed.
+uint64_t first_of(int64_t seed) { return (static_cast<uint64_t>(seed) + 1) << 40; }
+
 int64_t bytes_of(const Matrix& m, int64_t element) { return stored_rows(m) * m.ld * element; }
 
 // Bytes of aux for rows of the result, and of its elements.
@@ -192,54 +195,55 @@ PassCall TrialOperands::for_eager(const PassCall& call) const {
 
 // ---- values ------------------------------------------------------------------------------------
 
+std::vector<TrialOperands::Read> TrialOperands::reads_of(const PassCall& call) {
+  // Sums of a spread of about 1, where the activations curve.
+  const double weights = 3 / std::sqrt(static_cast<double>(std::max<int64_t>(call.left.cols, 1)));
+  const auto along = [&call](const void* data, int64_t rows, int64_t ld) {
+    return Matrix{rows, call.result.cols, ld, false, const_cast<void*>(data)};
+  };
+  const auto vector = [&](const void* data) { return along(data, 1, call.result.cols); };
+  std::vector<Read> all{{Operand::left, call.left, 1}, {Operand::right, call.right, weights}};
+  if (gemm::is_forward(call.problem.pass)) {
+    all.push_back({Operand::bias, vector(call.bias), 1});
+    all.push_back({Operand::up_weight, right_of_up(call), weights});
+    all.push_back({Operand::up_bias, vector(call.up.bias), 1});
+  } else {
+    const bool relu = call.problem.activation == Activation::relu;
+    if (!call.problem.mask) all.push_back({Operand::saved, call.aux, 3, relu});
+    all.push_back({Operand::up, along(call.gating.up, call.result.rows, call.gating.ld_up), 3});
+  }
+  std::erase_if(all, [](const Read& read) { return read.matrix.data == nullptr; });
+  return all;
+}
+
+void TrialOperands::fill_again(const Read& read, int64_t seed) const {
+  const auto type = ends_.front().call.problem.matmul.type;
+  fill(type, read.matrix.data, bytes_of(read.matrix, 1), read.amplitude, read.positive,
+       first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream_);
+}
+
 void TrialOperands::prepare(const End& end, int64_t seed) const {
   const auto& call = end.call;
-  const auto& p = call.problem;
-  const auto type = p.matmul.type;
-  const int64_t element = size_of(type);
-  const auto begin = (static_cast<uint64_t>(seed) + 1) << 40;
-  // Sums of a spread of about 1, where the activations curve.
-  const double inner = static_cast<double>(std::max<int64_t>(call.left.cols, 1));
-  const auto filled = [&](const Matrix& m, double amplitude, bool positive, uint64_t part) {
-    fill(type, m.data, bytes_of(m, element) / element, amplitude, positive, begin + (part << 36),
-         stream_);
-  };
-  filled(call.left, 1, false, 0);
-  if (call.right.data != nullptr) filled(call.right, 3 / std::sqrt(inner), false, 1);
+  const int64_t element = size_of(call.problem.matmul.type);
+  const bool forward = gemm::is_forward(call.problem.pass);
+  for (const auto& read : reads_of(call)) fill_again(read, seed);
   // NaN everywhere: what is not written is not taken for the work of the one before.
-  C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes_of(call.result, element), stream_));
-  if (gemm::is_forward(p.pass)) {
-    const auto bias_filled = [&](const void* bias, uint64_t part) {
-      if (bias == nullptr) return;
-      fill(type, const_cast<void*>(bias), call.result.cols, 1, false, begin + (part << 36),
-           stream_);
-    };
-    for (auto* kept : {call.aux.data, call.up.preactivation}) {
-      if (kept == nullptr) continue;
-      C10_CUDA_CHECK(cudaMemsetAsync(kept, 0xff, aux_bytes(call), stream_));
-    }
-    bias_filled(call.bias, 2), bias_filled(call.up.bias, 6);
-    if (call.up.weight != nullptr) filled(right_of_up(call), 3 / std::sqrt(inner), false, 5);
+  const auto spoil = [this](void* data, int64_t bytes) {
+    if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream_));
+  };
+  const int64_t of_result = bytes_of(call.result, element);
+  spoil(call.result.data, of_result);
+  if (forward) {
+    spoil(call.aux.data, aux_bytes(call));
+    spoil(call.up.preactivation, aux_bytes(call));
     return;
   }
-  if (call.bias != nullptr) {
-    const auto bytes = std::max(call.result.rows, call.result.cols) * element;
-    C10_CUDA_CHECK(cudaMemsetAsync(call.bias, 0xff, bytes, stream_));
-  }
-  if (call.aux.data == nullptr) return;
-  if (const auto& g = call.gating; g.up != nullptr) {
-    const Matrix up{call.result.rows, call.result.cols, g.ld_up, false, const_cast<void*>(g.up)};
-    filled(up, 3, false, 4);
-    C10_CUDA_CHECK(cudaMemsetAsync(g.grad_up, 0xff, bytes_of(call.result, element), stream_));
-    C10_CUDA_CHECK(
-        cudaMemsetAsync(g.hidden, 0xff, call.result.rows * call.result.cols * element, stream_));
-  }
-  if (p.mask) {
-    fill_bits(call.aux.data, aux_bytes(call), begin, stream_);
-    spread_bits(type, call.aux, end.eager.aux, stream_);
-  } else {
-    filled(call.aux, 3, p.activation == Activation::relu, 3);
-  }
+  spoil(call.bias, std::max(call.result.rows, call.result.cols) * element);
+  spoil(call.gating.grad_up, of_result);
+  spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
+  if (call.aux.data == nullptr || !call.problem.mask) return;
+  fill_bits(call.aux.data, aux_bytes(call), first_of(seed), stream_);
+  spread_bits(call.problem.matmul.type, call.aux, end.eager.aux, stream_);
 }
 
 TrialData describe(const PassCall& call) {
@@ -262,7 +266,7 @@ TrialData describe(const PassCall& call) {
     data.summed = summed(call);
     data.sums_results = p.pass != Pass::wgrad;
   }
-  data.unit = unit_roundoff(data.type);
+  data.unit = Roundoff(data.type);
   data.sign_error = sign_error(p.matmul);
   return data;
 }

@@ -31,8 +31,19 @@ class TrialOperands {
   int64_t seeds() const { return seeds_; }  // so that enough elements are seen
   c10::cuda::CUDAStream stream() const { return stream_; }
 
+  // An operand, and the range of the numbers that it is filled with.
+  struct Read {
+    Operand operand;
+    Matrix matrix;
+    double amplitude;
+    bool positive = false;
+  };
+  // All but a bit mask.
+  static std::vector<Read> reads_of(const PassCall& call);
+
   // Operands of a seed, and NaN in the results.
   void prepare(const End& end, int64_t seed) const;
+  void fill_again(const Read& read, int64_t seed) const;
 
   // Room for an end's exact results, for errors, and for algorithms.
   Exact* exact(size_t end, int64_t seed) const;

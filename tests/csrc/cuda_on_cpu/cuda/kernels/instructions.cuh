@@ -6,6 +6,5 @@ namespace fused::cuda {
 
 inline float exp2_of(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
-inline float short_tanh(float x) { return std::tanh(x); }
 
 }  // namespace fused::cuda

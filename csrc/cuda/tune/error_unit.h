@@ -1,0 +1,36 @@
+#pragma once
+
+// In what an element's error is counted: what rounding costs there, so that an error counts as much
+// where the activation is flat. Arithmetic only, for host and device.
+
+#include "gemm/problem.h"
+
+namespace fused::cuda::tune {
+
+struct Roundoff {
+  double of_type = 0;       // of what is stored
+  double of_functions = 0;  // of an activation or its derivative, as a part of the argument
+
+  constexpr Roundoff() = default;
+  constexpr explicit Roundoff(gemm::Type type) {
+    constexpr double types[] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-8};       // f64, f32, f16, bf16
+    constexpr double functions[] = {0x1p-53, 0x1p-24, 0x1p-18, 0x1p-18};  // 16 bits: in fp32
+    of_type = types[static_cast<int>(type)], of_functions = functions[static_cast<int>(type)];
+  }
+};
+
+constexpr double magnitude_of(double x) { return x < 0 ? -x : x; }
+
+// Of `value` = act(z), of a z that is summed of terms of that magnitude, Σ|aₖbₖ| + |bias|.
+constexpr double unit_of_value(const Roundoff& u, double value, double slope, double z,
+                               double magnitude) {
+  return u.of_type * (magnitude_of(slope) * magnitude + magnitude_of(value)) +
+         u.of_functions * magnitude_of(z);
+}
+
+// Of sum · slope, where the slope is act' of a number that is given.
+constexpr double unit_of_gradient(const Roundoff& u, double slope, double sum, double magnitude) {
+  return u.of_type * magnitude_of(slope) * magnitude + u.of_functions * magnitude_of(sum);
+}
+
+}  // namespace fused::cuda::tune

@@ -1,0 +1,168 @@
+"""What a trial must see before a way is taken, and what must not reach the call that it is for."""
+
+import subprocess
+
+import cpp_programs
+import pytest
+import torch
+from helpers import GELU_ERF, GELU_TANH, OPS, RELU, SILU, random_case
+from plan_files import STEP, run_step, write_forced
+from stacks import assert_same
+
+import torch_fused_linear as tfl
+from torch_fused_linear import plans
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def measuring(cuda):
+    """A small budget, nothing known at first, and every size measured at once."""
+    plans.clear()
+    with plans.budget(20), plans.patience(0):
+        yield
+    plans.clear()
+
+
+# ------------------------------------------------------------------------- what a trial must see
+
+
+def sweep(op, dtype):
+    """z of [-8, 8], act(z), and act'(z) as the layer itself and as the next one applies it."""
+    z = torch.linspace(-8, 8, 4096, device="cuda").to(dtype).unsqueeze(1).repeat(1, 256)
+    eye, zero = torch.eye(256, device="cuda", dtype=dtype), torch.zeros_like(z[0])
+    results = []
+    for rest in (lambda y: y, lambda y: tfl.linear(y, eye)):
+        x = z.clone().requires_grad_()
+        y = op.call(x, eye, zero)
+        rest(y).sum().backward()
+        results.append(x.grad)
+    return z, y.detach(), *results
+
+
+@pytest.mark.parametrize("op", [RELU, GELU_TANH, GELU_ERF, SILU], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["measured", "by rule", "hopper"])
+def test_activations_are_exact_where_they_are_flat(op, dtype, way, tmp_path):
+    if way == "hopper":
+        if dtype is torch.float32 or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("of 16 bits, and on Hopper GPUs")
+        write_forced(lambda: sweep(op, dtype), tmp_path / "plans", way, lambda _: True)
+        plans.load(tmp_path / "plans")
+    with plans.budget(0 if way == "by rule" else 20), tfl.explain() as report:
+        z, y, *slopes = sweep(op, dtype)
+    if way == "hopper" and not any("own Hopper kernel" in call.path for call in report.calls):
+        pytest.skip("no own products for Hopper in this build")
+    exact = z.double().requires_grad_()
+    act = op.act(exact)
+    (slope,) = torch.autograd.grad(act.sum(), exact)
+    # The unit behind an activation; and in fp32, as eager's, the functions' own.
+    u, least = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * 2**-10
+    of_functions = 2**-22 if dtype is torch.float32 else 0
+    unit = u * ((slope * exact).abs() + act.abs()) + of_functions * exact.abs() + least
+    assert ((y - act).abs() <= unit).all()
+    for got in slopes:
+        assert ((got - slope).abs() <= 2 * u * slope.abs() + 2**-20 + least).all()
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_passes_as_in_eager(op, dtype, value):
+    for tokens in (300, 1):
+        for which in range(3):
+            case = random_case(tokens, 64, 128, dtype, "cuda")
+            bad = [t.detach().clone() for t in case.inputs]
+            bad[which].view(-1)[-1] = value
+            results = []
+            for call in (op.call, op.eager):
+                leaves = [t.clone().requires_grad_() for t in bad]
+                y = call(*leaves)
+                results.append([y, *torch.autograd.grad(y, leaves, case.g)])
+            for ours, eager in zip(*results):
+                assert torch.equal(ours.isnan(), eager.isnan())
+                assert torch.equal(ours.isinf(), eager.isinf())
+
+
+# ------------------------------------------------------------------- what must not reach the call
+
+UNFAITHFUL = """
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <cstdlib>
+#include <cstring>
+static bool asked(const char* what) {
+  const char* wish = std::getenv("UNFAITHFUL");
+  return wish != nullptr && std::strcmp(wish, what) == 0;
+}
+// The library's products for this package do nothing, and say that they did.
+using W = void*;
+extern "C" int cublasLtMatmul(W a, W b, W c, W d, W e, W f, W g, W h, W i, W j, W k, W l, W m,
+                              W n, std::size_t o, W p) {
+  using Real = int (*)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, std::size_t, W);
+  static auto* real = (Real)dlsym(RTLD_NEXT, "cublasLtMatmul");
+  Dl_info caller;
+  const bool ours = dladdr(__builtin_return_address(0), &caller) != 0 &&
+                    std::strstr(caller.dli_fname, "torch_fused_linear/_C") != nullptr;
+  if (ours && asked("product")) return 0;
+  return real(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p);
+}
+// What a trial begins with fails.
+extern "C" cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t s) {
+  using Real = cudaError_t (*)(void*, int, std::size_t, cudaStream_t);
+  static auto* real = (Real)dlsym(RTLD_NEXT, "cudaMemsetAsync");
+  if (value == 0xff && asked("trial")) return cudaErrorUnknown;
+  return real(to, value, bytes, s);
+}
+"""
+
+
+@pytest.fixture
+def unfaithful(tmp_path):
+    """The environment of a process in which products, or trials, go wrong."""
+    source, library = tmp_path / "unfaithful.cpp", tmp_path / "unfaithful.so"
+    source.write_text(UNFAITHFUL)
+    include = f"{cpp_programs.setup.find_cuda()[0]}/include"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", f"-I{include}", source, "-o", library, "-ldl"], check=True
+    )
+    return lambda what: {"LD_PRELOAD": str(library), "UNFAITHFUL": what}
+
+
+@pytest.mark.parametrize("budget", ["20", "0"])
+def test_plans_from_a_file_are_judged_before_they_are_used(unfaithful, budget, tmp_path):
+    file = tmp_path / "plans"
+    settings = {"TORCH_FUSED_LINEAR_PLANS": str(file), "TORCH_FUSED_LINEAR_VERBOSE": "1"}
+    settings["TORCH_FUSED_LINEAR_POLICY"] = "cublaslt"  # the library's ways alone
+    first, _, want = run_step(tmp_path / "a", **settings)
+    assert "measured" in first
+    settings["TORCH_FUSED_LINEAR_BUDGET_MS"] = budget
+    _, err, got = run_step(tmp_path / "b", **settings, **unfaithful("product"))
+    assert "fused: refused: fprop" in err and "fused: refused: wgrad" in err
+    assert_same(got, want)
+
+
+def test_a_capture_takes_from_a_file_what_has_been_judged(tmp_path):
+    call = random_case(256, 64, 128, torch.bfloat16, "cuda").inputs
+    torch.mm(call[0], call[1].t())
+    # Judged in this process: a capture takes it from the file at once.
+    tfl.linear_relu(*call)
+    plans.save(tmp_path / "plans")
+    plans.clear()
+    plans.load(tmp_path / "plans")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with tfl.explain() as report, torch.cuda.graph(graph):
+        tfl.linear_relu(*call)
+    assert "capturing" not in report.calls[0].path
+
+
+@pytest.mark.parametrize("budget", ["20", "0"])
+def test_a_failing_trial_does_not_reach_the_call(unfaithful, budget, tmp_path):
+    _, _, want = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_POLICY="eager")
+    code = STEP.replace("grads = ", "with tfl.explain() as report:\n    grads = ")
+    code += "print(report)\n"
+    variables = {**unfaithful("trial"), "TORCH_FUSED_LINEAR_BUDGET_MS": budget}
+    out, _, got = run_step(tmp_path / "b", code, **variables)
+    assert "its trial failed" in out
+    assert_same(got, want)
