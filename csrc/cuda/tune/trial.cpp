@@ -46,39 +46,47 @@ class Trial::Errors {
   }
 
   std::optional<TrialErrors> errors_of(const plans::Decision& decision) {
-    return errors_of(
-        [&](const TrialOperands::End& end) {
-          auto plan = plan_for(end.call, *decision.strategy, decision.algorithm);
-          return plan && execute(end.call, *plan, operands_.workspace(), operands_.stream());
-        },
-        &TrialOperands::End::call, /*with_marks=*/true);
+    const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
+      auto plan = plan_for(end.call, *decision.strategy, decision.algorithm);
+      if (!plan) return std::nullopt;
+      return execute(end.call, *plan, operands_.workspace(), operands_.stream());
+    };
+    const auto* strategy = decision.strategy;
+    return errors_of(run, strategy, &TrialOperands::End::call, /*with_marks=*/true);
   }
 
  private:
   std::optional<TrialErrors> errors_of_eager(bool bias_is_matrix) {
     const auto& problem = operands_.ends().front().eager.problem;
     Plan plan{&gemm::eager_of(problem, available(problem)), {}, {}, {}, {}, {}};
-    const auto run = [&](const TrialOperands::End& end) {
+    const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
       auto call = end.eager;
       call.bias_is_matrix = bias_is_matrix;
       return execute(call, plan, nullptr, operands_.stream());
     };
-    return errors_of(run, &TrialOperands::End::eager, /*with_marks=*/false);
+    return errors_of(run, plan.strategy, &TrialOperands::End::eager, /*with_marks=*/false);
   }
 
-  // Pooled over the seeds and both ends; nothing where it does not run at one of them.
+  // Pooled over the seeds and the ends; nothing where it fails at one of them, or cannot be
+  // launched
+  // (`run` gives nothing) at one that is needed. An end at which the strategy is never taken is
+  // left out.
   template <typename Run>
-  std::optional<TrialErrors> errors_of(const Run& run, PassCall TrialOperands::End::* which,
-                                       bool with_marks) {
+  std::optional<TrialErrors> errors_of(const Run& run, const Strategy* strategy,
+                                       PassCall TrialOperands::End::* which, bool with_marks) {
     const auto stream = operands_.stream();
     auto* errors = operands_.errors();
     C10_CUDA_CHECK(cudaMemsetAsync(errors, 0, sizeof(TrialErrors), stream));
     for (size_t e = 0; e < operands_.ends().size(); ++e) {
       const auto& end = operands_.ends()[e];
+      const auto& problem = (end.*which).problem;
+      if (gemm::objection(problem, *strategy, available(problem))) continue;
       for (int64_t seed = 0; seed < operands_.seeds(); ++seed) {
         operands_.prepare(end, seed);
         const auto* known = exact_of(e, seed);
-        if (!run(end)) return std::nullopt;
+        const auto ran = run(end);
+        if (!ran && !end.needed) break;
+        if (!ran || !*ran) return std::nullopt;
         add_errors(described(end.*which), known, errors, stream);
         if (with_marks && seed == 0 && !add_lost_marks(end, run)) return std::nullopt;
       }
@@ -86,7 +94,8 @@ class Trial::Errors {
     TrialErrors found;
     C10_CUDA_CHECK(cudaMemcpyAsync(&found, errors, sizeof(found), cudaMemcpyDeviceToHost, stream));
     C10_CUDA_CHECK(cudaStreamSynchronize(stream));
-    return found;
+    const bool ran = found.elements.count + found.missed > 0;
+    return ran ? std::optional(found) : std::nullopt;
   }
 
   // NaN in each operand, one after the other, and +inf in a bias. Of the library's own epilogues,
@@ -100,7 +109,7 @@ class Trial::Errors {
         if (infinite && read.operand != Operand::bias) continue;
         if (is_literal() && (infinite || read.operand != Operand::left)) continue;
         put(mark, end.call.problem.matmul.type, read.matrix, stream);
-        if (!run(end)) return false;
+        if (!run(end).value_or(false)) return false;
         add_lost(mark, described(end.call), operands_.errors(), stream);
       }
       operands_.fill_again(read, /*seed=*/0);

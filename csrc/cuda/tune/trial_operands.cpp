@@ -28,8 +28,13 @@ int64_t rows_enough(const PassCall& call) {
   return std::max<int64_t>(256, std::bit_floor(static_cast<uint64_t>(operations / per_row) + 1));
 }
 
+struct Count {
+  int64_t tokens;
+  bool needed;
+};
+
 // The token counts at the ends of the problem's bucket that its strides hold.
-std::vector<int64_t> bucket_ends(const PassCall& call) {
+std::vector<Count> bucket_ends(const PassCall& call) {
   const bool inner = call.problem.pass == Pass::wgrad;
   const auto tokens = gemm::tokens_of(call.problem);
   auto high = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(tokens)));
@@ -39,7 +44,10 @@ std::vector<int64_t> bucket_ends(const PassCall& call) {
   hold(call.left, call.left.transposed != inner);
   if (inner) hold(call.right, call.right.transposed);
   const int64_t low = std::min(high, high / 2 + 1);
-  return low == high ? std::vector{high} : std::vector{low, high};
+  if (low == high) return {{high, true}};
+  const int64_t usual = high / 2 + std::clamp<int64_t>(high / 8, 1, 64);
+  if (!inner || usual == low) return {{low, true}, {high, true}};
+  return {{low, false}, {usual, true}, {high, true}};
 }
 
 // A stride that the matrix's alignment is kept by, though fewer of its columns are used.
@@ -103,14 +111,14 @@ char* TrialOperands::Memory::data() const {
 TrialOperands::TrialOperands(const PassCall& call) : stream_(at::cuda::getCurrentCUDAStream()) {
   const auto ends_of_bucket = bucket_ends(call);
   const auto enough = rows_enough(call);
-  places_ = lay_out(resized(call, ends_of_bucket.back(), enough));
+  places_ = lay_out(resized(call, ends_of_bucket.back().tokens, enough));
   memory_.emplace(places_.bytes);
   int64_t elements = 0;
-  for (const auto tokens : ends_of_bucket) {
+  for (const auto& [tokens, needed] : ends_of_bucket) {
     auto own = resized(call, tokens, enough);
     if (!ends_.empty() && own.problem.matmul == ends_.back().call.problem.matmul) break;
     place(own);
-    ends_.push_back({own, for_eager(own)});
+    ends_.push_back({own, for_eager(own), needed});
     elements += std::min<int64_t>(own.result.rows * own.result.cols, most_samples);
   }
   seeds_ = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);

@@ -13,16 +13,19 @@
 
 namespace fused::cuda::tune {
 
-// A pass at both ends of its bucket of token counts. Rows of the result beyond what a fraction of a
-// millisecond computes are left out: what happens to an element does not depend on them.
+// A pass at both ends of its bucket of token counts; of a sum over tokens the lower one is tried as
+// an odd number, which split sums do not take, and as a usual one. Rows of the result beyond what a
+// fraction of a millisecond computes are left out: what happens to an element does not depend on
+// them.
 class TrialOperands {
  public:
-  static constexpr int64_t most_ends = 2, most_seeds = 16;
+  static constexpr int64_t most_ends = 3, most_seeds = 16;
 
   // The problem at one end.
   struct End {
     PassCall call;   // operands and results in the trial's memory
     PassCall eager;  // the same as ATen can do it: with a dense aux, and none that is a mask
+    bool needed;     // whether who cannot be launched there is out
   };
 
   explicit TrialOperands(const PassCall& call);
