@@ -47,7 +47,7 @@ inline bool grad_lies_by_columns(const Tensor& weight) {
 // The same of an input and its gradient, where its rows are the columns of a contiguous matrix.
 inline bool lies_by_columns(const Tensor& input) {
   const auto dim = input.dim();
-  if (dim < 2 || input.sym_stride(dim - 2) != 1) return false;
+  if (dim < 2 || input.sym_stride(dim - 2) != 1 || input.is_contiguous()) return false;
   for (int64_t d = 0; d + 2 < dim; ++d) {
     if (input.sym_size(d) != 1) return false;
   }

@@ -52,7 +52,7 @@ struct TrialErrors {
   double missed = 0;  // elements that are not finite but should be, or NaN but are not; mask bits
 };
 
-// Whether the root mean squares are at most 1.1 times the reference's, the largest errors in their
+// Whether the root mean squares are at most 1.05 times the reference's, the largest errors in their
 // neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for; errors below
 // `floor` are none: that of the exact results themselves.
 bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);

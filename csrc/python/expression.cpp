@@ -99,15 +99,16 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
                     input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
 }
 
-// A plain layer's call that is ready to run.
+// A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then sees
+// while the GIL is released that they are in use.
 struct Ready {
-  const Tensor& input;
+  Tensor input;
   PyObject *weight, *bias;  // borrowed
   OptionalTensor transposed;
   PyObject* wrapped() const {
     return transposed ? THPVariable_Wrap(*transposed) : Py_NewRef(weight);
   }
-  const Tensor& matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
+  Tensor matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
   OptionalTensor vector() const {
     return bias == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias));
   }
