@@ -1,6 +1,7 @@
 """20,000 random graphs: all that can be asked of autograd, equal to plain torch's, in threads."""
 
 import collections
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -93,6 +94,34 @@ def test_reentrant_checkpoints():
             )
         )
         assert_same_as_conditioned(got, want, moved, f"graph of seed {seed}:")
+
+
+def test_what_was_freed(parameters):
+    """A backward that frees its graph, then one through what is left of it, for some inputs: where
+    torch gives gradients they are ours, but where ours is one node and torch's are several."""
+    given = 0
+    for seed in range(3000):
+        results = []
+        for is_fused in (False, True):
+            graph = Graph(parameters, seed, is_fused, may_watch=False)
+            made = [y for y in graph.made[3:] if y.requires_grad]
+            choice = random.Random(seed)
+            if not made:
+                break
+            first, second = choice.choice(made), choice.choice(made)
+            wanted = choice.sample(parameters.leaves, choice.randrange(1, 4))
+            torch.autograd.grad(first.sin().sum(), parameters.leaves, allow_unused=True)
+            try:
+                results.append(torch.autograd.grad(second.cos().sum(), wanted, allow_unused=True))
+            except RuntimeError as error:
+                assert "second time" in str(error) or "checkpoint" in str(error), error
+                results.append(None)
+        if len(results) == 2 and None not in results:
+            given += 1
+            assert_same(scaled(results[1]), scaled(results[0]), f"graph of seed {seed}:", EXACT)
+        elif results and results[0] is not None:
+            assert any("Mlp" in str(y.grad_fn) or "Glu" in str(y.grad_fn) for y in made), seed
+    assert given > 500
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.long)])

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
 from certify.fuzz_operators import ACTIVATIONS, GATED, OPERATORS, Layer, Step
@@ -114,6 +116,7 @@ class Case:
     calls_backward: bool
     words: str  # of how the operands lie, for the report
     is_finite: bool = True
+    keeping: str = "as it is"  # what is saved for the backward: so, by checkpoints, through hooks
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -154,6 +157,7 @@ class Case:
         flags += [] if self.handover else ["no handover"]
         flags += ["deterministic"] if self.deterministic else []
         flags += ["backward()"] if self.calls_backward else []
+        flags += [] if self.keeping == "as it is" else [self.keeping]
         return (
             f"{str(self.x.dtype)[6:]} {tuple(self.x.shape)} {' '.join(shapes)} wanted {wanted}, "
             f"{', '.join(flags)}; {self.words}"
@@ -168,8 +172,20 @@ def plain(step: Step, x: Tensor, layers: Sequence[Layer]) -> Tensor:
 
 def ours(case: Case, x: Tensor, layers: Sequence[Layer]) -> Tensor:
     where = torch.ops.fused if case.through_ops else tfl
-    for layer in layers:
-        x = OPERATORS[layer.operator].ours(where, x, layer)
+
+    def call(x: Tensor, layers: Sequence[Layer]) -> Tensor:
+        for layer in layers:
+            x = OPERATORS[layer.operator].ours(where, x, layer)
+        return x
+
+    if case.keeping == "as it is":
+        return call(x, layers)
+    if case.keeping == "offloaded":
+        with saved_tensors_hooks(lambda saved: [saved.clone()], lambda kept: kept[0]):
+            return call(x, layers)
+    parts = [layers] if case.keeping == "one checkpoint" else [[layer] for layer in layers]
+    for part in parts:
+        x = checkpoint(call, x, part, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
@@ -339,6 +355,8 @@ class Draw:
             case.x.view(-1)[choice.randrange(x.numel())] = value
             case.words += f"; {value} in x"
             case.is_finite = False
+        if self.chance(0.3):
+            case.keeping = choice.choice(("checkpoints", "one checkpoint", "offloaded"))
         return case
 
 
