@@ -99,8 +99,8 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
                     input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
 }
 
-// A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then sees
-// while the GIL is released that they are in use.
+// A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then
+// sees while the GIL is released that they are in use.
 struct Ready {
   Tensor input;
   PyObject *weight, *bias;  // borrowed
