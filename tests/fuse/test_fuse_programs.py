@@ -186,27 +186,6 @@ def test_modules_that_cannot_be_hashed_are_left_alone():
     assert not tfl.is_fused(holder)
 
 
-def test_in_place_dropout_draws_as_it_did():
-    class Dropping(Block):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.5, inplace=True)
-
-        def forward(self, x):
-            return self.act(self.drop(self.fc1(x)))
-
-    model = Dropping().double()
-    plain = copy.deepcopy(model)
-    tfl.fuse_(model)
-    for net in (model, plain):
-        torch.manual_seed(3)
-        net.result = net(*X)
-    assert torch.equal(model.result, plain.result)
-    with tfl.explain() as calls:
-        model(*X)
-    assert not calls.calls
-
-
 @pytest.mark.parametrize("cls", [nn.Dropout, nn.Identity])
 def test_a_dropout_that_is_exchanged_for_all_is_seen(cls, monkeypatch):
     model = nn.Sequential(nn.Linear(6, 6), cls(), nn.ReLU(), nn.Linear(6, 6)).double()
