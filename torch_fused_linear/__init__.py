@@ -15,7 +15,7 @@ if _library.load():
         linear_silu,
         mlp,
     )
-    from .fuse import fuse_, unfuse_
+    from .fuse import fuse_, is_fused, unfuse_
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
@@ -49,6 +49,7 @@ __all__ = [
     "gated_mlp",
     "get_policy",
     "handover",
+    "is_fused",
     "library_path",
     "linear",
     "linear_gelu",

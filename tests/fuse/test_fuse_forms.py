@@ -257,7 +257,8 @@ def test_scripted(form):
     elif form not in (Guarded, Named, DropoutFunctionBetween):  # which are left as they are
         for name in set(FORMS[form]):
             assert text.count(f"fused::{name}(") == FORMS[form].count(name), text
-    assert operators(model, x) == FORMS[form], "Python goes on deciding"
+    expected = [] if form is Guarded else FORMS[form]  # plain from then on
+    assert operators(model, x) == expected, "Python goes on deciding"
     model.fc2 = nn.Tanh() if hasattr(model, "fc2") else None
     plain.fc2 = nn.Tanh() if hasattr(plain, "fc2") else None
     torch.testing.assert_close(model(x), plain(x))

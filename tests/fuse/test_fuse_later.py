@@ -189,7 +189,8 @@ def test_dropout_in_place_before_relu():
     plain = copy.deepcopy(model)
     assert tfl.fuse_(model).fused
     assert_same(results(model, X), results(plain, X))
-    assert operators(model) == ["linear_relu"]
+    assert operators(model) == []  # torch draws other numbers in place
+    assert operators(model.eval()) == ["linear_relu"]
 
 
 def test_a_child_of_a_sequential_used_apart():

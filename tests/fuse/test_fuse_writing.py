@@ -135,7 +135,7 @@ class Counted(Base):
         return self.fc2(h)
 
 
-LEFT_ALONE = AllLocals, Asked, Counted
+LEFT_ALONE = AllLocals, Asked
 WRITTEN = [Global, Local, Inner, closure(), Brackets, Commas, Method, Gate, Owner, NoLocals]
 
 

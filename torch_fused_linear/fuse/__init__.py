@@ -8,12 +8,13 @@ from torch import nn
 
 from ..nn.linear import check_memory
 from . import script  # noqa: F401  (what torch.jit.script asks for)
-from .classes import unfuse_class
+from .classes import is_made_here, unfuse_class
 from .model import frozen_reason
 from .plan import Plan
 from .report import Report
+from .resolve import named
 
-__all__ = ["fuse_", "unfuse_"]
+__all__ = ["fuse_", "is_fused", "unfuse_"]
 
 
 def fuse_(
@@ -59,8 +60,7 @@ def fuse_(
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced or exported
             already; ``filter_fn`` is not callable.
-        ValueError: there is something to fuse, but ``filter_fn`` accepts none of it; ``memory`` is
-            neither of these.
+        ValueError: ``memory`` is neither of these.
 
     Examples::
 
@@ -82,14 +82,25 @@ def fuse_(
             f"{type(filter_fn).__name__}"
         )
     check_memory("fuse_", memory)
-    plan = Plan(model, filter_fn)
-    if plan.refused and not plan.layers and not plan.accepted:
-        raise ValueError(
-            f"fuse_: expected filter_fn to accept a layer, but it refused all {len(plan.refused)} "
-            f"that could be fused: {', '.join(plan.refused[:3])}"
-            + (" ..." if len(plan.refused) > 3 else "")
-        )
-    return plan.apply(memory, dry_run)
+    return Plan(model, filter_fn).apply(memory, dry_run)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether :func:`fuse_` has changed the module or one in it.
+
+    Args:
+        module: a model, part or copy of one.
+
+    Returns:
+        True where something was rewritten; whether a call is fused is decided when it runs
+        (:class:`torch_fused_linear.explain`).
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"is_fused: expected an nn.Module, got {type(module).__name__}")
+    return any(is_made_here(cls) for _, m in named(module) for cls in type(m).__mro__)
 
 
 def unfuse_(model: nn.Module) -> None:
@@ -103,5 +114,5 @@ def unfuse_(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
-    for module in model.modules():
+    for _, module in named(model):
         unfuse_class(module)

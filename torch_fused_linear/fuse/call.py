@@ -46,6 +46,7 @@ MODULES = {
     cls: (kind, cls.forward)
     for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
 }
+PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
 # Of plain functions: what they call with their argument and nothing else (resolve.py).
 RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNTOUCHED = (
@@ -282,21 +283,25 @@ def dropped_share(function, args, kwargs) -> float | None:
     """What share of its input it drops now; None if it is neither dropout nor identity."""
     if _has_any_global_hook() or (isinstance(function, nn.Module) and hooks_objection(function)):
         return None
-    if type(function) is nn.Identity:
+    cls = type(function)
+    if cls in PASSED and not is_untouched(cls, PASSED[cls]):
+        return None
+    if cls is nn.Identity:
         return 0
-    if type(function) is nn.Dropout:
-        p, training = function.p, function.training
+    if cls is nn.Dropout:
+        p, training, inplace = function.p, function.training, function.inplace
     elif function is F.dropout:
-        p, training = _dropout_arguments(*args, **kwargs)
+        p, training, inplace = _dropout_arguments(*args, **kwargs)
     else:
         return None
-    if type(p) not in (int, float) or not 0 <= p <= 1:
+    # in place torch draws other numbers, and the backward needs what the operator returned
+    if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
         return None
     return p if training else 0
 
 
 def _dropout_arguments(p=0.5, training=True, inplace=False):
-    return p, training
+    return p, training, inplace
 
 
 def activate(function, h=None, /, *more, **named):
@@ -344,7 +349,7 @@ def _activate(memory, function, args, kwargs):
     else:
         result = _run(linear_gelu, h, BY_NAME[kind].approximate, memory)
     for p, *_ in dropouts:
-        result = F.dropout(result, p)  # not in place: the backward needs what the operator returned
+        result = F.dropout(result, p)
     return result
 
 
@@ -368,7 +373,12 @@ def value(h):
 
 def follow(layer, input=None, /, **named):
     """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
-    return _end(begin(layer, input, **named), True)
+    return end(begin(layer, input, **named))
+
+
+def end(h):
+    """A begun call whose activation does not come: the layer alone."""
+    return _end(h, True)
 
 
 def unless(owner, layer):

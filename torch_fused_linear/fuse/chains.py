@@ -165,12 +165,16 @@ def products(value: Value) -> list[str]:
 
 def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    forward = origin(type(module)).forward if isinstance(module, nn.Sequential) else None
+    return forward is nn.Sequential.forward and walks_children(module)
+
+
+def walks_children(module: nn.Sequential) -> bool:
+    """Whether nn.Sequential's forward means its children, one by one, and its class may change:
+    quantisation finds its pairs by their classes."""
     cls = origin(type(module))
-    return (
-        isinstance(module, nn.Sequential)
-        and cls.forward is nn.Sequential.forward
-        and cls.__iter__ is nn.Sequential.__iter__
-    )
+    is_pair = cls.__module__.startswith(("torch.ao.", "torch.nn.intrinsic"))
+    return cls.__iter__ is nn.Sequential.__iter__ and not is_pair
 
 
 def is_activation(element: Element) -> bool:

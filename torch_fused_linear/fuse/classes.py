@@ -103,17 +103,20 @@ def rebuild(cls: type, config: Config, function, arguments: tuple):
 
 def functions_of(cls: type) -> list[tuple[type, str, FunctionType]]:
     """The methods that run, without those that a child has replaced for good."""
-    found: dict[str, list] = {}
+    found: list[tuple[type, str, FunctionType]] = []
+    replaced: set[str] = set()
     for base in cls.__mro__:
         if base in (nn.Module, object):
             continue
         for name, value in vars(base).items() if not is_made_here(base) else ():
-            if isinstance(value, FunctionType):
-                earlier = found.setdefault(name, [])
-                inner = unwrapped(value)
-                if inner and all("super" in f.__code__.co_names for *_, f in earlier):
-                    earlier.append((base, name, inner))
-    return [entry for versions in found.values() for entry in versions]
+            if name in replaced:
+                continue
+            inner = unwrapped(value)
+            if inner is not None:
+                found.append((base, name, inner))
+            if inner is None or "super" not in inner.__code__.co_names:
+                replaced.add(name)
+    return found
 
 
 def class_objection(cls: type) -> str | None:
@@ -124,6 +127,10 @@ def class_objection(cls: type) -> str | None:
         return "already fused"  # and then put into another class, as sharding does
     if any(vars(base).get("__slots__") for base in cls.__mro__):
         return f"{cls.__name__} has __slots__"
+    try:
+        _class(cls, (cls,), {})
+    except TypeError as error:
+        return f"no child of {cls.__name__} can be made: {error}"
     for base, name, function in functions_of(cls):
         known = set(function.__code__.co_names)
         if name == "__init__" or not known & {"type", "__class__"}:

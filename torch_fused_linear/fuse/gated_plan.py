@@ -71,7 +71,7 @@ class GatedPlan:
             reasons = {v.path: reason for v in values if (reason := self._objection(v))}
             if not reasons and all(self._is_fused(element, last, name) for name in names):
                 reasons = {v.path: "already fused" for v in values}
-                is_fused = self.accepted = True
+                is_fused = True
             elif not reasons:
                 change.refused -= {*names}
                 found.append([*values])

@@ -12,12 +12,12 @@ from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import fit
 from .call import hooks_objection
-from .chains import Chain, Element, is_activation, is_sequential
+from .chains import Chain, Element, is_activation, is_sequential, walks_children
 from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
 from .products import Product
 from .reading import Text, Unreadable, names, place_of
-from .resolve import Resolver, Value
+from .resolve import Resolver, Value, named
 from .steps import Step
 
 FUSED = (FusedMLP, FusedGatedMLP)
@@ -43,6 +43,9 @@ class Model:
         self.modules = {path: module for module, path in self.paths.items()}
 
     def _visit(self, module: nn.Module, path: str) -> None:
+        if type(module).__hash__ is None:
+            self.frozen[path] = f"{type(module).__name__} cannot be hashed"
+            return
         if module in self.paths:
             return
         if path and (reason := frozen_reason(module)):
@@ -58,11 +61,12 @@ class Model:
             if not self._is_inner(module):
                 yield self._flatten(module)
             return
-        if isinstance(module, FUSED) or not any(fit.is_layer(m) for m in module.modules()):
+        if isinstance(module, FUSED) or not any(fit.is_layer(m) for _, m in named(module)):
             return
         for base, name, function in self.functions_of(module):
             if (base, name) == SEQUENTIAL:
-                yield self._flatten(module)
+                if walks_children(module):
+                    yield self._flatten(module)
             elif self._mentions_activation(module, function):
                 yield from self.read(module, base, function)
 

@@ -40,7 +40,6 @@ from .reading import Text, place_of
 from .report import Report, Skipped
 from .resolve import Value
 from .rewrite import Mark, can_change
-from .steps import is_asked_early
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -85,8 +84,6 @@ class Plan(GatedPlan):
     Attributes:
         layers: to change, by place.
         skipped: reason and place, by path.
-        refused: paths that `filter_fn` would not have.
-        accepted: whether `filter_fn` would have something that is fused already.
     """
 
     def __init__(self, root: nn.Module, filter_fn: Filter | None) -> None:
@@ -95,8 +92,6 @@ class Plan(GatedPlan):
         self.paths = self.model.paths
         self.layers: dict[tuple, Layer] = {}
         self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
-        self.refused: list[str] = []
-        self.accepted = False
         self.changes = {module: Change.of(module) for module in self.paths}
         self._asked: dict[str, bool] = {}
         self._results: dict[tuple[nn.Module, Text], set[str]] = {}
@@ -124,8 +119,7 @@ class Plan(GatedPlan):
                 continue
             self._seen |= {id(v.value) for v in chain[k].values}
             steps = [e.step for e in chain[i + 1 : k + 1] if e.step is not None]
-            is_early = any(is_asked_early(s.guard, element.step.data) for s in steps)
-            if is_early or not all(step.is_sole for step in steps):
+            if not all(step.is_sole for step in steps):
                 for value in layers:
                     self.skipped.setdefault(value.path, (SEEN, element.where))
                 continue
@@ -146,7 +140,6 @@ class Plan(GatedPlan):
                 refused.add(name)
             elif reason is None and self._is_fused(element, steps[-1], name):
                 reason = "already fused"
-                self.accepted = True
             if reason is None:
                 change.refused.discard(name)
                 fitting.append(value)
@@ -225,8 +218,6 @@ class Plan(GatedPlan):
             return True
         if value.path not in self._asked:
             self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
-            if not self._asked[value.path]:
-                self.refused.append(value.path)
         return self._asked[value.path]
 
     def _find_normalised(self, chain: Chain) -> None:

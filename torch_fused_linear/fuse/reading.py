@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import linecache
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -52,6 +53,8 @@ class Text:
                 "since it was loaded, or made by other code"
             )
         ((self.node, self.class_name),) = nodes[key]
+        if getattr(self.node, "type_params", None):
+            raise Unreadable(f"{function.__qualname__} has type parameters")
 
     @property
     def start(self) -> int:
@@ -72,6 +75,13 @@ class Text:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for run in _Reader(self.node, self.function.__code__).read() if run)
+
+    @cached_property
+    def in_strings(self) -> set[int]:
+        """The nodes in f-strings, whose places Python gives from 3.12 on."""
+        strings = [n for n in ast.walk(self.node) if isinstance(n, ast.JoinedStr)]
+        is_placed = sys.version_info >= (3, 12)
+        return set() if is_placed else {id(n) for s in strings for n in ast.walk(s)}
 
     @cached_property
     def takes_locals(self) -> bool:
@@ -194,10 +204,7 @@ class _Reader:
         part, guard = statement, None
         if isinstance(statement, ast.If) and is_condition(statement.test):
             part, guard = statement.body[0], statement.test
-            between = block[k + 1 : block.index(statement)]
-            stored = {n.id for s in between for n in ast.walk(s) if isinstance(n, ast.Name)
-                      and isinstance(n.ctx, ast.Store)}  # fmt: skip
-            if mentions(guard, name) or any(mentions(guard, other) for other in stored):
+            if mentions(guard, name):
                 return None
         if not isinstance(part, WHOLE):
             return None

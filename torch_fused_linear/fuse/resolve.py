@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ class Resolver:
             self.open.add(name)
             for value, iterated in self.assigned[name]:
                 if value is None and iterated is None:  # an argument: any layer that we have
-                    found += [Value(n, m) for n, m in self.owner.named_modules() if n]
+                    found += [Value(n, m) for n, m in named(self.owner) if n]
                 elif value is not None:
                     found += self.values(value, depth + 1)
                 else:
@@ -171,6 +172,18 @@ def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
         return None
     options = {k.arg: k.value.value for k in call.keywords}
     return (path, options or None) if path and path[0] in code.co_names else None
+
+
+def named(module: nn.Module, path: str = "", seen: set | None = None) -> Iterator[Value]:
+    """``named_modules``, of modules that cannot be hashed too."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield Value(path, module)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from named(child, f"{path}.{name}" if path else name, seen)
 
 
 def children(of: Value) -> list[Value]:

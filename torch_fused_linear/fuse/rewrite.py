@@ -30,6 +30,7 @@ HELPERS = {
     "act": call.activate,
     "act_low": call.activate_low,
     "follow": call.follow,
+    "end": call.end,
     "unless": call.unless,
     "method_relu": call.METHODS["relu"],
     "method_relu_": call.METHODS["relu_"],
@@ -97,8 +98,18 @@ def unwrapped(function: object) -> FunctionType | None:
         stored = {i.argval for i in code if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
         if not held or stored & set(held):
             return None
+        if not holds_constants(function):
+            return None
         function = inner
-    return function if isinstance(function, FunctionType) else None
+    is_known = isinstance(function, FunctionType) and holds_constants(function)
+    return function if is_known else None
+
+
+def holds_constants(function: FunctionType) -> bool:
+    """Whether a copy of it would not count, or remember, beside it."""
+    return all(
+        callable(v) or isinstance(v, (bool, str, type(None))) for v in vars(function).values()
+    )
 
 
 def cells(function: FunctionType) -> dict[str, object]:
@@ -114,6 +125,8 @@ def cells(function: FunctionType) -> dict[str, object]:
 def can_change(text: Text, step: Step) -> bool:
     """Whether the call is written in a way that pieces can be put into."""
     node, cut = step.node, _Cut(text)
+    if id(node) in text.in_strings:
+        return False
     if isinstance(step, Product):
         signs = [cut.between(form.node.left, form.node.right, to_start=True) for form in step.forms]
         return all(sign.count(b"*") == 1 and b"#" not in sign for sign in signs)
@@ -165,6 +178,12 @@ class _Edits:
         self.put(cut.start(node), cut.start(node), f"{helper}({self.unless * unless}")
         bracket = cut.source.index(b"(", cut.end(node.func))
         self.put(bracket, bracket + 1, "), " if unless else ", ")
+
+    def end_unless(self, step: Step) -> None:
+        """Where the step's condition does not hold, the begun call that waits for it ends."""
+        name, end = step.data.id, self.cut.end(step.guard)
+        self.put(self.cut.start(step.guard), self.cut.start(step.guard), "(")
+        self.put(end, end, f") or not [{name} := {self.ours}end({name})]")
 
     def spread(self, step: Step) -> None:
         """``f(x)`` becomes ``f, x``."""
@@ -261,6 +280,8 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
     edits, script = _Edits(text), _Edits(text)
     ours, expressions = edits.ours, []
     chosen = sorted(_apart(text, marks), key=lambda m: _order(text.runs[m.run], m))
+    if any(mark.script is not None for mark in marks):  # TorchScript compiles no `:=`
+        chosen = [m for m in chosen if not any(s.guard for s in text.runs[m.run][: m.last + 1])]
     for mark in chosen:
         steps = text.runs[mark.run][mark.first : mark.last + 1]
         if isinstance(steps[0], Product):
@@ -272,10 +293,10 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
                 script.gated_script(steps, *mark.script)
             expressions += [node for step in steps for node in step.nodes]
             continue
-        guard = next((s.guard for s in steps[1:] if s.guard is not None), None)
+        guarded = next((s for s in steps[1:] if s.guard is not None), None)
         begin = ours + ("begin" if len(steps) > 1 else "follow")
-        if guard is not None:
-            begin = f"({ours}begin if {ast.unparse(guard)} else {ours}follow)"
+        if guarded is not None:
+            edits.end_unless(guarded)
         is_one = len(steps) == 2 and not refuses and is_simple(edits.cut, steps, mark)
         if is_one:
             edits.call(steps[1], f"{ours}call")
@@ -287,7 +308,7 @@ def rewrite(text: Text, marks: tuple[Mark, ...], refuses: bool) -> Rewritten:
                 edits.call(step, ours + ("act_low" if mark.low else "act"))
             else:
                 edits.call(step, f"{ours}through")
-        if mark.script and guard is None:
+        if mark.script:
             _script(script, steps, *mark.script)
         expressions += [step.node for step in steps]
     if any(mark.script is not None for mark in marks):

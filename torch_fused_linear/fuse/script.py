@@ -51,6 +51,8 @@ def script_config(module: nn.Module, config: Config) -> Config:
 def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None:
     """The operator for a mark and its arguments after the parameters; None for the original."""
     steps = text.runs[mark.run][mark.first : mark.last + 1]
+    if any(is_in_with(text, step.node) for step in steps):
+        return None
     if isinstance(steps[0], Product):
         return chosen_gated(steps, resolver, mark.low)
     layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
@@ -67,6 +69,13 @@ def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None
             return None
     found = {operator(layer, kind, between, mark.low) for layer in layers for kind in kinds}
     return found.pop() if len(found) == 1 else None
+
+
+def is_in_with(text: Text, node: ast.AST) -> bool:
+    """Whether it is in a block that may be autocast's, which TorchScript carries out by the names
+    of torch's operators."""
+    blocks = (n for n in ast.walk(text.node) if isinstance(n, ast.With))
+    return any(n is node for block in blocks for n in ast.walk(block))
 
 
 def chosen_gated(steps: Run, resolver: Resolver, low: bool) -> tuple[str, str] | None:

@@ -72,15 +72,8 @@ def is_harmless(*nodes: ast.AST | None) -> bool:
     )
 
 
-def is_asked_early(guard: ast.AST | None, data: ast.expr) -> bool:
-    """Whether computing `data`, before which the condition is asked, may change the answer."""
-    if guard is None or is_harmless(data):
-        return False
-    return any(isinstance(n, ast.Attribute) for n in ast.walk(guard))
-
-
 def is_condition(node: ast.AST) -> bool:
-    """Harmless, and the same each time it is asked."""
+    """Harmless: a layer may wait while it is asked."""
     calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
     inner = {id(part) for call in calls for part in (call, call.func)}
     return all(dotted(call.func) == ["len"] and is_harmless(*call.args) for call in calls) and all(
