@@ -1,6 +1,7 @@
 // Valid programs of several threads over one graph, through LibTorch. `threads_test NAME` runs one
 // test and exits with 1 where it fails.
 
+#include "core/policy.h"
 #include "expect.h"
 #include "fused_linear.h"
 
@@ -121,7 +122,26 @@ void fork_after_use() {
   EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
+// What a call decides by the policy it decides alike, though another thread switches meanwhile.
+void policy_is_read_once() {
+  using fused::Policy, fused::HeldPolicy;
+  const auto before = fused::policy();
+  {
+    const HeldPolicy held;
+    std::thread([] { fused::set_policy(Policy::eager); }).join();
+    EXPECT(fused::policy() == before);
+    {
+      const HeldPolicy inner;  // of an operator within the call
+    }
+    EXPECT(fused::policy() == before);
+    std::thread([] { EXPECT(fused::policy() == Policy::eager); }).join();
+  }
+  EXPECT(fused::policy() == Policy::eager);
+  fused::set_policy(before);
+}
+
 const Tests tests{
+    {"policy_is_read_once", policy_is_read_once},
     {"forward_beside_backward", forward_beside_backward},
     {"two_heads_free_one_graph", two_heads_free_one_graph},
     {"many_backwards_over_one_graph", many_backwards_over_one_graph},

@@ -221,7 +221,9 @@ def test_it_takes_less_time_than_torch_ops():
 def test_what_a_call_works_on_cannot_be_swapped_away():
     """Here by a hook on saved tensors, elsewhere by another thread."""
     x, w = torch.randn(3, 4), torch.randn(4, 4).requires_grad_()
-    for linear in (torch.nn.functional.linear, tfl.linear):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    tfl.fuse_(model)
+    for linear in (torch.nn.functional.linear, tfl.linear, lambda x, _: model(x)):
         refused = []
 
         def pack(saved):
