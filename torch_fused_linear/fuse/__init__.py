@@ -50,8 +50,8 @@ def fuse_(
             with its name in the model; one for which it returns ``False`` is called as before.
         memory: ``'default'``, or ``'low'`` to keep less for the backward where less is kept then:
             GELU with a linear layer straight after it, and ReLU with no module with parameters
-            there, which would keep ReLU's output anyway. Gated blocks make one product again. Writes
-            between the two layers that torch does not count go unseen: docs/memory.md.
+            there, which would keep ReLU's output anyway. Gated blocks make one product again.
+            Writes between the two layers that torch does not count go unseen: docs/memory.md.
         dry_run: only report.
 
     Returns:
