@@ -17,22 +17,13 @@ from helpers import (
     policy,
     random_case,
 )
-from plan_files import HEAD, file_text, run_step
+from plan_files import HEAD, file_text, measuring, run_step  # noqa: F401
 from stacks import assert_same
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(autouse=True)
-def measuring(cuda):
-    """A small budget, nothing known at first, and every size measured at once."""
-    plans.clear()
-    with plans.budget(20), plans.patience(0):
-        yield
-    plans.clear()
 
 
 def lines(word):

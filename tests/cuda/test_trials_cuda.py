@@ -6,22 +6,13 @@ import cpp_programs
 import pytest
 import torch
 from helpers import GELU_ERF, GELU_TANH, OPS, RELU, SILU, random_case
-from plan_files import STEP, run_step, write_forced
+from plan_files import STEP, measuring, run_step, write_forced  # noqa: F401
 from stacks import assert_same
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(autouse=True)
-def measuring(cuda):
-    """A small budget, nothing known at first, and every size measured at once."""
-    plans.clear()
-    with plans.budget(20), plans.patience(0):
-        yield
-    plans.clear()
 
 
 # ------------------------------------------------------------------------- what a trial must see

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import pytest
 import torch
 from fresh_process import LET_GO
 
@@ -34,6 +35,15 @@ class Plan:
     what: str
     activation: str
     mask: bool
+
+
+@pytest.fixture(autouse=True)
+def measuring(cuda):
+    """A small budget, nothing known at first, and every size measured at once."""
+    plans.clear()
+    with plans.budget(20), plans.patience(0):
+        yield
+    plans.clear()
 
 
 def write_forced(step, path, strategy, takes, algorithm=0):
