@@ -19,7 +19,7 @@ def programs(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 14
+    assert len(NAMES) == 15
 
 
 @pytest.mark.parametrize("source, name", NAMES)
