@@ -15,7 +15,7 @@ if _library.load():
         linear_silu,
         mlp,
     )
-    from .fuse import fuse_, is_fused, unfuse_
+    from .fuse import fuse_, fuse_script_, is_fused, unfuse_
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
@@ -46,6 +46,7 @@ __all__ = [
     "explain",
     "flops",
     "fuse_",
+    "fuse_script_",
     "gated_mlp",
     "get_policy",
     "handover",

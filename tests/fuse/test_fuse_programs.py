@@ -130,9 +130,9 @@ PROGRAMS = {  # how many blocks are fused
     ConditionThatTheArgumentChanges: 1,
     ConditionThatCounts: 1,
     ConditionWithElse: 1,
-    InString: 1,
-    Table: 0,
-    Counted: 0,
+    InString: 2,
+    Table: 1,
+    Counted: 1,
     lambda: Reversed(*layers()): 0,
     lambda: ReversedByForward(*layers()): 0,
 }

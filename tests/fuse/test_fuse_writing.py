@@ -105,7 +105,7 @@ class NoLocals(Base):
 
 
 class Asked(Base):
-    """A condition that answers otherwise each time."""
+    """A condition that answers otherwise each time, and is asked once."""
 
     count = 0
 
@@ -135,8 +135,8 @@ class Counted(Base):
         return self.fc2(h)
 
 
-LEFT_ALONE = AllLocals, Asked
-WRITTEN = [Global, Local, Inner, closure(), Brackets, Commas, Method, Gate, Owner, NoLocals]
+LEFT_ALONE = (AllLocals,)
+WRITTEN = [Asked, Global, Local, Inner, closure(), Brackets, Commas, Method, Gate, Owner, NoLocals]
 
 
 def compared(form, **options):

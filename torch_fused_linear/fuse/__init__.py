@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from torch import nn
 
 from ..nn.linear import check_memory
-from . import script  # noqa: F401  (what torch.jit.script asks for)
-from .classes import is_made_here, unfuse_class
 from .model import frozen_reason
+from .plain import MARK
 from .plan import Plan
 from .report import Report
 from .resolve import named
+from .rewrite import put_back
+from .script import fuse_script_
 
-__all__ = ["fuse_", "is_fused", "unfuse_"]
+__all__ = ["fuse_", "fuse_script_", "is_fused", "unfuse_"]
 
 
 def fuse_(
@@ -38,11 +40,13 @@ def fuse_(
     statements and loops of these, and the blocks of timm, torchvision and Hugging Face
     transformers that are written so.
 
-    Layers and activations stay the same objects of the same classes, and mean what they meant
-    whoever calls them. The module whose code holds the expression gets a child of its class, of
-    the same name, with that method rewritten. So the model is the same function whatever is done
-    to it, before or after: hooks, LoRA, quantisation, parametrisation, exchange, insertion,
-    sharding, ``torch.compile``. What is not plain is called as before.
+    Modules stay the same objects of the same classes, and mean what they meant whoever calls them.
+    The function whose code holds the expression stays the same object too, and gets other code
+    once for the process; a mark on each layer, the attribute ``_fused``, says for which it matters,
+    and copies share it. So the model is the same function whatever is done to it, before or after:
+    hooks, LoRA, quantisation, parametrisation, exchange, insertion, sharding, ``torch.compile``.
+    What is not plain, or has no mark, is called as before. A model from a file that another process
+    wrote is fused again by another call.
 
     Args:
         model: changed in place. It may be on any device, ``meta`` too.
@@ -93,7 +97,7 @@ def is_fused(module: nn.Module) -> bool:
         module: a model, part or copy of one.
 
     Returns:
-        True where something was rewritten; whether a call is fused is decided when it runs
+        True where a layer is marked; whether a call is fused is decided when it runs
         (:class:`torch_fused_linear.explain`).
 
     Raises:
@@ -101,11 +105,12 @@ def is_fused(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"is_fused: expected an nn.Module, got {type(module).__name__}")
-    return any(is_made_here(cls) for _, m in named(module) for cls in type(m).__mro__)
+    return any(MARK in vars(m) for _, m in named(module))
 
 
 def unfuse_(model: nn.Module) -> None:
-    """Undoes :func:`fuse_`, in place: modules have the classes again that they had.
+    """Undoes :func:`fuse_`, in place: no layer is marked any more, and functions have the code
+    again that they had when none is in the process.
 
     Args:
         model: a model that :func:`fuse_` has changed, or part or a copy of one.
@@ -116,4 +121,7 @@ def unfuse_(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
     for _, module in named(model):
-        unfuse_class(module)
+        vars(module).pop(MARK, None)
+    modules = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
+    if not any(MARK in vars(module) for module in modules):
+        put_back()

@@ -1,345 +1,156 @@
-"""What runs where ``act(linear(x))`` stood: it looks at what it was given, and decides then.
+"""What stands in rewritten code in the place of calls: it looks at what it gets, and decides then.
 
-A rewritten expression calls these functions in the order in which the original calls its layers.
-``begin`` runs nothing yet where it meets a plain layer with fitting tensors: it returns a *begun*
-call, which nobody else gets to see, and ``activate`` ends it as one operator. Whatever is not
-plain is called at once, as in the original.
+Each is called where the call was, with what was called and what that got. ``step`` runs nothing yet
+where it meets a marked plain layer with fitting tensors: it returns a *begun* call, which only the
+next of these functions gets to see and runs as one operator with the activation. Whatever is not
+plain is called at once, as it was.
+
+The functions are in Python for torch.compile, which traces them, and for what is not simple;
+csrc/python/expression.cpp has them in C.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import weakref
-from collections.abc import Callable
-from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules.module import _has_any_global_hook
 
-from .._library import direct
 from ..activations import ACTIVATIONS as BY_NAME
-from ..activations import name_of_gelu
-from ..functional import linear, linear_gelu, linear_glu, linear_relu, linear_silu
+from ..functional import gated_mlp, linear, linear_gelu, linear_glu, linear_relu, linear_silu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN, is_foreign
-from . import parallel
-from .families import ACTIVATIONS, CONV1D, full_name
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from . import parallel, plain
+from .plain import METHODS, dropped_share, hooks_objection, memory_of, plain_kind
 
 
 class Begun:
-    """The first element of a begun call, (Begun, layer, input, weight, bias, dropouts)."""
+    """A begun call: (Begun, layer, input, weight, bias, dropouts behind it)."""
 
 
-# What stands for `h.relu()`, as a function of h.
-METHODS = {name: operator.methodcaller(name) for name in ("relu", "relu_")}
-RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
-# The forward of every class whose calls are known; one that was exchanged makes it unknown.
-LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
-MODULES = {
-    cls: (kind, cls.forward)
-    for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
-}
-PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
-# Of plain functions: what they call with their argument and nothing else (resolve.py).
-RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-UNTOUCHED = (
-    (nn.Module, "__call__", nn.Module.__call__),
-    (nn.Module, "_call_impl", nn.Module._call_impl),
-    (torch, "relu", torch.relu),  # which F.relu calls
-    *((F, name, getattr(F, name)) for name in ("linear", "relu", "gelu", "silu", "conv2d")),
-)
-GLOBAL_HOOKS = tuple(
-    getattr(nn.modules.module, f"_global_{kind}")
-    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-)
+class Factor:
+    """An activation whose result a product gets: (Factor, begun or half, kind, activation,
+    what else it is given by position, and by name)."""
 
 
-def glu(given: tuple) -> Tensor:
+class Half:
+    """One half of a begun layer's result: (Half, list of the begun call and the chunk's function
+    and arguments, or of both halves when they were made, number)."""
+
+
+def glu(*given) -> Tensor:
     """In the place of a begun call's layer: its input is all that linear_glu takes."""
     return linear_glu(*given)
-
-
-KNOWN = (LAYERS, MODULES, RELU, F.gelu, F.silu, Begun, GLOBAL_HOOKS, UNTOUCHED)
-direct.know_plain(*KNOWN, nn.Linear, nn.Conv2d, glu)
-
-
-def learn(value: object) -> None:
-    """Makes known the class of a layer or an activation of another library, or a function."""
-    cls = type(value)
-    if isinstance(value, nn.Module):
-        if full_name(cls) == CONV1D:
-            LAYERS.setdefault(cls, cls.forward)
-        elif kind := ACTIVATIONS.get(full_name(cls)):
-            MODULES.setdefault(cls, (kind, cls.forward))
-    elif cls is FunctionType and value not in RECIPES:
-        RECIPES[value] = value.__code__, recipe(value)
-
-
-# Reads what a function of one argument calls with it; resolve.py, which imports this file's
-# readers, puts it here.
-recipe: Callable[[FunctionType], tuple | None] | None = None
-
-
-# --- what is plain ------------------------------------------------------------------------------
-
-
-def hooks_objection(module: nn.Module) -> str | None:
-    """Where somebody watches the module or has replaced its forward."""
-    own = module.__dict__
-    for kind in HOOKS[2:] if parallel.is_spread(module) else HOOKS:
-        if own.get(kind):
-            return f"has {kind.strip('_').replace('_', ' ')}"
-    if "forward" in own:
-        return "has a forward of its own, set on the object"
-    if own.get("_compiled_call_impl") is not None:
-        return "was compiled"
-    return None
-
-
-def is_untouched(cls: type, forward: object) -> bool:
-    """Whether nobody has put another function into the class, or into torch."""
-    if is_dynamo_compiling() or is_exporting():  # which do, for a while
-        return True
-    return cls.forward is forward and all(
-        getattr(owner, name) is value for owner, name, value in UNTOUCHED
-    )
-
-
-def plain_modes() -> bool:
-    """Whether no function mode of somebody else wants to see torch's own calls."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return all(type(mode).__module__.startswith("torch.") for mode in modes)
-
-
-def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """False where torch's own function would raise an error, which then does."""
-    others = (input,) if bias is None else (input, bias)
-    if input.is_nested or any(t.device != weight.device for t in others):
-        return False
-    if any(t.dtype != weight.dtype for t in others):
-        return torch.is_autocast_enabled(weight.device.type)
-    if type(layer) is nn.Conv2d:
-        is_image = weight.dim() == 4 and input.dim() in (3, 4)
-        return is_image and input.shape[-3] == weight.shape[1] * layer.groups
-    return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
-
-
-def parameters(layer: object) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a layer that does nothing but apply them; None of any other."""
-    cls = type(layer)
-    if not isinstance(layer, nn.Module):
-        return None
-    if cls not in LAYERS:
-        if full_name(cls) != CONV1D or is_dynamo_compiling():
-            return None
-        learn(layer)
-    if hooks_objection(layer) or _has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
-        return None
-    if parallel.is_spread(layer):
-        return None
-    held = layer._parameters
-    if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
-        return None
-    weight, bias = held["weight"], held["bias"]
-    if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
-        return None
-    if not is_dynamo_compiling() and not plain_modes():
-        return None
-    if cls is not nn.Linear and cls is not nn.Conv2d:
-        weight = weight.t()  # a view: the operators take any strides
-    return weight, bias
-
-
-def activation_kind(function: object, options: dict | None = None) -> str | None:
-    """The operators' name of the activation, or None where it is none of ours exactly.
-
-    Args:
-        function: a module or a function.
-        options: the keyword arguments beside the tensor.
-    """
-    if isinstance(function, nn.Module):
-        cls = type(function)
-        if cls not in MODULES and not is_dynamo_compiling():
-            learn(function)
-        if options or cls not in MODULES:
-            return None
-        kind, forward = MODULES[cls]
-        if not is_untouched(cls, forward):
-            return None
-        return name_of_gelu(function.approximate) if kind == "gelu" else kind
-    if function is F.gelu:
-        if options and (len(options) > 1 or "approximate" not in options):
-            return None
-        return name_of_gelu(options["approximate"] if options else "none")
-    if any(function is known for known in RELU):
-        if options and (function is not F.relu or options.keys() != {"inplace"}):
-            return None
-        return "relu"
-    if function is F.silu:
-        return None if options and options.keys() != {"inplace"} else "silu"
-    if options:
-        return None
-    if type(function) is functools.partial:
-        known = function.func in (F.relu, F.gelu, F.silu)
-        return activation_kind(function.func, function.keywords) if known and not function.args \
-            else None  # fmt: skip
-    if type(function) is not FunctionType:
-        return None
-    value, inner = called_by(function)
-    return None if value is None else activation_kind(value, inner)
-
-
-def plain_kind(function: object, options: dict | None = None) -> str | None:
-    """The same, unless somebody watches the activation."""
-    if isinstance(function, nn.Module) and (hooks_objection(function) or _has_any_global_hook()):
-        return None
-    return activation_kind(function, options)
-
-
-def called_by(function: FunctionType) -> tuple[object, object]:
-    """What a function calls with its argument, if it does no more, and the options of that call."""
-    known = RECIPES.get(function)
-    if known is None and not is_dynamo_compiling():
-        learn(function)
-        known = RECIPES[function]
-    if known is None or known[1] is None or known[0] is not function.__code__:
-        return None, None
-    (name, *attributes), options = known[1]
-    value = function.__globals__.get(name)
-    for attribute in attributes:
-        value = getattr(value, attribute, None)
-    return (None, None) if value is function else (value, options)
-
-
-# --- what a rewritten expression calls ----------------------------------------------------------
 
 
 def is_begun(value: object) -> bool:
     return type(value) is tuple and len(value) == 6 and value[0] is Begun
 
 
-def call(function, layer, input):
-    """In place of ``act(layer(x))``."""
-    if not is_dynamo_compiling():
-        result = direct.call(function, layer, input)
+def is_half(value: object) -> bool:
+    return type(value) is tuple and len(value) == 3 and value[0] is Half
+
+
+def is_factor(value: object) -> bool:
+    return type(value) is tuple and len(value) == 6 and value[0] is Factor
+
+
+# --- one call after another ---------------------------------------------------------------------
+
+
+def step(function, /, *args, **named):
+    """In place of ``function(h, ...)`` whose result only the next of these calls gets."""
+    h = args[0] if args else named.get("input")
+    if is_begun(h):
+        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
+        share = dropped_share(function, more, options)
+        if share is not None:
+            return (*h[:5], (*h[5], (share, function, more, options))) if share else h
+        result = _activated(function, h, more, options)
+        if result is None and not more and not options:
+            result = _down(function, h)
         if result is not None:
             return result
-    return activate(function, begin(layer, input))
+        h = end(h)
+        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
+    if len(args) + len(named) == 1:
+        begun = _begun(function, h) or _begun_between_hooks(function, h)
+        if begun is not None:
+            return begun
+    return function(*args, **named)
 
 
-def ready(layer, input) -> tuple | None:
+def last(function, /, *args, **named):
+    """The same where the result may go anywhere."""
+    return end(step(function, *args, **named))
+
+
+def call(activation, layer, input):
+    """In place of ``activation(layer(input))``."""
+    return last(activation, step(layer, input))
+
+
+def end(h):
+    """What a begun call would have returned; anything else as it is."""
+    if not is_begun(h):
+        return h
+    layer = h[1]
+    if layer is glu:
+        result = linear_glu(*h[2])
+    elif type(layer) is nn.Conv2d:
+        result = layer(h[2])
+    else:
+        result = _run(linear, h)
+    for _, function, more, options in h[5]:
+        result = function(result, *more, **options)
+    return result
+
+
+def _begun(layer, input) -> tuple | None:
     """A begun call of a plain layer; None where it must be called as it is."""
-    begun = None if is_dynamo_compiling() else direct.begin(layer, input)
-    if begun is None and type(input) in PLAIN:
-        held = parameters(layer)
-        if held is not None and fits(layer, input, *held):
-            return (Begun, layer, input, *held, ())
-    return begun
+    if type(input) not in PLAIN or not isinstance(layer, nn.Module) or memory_of(layer) is None:
+        return None
+    held = plain.parameters(layer)
+    if held is None or not plain.fits(layer, input, *held):
+        return None
+    return (Begun, layer, input, *held, ())
 
 
-def _ready_between_hooks(layer, input) -> tuple | None:
+def _begun_between_hooks(layer, input) -> tuple | None:
     """The same of a layer under a plan of tensor parallelism, whose weight is a DTensor."""
     if not isinstance(layer, nn.Module) or not parallel.is_spread(layer):
         return None
-    watched = hooks_objection(layer) or _has_any_global_hook() or not plain_modes()
-    if watched or not is_untouched(nn.Linear, LAYERS[nn.Linear]) or is_foreign(input):
+    if memory_of(layer) is None or is_foreign(input) or not plain.plain_modes():
+        return None
+    if hooks_objection(layer) or _has_any_global_hook():
         return None
     held = layer._parameters
     weight, bias = held.get("weight"), held.get("bias")
     given = [weight] if bias is None else [weight, bias]
     if weight is None or any(type(t) in PLAIN or is_foreign(t) for t in given):
         return None
+    if not plain.is_untouched(nn.Linear, plain.LAYERS[nn.Linear]):
+        return None
     return (Begun, layer, input, weight, bias, ())
 
 
-def begin(layer, input=None, /, **named):
-    """In place of ``layer(x)`` or ``layer(input=x)`` where an activation follows."""
-    given = named["input"] if named else input
-    begun = ready(layer, given) or _ready_between_hooks(layer, given)
-    if begun is not None:
-        return begun
-    return layer(**named) if named else layer(input)
-
-
-def through(function, /, *args, **kwargs):
-    """In place of ``dropout(h)`` between the two."""
-    h = args[0] if args else None
-    if not is_begun(h):
-        return function(*args, **kwargs)
-    p = dropped_share(function, args[1:], kwargs)
-    if p is None:
-        return function(value(h), *args[1:], **kwargs)
-    return (*h[:5], (*h[5], (p, function, args[1:], kwargs))) if p else h
-
-
-def dropped_share(function, args, kwargs) -> float | None:
-    """What share of its input it drops now; None if it is neither dropout nor identity."""
-    if _has_any_global_hook() or (isinstance(function, nn.Module) and hooks_objection(function)):
-        return None
-    cls = type(function)
-    if cls in PASSED and not is_untouched(cls, PASSED[cls]):
-        return None
-    if cls is nn.Identity:
-        return 0
-    if cls is nn.Dropout:
-        p, training, inplace = function.p, function.training, function.inplace
-    elif function is F.dropout:
-        p, training, inplace = _dropout_arguments(*args, **kwargs)
-    else:
-        return None
-    # in place torch draws other numbers, and the backward needs what the operator returned
-    if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
-        return None
-    return p if training else 0
-
-
-def _dropout_arguments(p=0.5, training=True, inplace=False):
-    return p, training, inplace
-
-
-def activate(function, h=None, /, *more, **named):
-    """In place of ``act(h, ...)``, where h may be a begun call."""
-    if not more and not named and not is_dynamo_compiling():
-        result = direct.activate(function, h, "default")
-        if result is None and type(function) is FunctionType and is_begun(h):
-            called, options = called_by(function)
-            result = None if options else direct.activate(called, h, "default")
-        if result is not None:
-            return result
-    return _activate("default", function, () if "input" in named else (h, *more), named)
-
-
-def activate_low(function, /, *args, **kwargs):
-    """The same, with what is kept for the backward as in ``memory="low"``."""
-    return _activate("low", function, args, kwargs)
-
-
-def _activate(memory, function, args, kwargs):
-    h = args[0] if args else kwargs["input"]
-    if not is_begun(h):
-        return function(*args, **kwargs)
-    options = {name: v for name, v in kwargs.items() if name != "input"} if kwargs else None
-    if len(args) == 2 and function in (F.relu, F.silu) and options is None:
-        options = {"inplace": args[1]}
-    elif len(args) > 1:
-        options = {"more": args}
-    kind = plain_kind(function, options)
+def _activated(function, h, more, options) -> Tensor | None:
+    """The activation of a begun call; None where it must be called as it is."""
     _, layer, input, weight, _, dropouts = h
-    if (
-        kind is None
-        or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d))
-        or (type(weight) not in PLAIN and not parallel.has_whole_sums(layer))
-    ):
-        if not args:
-            return function(**{**kwargs, "input": value(h)})
-        return function(value(h), *args[1:], **kwargs)
+    if layer is glu:
+        return None
+    if more:
+        if len(more) > 1 or options or function not in (F.relu, F.silu):
+            return None
+        options = {"inplace": more[0]}
+    kind = plain_kind(function, options or None)
+    if kind is None or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d)):
+        return None
+    if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
+        return None
+    memory = memory_of(layer) or "default"
     if type(layer) is nn.Conv2d:
         result = FusedConv2dReLU.forward(layer, input)
     elif kind == "relu":
@@ -348,8 +159,8 @@ def _activate(memory, function, args, kwargs):
         result = _run(linear_silu, h, memory)
     else:
         result = _run(linear_gelu, h, BY_NAME[kind].approximate, memory)
-    for p, *_ in dropouts:
-        result = F.dropout(result, p)
+    for share, *_ in dropouts:
+        result = F.dropout(result, share)
     return result
 
 
@@ -361,73 +172,118 @@ def _run(operator, h, *options):
     return parallel.between_hooks(layer, operator, input, weight, bias, *options)
 
 
-def value(h):
-    """What a begun call would have returned at once; anything else as it is."""
+# --- gated layers -------------------------------------------------------------------------------
+
+
+def later(function, /, *args, **named):
+    """In place of ``act(h)`` whose result only a product gets."""
+    h = args[0] if args else named.get("input")
+    if is_begun(h) or is_half(h):
+        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
+        kind = None if more else plain_kind(function, options or None)
+        if kind is not None and not (is_half(h) and _is_in_place(function, options)):
+            return (Factor, h, kind, function, more, options)
+        h = _value(h)
+        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
+    return function(*args, **named)
+
+
+def halves(chunk, h, /, *args, **named):
+    """In place of ``chunk(h, 2, dim=-1)``."""
     if not is_begun(h):
-        return h
-    result = h[1](h[2])
-    for _, function, args, kwargs in h[5]:
-        result = function(result, *args, **kwargs)
-    return result
+        return chunk(h, *args, **named)
+    is_known = chunk is method_chunk or chunk is torch.chunk
+    is_single = h[1] is not glu and not h[5] and type(h[1]) is not nn.Conv2d
+    if is_known and is_single and h[3].dim() == 2 and _is_in_two(h[2], *args, **named):
+        cell = [h, chunk, args, named]
+        return (Half, cell, 0), (Half, cell, 1)
+    return chunk(end(h), *args, **named)
 
 
-def follow(layer, input=None, /, **named):
-    """In place of ``layer(x)`` where x may come from a fused call, to hand its gradient over."""
-    return end(begin(layer, input, **named))
+def method_chunk(h, /, *args, **named):
+    return h.chunk(*args, **named)
 
 
-def end(h):
-    """A begun call whose activation does not come: the layer alone."""
-    return _end(h, True)
+def product(left, right):
+    """In place of ``left * right`` whose result only a layer of ours gets."""
+    begun = _gated(left, right) or _gated(right, left)
+    return begun or _value(left) * _value(right)
 
 
-def unless(owner, layer):
-    """A layer that ``filter_fn`` would not have, as something that is called as it is."""
-    config = getattr(type(owner), "__fused__", None)
-    for path in config.refused if config else ():
-        here = owner
-        for name in path.split("."):
-            here = getattr(here, "_modules", {}).get(name)
-        if here is layer:
-            return layer.__call__
-    return layer
+def _gated(factor, other) -> tuple | None:
+    """A begun gated layer of both layers or of one for both; None where one is not plain."""
+    if not is_factor(factor):
+        return None
+    _, h, kind, *_ = factor
+    begun = h if is_begun(h) else h[1][0]
+    if not is_begun(begun):
+        return None  # its halves were made
+    _, layer, input, gate, gate_bias, dropouts = begun
+    up = up_bias = None
+    if is_begun(h):
+        if not is_begun(other) or other[1] is glu or other[2] is not input or other[5]:
+            return None
+        up, up_bias = other[3:5]
+        if gate.shape != up.shape:
+            return None
+        given = gate, up
+    else:
+        if not is_half(other) or other[1] is not h[1] or other[2] == h[2] or gate.shape[0] % 2:
+            return None
+        given = (gate,)
+        if h[2] == 1:
+            up, gate = gate.chunk(2)
+            if gate_bias is not None:
+                up_bias, gate_bias = gate_bias.chunk(2)
+    if dropouts or layer is glu or any(t.dim() != 2 or type(t) not in PLAIN for t in given):
+        return None
+    memory = memory_of(layer) or "default"
+    return Begun, glu, (input, gate, up, gate_bias, up_bias, kind, memory), None, None, ()
 
 
-def run_sequential(self, input):
-    """In place of nn.Sequential's forward: its children as they are at this moment."""
-    config = getattr(type(self), "__fused__", None)
-    if config is None:  # a bound method that somebody kept from before unfuse_
-        return nn.Sequential.forward(self, input)
-    last, waiting = "", None  # the name of the layer that is begun, or waits for its activation
-    for name, child in self._modules.items():
-        if waiting is not None:
-            both = direct.call(child, waiting, input) if last not in config.low else None
-            input = begin(waiting, input) if both is None else both
-            waiting = None
-            if both is not None:
-                continue
-            child = self._modules[name]  # a hook of the layer before may have exchanged it
-        cls = type(child)
-        if is_begun(input):
-            if cls is nn.Dropout or cls is nn.Identity:
-                input = through(child, input)
-                continue
-            if cls not in LAYERS:
-                input = activate_low(child, input) if last in config.low else activate(child, input)
-                continue
-            input = _end(input, last in config.follows)
-        if cls not in LAYERS or name in config.refused:
-            input = child(input)
-        elif is_dynamo_compiling():
-            input, last = begin(child, input), name
-        else:
-            waiting, last = child, name
-    if waiting is not None:
-        input = begin(waiting, input)
-    return _end(input, last in config.follows)
+def _down(layer, h) -> Tensor | None:
+    """The layer after a begun gated layer, as one operator with it."""
+    if h[1] is not glu or h[5] or not isinstance(layer, nn.Module) or memory_of(layer) is None:
+        return None
+    held = None if type(layer) is nn.Conv2d else plain.parameters(layer)
+    if held is None or not _fits_glu(h[2], *held):
+        return None
+    (x, gate, up, gate_bias, up_bias, *options), (weight, bias) = h[2], held
+    return gated_mlp(x, gate, up, weight, gate_bias, up_bias, bias, *options)
 
 
-def _end(h, follows: bool):
-    if follows and is_begun(h) and not h[5] and type(h[1]) is not nn.Conv2d:
-        return _run(linear, h)
-    return value(h)
+def _fits_glu(given, weight, bias) -> bool:
+    """False where torch's own function would raise an error, or autocast has to decide."""
+    _, gate, up, *_ = given
+    hidden = gate.shape[0] // (2 if up is None else 1)
+    tensors = (weight,) if bias is None else (weight, bias)
+    return (
+        weight.dim() == 2
+        and weight.shape[1] == hidden
+        and all(t.dtype == gate.dtype and t.device == gate.device for t in tensors)
+    )
+
+
+def _value(h):
+    """The value of whatever waits for a product."""
+    if is_factor(h):
+        _, inner, _, function, more, options = h
+        return last(function, _value(inner) if is_half(inner) else inner, *more, **options)
+    if not is_half(h):
+        return end(h)
+    _, cell, number = h
+    if len(cell) != 2:
+        begun, chunk, args, named = cell
+        cell[:] = chunk(end(begun), *args, **named)
+    return cell[number]
+
+
+def _is_in_place(function, options) -> bool:
+    """Whether it writes into a half, which torch forbids where there are gradients."""
+    given = function.keywords if type(function) is functools.partial else options
+    is_set = given.get("inplace") or getattr(function, "inplace", False)
+    return bool(is_set) or function is torch.relu_ or function is METHODS["relu_"]
+
+
+def _is_in_two(x, chunks=None, dim=0):
+    return chunks == 2 and (dim == -1 or (type(x) in PLAIN and dim == x.dim() - 1))

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from . import fit
-from .call import activation_kind
-from .classes import SEQUENTIAL, origin
 from .reading import Text
 from .report import Block
 from .resolve import Value
-from .rewrite import can_change
 from .steps import Step
 
 OPERATORS = {  # of each activation: the operator before, and the fused one
@@ -45,7 +42,6 @@ class Element:
     text: Text | None
     at: object
     step: Step | None = None
-    cls: type | None = None
     parts: list[list[Element]] = field(default_factory=list)
 
     @property
@@ -64,7 +60,7 @@ class Element:
 
     def kinds(self) -> list[str | None]:
         """What each of its values would be as an activation."""
-        return [activation_kind(v.value, self.options()) for v in self.values]
+        return [fit.activation_kind(v.value, self.options()) for v in self.values]
 
     def of(self, test: Callable[[object], bool]) -> list[Value]:
         return [v for v in self.values if test(v.value)]
@@ -103,11 +99,6 @@ class Layer:
             return meets_next
         return not meets_next and (dropped or not self.meets_parameters)
 
-    @property
-    def last(self) -> Element:
-        """The last that is part of the call."""
-        return self.activation
-
     def operators(self) -> tuple[list[str], list[str]]:
         """What runs for it before it is fused and after."""
         before, after = [], []
@@ -133,10 +124,6 @@ class Gated(Layer):
     sets: list[list[Value]] = field(default_factory=list)
     is_stacked: bool = False
     down: Element | None = None
-
-    @property
-    def last(self) -> Element:
-        return self.down or self.linear
 
     @property
     def memory_pays(self) -> bool:
@@ -165,26 +152,19 @@ def products(value: Value) -> list[str]:
 
 def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
-    forward = origin(type(module)).forward if isinstance(module, nn.Sequential) else None
-    return forward is nn.Sequential.forward and walks_children(module)
+    is_one = isinstance(module, nn.Sequential)
+    return is_one and type(module).forward is nn.Sequential.forward and walks_children(module)
 
 
 def walks_children(module: nn.Sequential) -> bool:
-    """Whether nn.Sequential's forward means its children, one by one, and its class may change:
-    quantisation finds its pairs by their classes."""
-    cls = origin(type(module))
-    is_pair = cls.__module__.startswith(("torch.ao.", "torch.nn.intrinsic"))
-    return cls.__iter__ is nn.Sequential.__iter__ and not is_pair
+    """Whether nn.Sequential's forward means its children, one by one."""
+    return type(module).__iter__ is nn.Sequential.__iter__
 
 
 def is_activation(element: Element) -> bool:
     if element.step is not None and element.step.callee is None:
         return True
     return bool(element.of(fit.is_activation))
-
-
-def is_changeable(element: Element) -> bool:
-    return element.step.is_bare and can_change(element.text, element.step)
 
 
 def pass_over(chain: Chain, start: int) -> int:
@@ -205,16 +185,13 @@ def has_parameters(value: object) -> bool:
     return isinstance(value, nn.Module) and next(value.parameters(), None) is not None
 
 
-def blocks(layers: Iterable[Layer], classes: dict[nn.Module, type], path_of) -> Iterator[Block]:
-    """For the report: layers one after the other, with the code in the `classes` to come."""
+def blocks(layers: Iterable[Layer], path_of) -> Iterator[Block]:
+    """For the report: layers one after the other."""
     followers = {id(layer.next) for layer in layers}
     for layer in layers:
         if id(layer) in followers:
             continue
         element = layer.linear
-        texts = getattr(classes[element.owner], "__fused_texts__", {})
-        key = SEQUENTIAL if element.text is None else (
-            element.cls, element.text.function.__name__)  # fmt: skip
         chain, before, after = [], [], []
         while layer is not None and layer not in chain:
             chain.append(layer)
@@ -222,6 +199,5 @@ def blocks(layers: Iterable[Layer], classes: dict[nn.Module, type], path_of) -> 
                 whole += part
             layer = layer.next
         paths = tuple(value.path for layer in chain for value in layer.layers)
-        owner, kind = element.owner, origin(type(element.owner)).__name__
-        text = texts[key].text if key in texts else ""
-        yield Block(path_of[owner], kind, paths, tuple(before), tuple(after), element.where, text)
+        owner, kind = element.owner, type(element.owner).__name__
+        yield Block(path_of[owner], kind, paths, tuple(before), tuple(after), element.where)

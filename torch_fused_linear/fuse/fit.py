@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from types import FunctionType
+
 import torch.nn.functional as F
 from torch import nn
 
-from .call import DTYPES, LAYERS, activation_kind, hooks_objection
+from . import plain
 from .families import ACTIVATION_FUNCTIONS, ACTIVATION_LIBRARIES, CONV1D, REFUSALS, full_name
 from .parallel import is_spread
+from .plain import DTYPES, LAYERS, RECIPES, hooks_objection
+from .resolve import recipe
 
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
+
+
+def activation_kind(value: object, options: dict | None = None) -> str | None:
+    """The operators' name of an activation, which is known from now on when it runs."""
+    if isinstance(value, nn.Module):
+        plain.learn(value)
+    elif type(value) is FunctionType and value not in RECIPES:
+        RECIPES[value] = value.__code__, recipe(value)
+    return plain.activation_kind(value, options)
 
 
 def is_linear(value: object) -> bool:

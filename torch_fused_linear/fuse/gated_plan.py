@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from . import fit
-from .call import learn
-from .chains import Chain, Element, Gated, drops, is_activation, is_changeable, pass_over
+from .chains import Chain, Element, Gated, drops, is_activation, pass_over
 from .resolve import Value
-from .rewrite import can_change
 
 FILTERED = "filter_fn says no"
 
@@ -26,25 +24,22 @@ class GatedPlan:
             return
         if any(p.values != q.values for _, *other in others for p, q in zip(layers, other)):
             return  # the two forms of a product are of different layers
-        if not all(can_change(element.text, e.step) for e in (element, *parts)):
-            return
         down = self._down_of(chain)
         last = element if down is None else down
-        sets = self._sets(element, [*layers, *([] if down is None else [down])], last)
+        steps = chain[: chain.index(last) + 1]
+        sets = self._sets(steps, [*layers, *([] if down is None else [down])])
         if sets is None:
             return
         self._gated |= {part.place for part in parts} | {last.place}
         for act in acts:
             self._seen |= {id(v.value) for v in act.values}
-            for value in act.values:
-                learn(value.value)
         if sets:
             found = Gated(element, [v for values in sets for v in values], kinds[0], sets=sets)
             found.is_stacked, found.down = len(layers) == 1, down
-            found.drops_before = drops(chain[1 : last.at[1]])
+            found.drops_before = drops(steps[1:-1])
             found.activation = None if down else element  # beyond which `_link` looks
             self.layers[element.place] = found
-            self._mark(element, last.at[1])
+            self._choose(steps)
 
     def _down_of(self, chain: Chain) -> Element | None:
         """The layer that takes the product and may be one call with it."""
@@ -53,32 +48,27 @@ class GatedPlan:
         if end == len(chain) or (after < len(chain) and is_activation(chain[after])):
             return None  # or the layer is one call with that activation
         steps = [e.step for e in chain[1 : end + 1]]
-        if not all(s.is_sole and not s.guard and can_change(chain[0].text, s) for s in steps):
+        if not all(s.is_sole and not s.guard for s in steps):
             return None
         layers = chain[end].of(fit.is_linear)
-        if not layers or not is_changeable(chain[end]):
+        if not layers or not chain[end].step.is_bare:
             return None
         reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
         self.skipped |= {path: (reason, chain[end].where) for path, reason in reasons.items()}
         return None if reasons else chain[end]
 
-    def _sets(self, element: Element, layers: list[Element], last) -> list[list[Value]] | None:
+    def _sets(self, steps: Chain, layers: list[Element]) -> list[list[Value]] | None:
         """The layers that run together, several times in a loop; None if none can be fused."""
-        change, found, is_fused = self.changes[element.owner], [], False
+        element, found, is_fused = steps[0], [], False
         columns = [part.of(fit.is_linear) for part in layers]
         for values in zip(*columns) if len(set(map(len, columns))) == 1 else ():
-            names = [self._relative(element, v) for v in values]
             reasons = {v.path: reason for v in values if (reason := self._objection(v))}
-            if not reasons and all(self._is_fused(element, last, name) for name in names):
+            if not reasons and all(self._is_fused(element, steps, v) for v in values):
                 reasons = {v.path: "already fused" for v in values}
                 is_fused = True
             elif not reasons:
-                change.refused -= {*names}
                 found.append([*values])
             self.skipped |= {path: (reason, element.where) for path, reason in reasons.items()}
-        if found:
-            refused = [v for column in columns for v in column if self._objection(v) is FILTERED]
-            change.refused |= {self._relative(element, v) for v in refused}
         return found if found or is_fused else None
 
 

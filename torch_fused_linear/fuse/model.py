@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -11,12 +11,11 @@ from torch import nn
 from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import fit
-from .call import hooks_objection
 from .chains import Chain, Element, is_activation, is_sequential, walks_children
-from .classes import SEQUENTIAL, functions_of, origin
 from .families import NAMES
+from .plain import hooks_objection
 from .products import Product
-from .reading import Text, Unreadable, names, place_of
+from .reading import Text, Unreadable, code_of, names, place_of, unwrapped
 from .resolve import Resolver, Value, named
 from .steps import Step
 
@@ -38,7 +37,6 @@ class Model:
         self.frozen: dict[str, str] = {}
         self.unread: dict[nn.Module, tuple[str, str]] = {}
         self._texts: dict = {}
-        self._functions: dict[type, list] = {}
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
 
@@ -63,14 +61,14 @@ class Model:
             return
         if isinstance(module, FUSED) or not any(fit.is_layer(m) for _, m in named(module)):
             return
-        for base, name, function in self.functions_of(module):
-            if (base, name) == SEQUENTIAL:
+        for function in functions_of(type(module)):
+            if function is nn.Sequential.forward:
                 if walks_children(module):
                     yield self._flatten(module)
             elif self._mentions_activation(module, function):
-                yield from self.read(module, base, function)
+                yield from self.read(module, function)
 
-    def read(self, module: nn.Module, base: type, function) -> list[Chain]:
+    def read(self, module: nn.Module, function: FunctionType) -> list[Chain]:
         try:
             text = self._texts.get(function) or Text(function)
         except Unreadable as error:
@@ -80,13 +78,11 @@ class Model:
         resolver, path = Resolver(module, text), self.paths[module]
 
         def element(step: Step, at: tuple[int, int]) -> Element:
-            if resolver.reads_property(step.guard):
-                step = replace(step, is_sole=False)
             values = [] if step.callee is None else resolver.values(step.callee)
             values = [Value(join(path, v.path), v.value) for v in values]
             forms = step.forms if isinstance(step, Product) else ()
             parts = [[element(s, at) for s in (form.act, *form.layers)] for form in forms]
-            return Element(module, values, text, at, step, base, parts)
+            return Element(module, values, text, at, step, parts)
 
         chains = [
             [element(step, (number, k)) for k, step in enumerate(run)]
@@ -100,7 +96,8 @@ class Model:
         return []
 
     def _mentions_activation(self, module: nn.Module, function) -> bool:
-        for name in names(function.__code__) | set(function.__code__.co_freevars):
+        code = code_of(function)
+        for name in names(code) | set(code.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
             if name in (*NAMES, "relu_", "getattr") or fit.is_activation(held):
                 return True
@@ -129,15 +126,25 @@ class Model:
             and not hooks_objection(module)
         )
 
-    def functions_of(self, module: nn.Module) -> list:
-        cls = origin(type(module))
-        if cls not in self._functions:
-            self._functions[cls] = functions_of(cls)
-        return self._functions[cls]
+
+def functions_of(cls: type) -> list[FunctionType]:
+    """The methods that run, without those that a child has replaced for good."""
+    found: list[FunctionType] = []
+    replaced: set[str] = set()
+    for base in cls.__mro__:
+        for name, value in vars(base).items() if base not in (nn.Module, object) else ():
+            if name in replaced:
+                continue
+            function = unwrapped(value)
+            if function is not None:
+                found.append(function)
+            if function is None or "super" not in code_of(function).co_names:
+                replaced.add(name)
+    return found
 
 
 def frozen_reason(module: nn.Module) -> str | None:
-    """Why a change of the module's class would not reach the code that is run, or None."""
+    """Why a change of functions would not reach the code that is run, or None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is scripted or traced"
     if isinstance(module, torch.fx.GraphModule):

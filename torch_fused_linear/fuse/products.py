@@ -1,8 +1,8 @@
 """Reads gated layers, ``act(gate(x)) * up(x)``, from the code of a function.
 
 Their calls may stand in the product itself or in statements before it, where a name holds what they
-return until then. All of them can wait for the product if nobody else sees what they return and
-nothing that could matter runs in between.
+return until then. They can wait for the product if nobody else sees what they return and nothing
+that could matter runs in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Form(NamedTuple):
         up: the call of the other layer.
         halves: what makes two of the one layer's result, ``h.chunk(2, -1)``.
         reads: the names between the calls, with the statement that assigns each.
-        order: how it is written: which call comes first, or which half is gate's; and the factors.
     """
 
     node: ast.BinOp
@@ -37,16 +36,10 @@ class Form(NamedTuple):
     up: Step | None
     halves: ast.Call | None
     reads: tuple[tuple[ast.Name, ast.stmt], ...]
-    order: str
 
     @property
     def layers(self) -> list[Step]:
         return [self.gate] if self.up is None else [self.gate, self.up]
-
-    @property
-    def calls(self) -> list[ast.Call]:
-        inner = [] if self.halves is None else [self.halves]
-        return [self.act.node, *inner, *(layer.node for layer in self.layers)]
 
 
 @dataclass(frozen=True)
@@ -58,10 +51,6 @@ class Product(Step):
     """
 
     forms: tuple[Form, ...] = ()
-
-    @property
-    def nodes(self) -> list[ast.expr]:
-        return [self.node, *(call for form in self.forms for call in form.calls)]
 
 
 def product_of(reader: Reader, node: ast.AST | None) -> Product | None:
@@ -77,8 +66,7 @@ def product_of(reader: Reader, node: ast.AST | None) -> Product | None:
 def _form(reader: Reader, node: ast.AST | None) -> Form | None:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
         return None
-    factors = node.left, node.right
-    for (activated, other), written in ((factors, "gu"), (factors[::-1], "ug")):
+    for activated, other in ((node.left, node.right), (node.right, node.left)):
         reads: list = []
         value, half = _origin(reader, activated, reads)
         act = step_of(value) if half is None else None
@@ -89,14 +77,12 @@ def _form(reader: Reader, node: ast.AST | None) -> Form | None:
         if half is None and other_half is None:
             gate, up = step_of(value), step_of(rest)
             if _is_bare(gate) and _is_bare(up) and _is_same(gate.data, up.data):
-                calls = {"g": gate.node, "a": act.node, "u": up.node}
-                order = "".join(sorted(calls, key=lambda name: _end(calls[name])))
-                return Form(node, act, gate, up, None, tuple(reads), f"{order} {written}")
+                return Form(node, act, gate, up, None, tuple(reads))
         elif value is rest and {half, other_half} == {0, 1} and is_chunk(value):
             layer, part = _origin(reader, halved(value), reads)
             gate = step_of(layer) if part is None else None
             if _is_bare(gate):
-                return Form(node, act, gate, None, value, tuple(reads), f"{half} {written}")
+                return Form(node, act, gate, None, value, tuple(reads))
     return None
 
 
@@ -122,10 +108,6 @@ def is_chunk(node: ast.AST | None) -> bool:
 
 def halved(chunk: ast.Call) -> ast.expr:
     return chunk.args[0] if is_torch_chunk(chunk) else chunk.func.value
-
-
-def _end(node: ast.expr) -> tuple[int, int]:
-    return node.end_lineno, node.end_col_offset
 
 
 def _origin(reader: Reader, node: ast.expr, reads: list) -> tuple[ast.expr | None, int | None]:
@@ -160,30 +142,17 @@ def _before(reader: Reader, node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _may_wait(reader: Reader, node: ast.AST, forms: list[Form]) -> bool:
-    """Whether all calls of the forms may run where `node` stands."""
+    """Whether the calls of the forms may wait until `node`."""
     reads = {id(read): (read.id, start) for form in forms for read, start in form.reads}
     starts = {id(start) for _, start in reads.values()}
     if not starts:
         return True
     part, before = _statement(reader, node), list(_before(reader, node))
     last = max(k for k, s in enumerate(before) if id(s) in starts)
-    between = before[: last + 1]
-    stored = {n.id for s in between for n in ast.walk(s) if isinstance(n, ast.Name)
-              and not isinstance(n.ctx, ast.Load)}  # fmt: skip
-    moved = [piece for form in forms for call in form.calls for piece in _beside_data(call)]
     return (
         isinstance(part, WHOLE)
         and reader.comes_first(node, part)
-        and all(id(s) in starts or reader.passes(s) for s in between)
-        and not any(mentions(piece, name) for piece in moved for name in stored)
+        and all(id(s) in starts or reader.passes(s) for s in before[: last + 1])
         and all(reader.is_hidden(name) for name, _ in reads.values())
         and all(reader.is_read_by(name, start, {*reads}) for name, start in reads.values())
     )
-
-
-def _beside_data(call: ast.Call) -> list[ast.expr]:
-    """What is evaluated for a call beside its tensor."""
-    named = [k.value for k in call.keywords if k.arg != "input"]
-    if is_chunk(call):
-        return [*call.args[is_torch_chunk(call) :], *named]
-    return [call.func, *call.args[1:], *named]

@@ -7,11 +7,11 @@ is in gives the very code that runs.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
-import hashlib
 import linecache
-import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -27,6 +27,13 @@ INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
 
+FUTURE = 0  # what `from __future__ import` sets in a code's flags
+for _feature in __future__.all_feature_names:
+    FUTURE |= getattr(__future__, _feature).compiler_flag
+# The code, as the user wrote it, of functions that have been rewritten.
+ORIGINALS: weakref.WeakKeyDictionary[FunctionType, CodeType] = weakref.WeakKeyDictionary()
+
+
 class Unreadable(Exception):
     """Says why the source of a function cannot be had, or believed."""
 
@@ -35,15 +42,19 @@ class Text:
     """The text of a function, where it is, and what is in it."""
 
     def __init__(self, function: FunctionType) -> None:
-        code = function.__code__
-        self.function, self.file = function, code.co_filename
+        self.function, self.code = function, code_of(function)
+        code, self.file = self.code, self.code.co_filename
         # linecache knows the cells of notebooks too
         linecache.checkcache(self.file)
         self.lines = linecache.getlines(self.file, function.__globals__)
         if not self.lines:
-            raise Unreadable(f"there is no source of {function.__qualname__}")
+            raise Unreadable(
+                f"there is no source of {function.__qualname__}, which takes a file or a cell of a "
+                "notebook; layers of this package need none"
+            )
+        self.source, self.flags = "".join(self.lines), code.co_flags & FUTURE
         try:
-            nodes, codes = _index("".join(self.lines), self.file)
+            nodes, codes = index(self.source, self.file, self.flags)
         except (SyntaxError, ValueError) as error:
             raise Unreadable(f"the source of {function.__qualname__} does not compile") from error
         key = code.co_name, code.co_firstlineno
@@ -57,10 +68,6 @@ class Text:
             raise Unreadable(f"{function.__qualname__} has type parameters")
 
     @property
-    def start(self) -> int:
-        return self.function.__code__.co_firstlineno
-
-    @property
     def self_name(self) -> str:
         """Its first argument's; empty if it has none by position."""
         arguments = self.node.args
@@ -68,20 +75,13 @@ class Text:
         return first[0].arg if first else ""
 
     @cached_property
-    def digest(self) -> str:
-        text = "".join(self.lines[self.start - 1 : self.node.end_lineno])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def numbers(self) -> dict[int, int]:
+        """By which number a node is found again in another tree of the same text."""
+        return {id(node): k for k, node in enumerate(ast.walk(self.node))}
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        return tuple(run for run in _Reader(self.node, self.function.__code__).read() if run)
-
-    @cached_property
-    def in_strings(self) -> set[int]:
-        """The nodes in f-strings, whose places Python gives from 3.12 on."""
-        strings = [n for n in ast.walk(self.node) if isinstance(n, ast.JoinedStr)]
-        is_placed = sys.version_info >= (3, 12)
-        return set() if is_placed else {id(n) for s in strings for n in ast.walk(s)}
+        return tuple(run for run in _Reader(self.node, self.code).read() if run)
 
     @cached_property
     def takes_locals(self) -> bool:
@@ -98,27 +98,39 @@ class Text:
         return f"{self.file}:{node.lineno}"
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def key_of(node: ast.AST) -> tuple[str, int]:
+    """The name and first line that the code of a function's node has."""
+    lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
+    return getattr(node, "name", "<lambda>"), min(lines)
+
+
 @lru_cache(maxsize=32)
-def _index(source: str, file: str) -> tuple[dict, dict]:
+def index(source: str, file: str, flags: int) -> tuple[dict, dict]:
     """The functions of a file, with the class that each is in, and their code."""
     nodes: dict[tuple[str, int], list] = {}
 
     def visit(node: ast.AST, class_name: str | None) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
-            lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
-            key = getattr(node, "name", "<lambda>"), min(lines)
-            nodes.setdefault(key, []).append((node, class_name))
+        if isinstance(node, FUNCTIONS):
+            nodes.setdefault(key_of(node), []).append((node, class_name))
         for child in ast.iter_child_nodes(node):
             visit(child, node.name if isinstance(node, ast.ClassDef) else class_name)
 
     visit(ast.parse(source), None)
-    codes: dict[tuple[str, int], list] = {}
-    waiting = [compile(source, file, "exec", dont_inherit=True)]
+    return nodes, codes_in(compile(source, file, "exec", flags, dont_inherit=True))
+
+
+def codes_in(code: CodeType) -> dict[tuple[str, int], list[CodeType]]:
+    """A file's code and that of all functions in it, by name and first line."""
+    found: dict[tuple[str, int], list] = {}
+    waiting = [code]
     while waiting:
         code = waiting.pop()
-        codes.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        found.setdefault((code.co_name, code.co_firstlineno), []).append(code)
         waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return nodes, codes
+    return found
 
 
 _CODE = ("code", "names", "varnames", "freevars", "cellvars", "flags", "argcount")
@@ -139,15 +151,36 @@ def same(one: CodeType, other: CodeType) -> bool:
     )  # fmt: skip
 
 
+def code_of(function: FunctionType) -> CodeType:
+    """As the user wrote it."""
+    return ORIGINALS.get(function, function.__code__)
+
+
+def unwrapped(function: object) -> FunctionType | None:
+    """The function under decorators that tell it (functools.wraps)."""
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function if isinstance(function, FunctionType) else None
+
+
+def cells(function: FunctionType) -> dict[str, object]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # is filled later
+            found[name] = None
+    return found
+
+
 def place_of(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def names(code: CodeType, kinds: tuple[str, ...] = ("co_names",)) -> set[str]:
-    """The names of all attributes and globals that a function and those in it mention; or of other
-    kinds."""
-    inner = (names(c, kinds) for c in code.co_consts if isinstance(c, CodeType))
-    return {name for kind in kinds for name in getattr(code, kind)}.union(*inner)
+def names(code: CodeType) -> set[str]:
+    """The names of all attributes and globals that a function and those in it mention."""
+    inner = (names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def is_docstring(statement: ast.AST) -> bool:
@@ -169,7 +202,7 @@ class _Reader:
         self.joined: dict[int, tuple[Run, bool, ast.expr | None]] = {}  # by the name's read
 
     def read(self) -> Iterator[Run]:
-        if isinstance(self.function, ast.FunctionDef):
+        if not isinstance(self.function, ast.Lambda):
             yield from self._block(self.function.body)
 
     def _block(self, block: list[ast.stmt]) -> Iterator[Run]:

@@ -20,7 +20,6 @@ class Block:
         before: the operators that ran in the forward.
         after: those that run now.
         place: file and line of the expression with the first of them; empty for nn.Sequential.
-        text: the code that runs now.
     """
 
     path: str
@@ -29,7 +28,6 @@ class Block:
     before: tuple[str, ...]
     after: tuple[str, ...]
     place: str = ""
-    text: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 from torch import nn
 
-from . import call
-from .reading import Text, Unreadable, is_docstring
-from .rewrite import cells
+from .reading import Text, Unreadable, cells, code_of, is_docstring
 from .steps import dotted
 
 MISSING = object()
@@ -87,15 +84,6 @@ class Resolver:
             return self._call(node, depth)
         return []
 
-    def reads_property(self, node: ast.AST | None) -> bool:
-        """Whether it asks a property, which may answer otherwise the next time."""
-        return node is not None and any(
-            isinstance(inspect.getattr_static(type(v.value), n.attr, None), property)
-            for n in ast.walk(node)
-            if isinstance(n, ast.Attribute)
-            for v in self.values(n.value)
-        )
-
     def _name(self, name: str, depth: int) -> list[Value]:
         if name == self.self_name:
             return [Value("", self.owner)]
@@ -163,7 +151,7 @@ def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
     body = [node.body] if isinstance(node, ast.Lambda) else node.body
     body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
     call = body[0].value if isinstance(body[0], ast.Return) else body[0]
-    code, is_one = function.__code__, function.__defaults__ is None and len(body) == 1
+    code, is_one = code_of(function), function.__defaults__ is None and len(body) == 1
     if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
         return None
     path, given = dotted(call.func), getattr(call.args[0], "id", None)
@@ -204,6 +192,3 @@ def _at(found: list[Value], index: int | str) -> list[Value]:
     if isinstance(index, str):
         return [v for v in found if v.path.rpartition(".")[2] == index]
     return [found[index]] if -len(found) <= index < len(found) else []
-
-
-call.recipe = recipe

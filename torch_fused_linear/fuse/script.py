@@ -1,166 +1,261 @@
-"""What TorchScript gets, which compiles text and cannot decide anything when it runs.
+"""``fuse_script_``: the operators in the graph of a scripted or traced module.
 
-So it is decided when the model is scripted: where layer and activation are plain then, the text has
-the operator, and anywhere else what it always had. Python goes on running the decisions of call.py.
+TorchScript compiles the text of functions, so a model that ``fuse_`` has changed scripts as the
+plain one. Here the graph is changed, which holds products and activations whoever wrote them.
 """
 
 from __future__ import annotations
 
-import ast
+import torch
+from torch import Tensor
+from torch._C import Graph, Node, Value
 
-from torch import nn
+from ..activations import name_of_gelu
+from .report import Block, Report, Skipped
 
-from . import classes, fit
-from .call import _has_any_global_hook
-from .classes import SEQUENTIAL, Config, origin, subclass
-from .families import CONV1D, full_name
-from .products import Product
-from .reading import Text
-from .resolve import Resolver
-from .rewrite import Mark, arguments, unwrapped
-from .steps import Run
-
-SEQUENTIAL_TEXT = """def forward(self, input):
-    if fused_is_scripting():
-{}
-        return input
-    else:
-        return fused_run_sequential(self, input)
-"""
+ACTIVATIONS = {f"aten::{n}{end}": n for n in ("relu", "silu", "gelu") for end in ("", "_")}
+LABELS = {"relu": "ReLU", "silu": "SiLU", "gelu_tanh": "GELU (tanh)", "gelu_erf": "GELU (erf)"}
+OPERATORS = {
+    "relu": ("linear_relu", ()),
+    "silu": ("linear_silu", ()),
+    "gelu_tanh": ("linear_gelu", ("tanh",)),
+    "gelu_erf": ("linear_gelu", ("none",)),
+}
 
 
-def script_config(module: nn.Module, config: Config) -> Config:
-    """The same with what is fused now, layer by layer."""
-    functions = []
-    for entry in config.functions:
-        base = next(c for c in origin(type(module)).__mro__ if full_name(c) == entry.cls)
-        if (base, entry.name) == SEQUENTIAL:
-            config = config._replace(script=sequential_text(module, config))
-            functions.append(entry)
-            continue
-        text = Text(unwrapped(vars(base)[entry.name]))
-        resolver = Resolver(module, text)
-        marks = tuple(
-            mark._replace(script=(not config.refused and chosen(text, resolver, mark)) or ())
-            for mark in entry.marks
+def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
+    r"""Makes one operator, in place, of linear layers or convolutions and the activation after
+    each in all methods of a scripted or traced module.
+
+    ``linear → act`` becomes :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`,
+    ``conv2d → relu`` :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` :func:`linear_glu`, with the
+    layer after it :func:`gated_mlp`. What is used elsewhere too, what lies in a ``with`` block such
+    as ``torch.autocast``, and what would pass a write is left alone. Parameters stay the same
+    tensors. The module can be saved, and runs in C++ where the library is loaded
+    (:func:`library_path`).
+
+    Args:
+        scripted: a module that ``torch.jit.script`` or ``torch.jit.trace`` returned, or
+            ``torch.jit.load``. It may have run before, and share its class with others, which stay
+            as they are.
+
+    Returns:
+        A report, as of :func:`fuse_`.
+
+    Raises:
+        TypeError: ``scripted`` is no scripted module, or one that was frozen.
+    """
+    if not isinstance(scripted, torch.jit.RecursiveScriptModule):
+        raise TypeError(
+            f"fuse_script_: expected a scripted or traced module, got {type(scripted).__name__}"
         )
-        functions.append(entry._replace(marks=marks))
-    return config._replace(functions=tuple(functions))
+    module = _of_own_class(scripted)
+    fused: list[Block] = []
+    skipped: list[Skipped] = []
+    for name in module._method_names():
+        method = _Method(module._get_method(name).graph, scripted)
+        fused += method.fused
+        skipped += method.skipped
+    if fused:
+        scripted._reconstruct(module)
+    return Report(fused, skipped)
 
 
-def chosen(text: Text, resolver: Resolver, mark: Mark) -> tuple[str, str] | None:
-    """The operator for a mark and its arguments after the parameters; None for the original."""
-    steps = text.runs[mark.run][mark.first : mark.last + 1]
-    if any(is_in_with(text, step.node) for step in steps):
-        return None
-    if isinstance(steps[0], Product):
-        return chosen_gated(steps, resolver, mark.low)
-    layers = [v.value for v in resolver.values(steps[0].callee) if isinstance(v.value, nn.Module)]
-    between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
-    if len(between) != max(len(steps) - 2, 0) or _has_any_global_hook():
-        return None
-    kinds = {None}
-    if mark.last > mark.first:
-        act = steps[-1]
-        found = [v.value for v in resolver.values(act.callee) if fit.is_activation(v.value)]
-        kinds = {fit.plain_kind(value, act.options() or None) for value in found}
-        kinds = kinds if act.callee is not None else {"relu"}
-        if kinds == {None}:
+def _of_own_class(scripted: torch.jit.ScriptModule) -> torch._C.ScriptModule:
+    """The same parameters and methods in a class that no other module has."""
+    copy = torch._C._hack_do_not_use_clone_module_with_class(scripted._c, [], [])
+    waiting = [(scripted._c, copy)]
+    while waiting:
+        old, new = waiting.pop()
+        for held in (torch._C.ParameterDict, torch._C.BufferDict):
+            for name, tensor in held(old).items():
+                new.setattr(name, tensor)
+        children = dict(torch._C.ModuleDict(new).items())
+        waiting += [(child, children[name]) for name, child in torch._C.ModuleDict(old).items()]
+    return copy
+
+
+class _Method:
+    """The graph of one method, changed when it is made."""
+
+    def __init__(self, graph: Graph, scripted: torch.jit.ScriptModule) -> None:
+        self.graph, self.scripted = graph, scripted
+        self.fused: list[Block] = []
+        self.skipped: list[Skipped] = []
+        torch._C._jit_pass_inline(graph)
+        torch._C._jit_pass_constant_propagation(graph)  # `if inplace` of F.relu, say
+        torch._C._jit_pass_peephole(graph)
+        self._change(graph, False)
+        graph.lint()
+
+    def _change(self, block: Graph | torch._C.Block, is_in_with: bool) -> None:
+        """Changes the nodes of a block, and of those in it."""
+        depth, inner = int(is_in_with), []
+        self.here: set[int] = set()  # values that the block makes outside of `with`
+        for node in block.nodes():
+            depth += {"prim::Enter": 1, "prim::Exit": -1}.get(node.kind(), 0)
+            self.here |= {value.unique() for value in node.outputs() if depth == 0}
+            inner += [(b, depth > 0) for b in node.blocks()]
+        # A change removes nodes, of which a list of all would hold what is gone.
+        for kinds, change in (
+            (("aten::mul",), self._fuse_gated),
+            (tuple(ACTIVATIONS), self._fuse_layer),
+            (("aten::linear",), self._follow),
+        ):
+            for node in [n for n in block.nodes() if n.kind() in kinds]:
+                change(node)
+        for block, is_in_with in inner:
+            self._change(block, is_in_with)
+
+    def _fuse_layer(self, act: Node) -> None:
+        value, kind, dropout = act.inputsAt(0), _kind(act), None
+        if value.node().kind() == "aten::dropout" and kind == "relu":
+            dropout, value = value.node(), value.node().inputsAt(0)
+        layer = value.node()
+        is_conv = layer.kind() == "aten::conv2d" and str(layer.inputsAt(4).type()) == "List[int]"
+        if not (is_conv or layer.kind() == "aten::linear"):
+            return
+        path, before = self._path(layer) or "", _operators(layer)
+        last = act.inputsAt(0)  # whose dropout, if there is one, comes after the operator then
+        if kind is None or (is_conv and kind != "relu"):
+            reason = f"{act.kind()}: there is no operator for it"
+        elif any(len(v.uses()) > 1 for v in (value, last)):
+            reason = "what it returns is read elsewhere too"
+        elif any(v.unique() not in self.here for v in (value, last, act.output())):
+            reason = "it lies in a `with` block or another branch than its activation"
+        else:
+            name, options = ("conv2d_relu", ()) if is_conv else OPERATORS[kind]
+            options = options if is_conv else (*options, "default")
+            result = self._insert(name, layer, [*layer.inputs()], options)
+            value.replaceAllUsesWith(result)
+            act.output().replaceAllUsesWith(result if dropout is None else last)
+            act.destroy()
+            layer.destroy()
+            drop = ("Dropout",) * (dropout is not None)
+            before = *before, *drop, LABELS[kind]
+            self.fused.append(Block("", "", (path,), before, (name, *drop)))
+            return
+        self.skipped.append(Skipped(path, reason, layer.sourceRange().splitlines()[0]))
+
+    def _fuse_gated(self, mul: Node) -> None:
+        for factor in (0, 1):
+            act, other = mul.inputsAt(factor).node(), mul.inputsAt(1 - factor)
+            kind = _kind(act)
+            found = kind and (self._of_two(act, other.node()) or self._of_one(act, other.node()))
+            if not found:
+                continue
+            nodes, layers, given = found
+            values = [v for node in (*nodes, act) for v in node.outputs()]
+            if any(len(v.uses()) > 1 or v.unique() not in self.here for v in values):
+                continue
+            nodes, before = (*nodes, act), mul
+            for node in reversed(nodes):  # so that nothing runs between them
+                if not self.graph.alias_db().move_before_topologically_valid(node, before):
+                    return
+                before = node
+            return self._replace_gated(mul, nodes, layers, given, kind)
+
+    def _of_two(self, act: Node, up: Node) -> tuple | None:
+        """What runs before the activation, the layers and what the operator takes of them, where
+        gate and up are a layer each."""
+        gate = act.inputsAt(0).node()
+        if gate.kind() != "aten::linear" or up.kind() != "aten::linear":
             return None
-    found = {operator(layer, kind, between, mark.low) for layer in layers for kind in kinds}
-    return found.pop() if len(found) == 1 else None
-
-
-def is_in_with(text: Text, node: ast.AST) -> bool:
-    """Whether it is in a block that may be autocast's, which TorchScript carries out by the names
-    of torch's operators."""
-    blocks = (n for n in ast.walk(text.node) if isinstance(n, ast.With))
-    return any(n is node for block in blocks for n in ast.walk(block))
-
-
-def chosen_gated(steps: Run, resolver: Resolver, low: bool) -> tuple[str, str] | None:
-    """The same for a gated layer that is written in one way, and for the block."""
-    form, *others = steps[0].forms
-    act, layers = form.act, [*form.layers, *steps[1:][-1:]]
-    found = [v.value for layer in layers for v in resolver.values(layer.callee)]
-    between = [v.value for step in steps[1:-1] for v in resolver.values(step.callee)]
-    kinds = ["relu"]
-    if act.callee is not None:
-        options = act.options() or None
-        kinds = [fit.plain_kind(v.value, options) for v in resolver.values(act.callee)]
-    if others or len(kinds) != 1 or None in kinds or len(found) != len(layers):
-        return None
-    if not all(fit.is_linear(m) and operator(m, None, between, False) for m in found):
-        return None
-    if form.halves is not None and arguments(form.halves) not in ("2, -1", "2, dim=-1"):
-        return None
-    if form.halves is None and found[0].weight.shape != found[1].weight.shape:
-        return None
-    texts = [(ast.unparse(layer.callee), m) for layer, m in zip(layers, found)]
-    tensors = []
-    for name in ("weight", "bias"):
-        held = [f"{text}.{name}" if getattr(m, name) is not None else "None" for text, m in texts]
-        if form.halves is not None:
-            both = held.pop(0)
-            held[:0] = [both, "None"] if form.order[0] == "0" else [
-                both if both == "None" else f"{both}.chunk(2)[{k}]" for k in (1, 0)]  # fmt: skip
-        tensors += held
-    name = "gated_mlp" if len(steps) > 1 else "linear_glu"
-    memory = "low" if low else "default"
-    return name, f", {', '.join(tensors)}, {kinds[0]!r}, {memory!r}"
-
-
-def operator(layer: nn.Module, kind: str | None, between: list, low: bool) -> tuple | None:
-    if not fit.is_layer(layer) or fit.linear_objection(layer) or full_name(type(layer)) == CONV1D:
-        return None
-    if not all(isinstance(d, nn.Module) and fit.is_passed(d) for d in between):
-        return None
-    if kind != "relu" and any(type(d) is not nn.Identity and d.p != 0 for d in between):
-        return None
-    memory = ", 'low'" if low else ", 'default'"
-    if isinstance(layer, nn.Conv2d):
-        if kind != "relu" or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        (x, gate_weight, gate_bias), (y, up_weight, up_bias) = gate.inputs(), up.inputs()
+        shapes = [self._shape(gate_weight), self._shape(up_weight)]
+        if x.unique() != y.unique() or shapes[0] is None or shapes[0] != shapes[1]:
             return None
-        numbers = map(list, (layer.stride, layer.padding, layer.dilation))
-        return "conv2d_relu", ", {}, {}, {}, {}".format(*numbers, layer.groups)
-    if kind is None:
-        return "linear", ""
-    if kind in ("relu", "silu"):
-        return f"linear_{kind}", memory
-    return "linear_gelu", f", {'tanh' if kind == 'gelu_tanh' else 'none'!r}{memory}"
+        return (up, gate), (gate, up), [x, gate_weight, up_weight, gate_bias, up_bias]
+
+    def _of_one(self, act: Node, unpack: Node) -> tuple | None:
+        """The same where they are the first and the second half of one layer."""
+        if unpack.kind() != "prim::ListUnpack" or act.inputsAt(0).node() != unpack:
+            return None
+        chunk = unpack.inputsAt(0).node()
+        if chunk.kind() != "aten::chunk" or act.inputsAt(0).offset() != 0:
+            return None
+        layer, parts, dim = (
+            v.node() if k == 0 else v.toIValue() for k, v in enumerate(chunk.inputs())
+        )
+        if layer.kind() != "aten::linear" or (parts, dim) != (2, -1):
+            return None
+        x, weight, bias = layer.inputs()
+        shape = self._shape(weight)
+        if shape is None or shape[0] % 2:
+            return None
+        return (layer, chunk, unpack), (layer,), [x, weight, None, bias, None]
+
+    def _replace_gated(self, mul, nodes, layers, given, kind) -> None:
+        name, result, gone = "linear_glu", mul.output(), [mul]
+        before = [operator for layer in layers for operator in _operators(layer)]
+        before += ["Chunk"] * (len(layers) == 1) + [LABELS[kind], "Mul"]
+        uses = result.uses()
+        down = uses[0].user if len(uses) == 1 and result.unique() in self.here else None
+        is_layer = down is not None and down.kind() == "aten::linear"
+        if is_layer and down.inputsAt(0) == result and down.output().unique() in self.here and (
+            self.graph.alias_db().move_after_topologically_valid(down, mul)
+        ):  # fmt: skip
+            name, result, gone = "gated_mlp", down.output(), [down, mul]
+            given = [*given[:3], down.inputsAt(1), *given[3:], down.inputsAt(2)]
+            layers, before = (*layers, down), [*before, *_operators(down)]
+        paths = tuple(self._path(layer) or "" for layer in layers)
+        result.replaceAllUsesWith(self._insert(name, gone[0], given, (kind, "default")))
+        for node in (*gone, *reversed(nodes)):
+            node.destroy()
+        self.fused.append(Block("", "", paths, tuple(before), (f"{name} ({LABELS[kind]})",)))
+
+    def _follow(self, layer: Node) -> None:
+        """Has a linear layer behind an operator take part in its backward."""
+        source = layer.inputsAt(0).node()
+        source = source.inputsAt(0).node() if source.kind() == "aten::dropout" else source
+        if source.kind().startswith("fused::") and layer.output().unique() in self.here:
+            result = self._insert("linear", layer, [*layer.inputs()], ())
+            layer.output().replaceAllUsesWith(result)
+            layer.destroy()
+
+    def _insert(self, name: str, before: Node, given: list, options: tuple) -> Value:
+        values = [v if isinstance(v, Value) else self._constant(v, before) for v in given]
+        values += [self._constant(option, before) for option in options]
+        node = self.graph.create(f"fused::{name}", values, 1)
+        node.insertBefore(before)
+        node.output().setType(torch._C.TensorType.get())
+        self.here.add(node.output().unique())
+        return node.output()
+
+    def _constant(self, value: str | None, before: Node) -> Value:
+        constant = self.graph.insertConstant(value)
+        constant.node().moveBefore(before)
+        return constant
+
+    def _path(self, layer: Node) -> str | None:
+        """The path of the module that holds a layer's weight."""
+        names = _attributes(layer.inputsAt(1))
+        return None if names is None else ".".join(names[:-1])
+
+    def _shape(self, weight: Value) -> torch.Size | None:
+        """Of a parameter or buffer."""
+        held = self.scripted
+        for name in _attributes(weight) or ():
+            held = getattr(held, name)
+        return held.shape if isinstance(held, Tensor) else None
 
 
-def sequential_text(module: nn.Module, config: Config) -> str:
-    """The children of an nn.Sequential one by one."""
-    lines, children, k = [], list(module._modules.items()), 0
-    while k < len(children):
-        name, child = children[k]
-        end = k + 1
-        while end < len(children) and fit.is_passed(children[end][1]):
-            end += 1
-        call = None
-        if fit.is_layer(child) and name not in config.refused and not _has_any_global_hook():
-            if end < len(children) and fit.is_activation(children[end][1]):
-                kind = fit.plain_kind(children[end][1])
-                between = [m for _, m in children[k + 1 : end]]
-                call = kind and operator(child, kind, between, name in config.low)
-            if call is None:
-                end = k
-                call = operator(child, None, [], False) if name in config.follows else None
-        layer = f"getattr(self, {name!r})"
-        if call is None:
-            lines.append(f"input = {layer}(input)")
-            k += 1
-            continue
-        lines.append(f"input = fused_{call[0]}(input, {layer}.weight, {layer}.bias{call[1]})")
-        lines += [f"input = getattr(self, {n!r})(input)" for n, _ in children[k + 1 : end]]
-        k = end + 1
-    return SEQUENTIAL_TEXT.format("\n".join(f"        {line}" for line in lines) or "        pass")
+def _attributes(value: Value) -> list[str] | None:
+    """The names on the way from the module to what it holds; None for anything else."""
+    names, node = [], value.node()
+    while node.kind() == "prim::GetAttr":
+        names.insert(0, node.s("name"))
+        node = node.inputsAt(0).node()
+    return names if names and node.kind() == "prim::Param" else None
 
 
-def scripted(module: nn.Module) -> type:
-    """The class whose code torch.jit.script can compile, fused where the types say so now."""
-    return subclass(origin(type(module)), script_config(module, vars(type(module))["__fused__"]))
+def _kind(act: Node) -> str | None:
+    """The operators' name of an activation."""
+    name = ACTIVATIONS.get(act.kind())
+    return name_of_gelu(act.inputsAt(1).toIValue()) if name == "gelu" else name
 
 
-classes.scripted = scripted
+def _operators(layer: Node) -> list[str]:
+    """What runs for a layer alone."""
+    product = "Conv2d" if layer.kind() == "aten::conv2d" else "MatMul"
+    return [product] + ["BiasAdd"] * (not layer.inputsAt(2).node().mustBeNone())

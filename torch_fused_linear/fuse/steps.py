@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from .call import METHODS
-
+METHODS = ("relu", "relu_")
 # What an expression may be made of that runs between a layer and its activation.
 HARMLESS = (
     *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
@@ -34,15 +33,6 @@ class Step:
     data: ast.expr
     is_sole: bool = True
     guard: ast.expr | None = None
-
-    @property
-    def method(self) -> str | None:
-        return None if self.callee is not None else self.node.func.attr
-
-    @property
-    def nodes(self) -> list[ast.expr]:
-        """What is written otherwise where the step is part of a call of ours."""
-        return [self.node]
 
     @property
     def is_bare(self) -> bool:

@@ -1,0 +1,47 @@
+"""What functions call that fuse_ has rewritten: C where it was built, else call.py itself."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .. import _library
+from .._when_imported import when_imported
+from . import call as forms
+from . import plain
+from .call import halves, method_chunk  # noqa: F401  (as the rest of this file's names)
+
+#: This module's name in the globals of a rewritten function.
+NAME = "__fused__"
+MARK = plain.MARK
+
+_direct = _library.direct if isinstance(_library.direct, ModuleType) else forms
+step, last, call, end = _direct.step, _direct.last, _direct.call, _direct.end
+later, product = _direct.later, _direct.product
+method_relu, method_relu_ = plain.METHODS["relu"], plain.METHODS["relu_"]
+
+
+def run_sequential(self, input):
+    """In place of nn.Sequential's loop, where it holds marked layers."""
+    for module in self:
+        input = step(module, input)
+    return end(input)
+
+
+def _substitute() -> None:
+    """Lets torch.compile trace the Python of what is C."""
+    for function in (step, last, call, end, later, product):
+        traceable = getattr(forms, function.__name__)
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
+
+
+if _direct is not forms:
+    _direct.know(
+        *(plain.LAYERS, plain.MODULES, plain.RELU, F.gelu, F.silu, plain.GLOBAL_HOOKS),
+        *(plain.UNTOUCHED, plain.CALL, plain.CALL_IMPL, nn.Linear, nn.Conv2d),
+        *(forms.Begun, forms.Factor, forms.glu, forms),
+    )
+    when_imported("torch._dynamo", _substitute)

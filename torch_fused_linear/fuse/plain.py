@@ -1,0 +1,216 @@
+"""What is plain, when it runs: a layer that only applies its parameters, an activation of ours.
+
+csrc/python/expression.cpp decides the same in C where it is simple; tests hold both to one table.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..activations import name_of_gelu
+from ..subclasses import PLAIN
+from . import parallel
+from .families import ACTIVATIONS, CONV1D, full_name
+from .steps import METHODS as ACTIVATION_METHODS
+
+# The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
+MARK = "_fused"
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# What stands for `h.relu()`, as a function of h.
+METHODS = {name: operator.methodcaller(name) for name in ACTIVATION_METHODS}
+RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
+# The forward of every class whose calls are known; one that was exchanged makes it unknown.
+LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
+MODULES = {
+    cls: (kind, cls.forward)
+    for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
+}
+PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
+CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
+# Of plain functions: their code, and what it calls with their argument and nothing else.
+RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
+    *((Tensor, name, None) for name in METHODS),
+    (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
+    (torch, "relu", torch.relu),  # which F.relu calls
+    *(
+        (F, name, getattr(F, name))
+        for name in ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
+    ),
+)
+GLOBAL_HOOKS = tuple(
+    getattr(nn.modules.module, f"_global_{kind}")
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
+
+
+def memory_of(layer: nn.Module) -> str | None:
+    """What a layer's mark says, None without one."""
+    if is_dynamo_compiling():
+        return getattr(layer, MARK, None)  # which it guards, an entry of __dict__ it does not
+    return layer.__dict__.get(MARK)
+
+
+def learn(value: object) -> None:
+    """Makes known the class of a layer or an activation of another library."""
+    cls = type(value)
+    if full_name(cls) == CONV1D:
+        LAYERS.setdefault(cls, cls.forward)
+    elif kind := ACTIVATIONS.get(full_name(cls)):
+        MODULES.setdefault(cls, (kind, cls.forward))
+
+
+def hooks_objection(module: nn.Module) -> str | None:
+    """Where somebody watches the module or has replaced its forward."""
+    own = module.__dict__
+    for kind in HOOKS[2:] if parallel.is_spread(module) else HOOKS:
+        if own.get(kind):
+            return f"has {kind.strip('_').replace('_', ' ')}"
+    if "forward" in own or "_call_impl" in own:
+        return "has a forward of its own, set on the object"
+    if own.get("_compiled_call_impl") is not None:
+        return "was compiled"
+    return None
+
+
+def is_untouched(cls: type, forward: object) -> bool:
+    """Whether nobody has put another function into the class, or into torch."""
+    if is_dynamo_compiling() or is_exporting():  # which do, for a while
+        return True
+    known = cls.forward is forward and cls.__call__ is CALL and cls._call_impl is CALL_IMPL
+    return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
+
+
+def plain_modes() -> bool:
+    """Whether no function mode of somebody else wants to see torch's own calls."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return all(type(mode).__module__.startswith("torch.") for mode in modes)
+
+
+def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """False where torch's own function would raise an error, which then does."""
+    others = (input,) if bias is None else (input, bias)
+    if input.is_nested or any(t.device != weight.device for t in others):
+        return False
+    if any(t.dtype != weight.dtype for t in others):
+        return torch.is_autocast_enabled(weight.device.type)
+    if type(layer) is nn.Conv2d:
+        is_image = weight.dim() == 4 and input.dim() in (3, 4)
+        return is_image and input.shape[-3] == weight.shape[1] * layer.groups
+    return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
+
+
+def parameters(layer: object) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a layer that does nothing but apply them; None of any other."""
+    cls = type(layer)
+    if not isinstance(layer, nn.Module) or cls not in LAYERS:
+        return None
+    if hooks_objection(layer) or _has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
+        return None
+    if parallel.is_spread(layer):
+        return None
+    held = layer._parameters
+    if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
+        return None
+    weight, bias = held["weight"], held["bias"]
+    if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
+        return None
+    if not is_dynamo_compiling() and not plain_modes():
+        return None
+    if cls is not nn.Linear and cls is not nn.Conv2d:
+        weight = weight.t()  # a view: the operators take any strides
+    return weight, bias
+
+
+def activation_kind(function: object, options: dict | None = None) -> str | None:
+    """The operators' name of the activation, or None where it is none of ours exactly.
+
+    Args:
+        function: a module or a function.
+        options: the keyword arguments beside the tensor.
+    """
+    if isinstance(function, nn.Module):
+        cls = type(function)
+        if cls not in MODULES and not is_dynamo_compiling():
+            learn(function)
+        if options or cls not in MODULES:
+            return None
+        kind, forward = MODULES[cls]
+        if not is_untouched(cls, forward):
+            return None
+        return name_of_gelu(function.approximate) if kind == "gelu" else kind
+    if function is F.gelu:
+        if options and (len(options) > 1 or "approximate" not in options):
+            return None
+        return name_of_gelu(options["approximate"] if options else "none")
+    if any(function is known for known in RELU):
+        if options and (function is not F.relu or options.keys() != {"inplace"}):
+            return None
+        return "relu"
+    if function is F.silu:
+        return None if options and options.keys() != {"inplace"} else "silu"
+    if options:
+        return None
+    if type(function) is functools.partial:
+        known = function.func in (F.relu, F.gelu, F.silu)
+        return activation_kind(function.func, function.keywords) if known and not function.args \
+            else None  # fmt: skip
+    if type(function) is not FunctionType:
+        return None
+    value, inner = called_by(function)
+    return None if value is None else activation_kind(value, inner)
+
+
+def plain_kind(function: object, options: dict | None = None) -> str | None:
+    """The same, unless somebody watches the activation."""
+    if isinstance(function, nn.Module) and (hooks_objection(function) or _has_any_global_hook()):
+        return None
+    return activation_kind(function, options)
+
+
+def called_by(function: FunctionType) -> tuple[object, object]:
+    """What a function calls with its argument, if it does no more, and the options of that call."""
+    known = RECIPES.get(function)
+    if known is None or known[1] is None or known[0] is not function.__code__:
+        return None, None
+    (name, *attributes), options = known[1]
+    value = function.__globals__.get(name)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return (None, None) if value is function else (value, options)
+
+
+def dropped_share(function, args, kwargs) -> float | None:
+    """What share of its input it drops now; None if it is neither dropout nor identity."""
+    if function is F.dropout:
+        p, training, inplace = _dropout_arguments(*args, **kwargs)
+    elif isinstance(function, nn.Module) and type(function) in PASSED:
+        cls = type(function)
+        watched = hooks_objection(function) or _has_any_global_hook()
+        if watched or not is_untouched(cls, PASSED[cls]):
+            return None
+        if cls is nn.Identity:
+            return 0
+        p, training, inplace = function.p, function.training, function.inplace
+    else:
+        return None
+    # in place torch draws other numbers, and the backward needs what the operator returned
+    if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
+        return None
+    return p if training else 0
+
+
+def _dropout_arguments(p=0.5, training=True, inplace=False):
+    return p, training, inplace
