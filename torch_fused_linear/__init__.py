@@ -15,8 +15,9 @@ if _library.load():
         linear_silu,
         mlp,
     )
-    from .fuse import fuse_, fuse_script_, is_fused, unfuse_
+    from .fuse import fuse_, is_fused, unfuse_
     from .graph.options import compile_backend, compile_options
+    from .graph.script import fuse_script_
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
     from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU

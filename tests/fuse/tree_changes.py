@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import nn
@@ -33,12 +33,20 @@ def pick(rng: random.Random, model: nn.Module, kinds=nn.Module) -> nn.Module | N
 
 
 def new_activation(rng: random.Random) -> nn.Module:
-    makers = [nn.ReLU, nn.GELU, partial(nn.GELU, "tanh"), nn.Tanh, LoudReLU, LoudGELU, nn.Identity]
-    return rng.choice([*makers, partial(nn.ReLU, inplace=True)])()
+    makers = [
+        nn.ReLU,
+        nn.GELU,
+        functools.partial(nn.GELU, "tanh"),
+        nn.Tanh,
+        LoudReLU,
+        LoudGELU,
+        nn.Identity,
+    ]
+    return rng.choice([*makers, functools.partial(nn.ReLU, inplace=True)])()
 
 
 def new_layer(rng: random.Random, i: int, o: int) -> nn.Module:
-    make = rng.choice([nn.Linear, Lora, partial(nn.Linear, bias=False)])
+    make = rng.choice([nn.Linear, Lora, functools.partial(nn.Linear, bias=False)])
     layer = make(i, o)
     return rng.choice([layer, layer, Wrapped(layer), nn.Sequential(layer, nn.ReLU())])
 
@@ -219,8 +227,10 @@ def wrapped(rng: random.Random, model: nn.Module) -> None:
 def patched_forward(rng: random.Random, model: nn.Module) -> None:
     kinds = rng.choice([nn.Module, nn.Linear, nn.Linear, ACTIVATION_MODULES])
     if (module := pick(rng, model, kinds)) is not None:
-        original = module.forward
-        module.forward = lambda *args, **kwargs: original(*args, **kwargs) * 2
+        name = rng.choice(["forward", "forward", "_call_impl"])
+        original = getattr(module, name)
+        twice = functools.partial(lambda *args, **kwargs: original(*args, **kwargs) * 2)
+        setattr(module, name, rng.choice([twice, twice.func]))
 
 
 def patched_helper(rng: random.Random, model: nn.Module) -> None:
@@ -350,7 +360,40 @@ def global_relu(library) -> Iterator[None]:
         library.F = before
 
 
+PATCHED = (
+    *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.GELU, nn.Dropout, nn.Identity, nn.Conv2d)
+      for name in ("forward", "__call__", "_call_impl")),
+    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+    *((torch.Tensor, name) for name in ("relu", "relu_")),
+    *((F, name) for name in ("relu", "gelu", "linear", "dropout")),
+    (nn.Sequential, "forward"),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def patched(owner, name: str) -> Iterator[None]:
+    """A function of torch's, or of a class, is another for a while."""
+    original, had = getattr(owner, name), vars(owner).get(name)
+
+    @functools.wraps(original)
+    def twice(*args, **kwargs):
+        result = original(*args, **kwargs)
+        return result * 2 if torch.is_tensor(result) else result
+
+    setattr(owner, name, twice)
+    try:
+        yield
+    finally:
+        if had is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, had)
+
+
 def world(kind: str | None, library) -> contextlib.AbstractContextManager:
+    if kind is not None and kind.isdecimal():
+        own = [(c, "forward") for n, c in vars(library).items() if n[0] == "C" and n[1:].isdigit()]
+        return patched(*[*PATCHED, *own][int(kind) % len([*PATCHED, *own])])
     if kind == "global hooks":
         return global_hooks()
     if kind == "global names":

@@ -17,8 +17,6 @@ from trees import Tree
 
 import torch_fused_linear as tfl
 
-LEAVES = (nn.Linear, nn.Conv2d, nn.ReLU, nn.GELU, nn.Dropout)
-
 
 @dataclass
 class Outcome:
@@ -354,7 +352,7 @@ def check(tree: Tree, system: str | None = None) -> int:
     after = list(model.named_modules(remove_duplicate=False))
     assert [(n, id(m)) for n, m in after] == [(n, id(m)) for n, m in modules], "other modules"
     for (name, _, kind), (_, m) in zip(before, after):
-        assert type(m) is kind or kind not in LEAVES, f"{name} has become {type(m)}"
+        assert type(m) is kind, f"{name} has become {type(m)}"
     with tree_changes.world(tree.world, tree.library):
         for m in (plain, model):
             tree_changes.apply(tree.after, m)
@@ -366,4 +364,5 @@ def check(tree: Tree, system: str | None = None) -> int:
         kinds = {name: type(m) for name, m in plain.named_modules(remove_duplicate=False)}
         for name, m in model.named_modules(remove_duplicate=False):
             assert type(m) is kinds[name] or "torch.nn.utils.parametrize" in str(type(m)), name
+            assert not tfl.is_fused(m), name
     return blocks if tried else -1

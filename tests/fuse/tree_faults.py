@@ -2,11 +2,12 @@
 
     python tests/fuse/tree_faults.py [NAME ...]
 
-Every fault is planted in a process of its own, since fusing keeps the classes that it has made.
+Every fault is planted in a process of its own, since fusing keeps the code that it has made.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -15,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -26,50 +26,64 @@ import tree_parts  # noqa: E402
 from torch import nn  # noqa: E402
 from trees import grow  # noqa: E402
 
-from torch_fused_linear import _library  # noqa: E402
-from torch_fused_linear.fuse import call, classes, gated, reading, rewrite  # noqa: E402
+from torch_fused_linear.fuse import call, in_code, plain, reading, rewrite  # noqa: E402
 
 MOST_TREES = 600  # within which a fault must show
 
 
 def in_python() -> None:
     """Decisions are made by the Python code alone, where faults can be planted."""
-    call.direct = gated.direct = _library._NotDirect()
+    for name in ("step", "last", "call", "end", "later", "product"):
+        setattr(in_code, name, getattr(call, name))
+
+
+def both(name: str, value: Callable) -> None:
+    """Where the name is defined, and where it is imported."""
+    setattr(plain, name, value)
+    setattr(call, name, value)
 
 
 def hooks_ignored() -> None:
-    call.hooks_objection = lambda module: None
+    both("hooks_objection", lambda module: None)
 
 
 def global_hooks_ignored() -> None:
-    call._has_any_global_hook = lambda: False
+    both("_has_any_global_hook", lambda: False)
 
 
 def patched_forward_ignored() -> None:
-    original = call.hooks_objection
+    original = plain.hooks_objection
 
     def without(module):
         reason = original(module)
         return None if reason and "of its own" in reason else reason
 
-    call.hooks_objection = without
+    both("hooks_objection", without)
+
+
+def patched_class_ignored() -> None:
+    plain.is_untouched = lambda *args: True
+
+
+def guard_without_end() -> None:
+    rewrite._Rewriter.visit_If = ast.NodeTransformer.generic_visit
 
 
 def subclass_taken() -> None:
-    call.LAYERS[tree_parts.Lora] = tree_parts.Lora.forward
+    plain.LAYERS[tree_parts.Lora] = tree_parts.Lora.forward
 
 
 def activation_subclass_taken() -> None:
-    call.MODULES[tree_parts.LoudReLU] = "relu", tree_parts.LoudReLU.forward
+    plain.MODULES[tree_parts.LoudReLU] = "relu", tree_parts.LoudReLU.forward
 
 
 def exchanged_activation_ignored() -> None:
-    original = call.activation_kind
-    call.activation_kind = lambda function, options=None: original(function, options) or "relu"
+    original = plain.activation_kind
+    plain.activation_kind = lambda function, options=None: original(function, options) or "relu"
 
 
 def approximate_ignored() -> None:
-    call.name_of_gelu = lambda approximate: "gelu_tanh"
+    plain.name_of_gelu = lambda approximate: "gelu_tanh"
 
 
 def training_dropout_ignored() -> None:
@@ -107,32 +121,25 @@ def unfuse_does_nothing() -> None:
     tree_compare.tfl.unfuse_ = lambda model: None
 
 
-def private_names_lost() -> None:
-    reading.Text.class_name = property(lambda self: None, lambda self, value: None)
-
-
-def globals_copied() -> None:
-    original = rewrite.dressed
-
-    def dressed(new, old):
-        names = dict(new.__globals__)
-        return original(FunctionType(new.__code__, names, None, None, new.__closure__), old)
-
-    rewrite.dressed = dressed
-
-
 def other_half_gated() -> None:
-    original = rewrite.HELPERS["gated_halves"]
+    original = call.halves
 
-    def swapped(order, *args, **kwargs):
-        return original("10"[int(order[0])] + order[1:], *args, **kwargs)
+    def swapped(*args, **kwargs):
+        first, second = original(*args, **kwargs)
+        return (second, first) if call.is_half(first) else (first, second)
 
-    rewrite.HELPERS["gated_halves"] = swapped
+    in_code.halves = swapped
 
 
 def one_input_for_both_factors() -> None:
-    original = rewrite.HELPERS["gated"]
-    rewrite.HELPERS["gated"] = lambda *args: original(*args[:5], args[4])
+    original = call.product
+
+    def product(left, right):
+        if call.is_factor(left) and call.is_begun(left[1]) and call.is_begun(right):
+            right = (*right[:2], left[1][2], *right[3:])
+        return original(left, right)
+
+    in_code.product = product
 
 
 def read_of_a_factor_ignored() -> None:
@@ -153,13 +160,15 @@ def children_remembered() -> None:
             x = child(x)
         return x
 
-    tree_compare.tfl.fuse_, classes.run_sequential = fuse_and_keep, run
+    tree_compare.tfl.fuse_, in_code.run_sequential = fuse_and_keep, run
 
 
 FAULTS: dict[str, Callable[[], None]] = {
     name: value
     for name, value in list(globals().items())
-    if callable(value) and getattr(value, "__module__", "") == __name__ and name != "in_python"
+    if callable(value)
+    and getattr(value, "__module__", "") == __name__
+    and name not in ("in_python", "both")
 }
 
 

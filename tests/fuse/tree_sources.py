@@ -160,6 +160,27 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     return [f"self.{name} = {found[name]}" for name in found if name in needed]
 
 
+ASKED = """
+    times = 0
+
+    @property
+    def asked(self):
+        self.times += 1
+        return self.times % 3 != 1
+
+    def changing(self, x):
+        self.times += 1
+        return x
+"""
+
+
+def bases_of(rng: random.Random, base: str | None, text: str) -> str:
+    base = base or "nn.Module"
+    if "self.mixed" not in text:
+        return base
+    return rng.choice([f"Mixin, {base}", f"{base}, Mixin"])
+
+
 SIMPLE_NAMES = [f"C{i}" for i in range(0, 1000, 3)]
 
 
@@ -191,13 +212,19 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
         text += f"\n    static = staticmethod({rng.choice(['F.relu', 'tanh_gelu'])})\n"
     if "self.first" in text:
         text += "\n    @property\n    def first(self):\n        return self.layers[0]\n"
+    if "self.asked" in text or "self.changing" in text:
+        text += ASKED
+    if "self.counted" in text:
+        text += "\n    @counting\n    def counted(self, x):\n        return F.relu(self.fc3(x))\n"
     extra = " self.fc3 self.layers" if "self.first" in text else ""
+    extra += " self.fc3" if "self.mixed" in text else ""
     lines = attributes(rng, text.replace("this.", "self.") + extra, simple, simple or bool(base))
     parts = "self.parts = nn.ModuleList(parts)"
     start = f"super().__init__({'parts' if base else ''})"
     init = textwrap.indent("\n".join([start, *([] if base else [parts]), *lines]), " " * 8)
     code = (
-        f"class {name}({base or 'nn.Module'}):\n    def __init__(self, parts=()):\n{init}\n\n{text}"
+        f"class {name}({bases_of(rng, base, text)}):\n    def __init__(self, parts=()):\n{init}\n\n"
+        f"{text}"
     )
     code = code.replace("OWN", name)
     if not simple and rng.random() < 0.1 and "F.relu" in code:

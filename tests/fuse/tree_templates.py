@@ -385,6 +385,80 @@ N4a = E4 if isinstance(self, OWN) else x
 N4a = E4 if type(self) is OWN else A(E4)
 ---
 N4a = E4 if self.__class__.__name__ == "OWN" else A(E4)
+---
+T4s = f'''{A(L44(E4)).sum().item():.2f}{len("ab")}'''
+N4a = V4 * len(T4s)
+---
+N4a = [A(L44(V4)) for _ in range(2)][1]
+---
+match self.kind:
+    case "relu":
+        N4a = A(L44(E4))
+    case _:
+        N4a = L44(E4)
+        N4a = A(N4a)
+---
+N4a = L44(E4)
+if self.asked:
+    N4a = A(N4a)
+---
+N4a = L44(E4)
+if self.asked:
+    N4a = A(N4a)
+elif C:
+    N4a = N4a + 1
+else:
+    N4a = N4a - V4
+---
+T4l = [V4, V4]
+while T4l:
+    N4a = L44(T4l.pop())
+    if T4l:
+        N4a = A(N4a)
+---
+N4a = L44(self.changing(E4))
+if self.times % 3:
+    N4a = A(N4a)
+---
+N4a = A(L44(E4)) if self.asked else L44(E4)
+---
+N4a = BY_TYPE.get(type(self.act), torch.tanh)(L44(E4))
+---
+N4a = A(L44(E4)) * len(vars(type(self)))
+---
+N4a = A(L44(E4)) * (1 + issubclass(type(self), OWN)) * (2 - (type(self).forward is OWN.forward))
+---
+N4a = sum(drawn(A, L44, V4))
+---
+N4a = awaited(A, L44, V4)
+---
+async def T4f(t):
+    t = L44(t)
+    return A(t)
+N4a = run(T4f(E4))
+---
+def T4f(t):
+    yield A(L44(t))
+    T6a = L46(t)
+    yield A(T6a)[..., :4]
+N4a = sum(T4f(E4))
+---
+N4a = self.counted(E4) * (1 + (type(self).counted.calls == COUNTER["calls"]))
+---
+N4a = self.mixed(E4)
+---
+N4a = memoryless(L44)(A(L44(E4)))
+---
+if (T4a := L44(E4)).shape[-1] == 4:
+    N4a = A(T4a)
+else:
+    N4a = T4a
+---
+N4a = L44(E4)
+try:
+    N4a = A(N4a)
+finally:
+    N4a = N4a * 2
 """
 
 PARTS = ["N4a = self.parts[0](E4)", "N4a = E4\nfor T4p in self.parts:\n    N4a = T4p(N4a)"]

@@ -184,7 +184,9 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
         x,
         before=tree_changes.some_changes(rng, 0 if simple else rng.choice([0, 1, 2])),
         after=tree_changes.some_changes(rng, rng.choice([1, 2, 3])),
-        world=rng.choice([None] * 12 + ["global hooks", "global names", "global relu"]),
+        world=rng.choice(
+            [None] * 10 + ["global hooks", "global names", "global relu"] + [str(seed // 3)] * 4
+        ),
         memory=rng.choice(["default", "default", "low"]),
         filtered=rng.random() < 0.1,
         part=rng.random() < 0.1,

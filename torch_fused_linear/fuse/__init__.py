@@ -14,9 +14,8 @@ from .plan import Plan
 from .report import Report
 from .resolve import named
 from .rewrite import put_back
-from .script import fuse_script_
 
-__all__ = ["fuse_", "fuse_script_", "is_fused", "unfuse_"]
+__all__ = ["fuse_", "is_fused", "unfuse_"]
 
 
 def fuse_(
@@ -47,6 +46,9 @@ def fuse_(
     hooks, LoRA, quantisation, parametrisation, exchange, insertion, sharding, ``torch.compile``.
     What is not plain, or has no mark, is called as before. A model from a file that another process
     wrote is fused again by another call.
+
+    Under ``torch.compile`` and ``torch.export`` the operators are in the graph. ``torch.jit.script``
+    compiles the model's text, so a scripted model is the plain one until :func:`fuse_script_`.
 
     Args:
         model: changed in place. It may be on any device, ``meta`` too.
@@ -79,7 +81,8 @@ def fuse_(
     if reason := frozen_reason(model):
         raise TypeError(
             f"fuse_: expected a model before it is scripted, traced or exported, got "
-            f"{type(model).__name__}, which {reason}; fuse the model that it was made from"
+            f"{type(model).__name__}, which {reason}; fuse the model that it was made from, or call "
+            "fuse_script_"
         )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
@@ -122,6 +125,7 @@ def unfuse_(model: nn.Module) -> None:
         raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
     for _, module in named(model):
         vars(module).pop(MARK, None)
-    modules = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
-    if not any(MARK in vars(module) for module in modules):
+    objects = gc.get_objects()  # copies share marks, so no list of models would do
+    kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, nn.Module)}
+    if not any(MARK in vars(module) for module in objects if type(module) in kinds):
         put_back()

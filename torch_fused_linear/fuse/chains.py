@@ -32,7 +32,7 @@ class Element:
         owner: the module in whose code, or as whose child, it stands.
         values: what is called, with the path from the model: several in a loop.
         text: the code that it is in; None for a child of an nn.Sequential.
-        at: the numbers of its run and step there; for a child its name.
+        name: of a child.
         step: as it was read.
         parts: of each form of a product: its activation, its layer or both layers.
     """
@@ -40,14 +40,13 @@ class Element:
     owner: nn.Module
     values: list[Value]
     text: Text | None
-    at: object
+    name: str = ""
     step: Step | None = None
     parts: list[list[Element]] = field(default_factory=list)
 
     @property
     def place(self) -> tuple:
-        where = self.at if self.text is None else (id(self.step.node),)
-        return id(self.owner), where
+        return id(self.owner), self.name if self.text is None else id(self.step.node)
 
     @property
     def where(self) -> str:

@@ -77,17 +77,14 @@ class Model:
         self._texts[function] = text
         resolver, path = Resolver(module, text), self.paths[module]
 
-        def element(step: Step, at: tuple[int, int]) -> Element:
+        def element(step: Step) -> Element:
             values = [] if step.callee is None else resolver.values(step.callee)
             values = [Value(join(path, v.path), v.value) for v in values]
             forms = step.forms if isinstance(step, Product) else ()
-            parts = [[element(s, at) for s in (form.act, *form.layers)] for form in forms]
-            return Element(module, values, text, at, step, parts)
+            parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
+            return Element(module, values, text, step=step, parts=parts)
 
-        chains = [
-            [element(step, (number, k)) for k, step in enumerate(run)]
-            for number, run in enumerate(text.runs)
-        ]
+        chains = [[element(step) for step in run] for run in text.runs]
         if not text.takes_locals:
             return chains
         if any(map(meet, chains)):

@@ -52,9 +52,9 @@ class Text:
                 f"there is no source of {function.__qualname__}, which takes a file or a cell of a "
                 "notebook; layers of this package need none"
             )
-        self.source, self.flags = "".join(self.lines), code.co_flags & FUTURE
+        self.flags = code.co_flags & FUTURE
         try:
-            nodes, codes = index(self.source, self.file, self.flags)
+            nodes, codes = index("".join(self.lines), self.file, self.flags)
         except (SyntaxError, ValueError) as error:
             raise Unreadable(f"the source of {function.__qualname__} does not compile") from error
         key = code.co_name, code.co_firstlineno
@@ -63,9 +63,16 @@ class Text:
                 f"the code of {function.__qualname__} is not what is in the file; it was changed "
                 "since it was loaded, or made by other code"
             )
-        ((self.node, self.class_name),) = nodes[key]
+        (self.around,) = nodes[key]  # itself last
+        self.node = self.around[-1]
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{function.__qualname__} has type parameters")
+
+    @property
+    def class_name(self) -> str | None:
+        """Of the class around it, whose name is put before private ones."""
+        classes = [n.name for n in self.around if isinstance(n, ast.ClassDef)]
+        return classes[-1] if classes else None
 
     @property
     def self_name(self) -> str:
@@ -109,16 +116,18 @@ def key_of(node: ast.AST) -> tuple[str, int]:
 
 @lru_cache(maxsize=32)
 def index(source: str, file: str, flags: int) -> tuple[dict, dict]:
-    """The functions of a file, with the class that each is in, and their code."""
+    """The functions of a file, each behind the classes and functions around it, and their code."""
     nodes: dict[tuple[str, int], list] = {}
 
-    def visit(node: ast.AST, class_name: str | None) -> None:
+    def visit(node: ast.AST, around: tuple[ast.AST, ...]) -> None:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            around = (*around, node)
         if isinstance(node, FUNCTIONS):
-            nodes.setdefault(key_of(node), []).append((node, class_name))
+            nodes.setdefault(key_of(node), []).append(around)
         for child in ast.iter_child_nodes(node):
-            visit(child, node.name if isinstance(node, ast.ClassDef) else class_name)
+            visit(child, around)
 
-    visit(ast.parse(source), None)
+    visit(ast.parse(source), ())
     return nodes, codes_in(compile(source, file, "exec", flags, dont_inherit=True))
 
 

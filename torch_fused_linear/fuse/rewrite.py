@@ -1,13 +1,15 @@
 """Puts other code into functions, in which calls of layers and activations are in_code.py's.
 
 A function stays the same object with its name, file, lines, closure, decorators and attributes; its
-code is compiled anew from the tree of the whole file, as what a compiler makes of a function
-depends on what stands around it. Marks on layers say for which of them it matters.
+code is compiled anew from its tree and the scopes around it. Marks on layers say for which of them
+it matters.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+import itertools
 import sys
 import threading
 import weakref
@@ -84,12 +86,7 @@ def rewrite(functions: dict[Text, Chosen], with_sequential: bool) -> None:
                 wanted[text] = Chosen(calls, links)
         if with_sequential and not is_sequence_rewritten():
             wanted[Text(SEQUENTIAL)] = Chosen()
-        files: dict[tuple, list[Text]] = {}
-        for text in wanted:
-            files.setdefault((text.source, text.file, text.flags), []).append(text)
-        codes = [
-            (text, code) for texts in files.values() for text, code in _compiled(texts, wanted)
-        ]
+        codes = [(text, _compiled(text, chosen)) for text, chosen in wanted.items()]
         for text, code in codes:
             text.function.__globals__[in_code.NAME] = in_code
             ORIGINALS.setdefault(text.function, text.code)
@@ -116,23 +113,29 @@ def _forget_compiled() -> None:
         torch._dynamo.reset_code_caches()
 
 
-def _compiled(texts: list[Text], wanted: dict[Text, Chosen]) -> list[tuple[Text, CodeType]]:
-    """Of functions of one file."""
-    first = texts[0]
-    tree = ast.parse(first.source)
-    nodes = {key_of(n): n for n in ast.walk(tree) if isinstance(n, FUNCTIONS)}
-    for text in texts:
-        node = nodes[key_of(text.node)]
-        _Rewriter(text, node, wanted[text]).visit(node)
-        if text.function is SEQUENTIAL:
-            loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
-            (added,) = ast.parse(_SEQUENCE).body
-            for part in ast.walk(added):
-                ast.copy_location(part, node.body[loop])
-            node.body.insert(loop, added)
-    ast.fix_missing_locations(tree)
-    codes = codes_in(compile(tree, first.file, "exec", first.flags, dont_inherit=True))
-    return [(text, codes[key_of(text.node)][0]) for text in texts]
+def _compiled(text: Text, chosen: Chosen) -> CodeType:
+    """The function's new code, from a copy of its tree within the classes around it, and all of
+    the outermost function."""
+    outer = next(k for k, n in enumerate(text.around) if isinstance(n, FUNCTIONS))
+    top = copy.deepcopy(text.around[outer])
+    place = next(k for k, n in enumerate(ast.walk(text.around[outer])) if n is text.node)
+    node = next(itertools.islice(ast.walk(top), place, None))
+    _Rewriter(text, node, chosen).visit(node)
+    if text.function is SEQUENTIAL:
+        loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
+        (added,) = ast.parse(_SEQUENCE).body
+        for part in ast.walk(added):
+            ast.copy_location(part, node.body[loop])
+        node.body.insert(loop, added)
+    for scope in reversed(text.around[:outer]):
+        shell = copy.copy(scope)
+        shell.bases, shell.keywords, shell.decorator_list, shell.body = [], [], [], [top]
+        top = shell
+    if isinstance(top, ast.Lambda):
+        top = ast.copy_location(ast.Expr(top), top)
+    tree = ast.fix_missing_locations(ast.Module([top], []))
+    code = compile(tree, text.file, "exec", text.flags, dont_inherit=True)
+    return codes_in(code)[key_of(text.node)][0]
 
 
 class _Rewriter(ast.NodeTransformer):
