@@ -176,11 +176,3 @@ def run(coroutine):
 
 def awaited(act, layer, x):
     return run(waited(act, layer, x))
-
-
-class Mixin:
-    """A second base, which calls a layer of the first."""
-
-    def mixed(self, x):
-        h = self.fc3(x)
-        return F.relu(h)

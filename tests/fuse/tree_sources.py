@@ -37,6 +37,12 @@ from tree_parts import *
 
 ACT = F.relu
 KINDS = {"relu": F.relu, "tanh gelu": tanh_gelu}
+
+
+class Mixin:
+    def mixed(self, x):
+        h = self.fc3(x)
+        return F.relu(h)
 '''
 
 
@@ -242,9 +248,12 @@ def write_library(seed: int, classes: int) -> str:
     return "\n\n".join([HEADER, *(written_otherwise(writer, body) for body in bodies)])
 
 
-def load_library(folder: Path, seed: int, classes: int = 40) -> ModuleType:
-    """The module of this seed, from its file; of some the file changes afterwards, or is gone."""
-    name = f"tree_library_{seed}"
+def load_library(folder: Path, seed: int, classes: int = 40, plain: bool = False) -> ModuleType:
+    """The module of this seed, from its file; of some the file changes afterwards, or is gone.
+
+    The plain one has functions of its own, which fuse_ does not get to see.
+    """
+    name = f"tree_{'plain' if plain else 'library'}_{seed}"
     if name in sys.modules:
         return sys.modules[name]
     path = folder / f"{name}.py"
@@ -254,6 +263,8 @@ def load_library(folder: Path, seed: int, classes: int = 40) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     module.text = text
+    if plain:
+        return module
     if seed % 8 == 6:
         path.write_text(text.replace("F.relu(", "torch.tanh(").replace("self.act(", "torch.abs("))
         linecache.checkcache(str(path))

@@ -25,6 +25,7 @@ class Tree:
 
     seed: int
     library: ModuleType
+    plain: ModuleType  # the same, for the model that is not fused
     x: Tensor
     before: list[tuple[str, int]]  # changes before fusing
     after: list[tuple[str, int]]
@@ -35,10 +36,11 @@ class Tree:
     simple: bool  # made of what TorchScript takes
     used: set[str] = field(default_factory=set)
 
-    def build(self) -> nn.Module:
+    def build(self, plain: bool = False) -> nn.Module:
         rng = random.Random(f"model {self.seed}")
         torch.default_generator.manual_seed(self.seed)
-        model = Grower(rng, self).node(2).double()
+        library = self.plain if plain else self.library
+        model = Grower(rng, self, library).node(2).double()
         tree_changes.apply(self.before, model)
         return model
 
@@ -55,7 +57,7 @@ class Tree:
         return "\n\n".join(b for b in blocks if any(n in b for n in names))
 
     def describe(self) -> str:
-        facts = {k: v for k, v in vars(self).items() if k not in ("library", "used")}
+        facts = {k: v for k, v in vars(self).items() if k not in ("library", "plain", "used")}
         facts["x"] = f"{tuple(self.x.shape)} {self.x.dtype}"
         return f"{facts}\n{self.build()}\n{self.source()}"
 
@@ -63,8 +65,8 @@ class Tree:
 class Grower:
     """Grows a model from 4 features to 4."""
 
-    def __init__(self, rng: random.Random, tree: Tree):
-        self.rng, self.tree, self.grown = rng, tree, []
+    def __init__(self, rng: random.Random, tree: Tree, library: ModuleType):
+        self.rng, self.tree, self.library, self.grown = rng, tree, library, []
 
     def node(self, depth: int) -> nn.Module:
         if self.grown and self.rng.random() < 0.08:
@@ -115,9 +117,9 @@ class Grower:
     def own(self, depth: int) -> nn.Module:
         name = f"C{self.rng.randrange(CLASSES)}"
         if self.tree.simple:
-            name = self.rng.choice([n for n in SIMPLE_NAMES if hasattr(self.tree.library, n)])
+            name = self.rng.choice([n for n in SIMPLE_NAMES if hasattr(self.library, n)])
         self.tree.used.add(name)
-        return getattr(self.tree.library, name)(self.nodes(depth) if depth >= 0 else ())
+        return getattr(self.library, name)(self.nodes(depth) if depth >= 0 else ())
 
     def nodes(self, depth: int) -> list[nn.Module]:
         return [self.node(max(depth, 0)) for _ in range(self.rng.choice([1, 2, 2]))]
@@ -181,6 +183,7 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     return Tree(
         seed,
         load_library(folder, seed // TREES, CLASSES),
+        load_library(folder, seed // TREES, CLASSES, plain=True),
         x,
         before=tree_changes.some_changes(rng, 0 if simple else rng.choice([0, 1, 2])),
         after=tree_changes.some_changes(rng, rng.choice([1, 2, 3])),

@@ -47,8 +47,8 @@ def fuse_(
     What is not plain, or has no mark, is called as before. A model from a file that another process
     wrote is fused again by another call.
 
-    Under ``torch.compile`` and ``torch.export`` the operators are in the graph. ``torch.jit.script``
-    compiles the model's text, so a scripted model is the plain one until :func:`fuse_script_`.
+    ``torch.compile`` and ``torch.export`` get the operators. ``torch.jit.script`` compiles the text
+    of functions, so a scripted model is the plain one until :func:`fuse_script_`.
 
     Args:
         model: changed in place. It may be on any device, ``meta`` too.
@@ -81,8 +81,8 @@ def fuse_(
     if reason := frozen_reason(model):
         raise TypeError(
             f"fuse_: expected a model before it is scripted, traced or exported, got "
-            f"{type(model).__name__}, which {reason}; fuse the model that it was made from, or call "
-            "fuse_script_"
+            f"{type(model).__name__}, which {reason}; fuse the model that it was made from, or "
+            "call fuse_script_"
         )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
