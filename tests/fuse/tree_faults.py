@@ -135,6 +135,8 @@ def one_input_for_both_factors() -> None:
     original = call.product
 
     def product(left, right):
+        if call.is_factor(right):
+            left, right = right, left
         if call.is_factor(left) and call.is_begun(left[1]) and call.is_begun(right):
             right = (*right[:2], left[1][2], *right[3:])
         return original(left, right)

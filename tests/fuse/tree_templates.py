@@ -352,6 +352,18 @@ T4a = V4
 T6u = L46(T4a)
 N4b = L64(A(T6g) * T6u)
 ---
+T4a = E4
+T6g = F.relu(self.wide(T4a))
+T4a = T4a * 0.5 + 1
+T6u = self.fc1(T4a)
+N4b = L64(T6g * T6u)
+---
+T4a = E4
+T6u = self.fc1(T4a)
+T4a = 1 - T4a
+T6g = self.wide(T4a)
+N4b = L64(T6u * F.gelu(T6g))
+---
 T4a = (E4) * 1
 T6g = A(self.wide(T4a))
 N6u = L46(T4a)
