@@ -3,15 +3,23 @@
 import copy
 import dataclasses
 import functools
+import gc
+import inspect
+import io
+import linecache
+import pickle
+import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_models import results
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear.fuse import reading
 
 X = [torch.randn(4, 6, dtype=torch.float64)]
 
@@ -243,3 +251,172 @@ def test_what_is_fused_is_said():
     assert tfl.is_fused(copy.deepcopy(model))
     with pytest.raises(TypeError, match=r"is_fused: expected an nn\.Module, got int"):
         tfl.is_fused(3)
+
+
+# --- who looks at classes, functions and files --------------------------------------------------
+
+
+def fused_block():
+    model = Block().double()
+    plain = copy.deepcopy(model)
+    assert len(tfl.fuse_(model).fused) == 1
+    return model, plain
+
+
+def test_classes_and_functions_stay_what_they_are():
+    method, source, subclasses = Block.forward, inspect.getsource(Block), Block.__subclasses__()
+    before, held = dict(vars(Block)), dict(vars(method))
+    model, plain = fused_block()
+    assert type(model) is type(plain) is Block and Block.forward is method
+    assert vars(Block) == before and vars(method) == held
+    assert Block.__subclasses__() == subclasses and inspect.getsource(Block) == source
+    assert isinstance(plain, type(model)) and pickle.loads(pickle.dumps(type(model))) is Block
+    assert {nn.Linear: 1}.get(type(model.fc1)) == {Block: 1}.get(type(model)) == 1
+    values, _ = torch.func.stack_module_state([model, plain])
+    assert values["fc1.weight"].shape == (2, 6, 6)
+    assert_same(results(model, X), results(plain, X))
+
+
+def test_of_two_models_of_one_class_one_is_fused():
+    model, plain = fused_block()
+    for net, found in ((model, ["linear_relu", "linear"]), (plain, [])):
+        with tfl.explain() as calls:
+            net(*X)
+        assert [call.operator for call in calls.calls] == found
+    assert not tfl.is_fused(plain)
+
+
+def test_a_class_that_is_patched_later_runs_the_patch(monkeypatch):
+    model, _ = fused_block()
+    monkeypatch.setattr(Block, "forward", lambda self, x: x + 41)
+    assert torch.equal(model(*X), X[0] + 41)
+
+
+def test_the_code_is_put_back_with_the_last_mark():
+    model, _ = fused_block()
+    other, fused = copy.deepcopy(model), Block.forward.__code__
+    tfl.unfuse_(model)
+    assert Block.forward.__code__ is fused, "the copy has marks"
+    with tfl.explain() as calls:
+        other(*X)
+    assert calls.calls
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        vars(module).pop("_fused", None)  # those of other tests too
+    tfl.unfuse_(other)
+    assert Block.forward.__code__ is not fused and not reading.ORIGINALS
+    assert reading.same(Block.forward.__code__, reading.Text(Block.forward).code)
+
+
+def test_a_fused_sequential_loads_with_weights_only():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    tfl.fuse_(model)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    kinds = [nn.Sequential, nn.Linear, nn.ReLU]
+    with torch.serialization.safe_globals(kinds):
+        again = torch.load(file, weights_only=True)
+    x = X[0].float()
+    torch.testing.assert_close(again(x), model(x))
+
+
+PATCHES = [
+    *(
+        (cls, name)
+        for cls in (nn.Linear, nn.ReLU)
+        for name in ("forward", "__call__", "_call_impl")
+    ),
+    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+    *((torch.Tensor, "relu"), (F, "relu"), (F, "linear"), (torch, "relu")),
+]
+
+
+class ByMethod(Block):
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+
+@pytest.mark.parametrize("owner, name", PATCHES, ids=lambda p: getattr(p, "__name__", p))
+@pytest.mark.parametrize("cls", [Block, ByMethod])
+def test_functions_that_are_exchanged_later_are_seen(cls, owner, name, monkeypatch):
+    model = cls().double()
+    plain = copy.deepcopy(model)
+    assert tfl.fuse_(model).fused
+    original = getattr(owner, name)
+    counts = []
+
+    def watching(*args, **kwargs):
+        counts.append(1)
+        result = original(*args, **kwargs)
+        return result * 2 if torch.is_tensor(result) else result
+
+    monkeypatch.setattr(owner, name, watching)
+    got = model(*X)
+    ours = len(counts)
+    assert torch.equal(got, plain(*X)) and len(counts) == 2 * ours
+    if ours:
+        with tfl.explain() as calls:
+            model(*X)
+        assert "linear_relu" not in [call.operator for call in calls.calls]
+
+
+@pytest.mark.parametrize("name", ["forward", "_call_impl"])
+@pytest.mark.parametrize("child", ["fc1", "act", "fc2"])
+def test_functions_that_are_set_on_an_object_are_seen(child, name):
+    model, plain = fused_block()
+    for net in (model, plain):
+        module = getattr(net, child)
+        original = getattr(module, name)
+        setattr(module, name, functools.partial(lambda run, x: run(x) * 3, original))
+    assert_same(results(model, X), results(plain, X))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_a_normalisation_between_is_said(norm):
+    (skipped,) = tfl.fuse_(nn.Sequential(nn.Linear(6, 6), norm(6), nn.ReLU())).skipped
+    assert skipped.path == "0" and "a normalisation stands between" in skipped.reason
+
+
+def test_a_cell_of_a_notebook_is_fused():
+    """Notebooks keep the text of a cell in linecache."""
+    text = "class Cell(Block):\n    def forward(self, x):\n        return self.act(self.fc1(x))\n"
+    name, scope = "<ipython-input-1-c0ffee>", {"Block": Block, "__name__": "__main__"}
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    exec(compile(text, name, "exec"), scope)
+    model = scope["Cell"]().double()
+    plain = copy.deepcopy(model)
+    assert len(tfl.fuse_(model).fused) == 1
+    assert_same(results(model, X), results(plain, X))
+
+
+def test_fusing_while_other_threads_run_the_model():
+    model, plain = fused_block()
+    tfl.unfuse_(model)
+    want, wrong, ends = plain(*X), [], threading.Event()
+
+    def run():
+        while not ends.is_set():
+            if not torch.allclose(model(*X), want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        tfl.fuse_(model)
+        tfl.unfuse_(model)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_compiled_model_is_traced_anew():
+    model = Block().double()
+    compiled = torch.compile(model, backend="eager")
+    for change, found in ((None, False), (tfl.fuse_, True), (tfl.unfuse_, False)):
+        if change is not None:
+            change(model)
+        with tfl.explain() as calls:
+            compiled(*X)
+        assert bool(calls.calls) is found
+    torch._dynamo.reset()

@@ -43,13 +43,14 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
         A report, as of :func:`fuse_`.
 
     Raises:
-        TypeError: ``scripted`` is no scripted module, or one that was frozen.
+        TypeError: ``scripted`` is no scripted or traced module.
     """
-    if not isinstance(scripted, torch.jit.RecursiveScriptModule):
+    held = getattr(scripted, "_actual_script_module", scripted)  # of a traced module
+    if not isinstance(held, torch.jit.RecursiveScriptModule):
         raise TypeError(
             f"fuse_script_: expected a scripted or traced module, got {type(scripted).__name__}"
         )
-    module = _of_own_class(scripted)
+    scripted, module = held, _of_own_class(held)
     fused: list[Block] = []
     skipped: list[Skipped] = []
     for name in module._method_names():

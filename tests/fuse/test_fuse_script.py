@@ -1,0 +1,227 @@
+"""fuse_script_: the operators in scripted and traced modules, and what is left alone there."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_fused_linear as tfl
+
+X = torch.randn(5, 6)
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = (nn.Linear(6, 6) for _ in "abc")
+        self.act, self.drop = nn.GELU("tanh"), nn.Dropout(0.3)
+
+
+class Plain(Part):
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class InPlace(Part):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x), inplace=True)) + torch.relu_(self.fc3(x))
+
+
+class Dropped(Part):
+    def forward(self, x):
+        return F.relu(self.drop(self.fc1(x)))
+
+
+class Gated(Part):
+    def forward(self, x):
+        return self.fc3(F.silu(self.fc1(x)) * self.fc2(x))
+
+
+class GatedAlone(Part):
+    def forward(self, x):
+        return (self.fc2(x) * self.act(self.fc1(x))).tanh()
+
+
+class Halves(Part):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(6, 12)
+
+    def forward(self, x):
+        a, b = self.both(x).chunk(2, dim=-1)
+        return self.fc1(F.silu(a) * b)
+
+
+class Shared(Part):
+    def forward(self, x):
+        h = self.fc1(x)
+        return F.relu(h) + h
+
+
+class Written(Part):
+    """The input changes between gate and up, so that they are not of one input."""
+
+    def forward(self, x):
+        x = x.detach() * 1
+        gate = self.fc1(x)
+        x.data.mul_(2)
+        return F.relu(gate) * self.fc2(x)
+
+
+class Cast(Part):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = F.relu(self.fc1(x))
+        return h
+
+
+class Branch(Part):
+    def forward(self, x):
+        h = self.fc1(x)
+        if x.sum() > 0:
+            h = F.relu(h)
+        return h
+
+
+class InLoop(Part):
+    def forward(self, x):
+        for _ in range(int(x.size(0))):
+            x = F.relu(self.fc1(x))
+        return x
+
+
+class Narrow(nn.Module):
+    """Factors that torch broadcasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 1), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+FORMS = {
+    Plain: ["linear_gelu", "linear"],
+    InPlace: ["linear_relu", "linear", "linear_relu"],
+    Dropped: ["linear_relu"],
+    Gated: ["gated_mlp"],
+    GatedAlone: ["linear_glu"],
+    Halves: ["gated_mlp"],
+    Shared: [],
+    Written: ["linear_relu"],
+    Cast: [],
+    Branch: [],
+    InLoop: ["linear_relu"],
+    Narrow: ["linear_silu"],
+}
+
+
+def operators(scripted):
+    graph = scripted.inlined_graph
+    found = [n for block in blocks(graph) for n in block.nodes() if "fused::" in n.kind()]
+    return [node.kind().removeprefix("fused::") for node in found]
+
+
+def blocks(graph):
+    yield graph
+    for node in graph.nodes():
+        for block in node.blocks():
+            yield from blocks(block)
+
+
+def step(module, x):
+    torch.manual_seed(3)
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.float().pow(2).sum().backward()
+    return [y, leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("has_run", [False, True], ids=["new", "has run"])
+def test_the_function_its_gradients_and_the_operators(form, has_run):
+    plain = form()
+    scripted = torch.jit.script(plain)
+    if has_run:
+        for _ in range(3):
+            scripted(X)
+    report = tfl.fuse_script_(scripted)
+    assert operators(scripted) == FORMS[form] and bool(report.fused) is bool(FORMS[form])
+    assert list(scripted.state_dict()) == list(plain.state_dict())
+    assert all(a is b for a, b in zip(scripted.parameters(), plain.parameters()))
+    for _ in range(3):  # the profiling executor changes the graph in its first runs
+        for ours, theirs in zip(step(scripted, X), step(plain, X), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    torch.jit.save(scripted, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.jit.load(file).eval()
+    torch.testing.assert_close(loaded(X), plain.eval()(X))
+    assert operators(loaded) == FORMS[form]
+    if not report.fused:
+        assert report.skipped[0].path == "fc1" and report.skipped[0].place
+
+
+def test_other_modules_of_the_class_stay_as_they_are():
+    one, other = torch.jit.script(Plain()), torch.jit.script(Plain())
+    tfl.fuse_script_(one)
+    assert operators(one) and not operators(other)
+
+
+def test_tied_parameters_stay_tied():
+    plain = Plain()
+    plain.fc2 = plain.fc1
+    scripted = torch.jit.script(plain)
+    tfl.fuse_script_(scripted)
+    assert scripted.fc1.weight is scripted.fc2.weight is plain.fc1.weight
+
+
+def test_traced_frozen_and_loaded_modules():
+    plain = Plain().eval()
+    traced = torch.jit.trace(plain, X)
+    frozen = torch.jit.freeze(torch.jit.script(plain))
+    for module in (traced, frozen):
+        assert len(tfl.fuse_script_(module).fused) == 1
+        torch.testing.assert_close(module(X), plain(X))
+
+
+def test_every_method_is_fused():
+    class Two(Part):
+        def forward(self, x):
+            return self.act(self.fc1(x))
+
+        @torch.jit.export
+        def encode(self, x):
+            return F.relu(self.fc2(x))
+
+    plain = Two()
+    scripted = torch.jit.script(plain)
+    assert len(tfl.fuse_script_(scripted).fused) == 2
+    torch.testing.assert_close(scripted.encode(X), plain.encode(X))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_autocast_around_the_call(dtype):
+    scripted, plain = torch.jit.script(Plain()), torch.jit.script(Plain())
+    scripted.load_state_dict(plain.state_dict())
+    tfl.fuse_script_(scripted)
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=dtype):
+            ours, theirs = scripted(X), plain(X)
+        assert ours.dtype == theirs.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+def doubled(x):
+    return x * 2
+
+
+def test_anything_else_is_refused():
+    for other in (nn.Linear(2, 2), 3, torch.jit.script(doubled)):
+        with pytest.raises(
+            TypeError, match="fuse_script_: expected a scripted or traced module, got"
+        ):
+            tfl.fuse_script_(other)
