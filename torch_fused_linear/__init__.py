@@ -16,8 +16,8 @@ if _library.load():
         mlp,
     )
     from .fuse import fuse_, is_fused, unfuse_
+    from .fuse.script import fuse_script_
     from .graph.options import compile_backend, compile_options
-    from .graph.script import fuse_script_
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
     from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU

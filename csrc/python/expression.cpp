@@ -1,6 +1,6 @@
-// What stands in rewritten code where the decision is simple: a plain marked layer, plain tensors of
-// one dtype and device, an activation of a known class. A layer without a mark is called as it was,
-// and torch_fused_linear/fuse/call.py decides all else.
+// What stands in rewritten code where the decision is simple: a plain marked layer, plain tensors
+// of one dtype and device, an activation of a known class. A layer without a mark is called as it
+// was, and torch_fused_linear/fuse/call.py decides all else.
 
 #include "python/expression.h"
 
@@ -62,9 +62,9 @@ bool torch_is_plain() {
 
 // Running the module is nothing but running its class's forward, which is the known one.
 bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
-  static PyObject* const watching[] = {
-      intern("_forward_hooks"),      intern("_forward_pre_hooks"), intern("_backward_hooks"),
-      intern("_backward_pre_hooks"), intern("_call_impl"),         intern("forward")};
+  static PyObject* const watching[] = {intern("_forward_hooks"),  intern("_forward_pre_hooks"),
+                                       intern("_backward_hooks"), intern("_backward_pre_hooks"),
+                                       intern("_call_impl"),      intern("forward")};
   static PyObject *const name = intern("forward"), *const call = intern("__call__"),
                          *const call_impl = intern("_call_impl"),
                          *const compiled = intern("_compiled_call_impl");
@@ -167,9 +167,7 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
   return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
 }
 
-bool is_conv(PyObject* layer) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class;
-}
+bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
 
 std::string_view text(PyObject* object) {
   return object != nullptr && PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : "";
@@ -290,9 +288,8 @@ PyObject* down(PyObject* layer, PyObject* call) {
 }
 
 PyObject* linear(const Ready& call) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fused::linear", "")
-                             .typed<dispatch::Linear>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear", "").typed<dispatch::Linear>();
   Tensor x = call.input, w = call.matrix();
   const OptionalTensor b = call.vector();
   Tensor result;

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import Graph, Node, Value
 
 from ..activations import name_of_gelu
-from ..fuse.report import Block, Report, Skipped
+from .report import Block, Report, Skipped
 
 ACTIVATIONS = {f"aten::{n}{end}": n for n in ("relu", "silu", "gelu") for end in ("", "_")}
 LABELS = {"relu": "ReLU", "silu": "SiLU", "gelu_tanh": "GELU (tanh)", "gelu_erf": "GELU (erf)"}
