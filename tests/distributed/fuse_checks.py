@@ -47,9 +47,9 @@ def hooks_around_layers():
         if how == "with keywords":
             model[0].register_forward_pre_hook(lambda *given: None, with_kwargs=True)
         x = batch(0)[0]
-        want = nn.Sequential.forward(model, x)
+        want = model[1](model[0](x))
         with torch.no_grad(), tfl.explain() as report:
             got = model(x)
         torch.testing.assert_close(got, want.detach())
-        found[how] = [call.operator for call in report.calls]
+        found[how] = [call.operator for call in report.calls if call.operator != "linear"]
     return found

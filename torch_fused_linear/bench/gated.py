@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ def low(layers: Sequence[nn.Linear]) -> nn.Module:
 
 
 def fused(layers: Sequence[nn.Linear]) -> nn.Module:
-    block = Block(layers)
+    block = Block(copy.deepcopy(layers))  # as marks are on layers, which others here share
     if not tfl.fuse_(block).fused:
         raise RuntimeError("fuse_ has not found the block")
     return block
