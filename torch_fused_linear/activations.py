@@ -26,6 +26,12 @@ class Activation:
     label: str
     approximate: str | None = None
 
+    @property
+    def label_of_operator(self) -> str:
+        """The operator's name, with the form where it has several."""
+        form = self.name.partition("_")[2]
+        return f"{self.operator} ({form})" if form else self.operator
+
     def module(self) -> nn.Module:
         """The plain layer that computes it."""
         if self.approximate is None:

@@ -5,13 +5,8 @@
 // and no mode that wants to see the call. The answer to any other is None, and the caller goes
 // through torch.ops, which knows them all. A library of its own, as the operators' knows no Python.
 
-#include "dispatch/signatures.h"
-
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/List.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 #include <string_view>
@@ -20,8 +15,9 @@
 #include <vector>
 
 #include "python/expression.h"
+#include "python/operator.h"
 
-namespace fused {
+namespace fused::python {
 namespace {
 
 using dispatch::OptionalTensor;
@@ -112,23 +108,11 @@ struct Function<name, Tensor(Args...)> {
     const bool plain = count == sizeof...(Args) && !at::impl::torch_function_mode_enabled() &&
                        (Argument<std::decay_t<Args>>::fits(given[k]) && ...);
     if (!plain) Py_RETURN_NONE;
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Tensor(Args...)>();
     std::tuple<decltype(Argument<std::decay_t<Args>>::take(given[k]))...> arguments{
         Argument<std::decay_t<Args>>::take(given[k])...};
-    Tensor result;
-    {
-      const pybind11::gil_scoped_release released;
-      result = op.call(std::get<k>(arguments)...);
-    }
-    return THPVariable_Wrap(std::move(result));
+    return run_operator<name, Tensor(Args...)>(std::get<k>(arguments)...);
   }
 };
-
-constexpr char linear[] = "fused::linear", linear_relu[] = "fused::linear_relu",
-               linear_gelu[] = "fused::linear_gelu", linear_silu[] = "fused::linear_silu",
-               linear_glu[] = "fused::linear_glu", gated_mlp[] = "fused::gated_mlp",
-               mlp[] = "fused::mlp", conv2d_relu[] = "fused::conv2d_relu";
 
 template <const auto& name, typename Signature>
 PyMethodDef method() {
@@ -151,11 +135,12 @@ PyMethodDef methods[] = {method<linear, dispatch::Linear>(),
 PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}, {}, {}};
 
 }  // namespace
-}  // namespace fused
+}  // namespace fused::python
 
 PyMODINIT_FUNC PyInit__direct() {
-  PyObject* created = PyModule_Create(&fused::module);
-  if (created != nullptr && PyModule_AddFunctions(created, fused::expression_methods) != 0) {
+  PyObject* created = PyModule_Create(&fused::python::module);
+  if (created != nullptr &&
+      PyModule_AddFunctions(created, fused::python::expression_methods) != 0) {
     Py_CLEAR(created);
   }
   return created;

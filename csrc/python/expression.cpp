@@ -4,25 +4,17 @@
 
 #include "python/expression.h"
 
-#include "dispatch/signatures.h"
-
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include "python/operator.h"
+#include "python/plain.h"
 
 #include <optional>
 #include <string_view>
 
-namespace fused {
+namespace fused::python {
 namespace {
 
-using dispatch::OptionalTensor;
-
 // What know was given, kept for good.
-PyObject *layers, *activations, *relus, *gelu, *silu, *global_hooks, *untouched, *module_call,
-    *module_call_impl, *linear_class, *conv_class, *begun, *factor, *glu, *decide;
+PyObject *begun, *factor, *glu, *decide;
 
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
@@ -30,159 +22,6 @@ struct Reference {
   Reference(const Reference&) = delete;
   PyObject* object;
 };
-
-PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
-
-// Borrowed; nullptr where there is none.
-PyObject* item(PyObject* dict, PyObject* name) {
-  PyObject* found = PyDict_GetItemWithError(dict, name);
-  if (found == nullptr) PyErr_Clear();
-  return found;
-}
-
-// A class's own attribute, borrowed.
-PyObject* own(PyObject* owner, PyObject* name) {
-  if (PyModule_Check(owner)) return item(PyModule_GetDict(owner), name);
-  return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
-}
-
-// Nobody watches every module, and nobody has put other functions into torch.
-bool torch_is_plain() {
-  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(global_hooks); ++k) {
-    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, k)) != 0) return false;
-  }
-  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(untouched); ++k) {
-    PyObject* entry = PyTuple_GET_ITEM(untouched, k);
-    PyObject* now = own(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
-    PyObject* before = PyTuple_GET_ITEM(entry, 2);  // None where there was none
-    if ((now == nullptr ? Py_None : now) != before) return false;
-  }
-  return !at::impl::torch_function_mode_enabled();
-}
-
-// Running the module is nothing but running its class's forward, which is the known one.
-bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
-  static PyObject* const watching[] = {intern("_forward_hooks"),  intern("_forward_pre_hooks"),
-                                       intern("_backward_hooks"), intern("_backward_pre_hooks"),
-                                       intern("_call_impl"),      intern("forward")};
-  static PyObject *const name = intern("forward"), *const call = intern("__call__"),
-                         *const call_impl = intern("_call_impl"),
-                         *const compiled = intern("_compiled_call_impl");
-  for (PyObject* kind : watching) {
-    PyObject* found = item(dict, kind);
-    if (found != nullptr && (!PyDict_Check(found) || PyDict_GET_SIZE(found) != 0)) return false;
-  }
-  PyObject* own_call = item(dict, compiled);
-  PyTypeObject* type = Py_TYPE(module);
-  return (own_call == nullptr || own_call == Py_None) && _PyType_Lookup(type, name) == forward &&
-         _PyType_Lookup(type, call) == module_call &&
-         _PyType_Lookup(type, call_impl) == module_call_impl;
-}
-
-bool is_float(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
-}
-
-// What the operators take, so that torch's own function complains about the rest.
-bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
-          int64_t features) {
-  if (input.dim() < axis || input.size(-axis) != features) return false;
-  bool casts = false;
-  const auto agrees = [&](const Tensor& t) {
-    casts = casts || t.scalar_type() != weight.scalar_type();
-    return is_float(t.scalar_type()) && t.device() == weight.device() &&
-           t.layout() == at::kStrided && !t.is_nested();
-  };
-  if (!agrees(input) || !agrees(weight)) return false;
-  const bool has_bias = bias != Py_None;
-  if (has_bias) {
-    const Tensor& b = THPVariable_Unpack(bias);
-    if (!agrees(b) || b.dim() != 1 || b.size(0) != weight.size(0)) return false;
-    if (casts && b.scalar_type() == at::kDouble) return false;
-  }
-  return !casts || (at::autocast::is_autocast_enabled(weight.device().type()) &&
-                    input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
-}
-
-// A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then
-// sees while the GIL is released that they are in use.
-struct Ready {
-  Tensor input;
-  PyObject *weight, *bias;  // borrowed
-  OptionalTensor transposed;
-  PyObject* wrapped() const {
-    return transposed ? THPVariable_Wrap(*transposed) : Py_NewRef(weight);
-  }
-  Tensor matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
-  OptionalTensor vector() const {
-    return bias == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias));
-  }
-};
-
-// The parameters of a plain layer, borrowed, and its class's groups.
-struct Plain {
-  PyObject *weight, *bias, *groups;
-};
-
-std::optional<Plain> plain(PyObject* layer) {
-  static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
-                         *const bias_name = intern("bias"), *const groups_name = intern("groups");
-  PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
-  if (forward == nullptr) return std::nullopt;
-  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
-  if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
-    PyErr_Clear();
-    return std::nullopt;
-  }
-  PyObject* held = item(dict.object, parameters);
-  PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
-  PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
-  if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
-      !(bias == Py_None || THPVariable_CheckExact(bias))) {
-    return std::nullopt;
-  }
-  return Plain{weight, bias, item(dict.object, groups_name)};
-}
-
-// transformers' Conv1D has its weight transposed; the operators take any strides.
-OptionalTensor transposed(PyObject* layer, const Tensor& weight) {
-  const bool is_linear = reinterpret_cast<PyObject*>(Py_TYPE(layer)) == linear_class;
-  return is_linear ? std::nullopt : OptionalTensor(weight.t());
-}
-
-std::optional<Ready> ready(PyObject* layer, PyObject* input) {
-  const auto found = THPVariable_CheckExact(input) ? plain(layer) : std::nullopt;
-  if (!found) return std::nullopt;
-  const auto [weight, bias, groups] = *found;
-  Ready call{THPVariable_Unpack(input), weight, bias, {}};
-  const Tensor& w = THPVariable_Unpack(weight);
-  bool fit = false;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class) {
-    fit = groups != nullptr && PyLong_CheckExact(groups) && w.dim() == 4 && call.input.dim() <= 4 &&
-          fits(call.input, w, bias, 3, w.size(1) * PyLong_AsLong(groups));
-  } else if (w.dim() == 2) {
-    call.transposed = transposed(layer, w);
-    fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
-  }
-  return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
-}
-
-bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
-
-std::string_view text(PyObject* object) {
-  return object != nullptr && PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : "";
-}
-
-// Of a layer that fuse_ has marked, "" of anything else. Static, as another thread may take the
-// mark away while an operator runs.
-std::string_view memory_of(PyObject* layer) {
-  static PyObject* const name = intern("_fused");
-  if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
-  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
-  PyObject* memory = dict.object == nullptr ? nullptr : item(dict.object, name);
-  PyErr_Clear();
-  return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";
-}
 
 bool is_tuple_of(PyObject* object, PyObject* kind) {
   return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 &&
@@ -196,47 +35,13 @@ bool is_begun(PyObject* object) {
   return is_tuple_of(object, begun) && PyTuple_GET_SIZE(part(object, 5)) == 0;
 }
 
-// The name of the activation, "" for none of ours. Borrowed from static strings.
-std::string_view kind_of(PyObject* function) {
-  static PyObject* const approximate = intern("approximate");
-  PyObject* known = item(activations, reinterpret_cast<PyObject*>(Py_TYPE(function)));
-  if (known == nullptr) {
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(relus); ++k) {
-      if (PyTuple_GET_ITEM(relus, k) == function) return "relu";
-    }
-    return function == gelu ? "gelu_erf" : function == silu ? "silu" : "";
-  }
-  const Reference dict(PyObject_GenericGetDict(function, nullptr));
-  if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
-    PyErr_Clear();
-    return "";
-  }
-  const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
-  if (kind != "gelu") return kind;
-  const std::string_view form = text(item(dict.object, approximate));
-  return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
-}
-
-// By value: another thread may exchange the layer's parameters while this one is in the operator.
-PyObject* run(std::string_view kind, Tensor x, Tensor w, OptionalTensor b,
-              std::string_view memory) {
-  static const auto relu = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fused::linear_relu", "")
-                               .typed<dispatch::LinearRelu>();
-  static const auto gelu = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fused::linear_gelu", "")
-                               .typed<dispatch::LinearGelu>();
-  static const auto silu = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("fused::linear_silu", "")
-                               .typed<dispatch::LinearSilu>();
-  Tensor result;
-  {
-    const pybind11::gil_scoped_release released;
-    result = kind == "relu"   ? relu.call(x, w, b, memory)
-             : kind == "silu" ? silu.call(x, w, b, memory)
-                              : gelu.call(x, w, b, kind == "gelu_tanh" ? "tanh" : "none", memory);
-  }
-  return THPVariable_Wrap(std::move(result));
+PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
+  Tensor x = call.input, w = call.matrix();
+  const OptionalTensor b = call.vector();
+  if (kind == "relu") return run_operator<linear_relu, dispatch::LinearRelu>(x, w, b, memory);
+  if (kind == "silu") return run_operator<linear_silu, dispatch::LinearSilu>(x, w, b, memory);
+  const std::string_view form = kind == "gelu_tanh" ? "tanh" : "none";
+  return run_operator<linear_gelu, dispatch::LinearGelu>(x, w, b, form, memory);
 }
 
 // The activation of a begun layer, as one operator; nullptr, with no error, where Python decides.
@@ -252,7 +57,7 @@ PyObject* activate(PyObject* function, PyObject* call) {
   const std::string_view kind = memory.empty() ? "" : kind_of(function);
   if (kind.empty()) return nullptr;
   const Ready ready{THPVariable_Unpack(part(call, 2)), part(call, 3), part(call, 4), {}};
-  return run(kind, ready.input, ready.matrix(), ready.vector(), memory);
+  return run(kind, ready, memory);
 }
 
 OptionalTensor optional(PyObject* object) {
@@ -276,28 +81,8 @@ PyObject* down(PyObject* layer, PyObject* call) {
   // the rows of gate are what the layer's input will have for features
   if (!fits(gate, weight, found->bias, 2, weight.size(1) * (up ? 1 : 2))) return nullptr;
   const std::string_view kind = text(part(given, 5)), memory = text(part(given, 6));
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fused::gated_mlp", "")
-                             .typed<dispatch::GatedMlp>();
-  Tensor result;
-  {
-    const pybind11::gil_scoped_release released;
-    result = op.call(x, gate, up, weight, gate_bias, up_bias, bias, kind, memory);
-  }
-  return THPVariable_Wrap(std::move(result));
-}
-
-PyObject* linear(const Ready& call) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::linear", "").typed<dispatch::Linear>();
-  Tensor x = call.input, w = call.matrix();
-  const OptionalTensor b = call.vector();
-  Tensor result;
-  {
-    const pybind11::gil_scoped_release released;
-    result = op.call(x, w, b);
-  }
-  return THPVariable_Wrap(std::move(result));
+  return run_operator<gated_mlp, dispatch::GatedMlp>(x, gate, up, weight, gate_bias, up_bias, bias,
+                                                     kind, memory);
 }
 
 // Calls the function of call.py that decides everything.
@@ -322,7 +107,9 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
       PyObject* result = part(h, 1) == glu ? down(function, h) : activate(function, h);
       if (result != nullptr || PyErr_Occurred()) return result;
     } else if (const auto call = ready(function, h); call && !(is_last && is_conv(function))) {
-      if (is_last) return linear(*call);
+      if (is_last) {
+        return run_operator<linear, dispatch::Linear>(call->input, call->matrix(), call->vector());
+      }
       return Py_BuildValue("(OOONO())", begun, function, h, call->wrapped(), call->bias);
     }
   }
@@ -341,7 +128,7 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
     }
     const std::string_view kind = is_conv(given[1]) ? "" : kind_of(given[0]);
     if (const auto found = kind.empty() ? std::nullopt : ready(given[1], given[2])) {
-      return run(kind, found->input, found->matrix(), found->vector(), memory);
+      return run(kind, *found, memory);
     }
   }
   return ask("call", given, count, nullptr);
@@ -439,4 +226,4 @@ PyMethodDef expression_methods[8] = {
     {},
 };
 
-}  // namespace fused
+}  // namespace fused::python

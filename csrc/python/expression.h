@@ -3,9 +3,9 @@
 
 #include <Python.h>
 
-namespace fused {
+namespace fused::python {
 
 // step, last, call, end, later, product and know, for PyModule_AddFunctions.
 extern PyMethodDef expression_methods[8];
 
-}  // namespace fused
+}  // namespace fused::python

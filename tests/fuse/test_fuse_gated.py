@@ -166,7 +166,7 @@ def test_scripted_compiled_and_exported(form):
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_decided_in_python(form, monkeypatch):
-    for name in ("step", "last", "call", "end", "later", "product"):
+    for name in in_code.IN_C:
         monkeypatch.setattr(in_code, name, getattr(forms, name))
     assert_fuses(lambda: block(form), [X], 1, 0)
 

@@ -23,7 +23,7 @@ X = [torch.randn(4, 6, dtype=torch.float64)]
 def decides(request, monkeypatch):
     """What looks at layers and activations; Python does where C cannot be had."""
     if request.param == "Python":
-        for name in ("step", "last", "call", "end", "later", "product"):
+        for name in in_code.IN_C:
             monkeypatch.setattr(in_code, name, getattr(forms, name))
         monkeypatch.setattr(functional, "direct", _library._NotDirect())
 

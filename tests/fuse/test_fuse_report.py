@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.fuse.picture import spans
+from torch_fused_linear.picture import spans
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -33,7 +33,7 @@ MOST_TREES = 600  # within which a fault must show
 
 def in_python() -> None:
     """Decisions are made by the Python code alone, where faults can be planted."""
-    for name in ("step", "last", "call", "end", "later", "product"):
+    for name in in_code.IN_C:
         setattr(in_code, name, getattr(call, name))
 
 

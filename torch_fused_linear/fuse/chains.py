@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..activations import ACTIVATIONS
 from . import fit
 from .reading import Text
 from .report import Block
@@ -16,11 +17,8 @@ from .steps import Step
 
 OPERATORS = {  # of each activation: the operator before, and the fused one
     "none": (None, "linear"),
-    "relu": ("ReLU", "linear_relu"),
-    "gelu_tanh": ("GELU (tanh)", "linear_gelu (tanh)"),
-    "gelu_erf": ("GELU (erf)", "linear_gelu (erf)"),
-    "silu": ("SiLU", "linear_silu"),
     "gelu": ("GELU", "linear_gelu"),  # which of the two is known when it runs
+    **{name: (a.label, a.label_of_operator) for name, a in ACTIVATIONS.items()},
 }
 
 

@@ -19,8 +19,9 @@ NAME = "__fused__"
 MARK = plain.MARK
 
 _direct = _library.direct if isinstance(_library.direct, ModuleType) else forms
-step, last, call, end = _direct.step, _direct.last, _direct.call, _direct.end
-later, product = _direct.later, _direct.product
+# Of call.py, those that are in C where it was built.
+IN_C = ("step", "last", "call", "end", "later", "product")
+step, last, call, end, later, product = (getattr(_direct, name) for name in IN_C)
 method_relu, method_relu_ = plain.METHODS["relu"], plain.METHODS["relu_"]
 
 
@@ -33,9 +34,9 @@ def run_sequential(self, input):
 
 def _substitute() -> None:
     """Lets torch.compile trace the Python of what is C."""
-    for function in (step, last, call, end, later, product):
-        traceable = getattr(forms, function.__name__)
-        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
+    for name in IN_C:
+        as_c = torch.compiler.substitute_in_graph(getattr(_direct, name), skip_signature_check=True)
+        as_c(getattr(forms, name))
 
 
 if _direct is not forms:

@@ -1,6 +1,6 @@
 """What is plain, when it runs: a layer that only applies its parameters, an activation of ours.
 
-csrc/python/expression.cpp decides the same in C where it is simple; tests hold both to one table.
+csrc/python/plain.cpp decides the same in C where it is simple; tests hold both to one table.
 """
 
 from __future__ import annotations

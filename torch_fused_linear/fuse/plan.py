@@ -285,15 +285,13 @@ class Plan(GatedPlan):
             return Report(found, skipped)
         sequences = [e.linear.owner for e in self.layers.values() if e.linear.text is None]
         rewrite(self.chosen, bool(sequences))
-        for value in self.following:
-            vars(value.value).setdefault(MARK, "default")
-        for layer in self.layers.values():
-            for value in layer.layers:
-                vars(value.value).setdefault(MARK, "default")
-                if memory == "low" and layer.memory_pays:
+        of_layers = [v.value for layer in self.layers.values() for v in layer.layers]
+        for module in (*sequences, *of_layers, *(v.value for v in self.following)):
+            vars(module).setdefault(MARK, "default")
+        if memory == "low":
+            for layer in self.layers.values():
+                for value in layer.layers if layer.memory_pays else ():
                     vars(value.value)[MARK] = memory
-        for module in sequences:
-            vars(module)[MARK] = "default"
         return Report(found, skipped)
 
 

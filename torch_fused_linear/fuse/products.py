@@ -52,6 +52,10 @@ class Product(Step):
 
     forms: tuple[Form, ...] = ()
 
+    @property
+    def nodes(self) -> list[ast.expr]:
+        return [form.node for form in self.forms]
+
 
 def product_of(reader: Reader, node: ast.AST | None) -> Product | None:
     parts = [node]

@@ -86,6 +86,10 @@ class Text:
         """By which number a node is found again in another tree of the same text."""
         return {id(node): k for k, node in enumerate(ast.walk(self.node))}
 
+    def numbers_of(self, step: Step) -> list[int]:
+        """Of a step's call; of a product, those of all its forms."""
+        return [self.numbers[id(node)] for node in step.nodes]
+
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for run in _Reader(self.node, self.code).read() if run)

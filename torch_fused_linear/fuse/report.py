@@ -73,7 +73,7 @@ class Report:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .picture import draw_blocks
+        from ..picture import draw_blocks
 
         draw_blocks(path, self.patterns())
 

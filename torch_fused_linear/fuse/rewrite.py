@@ -49,9 +49,7 @@ class Chosen:
         """Steps of a run that become one call."""
         before: list[int] = []
         for step in steps:
-            forms = step.forms if isinstance(step, Product) else ()
-            nodes = [form.node for form in forms] if forms else [step.node]
-            numbers = [text.numbers[id(node)] for node in nodes]
+            numbers = text.numbers_of(step)
             self.calls.update(numbers)
             self.links.update((a, b) for a in before for b in numbers)
             before = numbers
@@ -161,16 +159,11 @@ class _Rewriter(ast.NodeTransformer):
                 if is_first and self._is_linked(before, step):
                     self.ends[self.twin[id(ifs[id(step.guard)])]] = step.data.id
 
-    def _numbers(self, step: Step) -> list[int]:
-        forms = step.forms if isinstance(step, Product) else ()
-        nodes = [form.node for form in forms] if forms else [step.node]
-        return [self.text.numbers[id(node)] for node in nodes]
-
     def _is_linked(self, one: Step | None, other: Step | None) -> bool:
         if one is None or other is None:
             return False
-        pairs = {(a, b) for a in self._numbers(one) for b in self._numbers(other)}
-        return bool(pairs & self.chosen.links)
+        pairs = itertools.product(self.text.numbers_of(one), self.text.numbers_of(other))
+        return not self.chosen.links.isdisjoint(pairs)
 
     def _add_form(self, form: Form) -> None:
         if self.text.numbers[id(form.node)] not in self.chosen.calls:

@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 from torch._C import Graph, Node, Value
 
-from ..activations import name_of_gelu
+from ..activations import ACTIVATIONS, Activation, name_of_gelu
 from .report import Block, Report, Skipped
 
-ACTIVATIONS = {f"aten::{n}{end}": n for n in ("relu", "silu", "gelu") for end in ("", "_")}
-LABELS = {"relu": "ReLU", "silu": "SiLU", "gelu_tanh": "GELU (tanh)", "gelu_erf": "GELU (erf)"}
-OPERATORS = {
-    "relu": ("linear_relu", ()),
-    "silu": ("linear_silu", ()),
-    "gelu_tanh": ("linear_gelu", ("tanh",)),
-    "gelu_erf": ("linear_gelu", ("none",)),
-}
+_STEMS = {name.partition("_")[0] for name in ACTIVATIONS}
+ACTS = {f"aten::{stem}{end}": stem for stem in _STEMS for end in ("", "_")}
 
 
 def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
@@ -100,7 +94,7 @@ class _Method:
         # A change removes nodes, of which a list of all would hold what is gone.
         for kinds, change in (
             (("aten::mul",), self._fuse_gated),
-            (tuple(ACTIVATIONS), self._fuse_layer),
+            (tuple(ACTS), self._fuse_layer),
             (("aten::linear",), self._follow),
         ):
             for node in [n for n in block.nodes() if n.kind() in kinds]:
@@ -109,34 +103,43 @@ class _Method:
             self._change(block, is_in_with)
 
     def _fuse_layer(self, act: Node) -> None:
-        value, kind, dropout = act.inputsAt(0), _kind(act), None
-        if value.node().kind() == "aten::dropout" and kind == "relu":
-            dropout, value = value.node(), value.node().inputsAt(0)
+        value = last = act.inputsAt(0)
+        if value.node().kind() == "aten::dropout" and _kind(act) is ACTIVATIONS["relu"]:
+            value = value.node().inputsAt(0)
         layer = value.node()
-        is_conv = layer.kind() == "aten::conv2d" and str(layer.inputsAt(4).type()) == "List[int]"
-        if not (is_conv or layer.kind() == "aten::linear"):
+        if layer.kind() != "aten::linear" and not _is_conv(layer):
             return
-        path, before = self._path(layer) or "", _operators(layer)
-        last = act.inputsAt(0)  # whose dropout, if there is one, comes after the operator then
-        if kind is None or (is_conv and kind != "relu"):
-            reason = f"{act.kind()}: there is no operator for it"
-        elif any(len(v.uses()) > 1 for v in (value, last)):
-            reason = "what it returns is read elsewhere too"
-        elif any(v.unique() not in self.here for v in (value, last, act.output())):
-            reason = "it lies in a `with` block or another branch than its activation"
+        if reason := self._objection(act, last, value):
+            place = layer.sourceRange().splitlines()[0]
+            self.skipped.append(Skipped(self._path(layer) or "", reason, place))
         else:
-            name, options = ("conv2d_relu", ()) if is_conv else OPERATORS[kind]
-            options = options if is_conv else (*options, "default")
-            result = self._insert(name, layer, [*layer.inputs()], options)
-            value.replaceAllUsesWith(result)
-            act.output().replaceAllUsesWith(result if dropout is None else last)
-            act.destroy()
-            layer.destroy()
-            drop = ("Dropout",) * (dropout is not None)
-            before = *before, *drop, LABELS[kind]
-            self.fused.append(Block("", "", (path,), before, (name, *drop)))
-            return
-        self.skipped.append(Skipped(path, reason, layer.sourceRange().splitlines()[0]))
+            self._replace_layer(act, last, value)
+
+    def _objection(self, act: Node, last: Value, value: Value) -> str | None:
+        """Why an activation must stay one, of `last`, which is a layer's value or a dropout's."""
+        kind = _kind(act)
+        if kind is None or (_is_conv(value.node()) and kind is not ACTIVATIONS["relu"]):
+            return f"{act.kind()}: there is no operator for it"
+        if any(len(v.uses()) > 1 for v in (value, last)):
+            return "what it returns is read elsewhere too"
+        if any(v.unique() not in self.here for v in (value, last, act.output())):
+            return "it lies in a `with` block or another branch than its activation"
+        return None
+
+    def _replace_layer(self, act: Node, last: Value, value: Value) -> None:
+        """A dropout between the two comes after the operator then."""
+        layer, kind, drop = value.node(), _kind(act), ("Dropout",) * (last != value)
+        path, before = self._path(layer) or "", _operators(layer)
+        if _is_conv(layer):
+            name, options = "conv2d_relu", ()
+        else:
+            name, options = kind.operator, (*filter(None, [kind.approximate]), "default")
+        result = self._insert(name, layer, [*layer.inputs()], options)
+        value.replaceAllUsesWith(result)
+        act.output().replaceAllUsesWith(last if drop else result)
+        act.destroy()
+        layer.destroy()
+        self.fused.append(Block("", "", (path,), (*before, *drop, kind.label), (name, *drop)))
 
     def _fuse_gated(self, mul: Node) -> None:
         for factor in (0, 1):
@@ -175,10 +178,9 @@ class _Method:
         chunk = unpack.inputsAt(0).node()
         if chunk.kind() != "aten::chunk" or act.inputsAt(0).offset() != 0:
             return None
-        layer, parts, dim = (
-            v.node() if k == 0 else v.toIValue() for k, v in enumerate(chunk.inputs())
-        )
-        if layer.kind() != "aten::linear" or (parts, dim) != (2, -1):
+        layer, parts, dim = chunk.inputs()
+        layer = layer.node()
+        if layer.kind() != "aten::linear" or (parts.toIValue(), dim.toIValue()) != (2, -1):
             return None
         x, weight, bias = layer.inputs()
         shape = self._shape(weight)
@@ -186,10 +188,10 @@ class _Method:
             return None
         return (layer, chunk, unpack), (layer,), [x, weight, None, bias, None]
 
-    def _replace_gated(self, mul, nodes, layers, given, kind) -> None:
+    def _replace_gated(self, mul, nodes, layers, given, kind: Activation) -> None:
         name, result, gone = "linear_glu", mul.output(), [mul]
         before = [operator for layer in layers for operator in _operators(layer)]
-        before += ["Chunk"] * (len(layers) == 1) + [LABELS[kind], "Mul"]
+        before += ["Chunk"] * (len(layers) == 1) + [kind.label, "Mul"]
         uses = result.uses()
         down = uses[0].user if len(uses) == 1 and result.unique() in self.here else None
         is_layer = down is not None and down.kind() == "aten::linear"
@@ -200,10 +202,10 @@ class _Method:
             given = [*given[:3], down.inputsAt(1), *given[3:], down.inputsAt(2)]
             layers, before = (*layers, down), [*before, *_operators(down)]
         paths = tuple(self._path(layer) or "" for layer in layers)
-        result.replaceAllUsesWith(self._insert(name, gone[0], given, (kind, "default")))
+        result.replaceAllUsesWith(self._insert(name, gone[0], given, (kind.name, "default")))
         for node in (*gone, *reversed(nodes)):
             node.destroy()
-        self.fused.append(Block("", "", paths, tuple(before), (f"{name} ({LABELS[kind]})",)))
+        self.fused.append(Block("", "", paths, tuple(before), (f"{name} ({kind.label})",)))
 
     def _follow(self, layer: Node) -> None:
         """Has a linear layer behind an operator take part in its backward."""
@@ -250,10 +252,15 @@ def _attributes(value: Value) -> list[str] | None:
     return names if names and node.kind() == "prim::Param" else None
 
 
-def _kind(act: Node) -> str | None:
-    """The operators' name of an activation."""
-    name = ACTIVATIONS.get(act.kind())
-    return name_of_gelu(act.inputsAt(1).toIValue()) if name == "gelu" else name
+def _is_conv(layer: Node) -> bool:
+    """Whether its padding is in numbers, which the operator takes."""
+    return layer.kind() == "aten::conv2d" and str(layer.inputsAt(4).type()) == "List[int]"
+
+
+def _kind(act: Node) -> Activation | None:
+    stem = ACTS.get(act.kind())
+    name = name_of_gelu(act.inputsAt(1).toIValue()) if stem == "gelu" else stem
+    return ACTIVATIONS.get(name)
 
 
 def _operators(layer: Node) -> list[str]:

@@ -35,6 +35,11 @@ class Step:
     guard: ast.expr | None = None
 
     @property
+    def nodes(self) -> list[ast.expr]:
+        """The expressions that stand for it in the text."""
+        return [self.node]
+
+    @property
     def is_bare(self) -> bool:
         """Whether the tensor is all that is given."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1

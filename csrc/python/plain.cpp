@@ -1,0 +1,167 @@
+#include "python/plain.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+
+namespace fused::python {
+namespace {
+
+struct Reference {
+  explicit Reference(PyObject* object) : object(object) {}
+  ~Reference() { Py_XDECREF(object); }
+  Reference(const Reference&) = delete;
+  PyObject* object;
+};
+
+PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
+
+// Borrowed; nullptr where there is none.
+PyObject* item(PyObject* dict, PyObject* name) {
+  PyObject* found = PyDict_GetItemWithError(dict, name);
+  if (found == nullptr) PyErr_Clear();
+  return found;
+}
+
+// A class's own attribute, borrowed.
+PyObject* own(PyObject* owner, PyObject* name) {
+  if (PyModule_Check(owner)) return item(PyModule_GetDict(owner), name);
+  return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
+}
+
+// Nobody watches every module, and nobody has put other functions into torch.
+bool torch_is_plain() {
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(global_hooks); ++k) {
+    if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, k)) != 0) return false;
+  }
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(untouched); ++k) {
+    PyObject* entry = PyTuple_GET_ITEM(untouched, k);
+    PyObject* now = own(PyTuple_GET_ITEM(entry, 0), PyTuple_GET_ITEM(entry, 1));
+    PyObject* before = PyTuple_GET_ITEM(entry, 2);  // None where there was none
+    if ((now == nullptr ? Py_None : now) != before) return false;
+  }
+  return !at::impl::torch_function_mode_enabled();
+}
+
+// Running the module is nothing but running its class's forward, which is the known one.
+bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
+  static PyObject* const watching[] = {intern("_forward_hooks"),  intern("_forward_pre_hooks"),
+                                       intern("_backward_hooks"), intern("_backward_pre_hooks"),
+                                       intern("_call_impl"),      intern("forward")};
+  static PyObject *const name = intern("forward"), *const call = intern("__call__"),
+                         *const call_impl = intern("_call_impl"),
+                         *const compiled = intern("_compiled_call_impl");
+  for (PyObject* kind : watching) {
+    PyObject* found = item(dict, kind);
+    if (found != nullptr && (!PyDict_Check(found) || PyDict_GET_SIZE(found) != 0)) return false;
+  }
+  PyObject* own_call = item(dict, compiled);
+  PyTypeObject* type = Py_TYPE(module);
+  return (own_call == nullptr || own_call == Py_None) && _PyType_Lookup(type, name) == forward &&
+         _PyType_Lookup(type, call) == module_call &&
+         _PyType_Lookup(type, call_impl) == module_call_impl;
+}
+
+bool is_float(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+}
+
+}  // namespace
+
+bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
+          int64_t features) {
+  if (input.dim() < axis || input.size(-axis) != features) return false;
+  bool casts = false;
+  const auto agrees = [&](const Tensor& t) {
+    casts = casts || t.scalar_type() != weight.scalar_type();
+    return is_float(t.scalar_type()) && t.device() == weight.device() &&
+           t.layout() == at::kStrided && !t.is_nested();
+  };
+  if (!agrees(input) || !agrees(weight)) return false;
+  const bool has_bias = bias != Py_None;
+  if (has_bias) {
+    const Tensor& b = THPVariable_Unpack(bias);
+    if (!agrees(b) || b.dim() != 1 || b.size(0) != weight.size(0)) return false;
+    if (casts && b.scalar_type() == at::kDouble) return false;
+  }
+  return !casts || (at::autocast::is_autocast_enabled(weight.device().type()) &&
+                    input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
+}
+
+std::optional<Plain> plain(PyObject* layer) {
+  static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
+                         *const bias_name = intern("bias"), *const groups_name = intern("groups");
+  PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
+  if (forward == nullptr) return std::nullopt;
+  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
+  if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  PyObject* held = item(dict.object, parameters);
+  PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
+  PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
+  if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
+      !(bias == Py_None || THPVariable_CheckExact(bias))) {
+    return std::nullopt;
+  }
+  return Plain{weight, bias, item(dict.object, groups_name)};
+}
+
+OptionalTensor transposed(PyObject* layer, const Tensor& weight) {
+  const bool is_linear = reinterpret_cast<PyObject*>(Py_TYPE(layer)) == linear_class;
+  return is_linear ? std::nullopt : OptionalTensor(weight.t());
+}
+
+std::optional<Ready> ready(PyObject* layer, PyObject* input) {
+  const auto found = THPVariable_CheckExact(input) ? plain(layer) : std::nullopt;
+  if (!found) return std::nullopt;
+  const auto [weight, bias, groups] = *found;
+  Ready call{THPVariable_Unpack(input), weight, bias, {}};
+  const Tensor& w = THPVariable_Unpack(weight);
+  bool fit = false;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class) {
+    fit = groups != nullptr && PyLong_CheckExact(groups) && w.dim() == 4 && call.input.dim() <= 4 &&
+          fits(call.input, w, bias, 3, w.size(1) * PyLong_AsLong(groups));
+  } else if (w.dim() == 2) {
+    call.transposed = transposed(layer, w);
+    fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
+  }
+  return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
+}
+
+bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
+
+std::string_view text(PyObject* object) {
+  return object != nullptr && PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : "";
+}
+
+std::string_view memory_of(PyObject* layer) {
+  static PyObject* const name = intern("_fused");
+  if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
+  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
+  PyObject* memory = dict.object == nullptr ? nullptr : item(dict.object, name);
+  PyErr_Clear();
+  return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";
+}
+
+std::string_view kind_of(PyObject* function) {
+  static PyObject* const approximate = intern("approximate");
+  PyObject* known = item(activations, reinterpret_cast<PyObject*>(Py_TYPE(function)));
+  if (known == nullptr) {
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(relus); ++k) {
+      if (PyTuple_GET_ITEM(relus, k) == function) return "relu";
+    }
+    return function == gelu ? "gelu_erf" : function == silu ? "silu" : "";
+  }
+  const Reference dict(PyObject_GenericGetDict(function, nullptr));
+  if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
+    PyErr_Clear();
+    return "";
+  }
+  const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
+  if (kind != "gelu") return kind;
+  const std::string_view form = text(item(dict.object, approximate));
+  return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
+}
+
+}  // namespace fused::python
