@@ -24,7 +24,7 @@ endif
 .PHONY: demo test test-models gpu-test certify asan tsan docs build wheel lint format clean
 
 demo: build
-	$(PYTHON) -m torch_fused_linear.demo $(ARGS)
+	$(PYTHON) -m examples.demo $(ARGS)
 
 # One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
 # each other's.

@@ -73,7 +73,7 @@ def in_own_process(program, contender):
 
 def result(program, mode, rounds):
     """As the benchmark suite's files have them."""
-    from torch_fused_linear.bench.timing import Number
+    from torch_fused_linear.timing import Number
 
     samples = {name: [r[name] for r in rounds] for name in ("ours", "eager")}
     numbers = {name: asdict(Number.over(seconds, calls=1)) for name, seconds in samples.items()}
@@ -101,8 +101,8 @@ def main():
         return
     import torch
 
-    from torch_fused_linear.bench import machine
-    from torch_fused_linear.bench.results import write
+    from benchmarks import machine
+    from benchmarks.results import write
 
     results = []
     for program in PROGRAMS:

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, whe
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from result_tables import several_gpus
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,9 +41,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_fused_linear as tfl
-from torch_fused_linear.bench.machine import header, warm_up
-from torch_fused_linear.bench.results import write
-from torch_fused_linear.bench.timing import Number, no_garbage_collection
+from benchmarks.machine import header, warm_up
+from benchmarks.pages.tables import several_gpus
+from benchmarks.results import write
+from torch_fused_linear.timing import Number, no_garbage_collection
 
 ARRANGEMENTS = ("DDP", "FSDP2", "TP", "TP + sequence parallel")
 CONTENDERS = ("plain", "layers", "fuse_")

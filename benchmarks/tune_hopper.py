@@ -30,8 +30,8 @@ import hopper
 import torch
 import torch.nn.functional as F
 
-from torch_fused_linear.bench.machine import header
-from torch_fused_linear.bench.results import write
+from benchmarks.machine import header
+from benchmarks.results import write
 
 ROOT = Path(__file__).resolve().parents[1]
 ACTIVATIONS = {

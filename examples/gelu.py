@@ -43,7 +43,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_fused_linear import explain, linear_gelu
-from torch_fused_linear.bench.timing import Contender, clock_for, measure
+from torch_fused_linear.timing import Contender, clock_for, measure
 
 KINDS = {"tanh": "tanh", "erf": "none"}  # by the names that `approximate` has for them
 COLOURS = {"tanh": "#e69f00", "erf": "#0072b2"}  # told apart by the colour-blind as well

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from torch_fused_linear import FusedLinearReLU, explain
-from torch_fused_linear.bench.timing import Contender, clock_for, measure
+from torch_fused_linear.timing import Contender, clock_for, measure
 
 # [in, out]: the same output, written from more and more multiplications.
 SHAPES = [(16, 256), (64, 256), (256, 256), (1024, 256)]

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from torch_fused_linear import explain, fuse_
-from torch_fused_linear.bench.timing import Contender, clock_for, measure
+from torch_fused_linear.timing import Contender, clock_for, measure
 
 COLOURS = {"plain": "#e69f00", "fused": "#0072b2"}
 

@@ -39,13 +39,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from demo import training
+from demo.data import Dataset, load_digits, load_mnist
+from demo.training import CLASSES, build_networks, sigmoid_loss
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from torch_fused_linear import explain, set_policy
-from torch_fused_linear.demo import training
-from torch_fused_linear.demo.data import Dataset, load_digits, load_mnist
-from torch_fused_linear.demo.training import CLASSES, build_networks, sigmoid_loss
 
 LAST_PRINTED, PUBLISHED = training.TUTORIAL_LAST_PRINTED_BATCH, training.TUTORIAL_PUBLISHED
 HIDDEN, BATCH, LR, SEED = 30, 256, 0.1, 1234
@@ -131,7 +131,7 @@ def show_what_ran(network: nn.Module, data: Dataset) -> list[str]:
 
 def time_steps(fused: nn.Module, plain: nn.Module, unfused: list[Tensor], data: Dataset) -> dict:
     """Microseconds per step of each, in turns: the median over rounds."""
-    from torch_fused_linear.bench.timing import Contender, clock_for, measure
+    from torch_fused_linear.timing import Contender, clock_for, measure
 
     x, labels = data.train_images[:BATCH], data.train_labels[:BATCH]
     calls = [
@@ -144,7 +144,7 @@ def time_steps(fused: nn.Module, plain: nn.Module, unfused: list[Tensor], data: 
 
 
 def draw(out: Path, losses: dict, accuracies: dict, read: Tensor, data: Dataset) -> list[Path]:
-    from torch_fused_linear.demo import pictures
+    from demo import pictures
 
     paths = [out / "mnist_loss.png", out / "mnist_predictions.png"]
     epochs = [step / (len(data.train_labels) // BATCH) for step in range(1, STEPS + 1)]

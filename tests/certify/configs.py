@@ -23,7 +23,7 @@ from torch._inductor.fuzzer import DEFAULT, MODULE_DEFAULTS, ConfigFuzzer, Statu
 
 import torch_fused_linear as tfl
 from certify.parts import Found
-from torch_fused_linear.fusion_pass import FusionPass
+from torch_fused_linear.graph.fusion_pass import FusionPass
 
 Config = dict[str, object]
 

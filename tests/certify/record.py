@@ -16,9 +16,9 @@ import gpu_record
 import torch
 
 import torch_fused_linear as tfl
+from benchmarks import machine
 from certify.parts import Found, Part, Trial
 from torch_fused_linear import doctor
-from torch_fused_linear.bench import machine
 
 FOLDER = Path(__file__).parent / "records"
 SECONDS_BETWEEN_SAVES = 5.0

@@ -7,12 +7,12 @@ import random
 import gpu_gate
 import torch
 
+from benchmarks import machine
+from benchmarks.cases import Case
+from benchmarks.results import LOSS
+from benchmarks.run import entrants, measure_case
 from certify.parts import Found
 from torch_fused_linear import plans
-from torch_fused_linear.bench import machine
-from torch_fused_linear.bench.cases import Case
-from torch_fused_linear.bench.results import LOSS
-from torch_fused_linear.bench.run import entrants, measure_case
 
 SECONDS = 0.15
 WIDTHS = (64, 100, 256, 384, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 8192)

@@ -2,15 +2,14 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch.distributed as dist
 from bench_records import ROOT
 from ranks import run_script
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from make_performance import render
+from benchmarks.pages.__main__ import render
+from benchmarks.pages.results import by_machine
 
 EXAMPLES = ROOT / "examples" / "distributed"
 SAYS = {
@@ -43,6 +42,6 @@ def test_benchmark(tmp_path):
     said = run_script(script, 2, tmp_path, "--tiny", "--blocks", "1", "--json", str(file), *only)
     cases = [result["case"] for result in json.loads(file.read_text())["results"]]
     assert len(cases) == 6 and {case["ranks"] for case in cases} == {2}
-    table = render("several GPUs", [file]).splitlines()[2:]
+    table = render("several GPUs", by_machine([file])).splitlines()[2:]
     assert len(table) == 2 + len(cases)
     assert all(line in said for line in table)

@@ -31,6 +31,8 @@ def load(name):
     """The example as a module; the compiler looks one up by its name."""
     name, path = f"example_{name}", EXAMPLES / f"{name}.py"
     if name not in sys.modules:
+        if str(EXAMPLES) not in sys.path:  # as a script has it
+            sys.path.append(str(EXAMPLES))
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
@@ -85,7 +87,7 @@ def test_nothing_is_drawn_before_it_is_asked_for():
         "for path in sys.argv[1:]: runpy.run_path(path)\n"
         "sys.exit('matplotlib' in sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
     command = [sys.executable, "-c", program, *map(str, SCRIPTS)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
@@ -169,8 +171,8 @@ STEP = ["linear_relu", "linear", "_linear_backward_across", "_linear_backward"]
 @device_param
 def test_mnist_on_digits(device, tmp_path, capsys):
     pytest.importorskip("sklearn")
-    from torch_fused_linear.demo.data import load_digits
-    from torch_fused_linear.demo.training import build_networks
+    from examples.demo.data import load_digits
+    from examples.demo.training import build_networks
 
     found = run("mnist", device, tmp_path)
     losses = found["losses"]["fused"]
@@ -208,7 +210,7 @@ def test_mnist_reads_the_true_files(tmp_path, capsys):
 
 
 def test_mnist_says_what_the_tutorial_published():
-    from torch_fused_linear.demo.training import TUTORIAL_PUBLISHED
+    from examples.demo.training import TUTORIAL_PUBLISHED
 
     text = " ".join(load("mnist").__doc__.split())
     first, last, accuracy = TUTORIAL_PUBLISHED

@@ -15,10 +15,10 @@ def grid(json=None):
     """The records of the suites; kept in the file `json` as they come, if one is named."""
     import torch
 
-    from torch_fused_linear.bench import machine, results
-    from torch_fused_linear.bench.cases import SUITES as ALL
-    from torch_fused_linear.bench.cases import cases_of
-    from torch_fused_linear.bench.run import entrants, measure_case
+    from benchmarks import machine, results
+    from benchmarks.cases import SUITES as ALL
+    from benchmarks.cases import cases_of
+    from benchmarks.run import entrants, measure_case
 
     device = torch.device("cuda")
     machine.warm_up(device)
@@ -36,15 +36,15 @@ def grid(json=None):
 def measured_again(case, name):
     import torch
 
-    from torch_fused_linear.bench.run import measure_case
+    from benchmarks.run import measure_case
 
     return measure_case(case, [name, "eager"], torch.device("cuda"), SECONDS).speedup(name) or 0.0
 
 
 def judge(records, again=measured_again):
     """The verdict on records of the grid: how many, the worst ratios, and which are below."""
-    from torch_fused_linear.bench.cases import SUITES as ALL
-    from torch_fused_linear.bench.results import LOSS
+    from benchmarks.cases import SUITES as ALL
+    from benchmarks.results import LOSS
 
     ratios = {}
     for record in records:

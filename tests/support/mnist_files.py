@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torch_fused_linear.demo import data as demo_data
+from examples.demo import data as demo_data
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:

@@ -19,13 +19,14 @@ pytest.importorskip("tqdm")
 
 from bench_records import ROOT, STEP, record_of
 
-from torch_fused_linear.bench import contenders, gated, operands, results, rivals, timing, traffic
-from torch_fused_linear.bench.__main__ import main, parse
-from torch_fused_linear.bench.cases import SUITES, Case, cases_of
-from torch_fused_linear.bench.results import Record
-from torch_fused_linear.bench.run import entrants, measure_case
-from torch_fused_linear.bench.table import Table
-from torch_fused_linear.bench.timing import Contender, measure, wall_clock
+from benchmarks import contenders, gated, operands, results, rivals, traffic
+from benchmarks.__main__ import main, parse
+from benchmarks.cases import SUITES, Case, cases_of
+from benchmarks.results import Record
+from benchmarks.run import entrants, measure_case
+from benchmarks.table import Table
+from torch_fused_linear import timing
+from torch_fused_linear.timing import Contender, measure, wall_clock
 
 CPU = torch.device("cpu")
 
@@ -247,7 +248,7 @@ def test_json_is_never_half_written(tmp_path, monkeypatch, broken):
 
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
-    import torch_fused_linear.bench.__main__ as bench
+    import benchmarks.__main__ as bench
 
     path, measured = tmp_path / "r.json", []
 
@@ -299,77 +300,12 @@ def test_lines_of_the_table_are_aligned_and_losses_marked():
     assert "1 of 2 below 0.98" in foot
 
 
-# --------------------------------------------------------------- the tables of docs/performance.md
-
-
-def test_tables_say_what_the_results_say(page):
-    path, _, _, run = page
-    assert run("--check") == 1
-    assert run() == 0
-    assert run("--check") == 0
-    text = path.read_text()
-    assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n")
-    assert "NVIDIA X1 (torch 2.11, cuBLASLt 13.1.0, driver 580), 2026-01-02" in text
-    assert "| 768→3072 | 8192 | relu | 50.0 µs | 65.0 µs | 1.30 |" in text
-    assert "| 768→3072 | 8192 | relu | 200 µs | 250 µs | 1.25 | 1.30 |" in text
-    assert "2 of 5 measurements of layers and blocks are more than 2% slower" in text
-    layer = "| layer: 768→3072, 64, fp16, gelu, step, ours | 100 µs | 90.0 µs | 0.90 |"
-    block = "| ffn: 8→32→8, 8192, bf16, relu, step, `FusedMLP` | 4.0 µs | 2.0 µs | 0.50 |"
-    assert layer in text
-    assert block in text
-
-
-def test_models_have_a_table_of_their_own(page):
-    """With their own run's date; ours beside what each is compared with."""
-    path, folder, header, run = page
-    case = Case("models", (8, 16), 128, "bf16", "gelu", "step", "GPT")
-    times = {"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44}
-    whole = record_of(case, **times)
-    whole.replaced = {"fused": 12, "compile+pass": 11}
-    later = {**header, "date": "2026-03-02T03:04:05+00:00"}
-    results.save(folder / "models.json", later, [whole])
-    assert run() == 0
-    models, layers = path.read_text().split("## Blocks and layers")
-    assert "2026-01-02" in layers and "of 5 measurements" in layers and "GPT" not in layers
-    assert "2026-03-02" in models and "None of 2 measurements of whole models" in models
-    assert "| GPT, gelu | 8×16 | step | 60.0 µs | 50.0 µs | 1.20 | 12 |" in models
-    assert "| GPT, gelu | 8×16 | step | 55.0 µs | 44.0 µs | 1.25 | 11 |" in models
-    del whole.numbers["compile"], whole.numbers["compile+pass"], whole.replaced["compile+pass"]
-    results.save(folder / "models.json", later, [whole])
-    assert run() == 0
-    assert "| 50.0 µs | 1.20 | 12 |" in path.read_text()
-    assert "| compile | with our pass |" not in path.read_text()
-
-
-def test_later_results_replace_earlier_ones(page):
-    path, folder, header, run = page
-    case = Case("layer", (768, 3072), 8192, "bf16", "relu", "forward")
-    later = {**header, "date": "2026-02-02T03:04:05+00:00"}
-    results.save(folder / "a.json", later, [record_of(case, ours=40, eager=65)])
-    assert run() == 0
-    assert "| 40.0 µs | 65.0 µs | 1.62 |" in path.read_text()
-    assert "50.0 µs" not in path.read_text()
-
-
-def test_a_page_without_markers_is_not_touched(page, capsys):
-    path, _, _, run = page
-    path.write_text("no markers\n")
-    assert run() == 2
-    assert path.read_text() == "no markers\n"
-    assert "benchmark table: begin" in capsys.readouterr().err
-
-
-def test_the_tables_are_not_stale(make_table):
-    assert any((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert make_table.main(["--check"]) == 0
-
-
 # -------------------------------------------------------------------------------- command line
 
 
 def test_a_quick_run_of_layer_and_host(tmp_path):
     """As a user runs it: table, numbers and pictures."""
-    command = [sys.executable, "-m", "torch_fused_linear.bench", "layer", "host", "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "layer", "host", "--quick"]
     command += ["--device", "cpu", "--dtypes", "bf16", "fp32", "--out", str(tmp_path)]
     begin = time.monotonic()
     process = subprocess.run(

@@ -15,11 +15,11 @@ pytest.importorskip("tqdm")
 
 from bench_records import record_of
 
-from torch_fused_linear.bench import contenders, operands, pictures, results
-from torch_fused_linear.bench.__main__ import main, parse
-from torch_fused_linear.bench.cases import SUITES, Case, cases_of, worth_compiling
-from torch_fused_linear.bench.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
-from torch_fused_linear.bench.run import entrants, measure_case
+from benchmarks import contenders, operands, pictures, results
+from benchmarks.__main__ import main, parse
+from benchmarks.cases import SUITES, Case, cases_of, worth_compiling
+from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
+from benchmarks.run import entrants, measure_case
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
@@ -152,27 +152,6 @@ def test_cudnn_benchmark_is_asked_for():
         assert torch.backends.cudnn.benchmark
     finally:
         torch.backends.cudnn.benchmark = before
-
-
-def test_convolutions_have_a_table_of_their_own(page):
-    path, folder, header, run = page
-    conv = replace(CONVOLUTIONS[5], groups=2)
-    case = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=conv)
-    records = [
-        record_of(case, ours=50, eager=60),
-        record_of(replace(case, mode="step"), ours=100, eager=110, compile=120),
-        record_of(replace(case, dtype="fp32"), ours=10, eager=9),
-    ]
-    results.save(folder / "conv.json", header, records)
-    assert results.load(folder / "conv.json")[1] == records
-    assert run() == 0
-    layers, convolutions = path.read_text().split("## Convolutions")
-    assert "of 5 measurements" in layers and "128→128" not in layers
-    assert case.shape == "128→128 3x3 stride 2 groups 2 @56 NHWC"
-    assert f"| {case.shape} | 32 | relu | 50.0 µs | 60.0 µs | 1.20 |" in convolutions
-    assert f"| {case.shape} | 32 | relu | 100 µs | 110 µs | 1.10 | 1.20 |" in convolutions
-    assert "1 of 3 measurements of convolutions is" in convolutions
-    assert f"| conv: {case.shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
 
 
 def test_files_from_before_there_were_any_are_read(tmp_path):

@@ -7,10 +7,10 @@ pytest.importorskip("tqdm")
 
 from bench_records import ROOT, record_of
 
+from benchmarks import first_calls
+from benchmarks.cases import SUITES, Case, cases_of
+from benchmarks.table import Table
 from torch_fused_linear import plans
-from torch_fused_linear.bench import first_calls
-from torch_fused_linear.bench.cases import SUITES, Case, cases_of
-from torch_fused_linear.bench.table import Table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -14,10 +14,10 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from torch_fused_linear.bench import contenders, gated, operands
-from torch_fused_linear.bench.__main__ import main
-from torch_fused_linear.bench.cases import SUITES, Case, cases_of
-from torch_fused_linear.bench.run import entrants
+from benchmarks import contenders, gated, operands
+from benchmarks.__main__ import main
+from benchmarks.cases import SUITES, Case, cases_of
+from benchmarks.run import entrants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -104,7 +104,7 @@ def test_they_run_and_keep_less_than_eager(capsys, tmp_path):
     file = tmp_path / "bench.json"
     options = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--json", str(file)]
     assert main([*suites, *options]) == 0
-    from torch_fused_linear.bench import results
+    from benchmarks import results
 
     _, records = results.load(file)
     assert len(records) == 7

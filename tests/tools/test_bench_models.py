@@ -15,13 +15,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 import torch_fused_linear as tfl
-from torch_fused_linear.bench import models, pictures, results
-from torch_fused_linear.bench.__main__ import main
-from torch_fused_linear.bench.cases import MODELS, Case, cases_of, makes_sense
-from torch_fused_linear.bench.models import FAMILIES, Models
-from torch_fused_linear.bench.results import Record
-from torch_fused_linear.bench.run import measure_case
-from torch_fused_linear.bench.timing import Number
+from benchmarks import models, pictures, results
+from benchmarks.__main__ import main
+from benchmarks.cases import MODELS, Case, cases_of, makes_sense
+from benchmarks.models import FAMILIES, Models
+from benchmarks.results import Record
+from benchmarks.run import measure_case
+from torch_fused_linear.timing import Number
 
 CPU = torch.device("cpu")
 TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}

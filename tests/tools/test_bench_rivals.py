@@ -14,9 +14,9 @@ from torch import nn
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from torch_fused_linear.bench import contenders, operands, rivals
-from torch_fused_linear.bench.cases import Case, cases_of
-from torch_fused_linear.bench.run import entrants
+from benchmarks import contenders, operands, rivals
+from benchmarks.cases import Case, cases_of
+from benchmarks.run import entrants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TUNED, HEURISTICS = [], []

@@ -19,13 +19,13 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-from torch_fused_linear.demo import data as demo_data
-from torch_fused_linear.demo import pictures as demo_pictures
-from torch_fused_linear.demo.__main__ import main, parse
-from torch_fused_linear.demo.training import build_learners
+from examples.demo import data as demo_data
+from examples.demo import pictures as demo_pictures
+from examples.demo.__main__ import main, parse
+from examples.demo.training import build_learners
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "torch_fused_linear.demo"]
+COMMAND = [sys.executable, "-m", "examples.demo"]
 PICTURES = ("demo_loss.png", "demo_predictions.png")
 ROW = re.compile(r"^ +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) % +([\d.]+) %", re.MULTILINE)
 
@@ -108,7 +108,7 @@ def test_names_device_precision_times_and_pictures(digits_run: tuple[str, Path])
 def test_the_last_lines_say_what_was_shown(digits_run: tuple[str, Path]) -> None:
     shown, missing, speed = digits_run[0].splitlines()[-3:]
     assert shown.startswith("shown    fused layers learn what nn.Linear")
-    assert missing.startswith("not      speed") and "bench layer" in speed
+    assert missing.startswith("not      speed") and "benchmarks layer" in speed
 
 
 def test_help_names_every_default_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_help_names_every_default_and_examples(capsys: pytest.CaptureFixture[str
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     options, _, examples = text.partition("examples:")
-    assert examples.count("python -m torch_fused_linear.demo") == 3
+    assert examples.count("python -m examples.demo") == 3
     for option in re.split(r"\n  (?=--)", options)[1:]:
         assert "default" in option, option
 
@@ -215,7 +215,7 @@ def test_ctrl_c_before_anything_is_learned(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_fused_linear.demo.__main__.warm_up", interrupted)
+    monkeypatch.setattr("examples.demo.__main__.warm_up", interrupted)
     assert main(["--device", "cpu", "--out", str(tmp_path)]) == 130
     assert "before anything was learned" in capsys.readouterr().err
     assert not any((tmp_path / name).exists() for name in PICTURES)

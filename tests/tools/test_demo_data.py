@@ -16,9 +16,9 @@ pytest.importorskip("tqdm")
 from mnist_files import write_idx, write_mnist
 from test_demo import PICTURES, assert_real_pictures, one_thread, run_demo
 
-from torch_fused_linear.demo import data as demo_data
-from torch_fused_linear.demo.__main__ import main
-from torch_fused_linear.demo.training import RECIPES, sigmoid_loss
+from examples.demo import data as demo_data
+from examples.demo.__main__ import main
+from examples.demo.training import RECIPES, sigmoid_loss
 
 __all__ = ["one_thread"]  # a fixture for every test here
 

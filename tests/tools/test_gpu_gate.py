@@ -2,9 +2,9 @@
 
 import gpu_gate
 
-from torch_fused_linear.bench.cases import Case
-from torch_fused_linear.bench.results import Record
-from torch_fused_linear.bench.timing import Number
+from benchmarks.cases import Case
+from benchmarks.results import Record
+from torch_fused_linear.timing import Number
 
 CASE = Case("layer", (64, 64), 8, "bf16", "relu", "step")
 

@@ -120,7 +120,7 @@ def test_the_wheel_has_the_library_and_what_users_need(wheel):
     inside = {n.partition("/")[2] for n in names if n.startswith("torch_fused_linear/")}
     assert {"_C.abi3.so", "_C.json", f"_direct{SUFFIX}", "_direct.json"} <= inside
     assert {"include/fused_linear.h", "include/fused_activation.h"} <= inside
-    assert {"py.typed", "__main__.py", "demo/__main__.py"} <= inside
+    assert {"py.typed", "__main__.py", "doctor.py"} <= inside
     sources = ROOT / "torch_fused_linear"
     assert {p.relative_to(sources).as_posix() for p in sources.rglob("*.py")} <= inside
     tops = {n.partition("/")[0] for n in names}

@@ -1,16 +1,13 @@
 """README is short, says things in their order, and its numbers are those of the results."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from bench_records import ROOT
 from test_docs import FENCE, PAGES
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from make_table import by_machine, duration, ratio_to_compiled
-from result_tables import find
+from benchmarks.pages.overview import ratio_to_compiled
+from benchmarks.pages.results import by_machine, duration, find
 
 README = (ROOT / "README.md").read_text()
 TEXT = " ".join(FENCE.sub("", README).split())
@@ -161,12 +158,6 @@ def test_only_what_the_results_have_is_called_measured():
         assert took_part <= tried
         assert bool(took_part) == ("times ours" in beside), name
         assert took_part or beside == "not measured here", name
-
-
-def test_the_chart_is_of_the_results():
-    command = [sys.executable, "benchmarks/make_chart.py", "--check"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_readme_is_short_and_in_order():

@@ -73,7 +73,7 @@ def compile_options(
     if options and "pre_grad_custom_pass" in options:
         raise ValueError(
             "compile_options: options has a pre_grad_custom_pass already; call "
-            "torch_fused_linear.fusion_pass.FusionPass()(graph) in yours instead"
+            "torch_fused_linear.graph.fusion_pass.FusionPass()(graph) in yours instead"
         )
     chosen = {} if mode in (None, "default") else list_mode_options(mode)
     return {**chosen, **(options or {}), "pre_grad_custom_pass": fusion}

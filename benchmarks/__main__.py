@@ -1,0 +1,280 @@
+"""The command line of the benchmark suite: `python -m benchmarks --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import machine, results
+from benchmarks.cases import (
+    DTYPES,
+    SUITES,
+    Case,
+    cases_of,
+    worth_compiling,
+)
+from benchmarks.contenders import BASELINES, COMPILED
+from benchmarks.results import Record
+from benchmarks.run import entrants, measure_case
+from benchmarks.table import Table
+from torch_fused_linear._command_line import (
+    EXIT_INTERRUPTED,
+    OneLineParser,
+    chosen_device,
+    output_directory,
+    positive,
+)
+
+EXIT_FAILED = 1
+QUICK_SECONDS = 0.02
+SECONDS = sorted(suite.seconds for suite in SUITES.values() if suite.seconds)
+RUNNING_TIME = f"seconds of rounds; default: {SECONDS[0]:g} to {SECONDS[-1]:g}, by suite"
+JSON_NAME = "bench.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for, checked."""
+
+    suites: list[str]
+    device: torch.device
+    threads: int | None
+    dtypes: list[str] | None
+    baselines: list[str]
+    without: list[str]
+    only: list[str]
+    seconds: float | None
+    quick: bool
+    compile_all: bool
+    cudnn_benchmark: bool
+    kernels: bool
+    json: Path | None
+    out: Path | None
+
+    def cases(self, suite: str) -> list[Case]:
+        found = cases_of(suite, self.device, self.quick, self.dtypes)
+        return [case for case in found if all(text in str(case) for text in self.only)]
+
+    def names(self, suite: str) -> list[str]:
+        """The contenders of `suite`, in the order of the table's columns."""
+        wanted = {*SUITES[suite].baselines, *self.baselines}
+        names = [*SUITES[suite].ours, *(name for name in BASELINES if name in wanted)]
+        return [name for name in names if name not in self.without]
+
+    def entrants(self, case: Case) -> list[str]:
+        compiles = self.compile_all or worth_compiling(case)
+        names = [n for n in self.names(case.suite) if compiles or n not in COMPILED]
+        return entrants(case, names, self.device)
+
+    def seconds_for(self, suite: str) -> float:
+        return self.seconds or (QUICK_SECONDS if self.quick else SUITES[suite].seconds)
+
+
+def suite_name(text: str) -> str:
+    if text not in SUITES:
+        raise argparse.ArgumentTypeError(f"unknown suite {text!r}; there are {', '.join(SUITES)}")
+    return text
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Read the command line; bad arguments end the program with one line."""
+    about = "\n".join(f"  {name:<13} {suite.about}" for name, suite in SUITES.items())
+    parser = OneLineParser(
+        prog="python -m benchmarks",
+        description="Time fused layers beside eager and others: medians of interleaved rounds, in "
+        f"microseconds.\n\nsuites:\n{about}",
+        epilog="examples:\n"
+        "  python -m benchmarks layer --quick      does everything run?\n"
+        "  python -m benchmarks ffn --list         the names of the cases\n"
+        '  python -m benchmarks layer --only "T=8192 bf16" --out DIR',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
+    add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
+    add("--dtypes", nargs="+", choices=DTYPES, help="default: each suite's own")
+    add(
+        "--baselines",
+        nargs="+",
+        choices=BASELINES,
+        default=[],
+        metavar="NAME",
+        help=f"measure these too; default: each suite's own; there are {', '.join(BASELINES)}",
+    )
+    add(
+        "--without",
+        nargs="+",
+        choices=sorted({*BASELINES, *(name for s in SUITES.values() for name in s.ours)}),
+        default=[],
+        metavar="NAME",
+        help="leave these out, such as compile, which takes long; default: none",
+    )
+    add(
+        "--compile-all",
+        action="store_true",
+        help="run the torch.compile baselines for every case, not for chosen ones",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times; '
+        "default: all",
+    )
+    add("--seconds-per-case", type=positive(float), metavar="S", help=RUNNING_TIME)
+    add(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="torch.backends.cudnn.benchmark: cuDNN's convolutions by trial, for all contenders",
+    )
+    add("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    add("--kernels", action="store_true", help="name the kernels that one call runs")
+    add("--list", action="store_true", help="print the names of the cases and stop")
+    add("--json", type=Path, metavar="FILE", help=f"default: {JSON_NAME} in --out")
+    add("--out", type=Path, metavar="DIR", help="folder for pictures and numbers; default: none")
+    given = parser.parse_args(arguments)
+    try:
+        out = None if given.out is None else output_directory(given.out)
+        if out is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--out: the pictures need matplotlib; --json alone does not")
+        if given.json is not None and not given.json.parent.is_dir():
+            raise ValueError(f"--json {given.json}: no such directory")
+        settings = Settings(
+            suites=list(dict.fromkeys(given.suites)) or list(SUITES),
+            device=chosen_device(given.device),
+            threads=given.threads,
+            dtypes=given.dtypes,
+            baselines=given.baselines,
+            without=given.without,
+            only=given.only,
+            seconds=given.seconds_per_case,
+            quick=given.quick,
+            compile_all=given.compile_all,
+            cudnn_benchmark=given.cudnn_benchmark,
+            kernels=given.kernels,
+            json=given.json or (out and out / JSON_NAME),
+            out=out,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    cases = [case for suite in settings.suites for case in settings.cases(suite)]
+    if not cases:
+        parser.error("no case is left to measure; see --list without --only")
+    if given.list:
+        parser.exit(0, "".join(f"{case}\n" for case in cases))
+    return settings
+
+
+def say(text: str = "") -> None:
+    """Print at once, also into a pipe, and around the progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+def introduce(header: dict[str, Any]) -> None:
+    say(f"machine  {header['machine']}")
+    say(
+        f"versions torch {header['torch']}, CUDA {header['cuda']}, driver {header['driver']}, "
+        f"cuBLASLt {header['cublaslt']}"
+    )
+    if header["clocks"]:
+        say(f"clocks   {describe(header['clocks']['start'])}")
+    say(f"policy   ours, mlp, fused, compile+pass: auto; the process: {header['policy']}")
+    say("times    medians over interleaved rounds; spread: distance of the quartiles, of ours")
+
+
+def describe(clocks: dict[str, str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in clocks.items())
+
+
+def run_suite(
+    suite: str,
+    settings: Settings,
+    header: dict[str, Any],
+    records: list[Record],
+    progress: tqdm,
+) -> None:
+    """Adds a record a case to `records`; whatever happens, those that were measured are saved."""
+    cases = settings.cases(suite)
+    if not cases:
+        return
+    here: list[Record] = []
+    plan = {case: settings.entrants(case) for case in cases}
+    present = {name for names in plan.values() for name in names}
+    table = Table(cases, [name for name in settings.names(suite) if name in present])
+    say(f"\n{suite}: {SUITES[suite].about}\n{table.head()}")
+    for case, names in plan.items():
+        progress.set_description(str(case))
+        seconds = settings.seconds_for(suite)
+        record = measure_case(case, names, settings.device, seconds, settings.kernels)
+        here.append(record)
+        records.append(record)
+        if settings.json is not None:
+            results.save(settings.json, header, records)
+        say("\n".join([table.line(record), *table.details(record)]))
+        progress.update()
+    say(table.foot(here))
+    header["clocks"].update({suite: now} if (now := machine.clocks(settings.device)) else {})
+
+
+def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) -> None:
+    from benchmarks import pictures
+
+    for suite in settings.suites:
+        here = [r for r in records if r.case.suite == suite and r.unit == "us"]
+        path = settings.out / f"{suite}.png"
+        title = f"{SUITES[suite].about}\n{header['machine']}, torch {header['torch']}"
+        if here and pictures.draw(path, title, here):
+            say(f"picture  {path.resolve()}")
+
+
+def run(settings: Settings) -> int:
+    if settings.device.type == "cuda" and settings.device.index is not None:
+        torch.cuda.set_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    machine.warm_up(settings.device)
+    torch.backends.cudnn.benchmark |= settings.cudnn_benchmark
+    header = machine.header(settings.device, sys.argv[1:])
+    header["clocks"].update({"start": now} if (now := machine.clocks(settings.device)) else {})
+    introduce(header)
+
+    records: list[Record] = []
+    status = 0
+    total = sum(len(settings.cases(suite)) for suite in settings.suites)
+    try:
+        with tqdm(total=total, disable=None, leave=False) as progress:
+            for suite in settings.suites:
+                run_suite(suite, settings, header, records, progress)
+    except KeyboardInterrupt:
+        say(f"\nstopped by Ctrl-C after {len(records)} of {total} cases")
+        status = EXIT_INTERRUPTED
+    if settings.json is not None and records:
+        results.save(settings.json, header, records)  # with the clocks after the last suite
+        say(f"numbers  {settings.json.resolve()}")
+    if settings.out is not None:
+        draw(settings, header, records)
+    ours_failed = any(r.failed_alone(name) for r in records for name in SUITES[r.case.suite].ours)
+    return status or (EXIT_FAILED if ours_failed else 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        return run(parse(arguments))
+    except KeyboardInterrupt:
+        say("\nstopped by Ctrl-C")
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

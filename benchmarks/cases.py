@@ -1,0 +1,438 @@
+"""What is measured: every suite is a list of cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks import gated, rivals
+from benchmarks.convolutions import (
+    COMPILED_CONVOLUTIONS,
+    CONVOLUTIONS,
+    TINY_CONVOLUTIONS,
+    Convolution,
+)
+from benchmarks.problems import problems
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The operators' names of the activations as cases name them.
+KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf", "silu": "silu"}
+ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
+ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
+
+LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
+SMALL_LAYERS = LAYERS[:2]
+WIDTHS = (768, 1024, 4096)
+MEMORY_MODES = ("saved", "B/element", "peak")
+
+# Name, its activation, and how much of it at once: the batch, and of each the tokens or the height
+# and width (models.py has the rest).
+# GELU by erf is what ViT and BERT are trained with; the tanh form is the one that epilogues have.
+MODELS = (
+    ("ViT-B/16", "gelu-erf", (128, 197)),
+    ("ViT-B/16", "gelu", (128, 197)),
+    ("BERT-base", "gelu-erf", (32, 512)),
+    ("BERT-base", "gelu", (32, 512)),
+    ("GPT-2 small", "gelu", (8, 1024)),
+    ("OPT-125M", "relu", (8, 1024)),
+    ("LLaMA, 16 layers", "silu", (4, 2048)),
+    ("DLRM top MLP", "relu", (8192, 1)),
+    ("TD3 critic", "relu", (256, 1)),
+    ("VGG-16", "relu", (32, 224, 224)),
+    ("ResNet-50, folded", "relu", (32, 224, 224)),
+)
+MEMORY_MODELS = (
+    ("ViT-B/16", "gelu-erf", (32, 197)),
+    ("ViT-B/16", "gelu", (32, 197)),
+    ("LLaMA, 16 layers", "silu", (4, 2048)),
+)
+TINY_MODELS = (
+    ("ViT-tiny", "gelu-erf", (2, 5)),
+    ("BERT-tiny", "gelu", (2, 4)),
+    ("GPT-2 tiny", "gelu", (2, 4)),
+    ("OPT-tiny", "relu", (2, 4)),
+    ("LLaMA-tiny", "silu", (2, 4)),
+    ("DLRM tiny", "relu", (4, 1)),
+    ("TD3 tiny", "relu", (4, 1)),
+    ("VGG-tiny", "relu", (2, 8, 8)),
+    ("ResNet-tiny, folded", "relu", (2, 32, 32)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table: layers between `sizes`, each but the last of several with activation.
+
+    A single layer has its activation too. Of a whole model, which `model` names, the sizes are the
+    batch and the tokens, or height and width, of each of its members; of a convolution, `conv`, the
+    channels, and the tokens are the images of a batch. `mode` says what of it is run:
+
+    - forward: inference, no gradient wanted
+    - step: forward and backward with the gradients of input, weights and biases
+    - first step: the same before there are any plans
+    - backward: only the latter half of a step
+    - edge: the gradient of the layer before through this one, its ReLU's derivative and bias sum
+      included; sizes are those of the later layer, from its output to its input
+    - graph: a step captured into a CUDA graph and replayed
+    - saved, peak: the memory that a step keeps for its backward, and takes at most
+    - B/element: what is kept beside the input, in bytes for each element of the hidden activations,
+      of a single layer for each of its output
+    - from output, from mask, from input: the gradient of the activation alone, by what it reads
+    """
+
+    suite: str
+    sizes: tuple[int, ...]
+    tokens: int
+    dtype: str
+    activation: str
+    mode: str
+    model: str = ""
+    conv: Convolution | None = None
+
+    @property
+    def shape(self) -> str:
+        if self.conv:
+            return str(self.conv)
+        if self.model:
+            return f"{self.model} {'×'.join(map(str, self.sizes))}"
+        return "→".join(map(str, self.sizes))
+
+    @property
+    def amount(self) -> str:
+        return f"{'N' if self.conv else 'T'}={self.tokens}"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is a block with two layers from the first size to the second."""
+        return self.suite.startswith("gated")
+
+    @property
+    def with_gradients(self) -> bool:
+        return self.mode not in ("forward", "edge")
+
+    def __str__(self) -> str:
+        words = (self.suite, self.shape, self.amount, self.dtype, self.activation, self.mode)
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Which cases, beside whom, and for how long each."""
+
+    about: str
+    sizes: tuple[tuple[int, ...], ...]
+    tokens: tuple[int, ...]
+    modes: tuple[str, ...]
+    baselines: tuple[str, ...]
+    seconds: float
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    activations: tuple[str, ...] = ACTIVATIONS
+    # What --quick takes instead, to see in seconds that everything runs.
+    quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
+    # Which contenders are of this package; what each is compared with is in results.REFERENCES.
+    ours: tuple[str, ...] = ("ours", "mlp")
+    # Instead of sizes, tokens and activations.
+    models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    quick_models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    # Beside the sizes; each with ReLU, and once in each memory format.
+    convolutions: tuple[Convolution, ...] = ()
+    quick_convolutions: tuple[Convolution, ...] = ()
+
+
+def block(width: int) -> tuple[int, int, int]:
+    """The feed-forward block of a transformer."""
+    return (width, 4 * width, width)
+
+
+SUITES = {
+    "layer": Suite(
+        about="one layer, forward and training step",
+        sizes=LAYERS,
+        tokens=(64, 512, 8192),
+        modes=("forward", "step"),
+        baselines=("eager", "addmm", "mm", "linear"),
+        seconds=0.6,
+        dtypes=("bf16", "fp16", "fp32"),  # fp32 for the small ones only: see cases_of
+        activations=ALL_ACTIVATIONS,
+        quick_sizes=((16, 24), (24, 16)),
+    ),
+    "ffn": Suite(
+        about="feed-forward block d→4d→d, training step",
+        sizes=tuple(map(block, WIDTHS)),
+        tokens=(512, 8192, 65536),
+        modes=("step",),
+        baselines=("cublaslt", "mlp-cublaslt", "eager", "mm"),
+        seconds=1.0,
+        activations=ALL_ACTIVATIONS,
+        quick_sizes=(block(8),),
+    ),
+    "rivals": Suite(
+        about="feed-forward block d→4d→d beside other libraries, training step",
+        sizes=tuple(map(block, (768, 1024, 2048, 4096))),
+        tokens=(8192, 65536),  # the larger for one width only: see worth_the_time
+        modes=("step", "graph"),
+        baselines=("eager", "mm", "compile", *rivals.BLOCKS),
+        seconds=1.0,
+        dtypes=("bf16",),
+        quick_sizes=(block(8),),
+    ),
+    "mlp-small": Suite(
+        about="small networks, training step with and without a CUDA graph",
+        sizes=((64, 64, 64, 64), (784, 256, 10)),
+        tokens=(256,),
+        modes=("step", "graph"),
+        baselines=("eager", "mm"),
+        seconds=0.6,
+        dtypes=("bf16", "fp16", "fp32"),
+        quick_sizes=((16, 16, 8),),
+    ),
+    "headline": Suite(
+        about="65536x16384 times 16384x8192, the shape of NVIDIA's nvmath-python example",
+        sizes=((16384, 8192),),
+        tokens=(65536,),
+        modes=("forward", "backward", "edge"),
+        baselines=("cublaslt", "eager", "addmm", "mm", "linear", "nvmath"),
+        seconds=4.0,
+        dtypes=("fp16",),
+        activations=("relu",),
+    ),
+    "host": Suite(
+        about="CPU time per call of one layer, the GPU not waited for",
+        sizes=((64, 64),),
+        tokens=(64,),
+        modes=("forward", "step"),
+        baselines=("eager", "addmm"),
+        seconds=0.4,
+    ),
+    "first-calls": Suite(
+        about="the first training step of problems drawn by a seed, in which plans are made",
+        sizes=(),
+        tokens=(),
+        modes=("first step",),
+        ours=("ours",),
+        baselines=("eager",),
+        seconds=0.0,
+        dtypes=("bf16", "fp16", "fp32"),
+        activations=("relu", "gelu", "silu"),
+    ),
+    "gated": Suite(
+        about="gated block of a language model with SiLU, inference and training step",
+        sizes=gated.SIZES,
+        tokens=(1, 8, 64, 8192),  # few for inference only: see worth_the_time
+        modes=("forward", "step"),
+        baselines=("low", "eager", "mm", "compile", "liger", "quack", "quack-tuned"),
+        seconds=1.0,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "gated-cpu": Suite(
+        about="gated block on a CPU, inference and training step",
+        sizes=gated.SIZES[:1],
+        tokens=(1, 32, 256),
+        modes=("forward", "step"),
+        baselines=("eager",),
+        seconds=1.0,
+        dtypes=("fp32", "bf16"),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "gated-host": Suite(
+        about="CPU time per call of a gated block, the GPU not waited for",
+        sizes=gated.SIZES[:1],
+        tokens=(1, 64),
+        modes=("forward", "step"),
+        baselines=("eager", "liger"),
+        seconds=0.4,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "gated-memory": Suite(
+        about="memory that a gated block keeps for its backward, and takes at most",
+        sizes=gated.SIZES,
+        tokens=(8192,),
+        modes=("saved", "peak"),
+        baselines=("low", "eager", "liger", "quack"),
+        seconds=0.0,
+        dtypes=("bf16",),
+        activations=("silu",),
+        quick_sizes=((16, 24, 16),),
+        ours=("ours", "fused"),
+    ),
+    "conv": Suite(
+        about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
+        sizes=(),
+        tokens=(),
+        modes=("forward", "step", "graph"),  # the last for a part only: see worth_the_time
+        ours=("ours", "compile+pass"),
+        baselines=("eager", "conv", "compile"),
+        seconds=0.4,
+        dtypes=("bf16", "fp16", "fp32"),
+        quick_sizes=(),
+        convolutions=CONVOLUTIONS,
+        quick_convolutions=TINY_CONVOLUTIONS,
+    ),
+    "cpu": Suite(
+        about="one layer on a CPU, inference and training step",
+        sizes=LAYERS[:3],
+        tokens=(1, 32, 256, 2048),
+        modes=("forward", "step"),
+        baselines=("packed", "eager", "compile"),
+        seconds=0.5,
+        dtypes=("fp32", "bf16"),
+        activations=("relu", "gelu", "gelu-erf"),
+    ),
+    "memory": Suite(
+        about="memory that a step keeps for its backward, and takes at most",
+        sizes=((768, 3072), (1024, 4096), (784, 30), block(768), block(1024)),
+        tokens=(8192,),
+        modes=MEMORY_MODES,
+        baselines=("low", "mlp-low", "cublaslt", "mlp-cublaslt", "eager"),
+        seconds=0.0,
+        dtypes=("bf16",),
+        activations=("relu", "gelu", "gelu-erf"),
+        quick_sizes=((16, 24), block(8)),
+        convolutions=(Convolution(64, 64, 3, 56), Convolution(64, 256, 1, 56)),
+        quick_convolutions=TINY_CONVOLUTIONS[1:2],
+    ),
+    "memory-models": Suite(
+        about="memory that a step of a whole model keeps for its backward, and takes at most",
+        sizes=(),
+        tokens=(),
+        modes=("saved", "peak"),
+        ours=("fused", "fused-low"),
+        baselines=("eager",),
+        seconds=0.0,
+        dtypes=("bf16",),
+        models=MEMORY_MODELS,
+        quick_models=tuple(m for m in TINY_MODELS if m[0] in ("ViT-tiny", "DLRM tiny")),
+    ),
+    "activation": Suite(
+        about="gradient of activation and bias in one pass, beside a copy of the same tensor",
+        sizes=((3072,), (4096,), (16384,)),
+        tokens=(8192, 65536),  # the larger for one width only: see cases_of
+        modes=("from output", "from mask", "from input"),
+        baselines=("eager", "copy"),
+        seconds=0.3,
+        dtypes=("bf16",),
+        activations=("relu", "gelu", "gelu-erf"),
+        quick_sizes=((128,),),
+    ),
+    "models": Suite(
+        about="whole models, inference and training step",
+        sizes=(),
+        tokens=(),
+        modes=("forward", "step"),
+        ours=("fused", "compile+pass"),
+        baselines=("eager", "compile"),
+        seconds=1.0,
+        dtypes=("bf16",),
+        models=MODELS,
+        quick_models=TINY_MODELS,
+    ),
+}
+
+QUICK_TOKENS = (8,)
+IMAGES = {"cuda": 32, "cpu": 4}  # of a batch
+QUICK_IMAGES = 2
+
+
+def makes_sense(case: Case, device: torch.device) -> bool:
+    """Whether to measure this point of the grid."""
+    if "folded" in case.model:  # there is nothing left to train
+        return case.mode == "forward"
+    if case.conv and case.mode == "B/element":  # no activation of it is hidden
+        return False
+    if case.mode in ("graph", "peak"):
+        return device.type == "cuda"
+    if case.suite == "cpu":
+        return device.type == "cpu"
+    if case.suite == "activation":
+        return (case.mode == "from input") == (case.activation != "relu")
+    return True
+
+
+def worth_the_time(case: Case) -> bool:
+    """Whether this point of the grid belongs to the full suite, where GPU time counts."""
+    if case.suite == "layer" and case.dtype == "fp32":
+        return case.sizes in SMALL_LAYERS
+    if case.suite == "activation":
+        return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "rivals" and case.tokens > 8192:
+        return case.sizes[0] == 1024
+    if case.suite == "gated" and case.tokens < 8192:
+        return case.mode == "forward"
+    if case.suite == "conv" and case.mode == "graph":
+        return case.dtype == "bf16" and case.conv.last
+    return True
+
+
+def worth_compiling(case: Case) -> bool:
+    """Whether torch.compile, which takes from seconds to a minute, is run beside this case."""
+    if case.model:
+        return case.model in (name for name, *_ in MODELS)
+    if case.suite == "cpu":
+        return case.sizes == (768, 3072) and case.tokens >= 256
+    if case.dtype != "bf16":
+        return False
+    if case.conv:
+        return case.conv in COMPILED_CONVOLUTIONS
+    if case.is_gated:
+        return case.tokens in (1, 8192)
+    if case.suite == "layer":
+        return case.sizes == (1024, 4096) and case.tokens == 8192
+    small = case.suite in ("mlp-small", "rivals")
+    return small or (case.suite == "ffn" and case.tokens == 8192)
+
+
+def convolution_cases(
+    name: str, device: torch.device, quick: bool, dtypes: Iterable[str]
+) -> list[Case]:
+    """Convolutions in both memory formats; a CPU gets fewer images."""
+    suite = SUITES[name]
+    chosen = suite.quick_convolutions if quick else suite.convolutions
+    images = QUICK_IMAGES if quick else IMAGES[device.type]
+    some = itertools.product(chosen, (True, False), dtypes, suite.modes)
+    return [
+        Case(name, (conv.channels, conv.out), images, dtype, "relu", mode, conv=of_format)
+        for conv, last, dtype, mode in some
+        for of_format in [replace(conv, last=last)]
+    ]
+
+
+def cases_of(
+    name: str, device: torch.device, quick: bool = False, dtypes: Iterable[str] | None = None
+) -> list[Case]:
+    """The cases of suite `name` in the order in which they run; `dtypes` instead of its own."""
+    suite = SUITES[name]
+    if models := suite.quick_models if quick else suite.models:
+        some = itertools.product(models, dtypes or suite.dtypes, suite.modes)
+        cases = [
+            Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
+            for (model, activation, sizes), dtype, mode in some
+        ]
+        return [case for case in cases if makes_sense(case, device)]
+    names = dtypes or suite.dtypes
+    if name == "first-calls":
+        if device.type != "cuda" and not quick:  # where nothing is measured
+            return []
+        drawn = problems(quick, tuple(names), suite.activations)
+        return [Case(name, *problem, suite.modes[0]) for problem in drawn]
+    grid = itertools.product(
+        suite.quick_sizes if quick else suite.sizes,
+        QUICK_TOKENS if quick else suite.tokens,
+        names,
+        suite.activations,
+        suite.modes,
+    )
+    cases = [Case(name, *point) for point in grid]
+    cases += convolution_cases(name, device, quick, names)
+    return [c for c in cases if makes_sense(c, device) and (quick or worth_the_time(c))]

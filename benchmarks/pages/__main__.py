@@ -1,0 +1,110 @@
+"""Makes every table of the docs, and README's chart, of the results beside this and tests' records.
+
+    python -m benchmarks.pages            rewrite them
+    python -m benchmarks.pages --check    change nothing; exit with 1 if one is out of date
+
+The pages mark the place of each table, `<!-- results: NAME: begin -->` and `... end -->`. Their
+prose has no numbers of its own, so that nothing on them is older than what they are made of.
+Nothing but Python is needed, neither torch nor the built library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import records, tables
+from .chart import bars, chart
+from .results import Result, by_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+RECORDS = ROOT / "tests" / "certify" / "records"
+CHART, MACHINE = Path("figures", "models.svg"), "NVIDIA H200"
+MARKS = re.compile(r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL)
+
+
+class Read(dict):
+    """A result that knows whether a table has read its numbers."""
+
+    was_read = False
+
+    def __getitem__(self, key):
+        self.was_read |= key == "numbers"
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.was_read |= key == "numbers"
+        return super().get(key, default)
+
+
+def render(name: str, machines: dict[str, list[Result]]) -> str:
+    """The table of every machine that has measured something for it."""
+    parts = []
+    for results in machines.values():
+        results = [Read(result) for result in results]
+        lines = tables.TABLES[name](results)
+        if name == tables.EVERYTHING:
+            parts += ["\n".join(lines)] if lines else []
+        elif len(lines) > 2:  # more than its head
+            headers = [result["header"] for result in results if result.was_read]
+            header = max(headers, key=lambda header: header["date"])
+            where = f"{header['machine']}, torch {header['torch']}, {header['date'][:10]}:"
+            parts.append("\n".join([where, "", *lines]))
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def made(results: Path, kept: Path) -> dict[str, Callable[[], str]]:
+    """How to make each table, by the name of its place."""
+    machines = by_machine(sorted(results.glob("*.json")))
+    loaded = records.load(kept)
+
+    def of_records(name: str) -> str:
+        return "\n".join(records.SECTIONS[name](loaded)) or "Not yet."
+
+    return {name: lambda name=name: render(name, machines) for name in tables.TABLES} | {
+        name: lambda name=name: of_records(name) for name in records.SECTIONS
+    }
+
+
+def misplaced(pages: Sequence[Path], names: Sequence[str]) -> str | None:
+    """Whether each table has its place, once."""
+    places = [match[2] for page in pages for match in MARKS.finditer(page.read_text())]
+    if sorted(places) != sorted(names):
+        return f"places for {sorted(places)}, tables for {sorted(names)}"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    given = parser.parse_args(arguments)
+    tables_by_name = made(given.results, given.records)
+    pages = sorted(given.docs.glob("*.md"))
+    if wrong := misplaced(pages, list(tables_by_name)):
+        print(f"benchmarks.pages: {wrong}", file=sys.stderr)
+        return 2
+    wanted = {}
+    for page in pages:
+        text = page.read_text()
+        wanted[page] = MARKS.sub(lambda m: f"{m[1]}\n{tables_by_name[m[2]]()}\n\n{m[3]}", text)
+    results = by_machine(sorted(given.results.glob("*.json"))).get(MACHINE, [])
+    wanted[given.docs / CHART] = chart(bars(results))
+    old = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in old:
+        if given.check:
+            print(f"{path} is out of date; run python -m benchmarks.pages")
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted[path])
+    return int(bool(old) and given.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

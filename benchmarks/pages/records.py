@@ -1,0 +1,199 @@
+"""The tables of docs/reliability.md, of the records in tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .results import table
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ("fuzz", "faults", "soak", "torch", "configs", "sanitizers", "speed")
+
+Record = dict
+
+
+def tree(record: Record) -> str:
+    return f"`{record['tree_hash'][:12]}`"
+
+
+def where(record: Record) -> str:
+    return f"{record['machine']}, torch {record['torch']}, {record['date'][:10]}, {tree(record)}"
+
+
+def how_often(record: Record) -> str:
+    done, asked, unit = record["done"], record["asked"]["count"], record["unit"]
+    return f"{done:,} {unit}" if done == asked else f"{done:,} of {asked:,} {unit}, then stopped"
+
+
+def overview(records: Sequence[Record]) -> list[str]:
+    rows = []
+    for r in records:
+        name = r["part"] + (", measured plans" if r["asked"]["measured"] else "")
+        wrong = r["failed"] + len(r["crashed"]) + len(r["verdict"])
+        seconds = f"{r['seconds'] / 60:.0f} min"
+        machine = f"{r['machine']}, torch {r['torch']}"
+        about = f"seed {r['asked']['seed']}: {how_often(r)}"
+        rows.append([name, about, machine, r["date"][:10], tree(r), seconds, str(wrong)])
+    return table(["part", "tried", "machine", "date", "tree", "took", "found wrong"], rows, words=6)
+
+
+def ratio(sums: dict) -> str:
+    return f"{math.sqrt(sums['ours'] / sums['eager']):.3f}" if sums["eager"] else ""
+
+
+def fuzz(records: Sequence[Record]) -> list[str]:
+    """Of each machine: per policy and dtype, who was how often the worse one."""
+    lines = []
+    for r in of_part("fuzz", records):
+        rows = []
+        for policy, dtypes in r["found"]["by"].items():
+            for dtype, counts in sorted(dtypes.items()):
+                names = ("output", "grad_input", "grad_weight", "grad_bias")
+                pooled = [
+                    ratio(counts["results"][n]) if n in counts["results"] else "" for n in names
+                ]
+                pooled = [""] * 4 if dtype == "float64" else pooled
+                worse = [str(counts["ours worse"]), str(counts["eager worse"])]
+                rows.append([f"{policy}, {dtype}", str(counts["cases"]), *worse, *pooled])
+        head = ["policy, dtype", "cases", "ours worse", "eager worse"]
+        head += ["output", "input's gradient", "weight's", "bias's"]
+        lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=1), ""]
+        if crashed := r.get("torch_crashed"):
+            lines += [f"Plain torch ended the process: {', '.join(crashed)}.", ""]
+    return lines[:-1]
+
+
+def faults(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for r in of_part("faults", records):
+        found, rows = r["found"], []
+        for name, count in found.get("failed calls", {}).items():
+            kinds = [found.get(kind, {}).get(name) for kind in ("errors", "right all the same")]
+            rows.append([f"`{name}`" if " " not in name else name, str(count)])
+            rows[-1] += ["" if n is None else str(n) for n in kinds]
+        head = ["call", "failed", "a clear error", "right all the same"]
+        lines += [f"{where(r)}:", "", *table(head, rows, words=1), ""]
+    return lines[:-1]
+
+
+def soak(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for r in of_part("soak", records):
+        memory = [m / 2**20 for m in r["found"]["memory"]]
+        quarter = max(1, len(memory) // 4)
+        settled = max(memory[quarter : 2 * quarter] or memory)
+        lines.append(
+            f"- {where(r)}: {how_often(r)}, {r['found']['steps']:,} steps of "
+            f"{r['found']['rounds']:,} rounds of models; at most {settled:.0f} MiB in use in the "
+            f"second quarter, at least {min(memory[-quarter:]):.0f} in the last."
+        )
+    return lines
+
+
+def wrong(records: Sequence[Record]) -> list[str]:
+    """What the records hold of failures, one line each."""
+    lines = []
+    for r in records:
+        label = f"{r['part']}, {r['machine']}"
+        lines += [f"- {label}, {f['unit']}: {f['what']}" for f in r["failures"][:20]]
+        lines += [f"- {label}, {unit}: ended by {how}" for unit, how in r["crashed"].items()]
+        lines += [f"- {label}: {text}" for text in r["verdict"]]
+    return [re.sub(r"([\[\]<>*_|])", r"\\\1", line) for line in lines] or ["Nothing."]
+
+
+def elsewhere(records: Sequence[Record]) -> list[str]:
+    """What the suite's own files say: models, random graphs, the GPU."""
+    zoo = json.loads((ROOT / "tests/fuse/model_zoo.json").read_text())
+    lines = []
+    for library, counts in zoo["counts"].items():
+        if counts["models"]:
+            lines.append(
+                f"- {library} {zoo['versions'][library]}: {counts['models']} models; of "
+                f"{counts['forward equal']} the forward, of {counts['step equal']} a training step "
+                f"compared equal after `fuse_`, which had fused {counts['blocks fused']} blocks in "
+                f"{counts['with blocks fused']} of them; {counts['skipped']} could not be built or "
+                f"run small; {counts['wrong']} were wrong."
+            )
+    graphs, threads = (constant(name) for name in ("GRAPHS", "THREADS"))
+    lines.append(
+        f"- {graphs:,} random graphs in {threads} threads, equal to plain torch's, at each run of "
+        "the suite."
+    )
+    gpu = json.loads((ROOT / "tests/gpu_record.json").read_text())
+    speed = gpu["speed"]
+    lines.append(
+        f"- The whole suite on {gpu['devices'][0]}, {gpu['date'][:10]}, tree {tree(gpu)}: "
+        f"{gpu['passed']:,} passed, {gpu['failed']} failed, {gpu['skipped']} skipped; "
+        + (
+            f"{speed['measured']} times measured, {len(speed['below'])} of them slower than eager "
+            "by more than 2 %."
+            if speed["measured"]
+            else "its gate of speed was not run."
+        )
+    )
+    return lines
+
+
+def constant(name: str) -> int:
+    """A number that the test of the random graphs gives a name."""
+    source = ast.parse((ROOT / "tests/autograd/test_random_graphs.py").read_text())
+    for node in source.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            names = [target.id for target in node.targets[0].elts]
+            if name in names:
+                return ast.literal_eval(node.value)[names.index(name)]
+    raise ValueError(f"tests/autograd/test_random_graphs.py has no {name}")
+
+
+def of_part(name: str, records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["part"] == name and r["done"]]
+
+
+def checks(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for r in of_part("torch", records):
+        rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
+        lines += [f"{where(r)}:", "", *table(["check", "times"], rows, words=1), ""]
+    for r in of_part("configs", records):
+        found = r["found"]
+        replaced = ", ".join(f"`{name}` {n}" for name, n in sorted(found["replaced"].items()))
+        of_torch = found.get("plain torch fails, too", {})
+        lines += [
+            f"Configurations of Inductor, {where(r)}: {r['done']}, each of "
+            f"{found['options'] / r['done']:.0f} changed options on average; {found['right']} "
+            f"right, {r['failed']} wrong, {sum(of_torch.values())} under which plain torch fails "
+            f"as well. Our pass put in {replaced}.",
+            "",
+        ]
+    for r in of_part("sanitizers", records):
+        clean = ", ".join(f"{tool} {n}" for tool, n in r["found"].get("clean", {}).items())
+        lines += [f"Sanitizers, programs and calls that were clean, {where(r)}: {clean}.", ""]
+    for r in of_part("speed", records):
+        found = r["found"]
+        lines += [
+            f"Speed of random shapes, {where(r)}: {found['below']} of {found['measured']} below "
+            f"0.98 of eager's; the worst {min(found['ratios'])}.",
+            "",
+        ]
+    return lines[:-1]
+
+
+SECTIONS: dict[str, Callable[[Sequence[Record]], list[str]]] = {
+    "overview": overview,
+    "fuzz": fuzz,
+    "faults": faults,
+    "soak": soak,
+    "checks": checks,
+    "elsewhere": elsewhere,
+    "wrong": wrong,
+}
+
+
+def load(folder: Path) -> list[Record]:
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(records, key=lambda r: (ORDER.index(r["part"]), r["machine"], r["date"]))

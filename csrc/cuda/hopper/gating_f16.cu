@@ -1,9 +1,0 @@
-#include "cuda/hopper/gating.cuh"
-
-namespace fused::cuda::hopper {
-
-template cudaError_t gating<gemm::Type::f16, Activation::gelu_tanh>(const Product&);
-template cudaError_t gating<gemm::Type::f16, Activation::gelu_erf>(const Product&);
-template cudaError_t gating<gemm::Type::f16, Activation::silu>(const Product&);
-
-}  // namespace fused::cuda::hopper

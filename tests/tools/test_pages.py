@@ -1,0 +1,144 @@
+"""The tables of the docs say what the results and records say."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from bench_records import ROOT, record_of
+
+from benchmarks import results
+from benchmarks.cases import Case
+from benchmarks.convolutions import CONVOLUTIONS
+from benchmarks.pages.__main__ import CHART, main, render
+from benchmarks.pages.results import by_machine
+
+
+def test_no_table_and_no_chart_is_old(capsys):
+    assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+def everything(folder):
+    return render("everything", by_machine(sorted(folder.glob("*.json"))))
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A folder with results of one machine, and their header."""
+    header = {"machine": "NVIDIA X1", "device": "cuda", "torch": "2.11", "cublaslt": "13.1.0"}
+    header |= {"driver": "580", "date": "2026-01-02T03:04:05+00:00"}
+    records = [
+        record_of(Case("layer", (768, 3072), 8192, "bf16", "relu", "forward"), ours=50, eager=65),
+        record_of(
+            Case("layer", (768, 3072), 8192, "bf16", "relu", "step"),
+            **{"ours": 200, "eager": 250, "compile": 300, "max_autotune": 260},
+        ),
+        record_of(Case("layer", (768, 3072), 64, "fp16", "gelu", "step"), ours=100, eager=90),
+        record_of(Case("ffn", (8, 32, 8), 8192, "bf16", "relu", "step"), ours=1, mlp=4, eager=2),
+    ]
+    results.save(tmp_path / "x1.json", header, records)
+    return tmp_path, header
+
+
+def test_tables_say_what_the_results_say(measured):
+    text = everything(measured[0])
+    assert "NVIDIA X1 (torch 2.11, cuBLASLt 13.1.0, driver 580), 2026-01-02" in text
+    assert "| 768→3072 | 8192 | relu | 50.0 µs | 65.0 µs | 1.30 |" in text
+    assert "| 768→3072 | 8192 | relu | 200 µs | 250 µs | 1.25 | 1.30 |" in text
+    assert "2 of 5 measurements of layers and blocks are more than 2% slower" in text
+    assert "| layer: 768→3072, 64, fp16, gelu, step, ours | 100 µs | 90.0 µs | 0.90 |" in text
+    assert "| ffn: 8→32→8, 8192, bf16, relu, step, `FusedMLP` | 4.0 µs | 2.0 µs | 0.50 |" in text
+
+
+def test_models_have_a_table_of_their_own(measured):
+    """With their own run's date; ours beside what each is compared with."""
+    folder, header = measured
+    case = Case("models", (8, 16), 128, "bf16", "gelu", "step", "GPT")
+    times = {"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44}
+    whole = record_of(case, **times)
+    whole.replaced = {"fused": 12, "compile+pass": 11}
+    later = {**header, "date": "2026-03-02T03:04:05+00:00"}
+    results.save(folder / "models.json", later, [whole])
+    models, layers = everything(folder).split("## Blocks and layers")
+    assert "2026-01-02" in layers and "of 5 measurements" in layers and "GPT" not in layers
+    assert "2026-03-02" in models and "None of 2 measurements of whole models" in models
+    assert "| GPT, gelu | 8×16 | step | 60.0 µs | 50.0 µs | 1.20 | 12 |" in models
+    assert "| GPT, gelu | 8×16 | step | 55.0 µs | 44.0 µs | 1.25 | 11 |" in models
+    del whole.numbers["compile"], whole.numbers["compile+pass"], whole.replaced["compile+pass"]
+    results.save(folder / "models.json", later, [whole])
+    assert "| 50.0 µs | 1.20 | 12 |" in everything(folder)
+    assert "| compile | with our pass |" not in everything(folder)
+
+
+def test_convolutions_have_a_table_of_their_own(measured):
+    folder, header = measured
+    conv = replace(CONVOLUTIONS[5], groups=2)
+    case = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=conv)
+    records = [
+        record_of(case, ours=50, eager=60),
+        record_of(replace(case, mode="step"), ours=100, eager=110, compile=120),
+        record_of(replace(case, dtype="fp32"), ours=10, eager=9),
+    ]
+    results.save(folder / "conv.json", header, records)
+    assert results.load(folder / "conv.json")[1] == records
+    layers, convolutions = everything(folder).split("## Convolutions")
+    assert "of 5 measurements" in layers and "128→128" not in layers
+    assert case.shape == "128→128 3x3 stride 2 groups 2 @56 NHWC"
+    assert f"| {case.shape} | 32 | relu | 50.0 µs | 60.0 µs | 1.20 |" in convolutions
+    assert f"| {case.shape} | 32 | relu | 100 µs | 110 µs | 1.10 | 1.20 |" in convolutions
+    assert "1 of 3 measurements of convolutions is" in convolutions
+    assert f"| conv: {case.shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
+
+
+def test_later_results_replace_earlier_ones(measured):
+    folder, header = measured
+    case = Case("layer", (768, 3072), 8192, "bf16", "relu", "forward")
+    later = {**header, "date": "2026-02-02T03:04:05+00:00"}
+    results.save(folder / "a.json", later, [record_of(case, ours=40, eager=65)])
+    text = everything(folder)
+    assert "| 40.0 µs | 65.0 µs | 1.62 |" in text and "50.0 µs" not in text
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """Pages and records that may be changed, and how to run the command on them."""
+    docs, kept = tmp_path / "docs", tmp_path / "records"
+    shutil.copytree(ROOT / "docs", docs)
+    shutil.copytree(ROOT / "tests" / "certify" / "records", kept)
+
+    def run(*arguments):
+        return main([*arguments, "--docs", str(docs), "--records", str(kept)])
+
+    return docs, kept, run
+
+
+def test_a_record_that_changes_makes_the_page_old(copies):
+    docs, kept, run = copies
+    path = next(kept.glob("fuzz*.json"))
+    record = json.loads(path.read_text())
+    record["failed"] += 1
+    record["failures"].insert(0, {"unit": 17, "what": "a failure [planted]"})
+    record["crashed"]["18"] = "SIGSEGV"
+    path.write_text(json.dumps(record))
+    assert run("--check") == 1
+    assert run() == 0
+    text = (docs / "reliability.md").read_text()
+    assert r"17: a failure \[planted\]" in text and "18: ended by SIGSEGV" in text
+    assert run("--check") == 0
+
+
+def test_a_chart_that_is_old_is_drawn_anew(copies):
+    docs, _, run = copies
+    before = (docs / CHART).read_text()
+    (docs / CHART).write_text("")
+    assert run("--check") == 1 and run() == 0
+    assert (docs / CHART).read_text() == before
+
+
+def test_a_page_without_a_place_is_refused(copies, capsys):
+    docs, _, run = copies
+    page = docs / "reliability.md"
+    page.write_text(page.read_text().replace("results: faults: begin", "results: begin"))
+    before = page.read_text()
+    assert run() == 2 and "places for" in capsys.readouterr().err
+    assert page.read_text() == before
