@@ -180,12 +180,9 @@ def library(home, debug, own_products):
     every, cxx = flags(debug)
     rooms = [*ROOMS, *CUDA_ROOMS] if home else ROOMS
     sources = [p for room in rooms for kind in ("*.cpp", "*.cu") for p in (CSRC / room).glob(kind)]
-    # Those have a target and a compiler's run of their own.
-    kernels = hopper.KERNELS.glob("*.cu")
-    sources = {*sources} - {
-        *kernels,
-        hopper.KERNELS / ("absent.cpp" if own_products else "hopper.cpp"),
-    }
+    # Its kernels have a target and runs of the compiler of their own.
+    other = hopper.KERNELS / ("absent.cpp" if own_products else "hopper.cpp")
+    sources = {*sources} - {hopper.KERNELS / "kernels.cu", other}
     sources = sorted(str(p.relative_to(ROOT)) for p in sources)
     cpp_extension.CUDA_HOME = home and str(home)
     make = cpp_extension.CUDAExtension if home else cpp_extension.CppExtension

@@ -7,6 +7,7 @@ want, and minutes; what has not changed is not compiled again, whenever its file
 import concurrent.futures
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -16,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "csrc" / "cuda" / "hopper"
 PACKAGE = "nvidia-cutlass==4.2.0.0"
 TARGET = ["-gencode=arch=compute_90a,code=sm_90a"]
+# How often kernels.cu is compiled.
+UNITS = list(
+    itertools.product(("forward", "saving_forward", "backward", "gating", "glu"), ("bf16", "f16"))
+)
 # 2908 is about CUTLASS's own lambdas. Without NDEBUG the tensor cores wait after each instruction.
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress=2908"]
 
@@ -81,19 +86,22 @@ def tools(nvcc):
     return texts
 
 
-def compile_one(nvcc, source, system, folder, made_with):
-    made = folder / f"{source.stem}.o"
-    stamp = folder / f"{source.stem}.sha256"
+def compile_unit(nvcc, kernel, type_, system, folder, made_with):
+    source = KERNELS / "kernels.cu"
+    made = folder / f"{kernel}_{type_}.o"
+    stamp = made.with_suffix(".sha256")
     texts = [p.read_bytes() for p in sorted(included(source, set()))]
     current = hashlib.sha256(b"\0".join([*texts, *made_with])).hexdigest()
     if made.exists() and stamp.exists() and stamp.read_text() == current:
         return made
     stamp.unlink(missing_ok=True)
     command = [nvcc, "-c", *FLAGS, *TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", *system]
+    command += [f"-DFUSED_KERNEL={kernel}", f"-DFUSED_TYPE={type_}"]
+    command += ["-DFUSED_GATED"] if kernel in ("gating", "glu") else []
     command += ["-isystem", headers(), source, "-o", made]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{source.name} does not compile:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{source.name}, {kernel}, {type_}:\n{done.stdout}{done.stderr}")
     stamp.write_text(current)
     return made
 
@@ -113,6 +121,5 @@ def objects(nvcc, system, folder, jobs):
     folder.mkdir(parents=True, exist_ok=True)
     made_with = tools(nvcc)
     with concurrent.futures.ThreadPoolExecutor(max(jobs, 1)) as pool:
-        sources = sorted(KERNELS.glob("*.cu"))
-        work = [pool.submit(compile_one, nvcc, s, system, folder, made_with) for s in sources]
+        work = [pool.submit(compile_unit, nvcc, *u, system, folder, made_with) for u in UNITS]
         return [str(done.result()) for done in work]

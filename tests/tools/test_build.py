@@ -135,18 +135,19 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     home, _, why = build.find_cuda()
     if home is None or hopper.headers() is None:
         pytest.skip(f"needs nvcc ({why}) and CUTLASS")
-    backward = "cudaError_t backward<gemm::Type::f16, Activation::gelu_erf>(const Product&)"
-    forward = "cudaError_t forward<gemm::Type::bf16, Activation::silu, true>(const Product&)"
-    gating = "cudaError_t gating<gemm::Type::bf16, Activation::gelu_tanh>(const Product&)"
-    glu = "cudaError_t glu<gemm::Type::f16, Activation::silu>(const Product&)"
-    bits = "cudaError_t forward<gemm::Type::f16, Activation::relu, true>(const Product&)"
-    headers = ("backward", "forward", "gating", "glu")
-    includes = "".join(f'#include "cuda/hopper/{name}.cuh"\n' for name in headers)
-    kernels = (backward, forward, bits, gating, glu)
-    instances = "".join(f"template {kernel};\n" for kernel in kernels)
-    source = f"{includes}namespace fused::cuda::hopper {{\n{instances}}}\n"
-    (tmp_path / "all.cu").write_text(source)
+    # all in one, each for one type and activation
+    kernels = {"forward": "bf16 silu", "saving_forward": "f16 relu", "backward": "f16 gelu_erf"}
+    kernels |= {"gating": "bf16 gelu_tanh", "glu": "f16 silu"}
+    assert {kernel for kernel, _ in hopper.UNITS} == kernels.keys()
+    text, code = (hopper.KERNELS / "kernels.cu").read_text(), ""
+    for kernel, (type_, activation) in zip(kernels, map(str.split, kernels.values())):
+        code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}>"
+        code += "(const Product&);\n"
+    includes, _, rest = text.partition("#define INSTANCE")
+    (tmp_path / "kernels.cu").write_text(f"{includes}{code}}}\n")
+    assert "INSTANCE(relu)" in rest
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
+    monkeypatch.setattr(hopper, "UNITS", [("forward", "bf16")])
     monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone
     torch_include = Path(torch.__file__).parent / "include"
     folders = [torch_include, torch_include / "torch/csrc/api/include"]

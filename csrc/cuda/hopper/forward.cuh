@@ -49,9 +49,14 @@ struct Forward {
   }
 };
 
-template <gemm::Type type, Activation activation, bool aux>
+template <gemm::Type type, Activation activation>
 cudaError_t forward(const Product& product) {
-  return Forward<type, activation, aux>::run(product);
+  return Forward<type, activation, false>::run(product);
+}
+
+template <gemm::Type type, Activation activation>
+cudaError_t saving_forward(const Product& product) {
+  return Forward<type, activation, true>::run(product);
 }
 
 }  // namespace fused::cuda::hopper

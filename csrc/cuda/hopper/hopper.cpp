@@ -22,9 +22,9 @@ Kernel kernel_of(const PassProblem& p) {
       constexpr bool is_relu = activation == Activation::relu;
       if (p.pass == Pass::dgrad) return backward<type, activation>;
       if (p.pass == Pass::fprop && (is_relu ? gemm::wants_bits(p) : p.aux)) {
-        return forward<type, activation, true>;
+        return saving_forward<type, activation>;
       }
-      if (p.pass == Pass::fprop) return forward<type, activation, false>;
+      if (p.pass == Pass::fprop) return forward<type, activation>;
       if constexpr (!is_relu) {
         if (p.pass == Pass::gating) return gating<type, activation>;
         if (p.pass == Pass::glu) return glu<type, activation>;

@@ -1,7 +1,6 @@
 #pragma once
 
-// What a kernel gets. One function a kernel; each is instantiated in one of this folder's .cu
-// files.
+// What a kernel gets. One function a kernel; kernels.cu instantiates each.
 
 #include "core/activation.h"
 #include "gemm/hopper.h"
@@ -28,8 +27,12 @@ struct Product {
   gemm::Up up;
 };
 
-template <gemm::Type type, Activation activation, bool aux>
+template <gemm::Type type, Activation activation>
 cudaError_t forward(const Product& product);
+
+// With what is kept for the backward: the pre-activation, or ReLU's bits.
+template <gemm::Type type, Activation activation>
+cudaError_t saving_forward(const Product& product);
 
 template <gemm::Type type, Activation activation>
 cudaError_t backward(const Product& product);
