@@ -54,7 +54,7 @@ struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
   static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
 
-  // Both products and h in one kernel; nothing where there is none, or apart is faster.
+  // Both products and h as one plan; nothing where no kernel of ours could be in it.
   static std::optional<dispatch::Triple> linear_glu(const gated::Layer& layer,
                                                     Activation activation, bool keeps) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -97,7 +97,7 @@ struct Glu : reference::Glu {
     matmul.align_aux = std::min(matmul.align_aux, gemm::alignment_class(call.up.preactivation));
     if (gemm::own_objection(call.problem)) return std::nullopt;
     explain::Row row("_linear_glu_aux", input, gate);
-    if (run_own(call)) return {{hidden, gate_z, up_z}};
+    if (run(call)) return {{hidden, gate_z, up_z}};
     row.drop();
     return std::nullopt;
   }

@@ -221,13 +221,6 @@ struct Linear {
     const bool wants_sums = sums.numel() > 0;
     if (grad.rows == 0 && wants_sums) sums.zero_();
     if (grad.rows == 0 || grad.cols == 0 || (dz == nullptr && !wants_sums)) return;
-    if (activation != Activation::none && dz != nullptr && dz != grad.data) {
-      const Matrix result{grad.rows, grad.cols, grad.cols, false, dz};
-      run_surely(make_call(Pass::activation, grad, {}, result,
-                           wants_sums ? sums.data_ptr() : nullptr, activation, saved, mask),
-                 like);
-      return;
-    }
     one_pass(grad, saved, mask, activation, *gemm_type(like.scalar_type()), dz,
              wants_sums ? sums.data_ptr() : nullptr);
   }

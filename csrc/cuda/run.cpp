@@ -9,32 +9,20 @@
 
 namespace fused::cuda {
 
-namespace {
-
-bool run(const PassCall& call, bool only_own, kernels::SmallGradients* waiting) {
+bool run(const PassCall& call, kernels::SmallGradients* waiting) {
   std::optional<Plan> spare;  // for this call only
   auto* plan = known_plan(call.problem);
   if (plan == nullptr) plan = tune::make_plan(call, spare);
   if (plan == nullptr) return false;
-  if (only_own && plan->strategy->provider != Provider::own) return false;
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   const Workspace workspace(plan->algorithm.workspace);
   if (execute(call, *plan, workspace.data(), stream, waiting)) return true;
   // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
-  if (only_own) return false;
   TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
                   call.problem.matmul, "); eager's way is taken");
   spare = tune::fallback_plan(call.problem, "it failed");
   return spare && execute(call, *spare, nullptr, stream);
 }
-
-}  // namespace
-
-bool run(const PassCall& call, kernels::SmallGradients* waiting) {
-  return run(call, /*only_own=*/false, waiting);
-}
-
-bool run_own(const PassCall& call) { return run(call, /*only_own=*/true, /*waiting=*/nullptr); }
 
 }  // namespace fused::cuda

@@ -12,7 +12,4 @@ namespace fused::cuda {
 // left in `waiting` (see execute) the caller launches.
 bool run(const PassCall& call, kernels::SmallGradients* waiting = nullptr);
 
-// The same if the plan is one of our own products; false with nothing done if it is not.
-bool run_own(const PassCall& call);
-
 }  // namespace fused::cuda

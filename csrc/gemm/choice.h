@@ -137,8 +137,6 @@ inline const char* rule(const PassProblem& p, const Available& available) {
       if (p.literal && p.bias) return "bgradb";
       // Part of the product in fp16 only; elsewhere a slow kernel of its own.
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
-    case Pass::activation:
-      return "one_pass";
     case Pass::glu:
       return own ? "hopper" : "products+gating";
     case Pass::gating:

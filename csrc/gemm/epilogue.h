@@ -30,12 +30,11 @@ enum class Epilogue : uint32_t {
 };
 
 enum class Pass {
-  fprop,       // y = act(x Wᵀ + b)
-  dgrad,       // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
-  wgrad,       // dzᵀ x, and, as "bias", the column sums of dz
-  activation,  // dz = act'(saved) · dy without a product, and, as "bias", its column sums
-  gating,      // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
-  glu,         // h = act(x gateᵀ + b) ⊙ (x upᵀ + b)
+  fprop,   // y = act(x Wᵀ + b)
+  dgrad,   // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
+  wgrad,   // dzᵀ x, and, as "bias", the column sums of dz
+  gating,  // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
+  glu,     // h = act(x gateᵀ + b) ⊙ (x upᵀ + b)
 };
 inline constexpr Pass last_pass = Pass::glu;
 

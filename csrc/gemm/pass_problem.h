@@ -62,8 +62,6 @@ inline const char* name(Pass pass) {
       return "dgrad";
     case Pass::wgrad:
       return "wgrad";
-    case Pass::activation:
-      return "activation";
     case Pass::gating:
       return "gating";
     case Pass::glu:

@@ -1,7 +1,7 @@
 #pragma once
 
-// The ways to do a pass of a layer, as data. A strategy is short steps, around a matrix product in
-// all passes but one; which strategy is taken, and with which algorithm, is a plan (plans/).
+// The ways to do a pass of a layer, as data. A strategy is a matrix product and the short steps
+// after it; which strategy is taken, and with which algorithm, is a plan (plans/).
 // Another way is another row here, and a step of its own if it brings a new kernel.
 
 #include "gemm/problem.h"
@@ -126,22 +126,6 @@ inline constexpr Strategy strategies[] = {
      false,
      {Step::matmul, Step::aten_column_sum}},
 
-    {Pass::activation,
-     "one_pass",
-     Provider::own,
-     Role::fallback,
-     false,
-     false,
-     {Step::own_one_pass}},
-    {Pass::activation,
-     "aten",
-     Provider::aten,
-     Role::eager,
-     false,
-     false,
-     {Step::aten_gradient, Step::aten_column_sum}},
-
-    // Where our own is not taken, each product has a plan of its own in place of this pass's.
     {Pass::glu, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
     {Pass::glu,
      "products+gating",

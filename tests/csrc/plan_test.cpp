@@ -71,8 +71,7 @@ void every_pass_has_one_fallback_and_one_eager() {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
-      const bool product = s.steps.front() == Step::matmul || s.steps.front() == Step::own_small;
-      EXPECT(product == (pass != Pass::activation));
+      EXPECT(s.steps.front() == Step::matmul || s.steps.front() == Step::own_small);
       const bool both = s.role == Role::eager_fallback;
       fallbacks += both || s.role == Role::fallback;
       eagers += both || s.role == Role::eager;
@@ -214,9 +213,7 @@ void bits_are_made_behind_any_forward() {
   // The library's mask is another: of the sum before it is rounded, and set at 0.
   p.aux = true;
   EXPECT(!wants_bits(p) && applies(p, "epilogue") && !applies(p, "hopper") && !applies(p, "aten"));
-  for (auto pass : {Pass::dgrad, Pass::activation}) {
-    EXPECT(!wants_bits(problem_of(pass, Activation::relu, true, true)));
-  }
+  EXPECT(!wants_bits(problem_of(Pass::dgrad, Activation::relu, true, true)));
 }
 
 void small_takes_small_problems() {

@@ -14,8 +14,8 @@ using namespace fused::plans;
 inline constexpr size_t library = 130100;
 inline constexpr Available with_hopper{library, true, true}, without_hopper{library};
 
-inline constexpr Pass every_pass[] = {Pass::fprop,      Pass::dgrad,  Pass::wgrad,
-                                      Pass::activation, Pass::gating, Pass::glu};
+inline constexpr Pass every_pass[] = {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::gating,
+                                      Pass::glu};
 static_assert(every_pass[std::size(every_pass) - 1] == last_pass);
 
 inline PassProblem problem_of(Pass pass, Activation activation = Activation::none, bool bias = true,
@@ -32,7 +32,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   g.m = 256, g.n = 8192, g.k = 128;
   if (pass == Pass::wgrad) g.n = 256, g.m = 128, g.k = 8192;
   g.lda = g.transpose_a ? g.k : g.m, g.ldb = g.transpose_b ? g.n : g.k, g.ldd = g.m;
-  const bool reads = pass == Pass::dgrad || pass == Pass::activation || pass == Pass::gating;
+  const bool reads = pass == Pass::dgrad || pass == Pass::gating;
   if (mask || reads) g.ld_aux = g.m;
   g.workspace_limit = 32 << 20;
   return p;
@@ -55,8 +55,7 @@ inline std::vector<PassProblem> every_problem() {
           if (pass == Pass::fprop && p.aux && activation == Activation::relu && !p.mask) continue;
           if (pass == Pass::wgrad && activation != Activation::none) continue;
           const bool gated = pass == Pass::gating || pass == Pass::glu;
-          const bool active = pass == Pass::activation || gated;
-          if (active && activation == Activation::none) continue;
+          if (gated && activation == Activation::none) continue;
           if (gated && p.mask) continue;
           if (pass == Pass::gating && p.bias) continue;
           all.push_back(p);

@@ -20,11 +20,6 @@ Tensor bias_tensor(const PassCall& call) {
   return as_tensor(call, call.bias, {rows ? call.result.rows : call.result.cols}, {1});
 }
 
-// What act' is applied to: a product's result, or what came.
-const Matrix& gradient_of(const PassCall& call) {
-  return call.problem.pass == gemm::Pass::activation ? call.left : call.result;
-}
-
 const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
   auto result = as_tensor(matmul_result(call, strategy), call);
   const auto left = as_tensor(call.left, call), right = as_tensor(call.right, call);
@@ -135,8 +130,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       }
       case Step::own_one_pass:
         if (active) {
-          one_pass(gradient_of(call), call.aux, p.mask, p.activation, type, call.result.data,
-                   call.bias);
+          one_pass(call.result, call.aux, p.mask, p.activation, type, call.result.data, call.bias);
         }
         break;
       case Step::own_column_sum:
@@ -151,8 +145,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       case Step::aten_gradient: {
         explain::append("ATen activation gradient");
         const auto dz = as_tensor(call.result, call);
-        activation_gradient_out(dz, as_tensor(gradient_of(call), call), as_tensor(call.aux, call),
-                                p.activation);
+        activation_gradient_out(dz, dz, as_tensor(call.aux, call), p.activation);
         break;
       }
       case Step::own_glu:
