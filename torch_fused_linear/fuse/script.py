@@ -123,7 +123,7 @@ class _Method:
         if any(len(v.uses()) > 1 for v in (value, last)):
             return "what it returns is read elsewhere too"
         if any(v.unique() not in self.here for v in (value, last, act.output())):
-            return "it lies in a with block or another branch than its activation"
+            return "it lies in a `with` block or another branch than its activation"
         return None
 
     def _replace_layer(self, act: Node, last: Value, value: Value) -> None:
