@@ -5,7 +5,7 @@
 #include "autograd/double_backward.h"
 #include "core/conv.h"
 #include "dispatch/conv_kernels.h"
-#include "dispatch/signatures.h"
+#include "dispatch/operators.h"
 #include "fused_linear.h"
 
 namespace fused::autograd {
@@ -57,14 +57,12 @@ Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& 
   auto [dz, grad_bias] = relu_backward(batched(grad), batched(state.variables[State::output]),
                                        wanted[2] && !summed_by_library);
   if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fused::_conv2d_backward", "")
-                             .typed<dispatch::Conv2dBackward>();
   const auto input = batched(state.variables[State::input]);
   const auto& weight = state.variables[State::weight];
   const std::array<bool, 3> mask{wanted[0], wanted[1], wanted[2] && summed_by_library};
   auto [grad_input, grad_weight, library_bias] =
-      is_sharded(dz) ? op.call(dz, input, weight, g.stride, g.padding, g.dilation, g.groups, mask)
+      is_sharded(dz) ? dispatch::Conv2dBackward::call(dz, input, weight, g.stride, g.padding,
+                                                      g.dilation, g.groups, mask)
                      : convolution_backward(dz, input, weight, g.stride, g.padding, g.dilation,
                                             g.groups, mask);
   return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};

@@ -7,7 +7,7 @@
 #include "core/explain.h"
 #include "core/policy.h"
 #include "dispatch/gated.h"
-#include "dispatch/signatures.h"
+#include "dispatch/operators.h"
 #include "reference/gated.h"
 
 #include <torch/library.h>

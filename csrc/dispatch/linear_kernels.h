@@ -10,7 +10,7 @@
 #include "core/explain.h"
 #include "core/memory.h"
 #include "core/policy.h"
-#include "dispatch/signatures.h"
+#include "dispatch/operators.h"
 #include "reference/linear.h"
 
 #include <torch/library.h>

@@ -1,13 +1,17 @@
 #pragma once
 
-// The operators' signatures as the dispatcher has them, and functions over structs in that form.
+// The operators as the dispatcher has them, a row each: typed calls, autocast, what tensors of
+// Python classes get and calls from eager Python are made of these rows. And functions over structs
+// in that form.
 
 #include "core/activation.h"
 #include "fused_linear.h"
 
 #include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SymInt.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string_view>
@@ -21,41 +25,72 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Quintuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
-using LinearRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
-using LinearGelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                          std::string_view);
-using LinearSilu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
-using Mlp = Tensor(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
-                   std::string_view, std::string_view);
-using LinearGlu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                         const OptionalTensor&, std::string_view, std::string_view);
-using GatedMlp = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                        std::string_view, std::string_view);
-using Conv2dRelu = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::SymIntArrayRef,
-                          c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt);
-using LinearReluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
-using LinearGeluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view);
-using LinearSiluAux = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
-using ReluMask = Tensor(const Tensor&);
-using LinearReluBits = Pair(const Tensor&, const Tensor&, const OptionalTensor&);
-using ActivationBackward = Pair(const Tensor&, const Tensor&, std::string_view, bool);
-using ChannelsReluBackward = Pair(const Tensor&, const Tensor&, bool);
-using Conv2dBackward = Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef,
-                              c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt,
-                              std::array<bool, 3>);
-using LinearBackward = Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                              std::string_view, std::array<bool, 3>);
-using LinearBackwardAcross = Quadruple(const Tensor&, const Tensor&, const Tensor&,
-                                       const OptionalTensor&, std::string_view, std::array<bool, 3>,
-                                       const Tensor&, std::string_view, bool);
+// One operator: its name and signature, and how it is called through the dispatcher.
+template <size_t size>
+struct Name {
+  char text[size];
+  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }  // NOLINT
+};
 
-using LinearGluAux = Triple(const Tensor&, const Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, std::string_view, bool);
-using Glu = Tensor(const Tensor&, const OptionalTensor&, std::string_view);
-using GluBackward = Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                              std::array<bool, 5>, const OptionalTensor&);
+template <Name full, typename>
+struct Operator;
+
+template <Name full, typename Result, typename... Args>
+struct Operator<full, Result(Args...)> {
+  using Signature = Result(Args...);
+  static constexpr const char* name = full.text;
+
+  static Result call(Args... args) {
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
+    return op.call(args...);
+  }
+};
+
+// What users call.
+using Linear = Operator<"fused::linear", decltype(fused::linear)>;
+using LinearRelu = Operator<"fused::linear_relu", decltype(fused::linear_relu)>;
+using LinearGelu = Operator<"fused::linear_gelu", decltype(fused::linear_gelu)>;
+using LinearSilu = Operator<"fused::linear_silu", decltype(fused::linear_silu)>;
+using Mlp = Operator<"fused::mlp", decltype(fused::mlp)>;
+using LinearGlu = Operator<"fused::linear_glu", decltype(fused::linear_glu)>;
+using GatedMlp = Operator<"fused::gated_mlp", decltype(fused::gated_mlp)>;
+using Conv2dRelu = Operator<"fused::conv2d_relu", decltype(fused::conv2d_relu_symint)>;
+using Public =
+    std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, Mlp, LinearGlu, GatedMlp, Conv2dRelu>;
+
+// What nodes call.
+using LinearReluAux = Operator<"fused::_linear_relu_aux", decltype(steps::linear_relu_aux)>;
+using LinearGeluAux = Operator<"fused::_linear_gelu_aux", decltype(steps::linear_gelu_aux)>;
+using LinearSiluAux = Operator<"fused::_linear_silu_aux", decltype(steps::linear_silu_aux)>;
+using ReluMask = Operator<"fused::_relu_mask", decltype(steps::relu_mask)>;
+using LinearReluBits = Operator<"fused::_linear_relu_bits", decltype(steps::linear_relu_bits)>;
+using ActivationBackward = Operator<"fused::_activation_backward",
+                                    Pair(const Tensor&, const Tensor&, std::string_view, bool)>;
+using ChannelsReluBackward =
+    Operator<"fused::_channels_relu_backward", decltype(steps::channels_relu_backward)>;
+using Conv2dBackward =
+    Operator<"fused::_conv2d_backward",
+             Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef,
+                    c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
+using LinearBackward =
+    Operator<"fused::_linear_backward",
+             Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                    std::string_view, std::array<bool, 3>)>;
+using LinearBackwardAcross =
+    Operator<"fused::_linear_backward_across",
+             Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                       std::string_view, std::array<bool, 3>, const Tensor&, std::string_view,
+                       bool)>;
+using LinearGluAux =
+    Operator<"fused::_linear_glu_aux",
+             Triple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                    const OptionalTensor&, std::string_view, bool)>;
+using Glu = Operator<"fused::_glu", Tensor(const Tensor&, const OptionalTensor&, std::string_view)>;
+using GluBackward =
+    Operator<"fused::_glu_backward",
+             Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                       std::array<bool, 5>, const OptionalTensor&)>;
 
 // `fn` takes the activation as a value, and structs for what belongs together.
 template <auto fn>

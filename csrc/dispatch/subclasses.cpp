@@ -6,7 +6,7 @@
 // apart.
 
 #include "core/memory.h"
-#include "dispatch/signatures.h"
+#include "dispatch/operators.h"
 #include "reference/conv.h"
 #include "reference/gated.h"
 #include "reference/linear.h"
@@ -118,18 +118,19 @@ Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTens
 
 // ---- the kernels -------------------------------------------------------------------------------
 
-template <const auto& name, auto instead>
+template <typename Op, auto instead, typename Signature = typename Op::Signature>
 struct Kernel;
 
-template <const auto& name, typename... Args, Tensor (*instead)(Args...)>
-struct Kernel<name, instead> {
+template <typename Op, auto instead, typename... Args>
+struct Kernel<Op, instead, Tensor(Args...)> {
   static Tensor call(c10::DispatchKeySet keys, Args... args) {
     Tensors tensors;
     (collect(tensors, args), ...);
     if (any_foreign(tensors)) return instead(args...);
     // what torch does itself at this key
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Tensor(Args...)>();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(Op::name, "")
+                               .template typed<Tensor(Args...)>();
     constexpr auto here = c10::DispatchKey::PythonTLSSnapshot;
     const at::impl::MaybeSetTLSOnEntryGuard guard;
     return op.redispatch(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, here),
@@ -137,22 +138,22 @@ struct Kernel<name, instead> {
   }
 };
 
-constexpr char linear_name[] = "fused::linear", linear_relu_name[] = "fused::linear_relu",
-               linear_gelu_name[] = "fused::linear_gelu", linear_silu_name[] = "fused::linear_silu",
-               linear_glu_name[] = "fused::linear_glu", gated_mlp_name[] = "fused::gated_mlp",
-               mlp_name[] = "fused::mlp", conv2d_relu_name[] = "fused::conv2d_relu";
+template <typename Op, auto instead>
+void put(torch::Library& m) {
+  m.impl(Op::name, TORCH_FN((Kernel<Op, instead>::call)));
+}
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, PythonTLSSnapshot, m) {
-  m.impl("linear", TORCH_FN((Kernel<linear_name, linear>::call)));
-  m.impl("linear_relu", TORCH_FN((Kernel<linear_relu_name, linear_relu>::call)));
-  m.impl("linear_gelu", TORCH_FN((Kernel<linear_gelu_name, linear_gelu>::call)));
-  m.impl("linear_silu", TORCH_FN((Kernel<linear_silu_name, linear_silu>::call)));
-  m.impl("mlp", TORCH_FN((Kernel<mlp_name, mlp>::call)));
-  m.impl("linear_glu", TORCH_FN((Kernel<linear_glu_name, linear_glu>::call)));
-  m.impl("gated_mlp", TORCH_FN((Kernel<gated_mlp_name, gated_mlp>::call)));
-  m.impl("conv2d_relu", TORCH_FN((Kernel<conv2d_relu_name, conv2d_relu>::call)));
+  put<Linear, linear>(m);
+  put<LinearRelu, linear_relu>(m);
+  put<LinearGelu, linear_gelu>(m);
+  put<LinearSilu, linear_silu>(m);
+  put<Mlp, mlp>(m);
+  put<LinearGlu, linear_glu>(m);
+  put<GatedMlp, gated_mlp>(m);
+  put<Conv2dRelu, conv2d_relu>(m);
 }
 
 }  // namespace fused::dispatch

@@ -90,12 +90,12 @@ struct Argument<c10::List<OptionalTensor>>
 template <>
 struct Argument<c10::SymIntArrayRef> : ListArgument<c10::SymInt, std::vector<c10::SymInt>> {};
 
-// The function for Python of the operator `name`; all arguments are given, by position.
-template <const auto& name, typename Signature>
+// The function for Python of an operator; all arguments are given, by position.
+template <typename Op, typename Signature = typename Op::Signature>
 struct Function;
 
-template <const auto& name, typename... Args>
-struct Function<name, Tensor(Args...)> {
+template <typename Op, typename... Args>
+struct Function<Op, Tensor(Args...)> {
   static PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
     HANDLE_TH_ERRORS
     return run(given, count, std::index_sequence_for<Args...>());
@@ -110,29 +110,26 @@ struct Function<name, Tensor(Args...)> {
     if (!plain) Py_RETURN_NONE;
     std::tuple<decltype(Argument<std::decay_t<Args>>::take(given[k]))...> arguments{
         Argument<std::decay_t<Args>>::take(given[k])...};
-    return run_operator<name, Tensor(Args...)>(std::get<k>(arguments)...);
+    return run_operator<Op>(std::get<k>(arguments)...);
   }
 };
 
-template <const auto& name, typename Signature>
+template <typename Op>
 PyMethodDef method() {
   constexpr auto prefix = std::string_view("fused::").size();
-  const auto function = &Function<name, Signature>::call;
-  return {name + prefix, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+  const auto function = &Function<Op>::call;
+  return {Op::name + prefix, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
           METH_FASTCALL, nullptr};
 }
 
-PyMethodDef methods[] = {method<linear, dispatch::Linear>(),
-                         method<linear_relu, dispatch::LinearRelu>(),
-                         method<linear_gelu, dispatch::LinearGelu>(),
-                         method<linear_silu, dispatch::LinearSilu>(),
-                         method<linear_glu, dispatch::LinearGlu>(),
-                         method<gated_mlp, dispatch::GatedMlp>(),
-                         method<mlp, dispatch::Mlp>(),
-                         method<conv2d_relu, dispatch::Conv2dRelu>(),
-                         {}};
+template <typename... Ops>
+auto methods_of(const std::tuple<Ops...>*) {
+  return std::array{method<Ops>()..., PyMethodDef{}};
+}
 
-PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods, {}, {}, {}, {}};
+auto methods = methods_of(static_cast<dispatch::Public*>(nullptr));
+
+PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods.data(), {}, {}, {}, {}};
 
 }  // namespace
 }  // namespace fused::python

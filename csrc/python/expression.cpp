@@ -38,10 +38,10 @@ bool is_begun(PyObject* object) {
 PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
   Tensor x = call.input, w = call.matrix();
   const OptionalTensor b = call.vector();
-  if (kind == "relu") return run_operator<linear_relu, dispatch::LinearRelu>(x, w, b, memory);
-  if (kind == "silu") return run_operator<linear_silu, dispatch::LinearSilu>(x, w, b, memory);
+  if (kind == "relu") return run_operator<dispatch::LinearRelu>(x, w, b, memory);
+  if (kind == "silu") return run_operator<dispatch::LinearSilu>(x, w, b, memory);
   const std::string_view form = kind == "gelu_tanh" ? "tanh" : "none";
-  return run_operator<linear_gelu, dispatch::LinearGelu>(x, w, b, form, memory);
+  return run_operator<dispatch::LinearGelu>(x, w, b, form, memory);
 }
 
 // The activation of a begun layer, as one operator; nullptr, with no error, where Python decides.
@@ -81,8 +81,8 @@ PyObject* down(PyObject* layer, PyObject* call) {
   // the rows of gate are what the layer's input will have for features
   if (!fits(gate, weight, found->bias, 2, weight.size(1) * (up ? 1 : 2))) return nullptr;
   const std::string_view kind = text(part(given, 5)), memory = text(part(given, 6));
-  return run_operator<gated_mlp, dispatch::GatedMlp>(x, gate, up, weight, gate_bias, up_bias, bias,
-                                                     kind, memory);
+  return run_operator<dispatch::GatedMlp>(x, gate, up, weight, gate_bias, up_bias, bias, kind,
+                                          memory);
 }
 
 // Calls the function of call.py that decides everything.
@@ -108,7 +108,7 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
       if (result != nullptr || PyErr_Occurred()) return result;
     } else if (const auto call = ready(function, h); call && !(is_last && is_conv(function))) {
       if (is_last) {
-        return run_operator<linear, dispatch::Linear>(call->input, call->matrix(), call->vector());
+        return run_operator<dispatch::Linear>(call->input, call->matrix(), call->vector());
       }
       return Py_BuildValue("(OOONO())", begun, function, h, call->wrapped(), call->bias);
     }
