@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -58,20 +59,68 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
 
 
 def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
-    op, newer = onnxscript.opset18, onnxscript.opset20
+    fused = torch.ops.fused
+    write = _Operators(onnxscript, has_gelu)
+    layers = {activation.operator for activation in ACTIVATIONS.values()}
+    writers = {name: write.layer(name) for name in layers}
+    writers |= {"linear": write.linear, "mlp": write.mlp, "conv2d_relu": write.conv2d_relu}
+    writers |= {"linear_glu": write.linear_glu, "gated_mlp": write.gated_mlp}
+    tensor = onnxscript.onnx_types.TensorType
+    types = {"Tensor": tensor, "Optional[Tensor]": tensor | None, "str": str, "int": int}
+    types |= {"List[Tensor]": Sequence[tensor], "List[Optional[Tensor]]": Sequence[tensor | None]}
+    types |= {"List[int]": Sequence[int]}
+    table = {}
+    for name, writer in writers.items():
+        op = getattr(fused, name).default
+        table[op] = _with_annotations(writer, op._schema.arguments, types)
+    return table
 
-    def is_matrix(x) -> bool:
-        return x.shape is not None and len(x.shape) == 2
 
-    def product(input, weight, bias, gemm: bool):
-        if gemm:
+def _with_annotations(writer: Callable, arguments, types: dict[str, Any]) -> Callable:
+    """The exporter tells tensors from attributes by the signature, whose annotations must be
+    objects."""
+    parameters = []
+    for argument in arguments:
+        default = argument.default_value if argument.has_default_value() else Parameter.empty
+        kind, type_ = Parameter.POSITIONAL_OR_KEYWORD, types[str(argument.type)]
+        parameters.append(Parameter(argument.name, kind, default=default, annotation=type_))
+
+    signature = Signature(parameters)
+
+    def written(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return writer(**given.arguments)
+
+    written.__signature__ = signature
+    written.__annotations__ = {p.name: p.annotation for p in parameters}
+    return written
+
+
+class _Operators:
+    """What is written for each operator; what is kept for a backward is no matter here."""
+
+    def __init__(self, onnxscript, has_gelu: bool) -> None:
+        self.op, self.newer = onnxscript.opset18, onnxscript.opset20
+        self.has_gelu = has_gelu
+
+    def _product(self, input, weight, bias, is_matrix: bool):
+        op = self.op
+        if is_matrix:
             return op.Gemm(input, weight, bias, transB=1)
         result = op.MatMul(input, op.Transpose(weight, perm=[1, 0]))
         return result if bias is None else op.Add(result, bias)
 
-    def gelu(x, approximate: str):
-        if has_gelu:
-            return newer.Gelu(x, approximate=approximate)
+    def _activate(self, x, name: str):
+        approximate = ACTIVATIONS[name].approximate
+        if approximate is not None:
+            return self._gelu(x, approximate)
+        return self.op.Relu(x) if name == "relu" else self.op.Mul(x, self.op.Sigmoid(x))
+
+    def _gelu(self, x, approximate: str):
+        op = self.op
+        if self.has_gelu:
+            return self.newer.Gelu(x, approximate=approximate)
 
         def number(value: float):
             return op.CastLike(op.Constant(value_float=value), x)
@@ -83,116 +132,59 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
             bracket = op.Erf(op.Div(x, number(math.sqrt(2))))
         return op.Mul(x, op.Mul(number(0.5), op.Add(bracket, number(1.0))))
 
-    def silu(x):
-        return op.Mul(x, op.Sigmoid(x))
+    def linear(self, input, weight, bias=None):
+        return self._product(input, weight, bias, _is_matrix(input))
 
-    def activate(x, activation: str):
-        approximate = ACTIVATIONS[activation].approximate
-        if approximate is not None:
-            return gelu(x, approximate)
-        return op.Relu(x) if activation == "relu" else silu(x)
+    def layer(self, operator: str) -> Callable:
+        """Of a linear operator with its activation."""
+        kinds = [a for a in ACTIVATIONS.values() if a.operator == operator]
 
-    def convolution(input, weight, bias, stride, padding, dilation, groups):
-        def pair(numbers):
-            return [numbers[0], numbers[-1]]
+        def written(input, weight, bias=None, approximate=None, memory="default"):
+            name = next(a.name for a in kinds if a.approximate == approximate)
+            return self._activate(self.linear(input, weight, bias), name)
 
-        return op.Conv(
-            input,
-            weight,
-            bias,
-            strides=pair(stride),
-            pads=2 * pair(padding),  # above and to the left, then below and to the right
-            dilations=pair(dilation),
-            group=groups,
-        )
+        return written
 
-    # The exporter tells tensors from attributes by the annotations, which must be objects.
-    def linear(input, weight, bias=None):
-        return product(input, weight, bias, is_matrix(input))
-
-    # What is kept for a backward is no matter here.
-    def linear_relu(input, weight, bias=None, memory="default"):
-        return op.Relu(product(input, weight, bias, is_matrix(input)))
-
-    def linear_gelu(input, weight, bias=None, approximate="tanh", memory="default"):
-        return gelu(product(input, weight, bias, is_matrix(input)), approximate)
-
-    def linear_silu(input, weight, bias=None, memory="default"):
-        return silu(product(input, weight, bias, is_matrix(input)))
-
-    def mlp(input, weights, biases, activation, memory="default"):
-        gemm = is_matrix(input)  # of what follows the shape is not known yet
+    def mlp(self, input, weights, biases, activation, memory="default"):
+        is_matrix = _is_matrix(input)  # of what follows the shape is not known yet
         for weight, bias in zip(weights[:-1], biases[:-1]):
-            input = activate(product(input, weight, bias, gemm), activation)
-        return product(input, weights[-1], biases[-1], gemm)
-
-    def glu(input, gate, up, gate_bias, up_bias, activation: str):
-        gemm = is_matrix(input)
-        first = product(input, gate, gate_bias, gemm)
-        if up is None:
-            first, second = op.Split(first, axis=-1, num_outputs=2)
-        else:
-            second = product(input, up, up_bias, gemm)
-        return op.Mul(activate(first, activation), second)
+            input = self._activate(self._product(input, weight, bias, is_matrix), activation)
+        return self._product(input, weights[-1], biases[-1], is_matrix)
 
     def linear_glu(
-        input, gate, up=None, gate_bias=None, up_bias=None, activation="silu", memory="default"
+        self, input, gate, up=None, gate_bias=None, up_bias=None, activation="silu", memory=None
     ):
-        return glu(input, gate, up, gate_bias, up_bias, activation)
+        first = self.linear(input, gate, gate_bias)
+        if up is None:
+            first, second = self.op.Split(first, axis=-1, num_outputs=2)
+        else:
+            second = self.linear(input, up, up_bias)
+        return self.op.Mul(self._activate(first, activation), second)
 
     def gated_mlp(
-        input,
-        gate,
-        up,
-        down,
-        gate_bias=None,
-        up_bias=None,
-        down_bias=None,
-        activation="silu",
-        memory="default",
+        self, input, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, **options
     ):
-        hidden = glu(input, gate, up, gate_bias, up_bias, activation)
-        return product(hidden, down, down_bias, is_matrix(input))
+        hidden = self.linear_glu(input, gate, up, gate_bias, up_bias, **options)
+        return self._product(hidden, down, down_bias, _is_matrix(input))
 
     def conv2d_relu(
-        input, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
+        self, input, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
     ):
-        geometry = stride, padding, dilation, groups
-        if input.shape is None or len(input.shape) == 4:
-            return op.Relu(convolution(input, weight, bias, *geometry))
-        first = op.Constant(value_ints=[0])  # an image is a batch of one
-        image = op.Unsqueeze(input, first)
-        return op.Relu(op.Squeeze(convolution(image, weight, bias, *geometry), first))
+        op = self.op
+        has_batch = input.shape is None or len(input.shape) == 4
+        first = None if has_batch else op.Constant(value_ints=[0])
+        image = input if has_batch else op.Unsqueeze(input, first)  # a batch of one
+        result = op.Conv(
+            image,
+            weight,
+            bias,
+            strides=[stride[0], stride[-1]],
+            pads=2 * [padding[0], padding[-1]],  # above and to the left, below and to the right
+            dilations=[dilation[0], dilation[-1]],
+            group=groups,
+        )
+        return op.Relu(result if has_batch else op.Squeeze(result, first))
 
-    tensor = onnxscript.onnx_types.TensorType
-    one = {"input": tensor, "weight": tensor, "bias": tensor | None}
-    linear.__annotations__ = one
-    linear_relu.__annotations__ = {**one, "memory": str}
-    linear_silu.__annotations__ = {**one, "memory": str}
-    linear_gelu.__annotations__ = {**one, "approximate": str, "memory": str}
-    numbers = dict.fromkeys(("stride", "padding", "dilation"), Sequence[int])
-    conv2d_relu.__annotations__ = {**one, **numbers, "groups": int}
-    mlp.__annotations__ = {
-        "input": tensor,
-        "weights": Sequence[tensor],
-        "biases": Sequence[tensor | None],
-        "activation": str,
-        "memory": str,
-    }
-    optional = dict.fromkeys(("up", "gate_bias", "up_bias", "down_bias"), tensor | None)
-    gated = {"input": tensor, "gate": tensor, "down": tensor, **optional}
-    gated |= {"activation": str, "memory": str}
-    for function in (linear_glu, gated_mlp):
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        function.__annotations__ = {name: gated[name] for name in names}
-    fused = torch.ops.fused
-    return {
-        fused.linear.default: linear,
-        fused.linear_relu.default: linear_relu,
-        fused.linear_gelu.default: linear_gelu,
-        fused.linear_silu.default: linear_silu,
-        fused.mlp.default: mlp,
-        fused.linear_glu.default: linear_glu,
-        fused.gated_mlp.default: gated_mlp,
-        fused.conv2d_relu.default: conv2d_relu,
-    }
+
+def _is_matrix(x) -> bool:
+    return x.shape is not None and len(x.shape) == 2
