@@ -19,7 +19,7 @@
 namespace fused::plans {
 namespace {
 
-constexpr std::string_view first_line = "torch_fused_linear plans 2";
+constexpr std::string_view first_line = "torch_fused_linear plans 3";
 // Of one section, made for no driver in particular; nothing of it is valid any more.
 constexpr std::string_view old_first_line = "torch_fused_linear plans 1";
 

@@ -201,7 +201,7 @@ void another_versions_lines_stay() {
   const std::string unknown = "some_new_strategy 1 2 3";
   const auto lines = library_plan + '\n' + own_plan + '\n' + unknown + '\n';
   const auto file = [&](const std::string& version) {
-    put("other", with_checksum("torch_fused_linear plans 2\ngpu GPU A\ncublaslt 130100\n"
+    put("other", with_checksum("torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\n"
                                "driver 580.65\nversion " +
                                version + '\n' + lines));
     return read_plans("other");
