@@ -86,9 +86,9 @@ def tools(nvcc):
     return texts
 
 
-def compile_unit(nvcc, kernel, type_, system, folder, made_with):
+def compile_unit(nvcc, kind, type_, system, folder, made_with):
     source = KERNELS / "kernels.cu"
-    made = folder / f"{kernel}_{type_}.o"
+    made = folder / f"{kind}_{type_}.o"
     stamp = made.with_suffix(".sha256")
     texts = [p.read_bytes() for p in sorted(included(source, set()))]
     current = hashlib.sha256(b"\0".join([*texts, *made_with])).hexdigest()
@@ -96,12 +96,11 @@ def compile_unit(nvcc, kernel, type_, system, folder, made_with):
         return made
     stamp.unlink(missing_ok=True)
     command = [nvcc, "-c", *FLAGS, *TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", *system]
-    command += [f"-DFUSED_KERNEL={kernel}", f"-DFUSED_TYPE={type_}"]
-    command += ["-DFUSED_GATED"] if kernel in ("gating", "glu") else []
+    command += [f"-DFUSED_KIND={kind}", f"-DFUSED_TYPE={type_}"]
     command += ["-isystem", headers(), source, "-o", made]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{source.name}, {kernel}, {type_}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{source.name}, {kind}, {type_}:\n{done.stdout}{done.stderr}")
     stamp.write_text(current)
     return made
 

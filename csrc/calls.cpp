@@ -26,6 +26,11 @@ Tensor linear_silu(const Tensor& input, const Tensor& weight, const std::optiona
   return dispatch::LinearSilu::call(input, weight, bias, memory);
 }
 
+Tensor linear_relu2(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                    std::string_view memory) {
+  return dispatch::LinearRelu2::call(input, weight, bias, memory);
+}
+
 Tensor mlp(const Tensor& input, at::TensorList weights,
            const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
            std::string_view memory) {
@@ -64,17 +69,9 @@ Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
 
 namespace steps {
 
-Pair linear_relu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return dispatch::LinearReluAux::call(input, weight, bias);
-}
-
-Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                     std::string_view approximate) {
-  return dispatch::LinearGeluAux::call(input, weight, bias, approximate);
-}
-
-Pair linear_silu_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return dispatch::LinearSiluAux::call(input, weight, bias);
+Pair linear_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                Activation activation) {
+  return dispatch::LinearAux::call(input, weight, bias, name(activation));
 }
 
 Tensor relu_mask(const Tensor& output) { return dispatch::ReluMask::call(output); }

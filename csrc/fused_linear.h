@@ -43,8 +43,14 @@ Tensor linear_silu(const Tensor& input,                     // [*, in]
                    const std::optional<Tensor>& bias = {},  // [out]
                    std::string_view memory = "default");
 
-// Layers in a chain, the activation ("relu", "gelu_tanh", "gelu_erf" or "silu") between them and
-// none after the last: one operator, one node.
+// y = max(x Wᵀ + b, 0)²
+Tensor linear_relu2(const Tensor& input,                     // [*, in]
+                    const Tensor& weight,                    // [out, in]
+                    const std::optional<Tensor>& bias = {},  // [out]
+                    std::string_view memory = "default");
+
+// Layers in a chain, the activation ("relu", "gelu_tanh", "gelu_erf", "silu" or "relu2") between
+// them and none after the last: one operator, one node.
 Tensor mlp(const Tensor& input,                             // [*, in]
            at::TensorList weights,                          // [hidden, in], ..., [out, hidden]
            const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
@@ -52,7 +58,7 @@ Tensor mlp(const Tensor& input,                             // [*, in]
 
 // The gated layer: y = act(x gateᵀ + gate_bias) ⊙ (x upᵀ + up_bias). Without up, gate is both
 // weights, [2 hidden, in], gate's rows first, and gate_bias both biases. activation is "silu",
-// "gelu_tanh", "gelu_erf" or "relu".
+// "gelu_tanh", "gelu_erf", "relu" or "relu2".
 Tensor linear_glu(const Tensor& input,                          // [*, in]
                   const Tensor& gate,                           // [hidden, in]
                   const std::optional<Tensor>& up = {},         // [hidden, in]
@@ -87,21 +93,13 @@ Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
 // The steps that autograd is made of, for a backward of your own.
 namespace steps {
 
-// -> output [*, out] and the bit mask of z >= 0, uint8 [*, roundup(out, 128) / 8]
-std::tuple<Tensor, Tensor> linear_relu_aux(const Tensor& input, const Tensor& weight,
-                                           const std::optional<Tensor>& bias = {});
-
-// -> output [*, out] and the pre-activation [*, out], whose rows are padded to 8 elements
-std::tuple<Tensor, Tensor> linear_gelu_aux(const Tensor& input, const Tensor& weight,
-                                           const std::optional<Tensor>& bias = {},
-                                           std::string_view approximate = "tanh");
-
-// -> the same for SiLU
-std::tuple<Tensor, Tensor> linear_silu_aux(const Tensor& input, const Tensor& weight,
-                                           const std::optional<Tensor>& bias = {});
+// -> output [*, out] and what its derivative is read from: for ReLU the bit mask of z >= 0, uint8
+// [*, roundup(out, 128) / 8], else the pre-activation [*, out], whose rows are padded to 8 elements
+std::tuple<Tensor, Tensor> linear_aux(const Tensor& input, const Tensor& weight,
+                                      const std::optional<Tensor>& bias, Activation activation);
 
 // ReLU's bit mask of its output, by torch's rule: 0 where output <= 0, so that at exactly 0 no
-// gradient passes (linear_relu_aux's mask lets it pass) and at NaN it does.
+// gradient passes (linear_aux's mask lets it pass) and at NaN it does.
 // -> uint8 [*, roundup(out, 128) / 8]
 Tensor relu_mask(const Tensor& output);  // [*, out]
 

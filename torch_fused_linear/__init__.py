@@ -12,6 +12,7 @@ if _library.load():
         linear_gelu,
         linear_glu,
         linear_relu,
+        linear_relu2,
         linear_silu,
         mlp,
     )
@@ -20,7 +21,13 @@ if _library.load():
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
-    from .nn.linear import FusedLinear, FusedLinearGELU, FusedLinearReLU, FusedLinearSiLU
+    from .nn.linear import (
+        FusedLinear,
+        FusedLinearGELU,
+        FusedLinearReLU,
+        FusedLinearReLU2,
+        FusedLinearSiLU,
+    )
     from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
     from .packing import pack_weights, unpack_weights
@@ -39,6 +46,7 @@ __all__ = [
     "FusedLinear",
     "FusedLinearGELU",
     "FusedLinearReLU",
+    "FusedLinearReLU2",
     "FusedLinearSiLU",
     "FusedMLP",
     "compile_backend",
@@ -57,6 +65,7 @@ __all__ = [
     "linear_gelu",
     "linear_glu",
     "linear_relu",
+    "linear_relu2",
     "linear_silu",
     "mlp",
     "onnx_translation_table",

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MODULES = {"relu": nn.ReLU, "silu": nn.SiLU}
+
+class SquaredReLU(nn.Module):
+    r"""Applies :math:`y = \max(x, 0)^2`, of which torch has no layer. See
+    `Primer <https://arxiv.org/abs/2109.08668>`_."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+_MODULES = {"relu": nn.ReLU, "silu": nn.SiLU, "relu2": SquaredReLU}
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,7 @@ class Activation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """What torch's own function gives."""
-        if self.approximate is None:
-            return getattr(F, self.name)(x)
-        return F.gelu(x, approximate=self.approximate)
+        return self.module()(x)
 
 
 ACTIVATIONS = {
@@ -52,9 +59,12 @@ ACTIVATIONS = {
         Activation("gelu_tanh", "linear_gelu", "GELU (tanh)", approximate="tanh"),
         Activation("gelu_erf", "linear_gelu", "GELU (erf)", approximate="none"),
         Activation("silu", "linear_silu", "SiLU"),
+        Activation("relu2", "linear_relu2", "ReLU²"),
     )
 }
 NAMES = tuple(ACTIVATIONS)
+# Of a linear layer with one of them.
+OPERATORS = tuple(dict.fromkeys(a.operator for a in ACTIVATIONS.values()))
 CHOICE = ", ".join(map(repr, NAMES[:-1])) + f" or {NAMES[-1]!r}"
 _BY_APPROXIMATE = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
 
@@ -71,7 +81,7 @@ def name_of_gelu(approximate: object) -> str | None:
 
 
 def name_of_module(module: nn.Module) -> str | None:
-    """The operators' name of what torch's own ``nn.ReLU``, ``nn.SiLU`` or ``nn.GELU`` computes."""
+    """The operators' name of what ``nn.ReLU``, ``nn.SiLU``, ``nn.GELU`` or ours computes."""
     if type(module) is nn.GELU:
         return name_of_gelu(module.approximate)
     return next((name for name, cls in _MODULES.items() if type(module) is cls), None)

@@ -13,10 +13,10 @@ results of products and compute all else anew::
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 It sees operators below autograd, eager and compiled, and so not ``fused::mlp`` but what the layers
-of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` (under the policy
-``"cublaslt"`` in eager mode ``fused::_linear_relu_aux``) and ``fused::_linear_gelu_aux`` or
-``fused::_linear_silu_aux``, whose second result is the pre-activation (for a width that is no
-multiple of 8, and with the memory ``'low'``, ``fused::linear`` and ATen's gelu or silu).
+of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` and for the other
+activations, and for ReLU under the policy ``"cublaslt"`` in eager mode, ``fused::_linear_aux``,
+whose second result is what the backward reads (for a width that is no multiple of 8, and with the
+memory ``'low'``, ``fused::linear`` and ATen's activation).
 """
 
 from math import prod
@@ -24,6 +24,7 @@ from math import prod
 import torch
 
 from ._when_imported import when_imported
+from .activations import OPERATORS
 
 __all__ = ["FORMULAS", "register"]
 
@@ -72,18 +73,11 @@ def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
 
 
 FORMULAS = {
-    "linear": linear,
-    "linear_relu": linear,
-    "linear_gelu": linear,
-    "linear_silu": linear,
+    **dict.fromkeys(("linear", *OPERATORS, "_linear_aux", "_linear_relu_bits"), linear),
     "mlp": mlp,
     "linear_glu": linear_glu,
     "gated_mlp": gated_mlp,
     "conv2d_relu": conv2d_relu,
-    "_linear_relu_aux": linear,
-    "_linear_relu_bits": linear,
-    "_linear_gelu_aux": linear,
-    "_linear_silu_aux": linear,
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
     "_linear_glu_aux": linear_glu,

@@ -16,6 +16,7 @@ from torch.jit import is_scripting
 
 from . import subclasses
 from ._library import direct
+from .activations import ACTIVATIONS
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -169,6 +170,42 @@ def linear_silu(
     return torch.ops.fused.linear_silu(input, weight, bias, memory=memory)
 
 
+def linear_relu2(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+) -> Tensor:
+    r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
+
+    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``. On a GPU it is a product with
+    bias, then one kernel, or one kernel of ours for Hopper. The gradient where :math:`y = 0` is 0.
+    See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
+
+    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
+    :func:`linear_gelu`, with the same writes that go unseen.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
+        bias: :math:`(\text{out\_features})` or ``None``.
+        memory: ``'default'`` or ``'low'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`.
+
+    Raises:
+        RuntimeError, NotImplementedError: as :func:`linear`.
+        ValueError: ``memory`` is neither of these.
+    """
+    if not is_scripting():
+        if not is_dynamo_compiling():
+            result = direct.linear_relu2(input, weight, bias, memory)
+            if result is not None:
+                return result
+        if any(map(subclasses.is_foreign, (input, weight, bias))):
+            relu2 = ACTIVATIONS["relu2"]
+            return subclasses.layer("linear_relu2", relu2, input, weight, bias, memory)
+    return torch.ops.fused.linear_relu2(input, weight, bias, memory=memory)
+
+
 def mlp(
     input: Tensor,
     weights: list[Tensor],
@@ -188,16 +225,15 @@ def mlp(
     activation derivative, and sums its bias gradient, together with the next layer's product
     (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
 
-    With ``memory='low'`` one tensor is kept for each hidden layer of GELU or SiLU, not two: its
-    output is recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU
-    keeps one in any case, the output, or one bit for each element where the weight after it is
-    frozen.
+    With ``memory='low'`` one tensor is kept for each hidden layer, not two: its output is
+    recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU keeps one in any
+    case, the output, or one bit for each element where the weight after it is frozen.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
         weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
-        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'silu'``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
@@ -254,7 +290,7 @@ def linear_glu(
         up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
         gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
         up_bias: :math:`(\text{hidden\_features})` or ``None``.
-        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
@@ -306,7 +342,7 @@ def gated_mlp(
         gate_bias: as :func:`linear_glu`.
         up_bias: as :func:`linear_glu`.
         down_bias: :math:`(\text{out\_features})` or ``None``.
-        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
         memory: ``'default'`` or ``'low'``.
 
     Returns:

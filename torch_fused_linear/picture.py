@@ -6,6 +6,8 @@ from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from .activations import ACTIVATIONS
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -129,7 +131,8 @@ def hand_over(
 ) -> None:
     """An arrow from the later layer back to the earlier: the gradient with the activation's part
     and the bias's sum done."""
-    derivative = {"linear_relu": "ReLU′", "linear_silu": "SiLU′"}.get(operator, "GELU′")
+    labels = {a.operator: a.label.partition(" ")[0] for a in ACTIVATIONS.values()}
+    derivative = f"{labels.get(operator.partition(' ')[0], 'GELU')}′"
     low = y + HEIGHT / 2
     right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
     dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}

@@ -17,7 +17,7 @@ import torch
 
 from . import subclasses
 from ._when_imported import when_imported
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, OPERATORS
 
 # ReLU's bits come in groups of this many features, which a shard must not cut.
 _MASK_BITS = 128
@@ -52,12 +52,8 @@ _GRADIENTS = {"grad_weight": ("oi", "*"), "grad_bias": ("o", "*")}
 RULES = {
     "linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),
     # An activation needs the whole sum, so that the inputs are not sharded.
-    "linear_relu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
-    "linear_gelu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
-    "linear_silu": Rule(_LAYER, {"": ("*o", "")}, "*o"),
-    "_linear_relu_aux": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
-    "_linear_gelu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
-    "_linear_silu_aux": Rule(_LAYER, {"output": ("*o", ""), "preactivation": ("*o", "")}, "*o"),
+    **dict.fromkeys(OPERATORS, Rule(_LAYER, {"": ("*o", "")}, "*o")),
+    "_linear_aux": Rule(_LAYER, {"output": ("*o", ""), "saved": ("*o", "")}, "*o"),
     "_linear_relu_bits": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
     "_relu_mask": Rule({"output": "*o"}, {"mask": ("*o", "")}, "*o"),
     "_activation_backward": Rule(
@@ -152,8 +148,8 @@ def _register_rules() -> None:
                 cut_by_bits.add(of[-1])
             else:
                 sizes.update(zip(of, tensor.shape))
-        if "mask" in rule.outputs:
-            cut_by_bits.add(dimensions(rule.outputs["mask"][0])[-1])
+        if "mask" in rule.outputs or ("saved" in rule.outputs and given["activation"] == "relu"):
+            cut_by_bits.add(dimensions(next(reversed(rule.outputs.values()))[0])[-1])
 
         def placed(labels: str, sharded: str, otherwise):
             of = dimensions(labels)

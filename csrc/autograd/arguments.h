@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "core/policy.h"
+#include "dispatch/operators.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -70,5 +71,15 @@ struct Step<formula, step> {
     return step(args...);
   }
 };
+
+// Registers the steps of a list with the formulas of a struct, which has them under the rows'
+// names.
+template <class List, class Formulas>
+void put_steps(torch::Library& m) {
+  dispatch::for_each_row<List>([&m](auto row) {
+    using Row = decltype(row);
+    m.impl(Row::name, &Row::template flat<Step<Row::template in<Formulas>, Row::step>::call>);
+  });
+}
 
 }  // namespace fused::autograd

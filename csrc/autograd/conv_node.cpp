@@ -171,9 +171,7 @@ TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl("conv2d_relu", conv2d_relu_autograd);
-  m.impl(
-      "_channels_relu_backward",
-      Step<&dispatch::ConvKernels<Formula>::relu_backward, &steps::channels_relu_backward>::call);
+  put_steps<std::tuple<dispatch::ChannelsReluBackward>, dispatch::ConvKernels<Formula>>(m);
 }
 
 }  // namespace fused::autograd

@@ -36,38 +36,35 @@ Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& dow
   return gated_with_gradient(layer, down, activation, how);
 }
 
-Tensor linear_glu_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+struct GatedAutograd {
+  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                            std::string_view activation, std::string_view memory) {
-  return forward("linear_glu", {input, gate, up, gate_bias, up_bias}, {}, activation, memory, [&] {
-    return fused::linear_glu(input, gate, up, gate_bias, up_bias, activation, memory);
-  });
-}
+    const auto plain = [&] {
+      return fused::linear_glu(input, gate, up, gate_bias, up_bias, activation, memory);
+    };
+    return forward("linear_glu", {input, gate, up, gate_bias, up_bias}, {}, activation, memory,
+                   plain);
+  }
 
-Tensor gated_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                           const Tensor& down, const OptionalTensor& gate_bias,
                           const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                           std::string_view activation, std::string_view memory) {
-  return forward("gated_mlp", {input, gate, up, gate_bias, up_bias}, {down, down_bias}, activation,
-                 memory, [&] {
-                   return fused::gated_mlp(input, gate, up, down, gate_bias, up_bias, down_bias,
-                                           activation, memory);
-                 });
-}
-
-using Formula = dispatch::GluKernels<reference::GluFormula>;
+    const auto plain = [&] {
+      return fused::gated_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation,
+                              memory);
+    };
+    return forward("gated_mlp", {input, gate, up, gate_bias, up_bias}, {down, down_bias},
+                   activation, memory, plain);
+  }
+};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
-  using namespace dispatch;
-  m.impl("linear_glu", linear_glu_autograd);
-  m.impl("gated_mlp", gated_mlp_autograd);
-  m.impl("_linear_glu_aux",
-         flat_linear_glu_aux<Step<&Formula::linear_glu_aux, &steps::linear_glu_aux>::call>);
-  m.impl("_glu", flat_glu<Step<&Formula::glu, &steps::glu>::call>);
-  m.impl("_glu_backward",
-         flat_glu_backward<Step<&Formula::glu_backward, &steps::glu_backward>::call>);
+  dispatch::put<dispatch::GatedOperators, GatedAutograd>(m);
+  put_steps<dispatch::GatedSteps, dispatch::GatedKernels<reference::GluFormula>>(m);
 }
 
 }  // namespace fused::autograd

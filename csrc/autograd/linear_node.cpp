@@ -5,6 +5,7 @@
 #include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
+#include "dispatch/operators.h"
 #include "fused_linear.h"
 #include "reference/linear.h"
 
@@ -181,53 +182,43 @@ variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node)
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation,
                                                 Memory memory) {
-  switch (activation) {
-    case Activation::none:
-      return {fused::linear(input, weight, bias), Tensor()};
-    case Activation::relu: {
-      if (policy_for_graph(input) == Policy::cublaslt) {
-        return steps::linear_relu_aux(input, weight, bias);
-      }
-      if (memory == Memory::low) return relu_and_bits(input, weight, bias);
-      // The output tells the gradient as well as the mask does, by torch's rule at zero, and the
-      // next layer keeps it anyway.
-      const auto output = linear_relu(input, weight, bias);
-      return {output, output};
-    }
-    case Activation::gelu_tanh:
-    case Activation::gelu_erf:
-    case Activation::silu:
-      // An epilogue applies it before the sum is rounded, which cannot be done again.
-      if (memory == Memory::low) {
-        const auto preactivation = fused::linear(input, weight, bias);
-        return {activated(preactivation, activation, Time::first), preactivation};
-      }
-      // Rows padded for the epilogue would keep more than torch does.
-      if (weight.sym_size(0) % 8 != 0 && policy_for_graph(input) != Policy::cublaslt) {
-        const auto preactivation = fused::linear(input, weight, bias);
-        return {activate(preactivation, activation), preactivation};
-      }
-      return activation == Activation::silu
-                 ? steps::linear_silu_aux(input, weight, bias)
-                 : steps::linear_gelu_aux(input, weight, bias, approximate_of(activation));
+  if (activation == Activation::none) return {fused::linear(input, weight, bias), Tensor()};
+  const bool by_library = policy_for_graph(input) == Policy::cublaslt;
+  if (activation == Activation::relu && !by_library) {
+    if (memory == Memory::low) return relu_and_bits(input, weight, bias);
+    // The output tells the gradient as well as the mask does, by torch's rule at zero, and the next
+    // layer keeps it anyway.
+    const auto output = linear_relu(input, weight, bias);
+    return {output, output};
   }
-  return {};
+  if (activation != Activation::relu) {
+    // An epilogue applies it before the sum is rounded, which cannot be done again.
+    if (memory == Memory::low) {
+      const auto preactivation = fused::linear(input, weight, bias);
+      return {activated(preactivation, activation, Time::first), preactivation};
+    }
+    // Rows padded for the epilogue would keep more than torch does.
+    if (weight.sym_size(0) % 8 != 0 && !by_library) {
+      const auto preactivation = fused::linear(input, weight, bias);
+      return {activate(preactivation, activation), preactivation};
+    }
+  }
+  return steps::linear_aux(input, weight, bias, activation);
 }
 
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation) {
-  switch (activation) {
-    case Activation::none:
-      return fused::linear(input, weight, bias);
-    case Activation::relu:
-      return linear_relu(input, weight, bias);
-    case Activation::gelu_tanh:
-    case Activation::gelu_erf:
-      return linear_gelu(input, weight, bias, approximate_of(activation));
-    case Activation::silu:
-      return linear_silu(input, weight, bias);
+  if (const char* approximate = approximate_of(activation)) {
+    return linear_gelu(input, weight, bias, approximate);
   }
-  return {};
+  Tensor output;
+  dispatch::for_each_row<dispatch::LinearOperators>([&](auto row) {
+    using Row = decltype(row);
+    if constexpr (requires { Row::activation; }) {
+      if (Row::activation == activation) output = Row::call(input, weight, bias, "default");
+    }
+  });
+  return output.defined() ? output : fused::linear(input, weight, bias);
 }
 
 // ---- the node ----------------------------------------------------------------------------------

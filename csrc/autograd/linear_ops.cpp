@@ -37,32 +37,26 @@ Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
   return linear_with_gradient(input, weight, bias, activation, memory);
 }
 
-Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return forward("linear", input, weight, bias, Activation::none);
-}
+struct LinearAutograd {
+  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    return forward("linear", input, weight, bias, Activation::none);
+  }
 
-Tensor linear_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view memory) {
-  constexpr auto op = "linear_relu";
-  return forward(op, input, weight, bias, Activation::relu, parse_memory(op, memory));
-}
+  template <class Op, typename... Options>
+  static Tensor layer(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      Options... options) {
+    const auto [activation, memory] = Op::parse(options...);
+    return forward(Op::name, input, weight, bias, activation, memory);
+  }
 
-Tensor linear_gelu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view approximate, std::string_view memory) {
-  constexpr auto op = "linear_gelu";
-  return forward(op, input, weight, bias, parse_approximate(op, approximate),
-                 parse_memory(op, memory));
-}
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view activation,
+                    std::string_view memory);
+};
 
-Tensor linear_silu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view memory) {
-  constexpr auto op = "linear_silu";
-  return forward(op, input, weight, bias, Activation::silu, parse_memory(op, memory));
-}
-
-Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view text,
-                    std::string_view memory_text) {
+Tensor LinearAutograd::mlp(const Tensor& input, at::TensorList weights,
+                           const c10::List<OptionalTensor>& biases, std::string_view text,
+                           std::string_view memory_text) {
   const auto activation = parse_hidden_activation("mlp", "activation", text);
   const auto memory = parse_memory("mlp", memory_text);
   std::vector<Tensor> all{input};
@@ -90,37 +84,11 @@ Tensor mlp_autograd(const Tensor& input, at::TensorList weights,
   return mlp_with_gradient(input, weights, biases, activation, memory);
 }
 
-// The single steps, called directly.
-using Formula = dispatch::LinearKernels<reference::LinearFormula>;
-
-Tensor relu_mask_autograd(const Tensor& output) {
-  if (wants_formula(output)) return Formula::relu_mask(output);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;  // bits have no gradient
-  return steps::relu_mask(output);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
-  using namespace dispatch;
-  m.impl("linear", linear_autograd);
-  m.impl("linear_relu", linear_relu_autograd);
-  m.impl("linear_gelu", linear_gelu_autograd);
-  m.impl("linear_silu", linear_silu_autograd);
-  m.impl("mlp", mlp_autograd);
-  m.impl("_linear_relu_aux", Step<&Formula::linear_relu_aux, &steps::linear_relu_aux>::call);
-  m.impl("_linear_gelu_aux", Step<&Formula::linear_gelu_aux, &steps::linear_gelu_aux>::call);
-  m.impl("_linear_silu_aux", Step<&Formula::linear_silu_aux, &steps::linear_silu_aux>::call);
-  m.impl("_relu_mask", relu_mask_autograd);
-  m.impl("_linear_relu_bits", Step<&Formula::linear_relu_bits, &steps::linear_relu_bits>::call);
-  m.impl("_activation_backward",
-         flat_activation_backward<
-             Step<&Formula::activation_backward, &steps::activation_backward>::call>);
-  m.impl("_linear_backward",
-         flat_linear_backward<Step<&Formula::linear_backward, &steps::linear_backward>::call>);
-  m.impl("_linear_backward_across",
-         flat_linear_backward_across<
-             Step<&Formula::linear_backward_across, &steps::linear_backward_across>::call>);
+  dispatch::put<dispatch::LinearOperators, LinearAutograd>(m);
+  put_steps<dispatch::LinearSteps, dispatch::LinearKernels<reference::LinearFormula>>(m);
 }
 
 }  // namespace fused::autograd

@@ -13,24 +13,16 @@
 
 namespace fused {
 
-inline constexpr Activation activations[] = {Activation::none, Activation::relu,
+// In the order of the enumeration.
+inline constexpr Activation activations[] = {Activation::none,      Activation::relu,
                                              Activation::gelu_tanh, Activation::gelu_erf,
-                                             Activation::silu};
+                                             Activation::silu,      Activation::relu2};
+inline constexpr const char* activation_names[] = {"none",     "relu", "gelu_tanh",
+                                                   "gelu_erf", "silu", "relu2"};
+static_assert(std::size(activation_names) == std::size(activations));
 
 inline const char* name(Activation activation) {
-  switch (activation) {
-    case Activation::none:
-      return "none";
-    case Activation::relu:
-      return "relu";
-    case Activation::gelu_tanh:
-      return "gelu_tanh";
-    case Activation::gelu_erf:
-      return "gelu_erf";
-    case Activation::silu:
-      return "silu";
-  }
-  TORCH_INTERNAL_ASSERT(false, "no activation");
+  return activation_names[static_cast<size_t>(activation)];
 }
 
 // From the schema's text. A hidden activation stands between two layers and cannot be none.
@@ -59,17 +51,8 @@ inline Activation parse_approximate(const char* op, std::string_view approximate
 
 // The same back; nullptr for what is no GELU.
 inline const char* approximate_of(Activation activation) {
-  switch (activation) {
-    case Activation::gelu_tanh:
-      return "tanh";
-    case Activation::gelu_erf:
-      return "none";
-    case Activation::none:
-    case Activation::relu:
-    case Activation::silu:
-      return nullptr;
-  }
-  return nullptr;
+  if (activation == Activation::gelu_tanh) return "tanh";
+  return activation == Activation::gelu_erf ? "none" : nullptr;
 }
 
 inline bool is_gelu(Activation activation) { return approximate_of(activation) != nullptr; }
@@ -77,36 +60,19 @@ inline bool is_gelu(Activation activation) { return approximate_of(activation) !
 // What act' is read from.
 enum class Saved { nothing, output, preactivation };
 
-inline Saved saved_for(Activation activation) {
-  switch (activation) {
-    case Activation::none:
-      return Saved::nothing;
-    case Activation::relu:
-      return Saved::output;
-    case Activation::gelu_tanh:
-    case Activation::gelu_erf:
-    case Activation::silu:
-      return Saved::preactivation;
-  }
-  return Saved::nothing;
+constexpr Saved saved_for(Activation activation) {
+  if (activation == Activation::none) return Saved::nothing;
+  return activation == Activation::relu ? Saved::output : Saved::preactivation;
 }
 
 // fn(std::integral_constant<Activation, activation>()): the activation as a constant.
-template <typename Fn>
+template <typename Fn, size_t k = 0>
 auto with_activation(Activation activation, const Fn& fn) {
-  switch (activation) {
-    case Activation::none:
-      return fn(std::integral_constant<Activation, Activation::none>());
-    case Activation::relu:
-      return fn(std::integral_constant<Activation, Activation::relu>());
-    case Activation::gelu_tanh:
-      return fn(std::integral_constant<Activation, Activation::gelu_tanh>());
-    case Activation::gelu_erf:
-      return fn(std::integral_constant<Activation, Activation::gelu_erf>());
-    case Activation::silu:
-      return fn(std::integral_constant<Activation, Activation::silu>());
+  constexpr std::integral_constant<Activation, activations[k]> constant;
+  if constexpr (k + 1 < std::size(activations)) {
+    if (activation != constant.value) return with_activation<Fn, k + 1>(activation, fn);
   }
-  TORCH_INTERNAL_ASSERT(false, "no activation");
+  return fn(constant);
 }
 
 }  // namespace fused

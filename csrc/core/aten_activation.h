@@ -22,6 +22,8 @@ inline Tensor activate(const Tensor& preactivation, Activation activation) {
       return at::gelu(preactivation, approximate_of(activation));
     case Activation::silu:
       return at::silu(preactivation);
+    case Activation::relu2:
+      return at::relu(preactivation).square();
   }
   return preactivation;
 }
@@ -41,6 +43,10 @@ inline void activate_out(Tensor output, const Tensor& preactivation, Activation 
       return;
     case Activation::silu:
       at::silu_out(output, preactivation);
+      return;
+    case Activation::relu2:
+      at::clamp_min_out(output, preactivation, 0);
+      output.mul_(output);
       return;
   }
 }
@@ -67,6 +73,8 @@ inline Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved
       return at::gelu_backward(grad_output, saved, approximate_of(activation));
     case Activation::silu:
       return silu_gradient(grad_output, saved);
+    case Activation::relu2:
+      return at::threshold_backward(grad_output * (2 * saved), saved, 0);
   }
   return grad_output;
 }
@@ -87,6 +95,9 @@ inline void activation_gradient_out(Tensor dz, const Tensor& grad_output, const 
       return;
     case Activation::silu:
       at::silu_backward_out(dz, grad_output, saved);
+      return;
+    case Activation::relu2:
+      at::threshold_backward_out(dz, at::mul_out(dz, grad_output, 2 * saved), saved, 0);
       return;
   }
 }

@@ -61,27 +61,13 @@ struct Autocast<device, Op, Tensor(Args...)> {
   }
 };
 
-template <c10::DeviceType device, typename... Ops>
-void register_casts(torch::Library& m, const std::tuple<Ops...>*) {
-  (m.impl(Ops::name, Autocast<device, Ops>::call), ...);
-}
-
 template <c10::DeviceType device>
 void register_kernels(torch::Library& m) {
-  register_casts<device>(m, static_cast<Public*>(nullptr));
-  m.impl("_linear_glu_aux", flat_linear_glu_aux<Kept<&steps::linear_glu_aux>::call>);
-  m.impl("_glu", flat_glu<Kept<&steps::glu>::call>);
-  m.impl("_glu_backward", flat_glu_backward<Kept<&steps::glu_backward>::call>);
-  m.impl("_linear_relu_aux", Kept<&steps::linear_relu_aux>::call);
-  m.impl("_linear_gelu_aux", Kept<&steps::linear_gelu_aux>::call);
-  m.impl("_linear_silu_aux", Kept<&steps::linear_silu_aux>::call);
-  m.impl("_relu_mask", Kept<&steps::relu_mask>::call);
-  m.impl("_linear_relu_bits", Kept<&steps::linear_relu_bits>::call);
-  m.impl("_activation_backward", flat_activation_backward<Kept<&steps::activation_backward>::call>);
-  m.impl("_channels_relu_backward", Kept<&steps::channels_relu_backward>::call);
-  m.impl("_linear_backward", flat_linear_backward<Kept<&steps::linear_backward>::call>);
-  m.impl("_linear_backward_across",
-         flat_linear_backward_across<Kept<&steps::linear_backward_across>::call>);
+  for_each_row<Public>([&m](auto row) { m.impl(row.name, Autocast<device, decltype(row)>::call); });
+  for_each_row<Steps>([&m](auto row) {
+    using Row = decltype(row);
+    m.impl(Row::name, &Row::template flat<Kept<Row::step>::call>);
+  });
 }
 
 }  // namespace

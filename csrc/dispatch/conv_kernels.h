@@ -6,6 +6,7 @@
 #include "core/conv.h"
 #include "core/explain.h"
 #include "core/policy.h"
+#include "dispatch/operators.h"
 #include "reference/conv.h"
 
 #include <torch/library.h>
@@ -21,9 +22,9 @@ struct ConvKernels {
     return under_policy<Backend, reference::Conv>(like, fn);
   }
 
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                        c10::SymIntArrayRef dilation, c10::SymInt groups) {
+  static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
     const conv::Geometry geometry(stride, padding, dilation, groups);
     if (const char* why = conv::objection(input, weight, bias)) {
       return reference::conv_as_torch_does(why, input, weight, bias, geometry);
@@ -33,8 +34,8 @@ struct ConvKernels {
     return way(input, [&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
   }
 
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad) {
+  static Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output,
+                                     bool bias_grad) {
     constexpr auto op = "_channels_relu_backward";
     const explain::Row row(op, grad_output, {});
     conv::check_backward(op, grad_output, output);
@@ -45,8 +46,7 @@ struct ConvKernels {
 
 template <class Backend>
 void register_conv(torch::Library& m) {
-  m.impl("conv2d_relu", ConvKernels<Backend>::forward);
-  m.impl("_channels_relu_backward", ConvKernels<Backend>::relu_backward);
+  put<std::tuple<Conv2dRelu, ChannelsReluBackward>, ConvKernels<Backend>>(m);
 }
 
 }  // namespace fused::dispatch

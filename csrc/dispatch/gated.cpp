@@ -65,18 +65,18 @@ Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& dow
 
 }  // namespace
 
-Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                  std::string_view activation, std::string_view memory) {
+Tensor GatedForwards::linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                                 const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                                 std::string_view activation, std::string_view memory) {
   constexpr auto op = "linear_glu";
   parse_memory(op, memory);
   return forward(op, {input, gate, up, gate_bias, up_bias}, {}, gated::parse(op, activation));
 }
 
-Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                 const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                 const OptionalTensor& down_bias, std::string_view activation,
-                 std::string_view memory) {
+Tensor GatedForwards::gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                                const Tensor& down, const OptionalTensor& gate_bias,
+                                const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                                std::string_view activation, std::string_view memory) {
   constexpr auto op = "gated_mlp";
   parse_memory(op, memory);
   return forward(op, {input, gate, up, gate_bias, up_bias}, {down, down_bias},

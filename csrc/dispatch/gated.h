@@ -20,12 +20,14 @@ GatedForward gated_forward(const gated::Layer& layer, Activation activation, boo
 GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps);
 
 // Where nobody wants a gradient: the products and the pass over memory, one after the other.
-Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                  std::string_view activation, std::string_view memory);
-Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                 const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                 const OptionalTensor& down_bias, std::string_view activation,
-                 std::string_view memory);
+struct GatedForwards {
+  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                           std::string_view activation, std::string_view memory);
+  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                          const Tensor& down, const OptionalTensor& gate_bias,
+                          const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                          std::string_view activation, std::string_view memory);
+};
 
 }  // namespace fused::dispatch

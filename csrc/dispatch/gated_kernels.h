@@ -15,7 +15,7 @@
 namespace fused::dispatch {
 
 template <class Backend>
-struct GluKernels {
+struct GatedKernels : GatedForwards {
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     constexpr auto op = "_glu";
     const explain::Row row(op, gate, {});
@@ -62,12 +62,8 @@ struct GluKernels {
 
 template <class Backend>
 void register_gated(torch::Library& m) {
-  using K = GluKernels<Backend>;
-  m.impl("linear_glu", linear_glu);
-  m.impl("gated_mlp", gated_mlp);
-  m.impl("_linear_glu_aux", flat_linear_glu_aux<K::linear_glu_aux>);
-  m.impl("_glu", flat_glu<K::glu>);
-  m.impl("_glu_backward", flat_glu_backward<K::glu_backward>);
+  put<GatedOperators, GatedKernels<Backend>>(m);
+  put<GatedSteps, GatedKernels<Backend>>(m);
 }
 
 }  // namespace fused::dispatch

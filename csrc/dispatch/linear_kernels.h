@@ -42,47 +42,19 @@ struct LinearKernels {
   }
 
   // What is kept for a backward is Autograd's affair: here the memory is only checked.
-  static Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view memory) {
-    parse_memory("linear_relu", memory);
-    return forward("linear_relu", input, weight, bias, Activation::relu);
+  template <class Op, typename... Options>
+  static Tensor layer(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      Options... options) {
+    return forward(Op::name, input, weight, bias, Op::parse(options...).activation);
   }
 
-  static Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view approximate, std::string_view memory) {
-    parse_memory("linear_gelu", memory);
-    const auto activation = parse_approximate("linear_gelu", approximate);
-    return forward("linear_gelu", input, weight, bias, activation);
-  }
-
-  static Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            std::string_view memory) {
-    parse_memory("linear_silu", memory);
-    return forward("linear_silu", input, weight, bias, Activation::silu);
-  }
-
-  static Pair forward_aux(const char* op, const Tensor& input, const Tensor& weight,
-                          const OptionalTensor& bias, Activation activation) {
+  static Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                         Activation activation) {
+    constexpr auto op = "_linear_aux";
     const explain::Row row(op, input, weight);
     check_linear(op, input, weight, bias);
     return way(input,
                [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
-  }
-
-  static Pair linear_relu_aux(const Tensor& input, const Tensor& weight,
-                              const OptionalTensor& bias) {
-    return forward_aux("_linear_relu_aux", input, weight, bias, Activation::relu);
-  }
-
-  static Pair linear_gelu_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              std::string_view approximate) {
-    constexpr auto op = "_linear_gelu_aux";
-    return forward_aux(op, input, weight, bias, parse_approximate(op, approximate));
-  }
-
-  static Pair linear_silu_aux(const Tensor& input, const Tensor& weight,
-                              const OptionalTensor& bias) {
-    return forward_aux("_linear_silu_aux", input, weight, bias, Activation::silu);
   }
 
   static Tensor relu_mask(const Tensor& output) {
@@ -166,20 +138,8 @@ struct LinearKernels {
 
 template <class Backend>
 void register_linear(torch::Library& m) {
-  using K = LinearKernels<Backend>;
-  m.impl("linear", K::linear);
-  m.impl("linear_relu", K::linear_relu);
-  m.impl("linear_gelu", K::linear_gelu);
-  m.impl("linear_silu", K::linear_silu);
-  m.impl("mlp", K::mlp);
-  m.impl("_linear_relu_aux", K::linear_relu_aux);
-  m.impl("_linear_gelu_aux", K::linear_gelu_aux);
-  m.impl("_linear_silu_aux", K::linear_silu_aux);
-  m.impl("_relu_mask", K::relu_mask);
-  m.impl("_linear_relu_bits", K::linear_relu_bits);
-  m.impl("_activation_backward", flat_activation_backward<K::activation_backward>);
-  m.impl("_linear_backward", flat_linear_backward<K::linear_backward>);
-  m.impl("_linear_backward_across", flat_linear_backward_across<K::linear_backward_across>);
+  put<LinearOperators, LinearKernels<Backend>>(m);
+  put<LinearSteps, LinearKernels<Backend>>(m);
 }
 
 }  // namespace fused::dispatch

@@ -1,19 +1,22 @@
 #pragma once
 
-// The operators as the dispatcher has them, a row each: typed calls, autocast, what tensors of
-// Python classes get and calls from eager Python are made of these rows. And functions over structs
-// in that form.
+// The operators, a row each: schema, signature, and by which name a set of kernels has it. Schemas,
+// typed calls, kernels of every key (put), autocast, what tensors of Python classes get and calls
+// from eager Python are all made of these rows.
 
 #include "core/activation.h"
+#include "core/memory.h"
 #include "fused_linear.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SymInt.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -25,121 +28,355 @@ using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Quintuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// One operator: its name and signature, and how it is called through the dispatcher.
+// Text as a template's argument.
 template <size_t size>
-struct Name {
-  char text[size];
-  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }  // NOLINT
+struct Text {
+  char chars[size]{};
+  constexpr Text() = default;
+  constexpr Text(const char (&given)[size]) { std::copy_n(given, size, chars); }  // NOLINT
 };
 
-template <Name full, typename>
+template <size_t a, size_t b>
+constexpr auto operator+(const Text<a>& left, const Text<b>& right) {
+  Text<a + b - 1> both;
+  std::copy_n(left.chars, a - 1, both.chars);
+  std::copy_n(right.chars, b, both.chars + a - 1);
+  return both;
+}
+
+template <Text schema_, typename Signature>
 struct Operator;
 
-template <Name full, typename Result, typename... Args>
-struct Operator<full, Result(Args...)> {
+template <Text schema_, typename Result, typename... Args>
+struct Operator<schema_, Result(Args...)> {
   using Signature = Result(Args...);
-  static constexpr const char* name = full.text;
+  static constexpr const char* schema = schema_.chars;
 
-  static Result call(Args... args) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
-    return op.call(args...);
+ private:
+  static constexpr auto text_of_name = [] {
+    auto text = schema_;
+    std::fill(std::ranges::find(text.chars, '('), std::end(text.chars), '\0');
+    return text;
+  }();
+
+ public:
+  static constexpr const char* name = text_of_name.chars;
+
+  static const c10::TypedOperatorHandle<Signature>& handle() {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow((std::string("fused::") + name).c_str(), "")
+                               .template typed<Signature>();
+    return op;
+  }
+  static Result call(Args... args) { return handle().call(args...); }
+};
+
+// ---- what users call ---------------------------------------------------------------------------
+
+// Nothing but the result is written where no gradient is wanted. With the memory 'low' the backward
+// recomputes what it can instead of keeping it.
+
+struct Linear : Operator<"linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+                         decltype(fused::linear)> {
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear;
+};
+
+// A layer with its activation.
+struct Wanted {
+  Activation activation;
+  Memory memory;
+};
+
+template <Text name, Activation activation_>
+struct Layer : Operator<name + Text("(Tensor input, Tensor weight, Tensor? bias=None, *, "
+                                    "str memory='default') -> Tensor"),
+                        decltype(fused::linear_relu)> {
+  static constexpr Activation activation = activation_;
+
+  static Wanted parse(std::string_view memory) {
+    return {activation, parse_memory(name.chars, memory)};
+  }
+  template <class Kernels>
+  static constexpr auto in = &Kernels::template layer<Layer, std::string_view>;
+};
+using LinearRelu = Layer<"linear_relu", Activation::relu>;
+using LinearSilu = Layer<"linear_silu", Activation::silu>;
+using LinearRelu2 = Layer<"linear_relu2", Activation::relu2>;
+
+struct LinearGelu : Operator<
+                        "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, "
+                        "str approximate='tanh', str memory='default') -> Tensor",
+                        decltype(fused::linear_gelu)> {
+  static Wanted parse(std::string_view approximate, std::string_view memory) {
+    return {parse_approximate(name, approximate), parse_memory(name, memory)};
+  }
+  template <class Kernels>
+  static constexpr auto in =
+      &Kernels::template layer<LinearGelu, std::string_view, std::string_view>;
+};
+
+// Layers in a chain, the activation between them.
+struct Mlp : Operator<
+                 "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, "
+                 "str memory='default') -> Tensor",
+                 decltype(fused::mlp)> {
+  template <class Kernels>
+  static constexpr auto in = &Kernels::mlp;
+};
+
+// act(input gateᵀ) ⊙ (input upᵀ); without up, gate is both weights.
+struct LinearGlu
+    : Operator<
+          "linear_glu(Tensor input, Tensor gate, Tensor? up=None, Tensor? gate_bias=None, "
+          "Tensor? up_bias=None, *, str activation='silu', str memory='default') -> Tensor",
+          decltype(fused::linear_glu)> {
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_glu;
+};
+
+// The block with a linear layer after it.
+struct GatedMlp : Operator<
+                      "gated_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, "
+                      "Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, *, "
+                      "str activation='silu', str memory='default') -> Tensor",
+                      decltype(fused::gated_mlp)> {
+  template <class Kernels>
+  static constexpr auto in = &Kernels::gated_mlp;
+};
+
+struct Conv2dRelu
+    : Operator<
+          "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
+          "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
+          decltype(fused::conv2d_relu_symint)> {
+  template <class Kernels>
+  static constexpr auto in = &Kernels::conv2d_relu;
+};
+
+using LinearOperators = std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, LinearRelu2, Mlp>;
+using GatedOperators = std::tuple<LinearGlu, GatedMlp>;
+using Public =
+    decltype(std::tuple_cat(LinearOperators(), GatedOperators(), std::tuple<Conv2dRelu>()));
+
+// ---- what nodes call ---------------------------------------------------------------------------
+
+// `step` is the C++ API's function. `flat` makes a function like it one of the schema's arguments:
+// kernels take the activation as a value, and structs for what belongs together. Gradients not
+// wanted are tensors of no elements.
+
+// Forward that also gives what the backward needs: ReLU's bit mask, else the pre-activation.
+struct LinearAux
+    : Operator<
+          "_linear_aux(Tensor input, Tensor weight, Tensor? bias, "
+          "str activation) -> (Tensor output, Tensor saved)",
+          Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)> {
+  static constexpr auto step = &steps::linear_aux;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_aux;
+
+  template <auto fn>
+  static Pair flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   std::string_view activation) {
+    return fn(input, weight, bias, parse_hidden_activation(name, "activation", activation));
   }
 };
 
-// What users call.
-using Linear = Operator<"fused::linear", decltype(fused::linear)>;
-using LinearRelu = Operator<"fused::linear_relu", decltype(fused::linear_relu)>;
-using LinearGelu = Operator<"fused::linear_gelu", decltype(fused::linear_gelu)>;
-using LinearSilu = Operator<"fused::linear_silu", decltype(fused::linear_silu)>;
-using Mlp = Operator<"fused::mlp", decltype(fused::mlp)>;
-using LinearGlu = Operator<"fused::linear_glu", decltype(fused::linear_glu)>;
-using GatedMlp = Operator<"fused::gated_mlp", decltype(fused::gated_mlp)>;
-using Conv2dRelu = Operator<"fused::conv2d_relu", decltype(fused::conv2d_relu_symint)>;
-using Public =
-    std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, Mlp, LinearGlu, GatedMlp, Conv2dRelu>;
+// What low memory keeps of ReLU's output: a bit for each element, 0 where output <= 0.
+struct ReluMask : Operator<"_relu_mask(Tensor output) -> Tensor", decltype(steps::relu_mask)> {
+  static constexpr auto step = &steps::relu_mask;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::relu_mask;
 
-// What nodes call.
-using LinearReluAux = Operator<"fused::_linear_relu_aux", decltype(steps::linear_relu_aux)>;
-using LinearGeluAux = Operator<"fused::_linear_gelu_aux", decltype(steps::linear_gelu_aux)>;
-using LinearSiluAux = Operator<"fused::_linear_silu_aux", decltype(steps::linear_silu_aux)>;
-using ReluMask = Operator<"fused::_relu_mask", decltype(steps::relu_mask)>;
-using LinearReluBits = Operator<"fused::_linear_relu_bits", decltype(steps::linear_relu_bits)>;
-using ActivationBackward = Operator<"fused::_activation_backward",
-                                    Pair(const Tensor&, const Tensor&, std::string_view, bool)>;
-using ChannelsReluBackward =
-    Operator<"fused::_channels_relu_backward", decltype(steps::channels_relu_backward)>;
-using Conv2dBackward =
-    Operator<"fused::_conv2d_backward",
-             Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef,
-                    c10::SymIntArrayRef, c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
-using LinearBackward =
-    Operator<"fused::_linear_backward",
-             Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                    std::string_view, std::array<bool, 3>)>;
-using LinearBackwardAcross =
-    Operator<"fused::_linear_backward_across",
-             Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                       std::string_view, std::array<bool, 3>, const Tensor&, std::string_view,
-                       bool)>;
-using LinearGluAux =
-    Operator<"fused::_linear_glu_aux",
-             Triple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                    const OptionalTensor&, std::string_view, bool)>;
-using Glu = Operator<"fused::_glu", Tensor(const Tensor&, const OptionalTensor&, std::string_view)>;
-using GluBackward =
-    Operator<"fused::_glu_backward",
-             Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                       std::array<bool, 5>, const OptionalTensor&)>;
+  template <auto fn>
+  static Tensor flat(const Tensor& output) {
+    return fn(output);
+  }
+};
 
-// `fn` takes the activation as a value, and structs for what belongs together.
-template <auto fn>
-Pair flat_activation_backward(const Tensor& grad_output, const Tensor& saved,
-                              std::string_view activation, bool bias_grad) {
-  return fn(grad_output, saved, parse_activation("_activation_backward", activation), bias_grad);
+struct LinearReluBits : Operator<
+                            "_linear_relu_bits(Tensor input, Tensor weight, Tensor? bias=None)"
+                            " -> (Tensor output, Tensor mask)",
+                            decltype(steps::linear_relu_bits)> {
+  static constexpr auto step = &steps::linear_relu_bits;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_relu_bits;
+
+  template <auto fn>
+  static Pair flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    return fn(input, weight, bias);
+  }
+};
+
+// act'(saved) · grad_output and its column sums, in one pass over memory.
+struct ActivationBackward
+    : Operator<
+          "_activation_backward(Tensor grad_output, Tensor saved, str activation, "
+          "bool bias_grad) -> (Tensor grad_preactivation, Tensor grad_bias)",
+          Pair(const Tensor&, const Tensor&, std::string_view, bool)> {
+  static constexpr auto step = &steps::activation_backward;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::activation_backward;
+
+  template <auto fn>
+  static Pair flat(const Tensor& grad_output, const Tensor& saved, std::string_view activation,
+                   bool bias_grad) {
+    return fn(grad_output, saved, parse_activation(name, activation), bias_grad);
+  }
+};
+
+// The whole backward of one layer.
+struct LinearBackward
+    : Operator<
+          "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
+          "str activation, bool[3] output_mask) -> "
+          "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+          Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                 std::string_view, std::array<bool, 3>)> {
+  static constexpr auto step = &steps::linear_backward;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_backward;
+
+  template <auto fn>
+  static Triple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                     const OptionalTensor& saved, std::string_view activation,
+                     std::array<bool, 3> wanted) {
+    return fn({grad_output, input, weight, saved, parse_activation(name, activation), wanted});
+  }
+};
+
+// The same, and on along the edge to the layer before, whose activation's derivative is applied to
+// grad_input and whose bias gradient is summed on the way.
+struct LinearBackwardAcross
+    : Operator<
+          "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, "
+          "Tensor? saved, str activation, bool[3] output_mask, Tensor previous_saved, "
+          "str previous_activation, bool previous_bias_grad) -> "
+          "(Tensor grad_previous_preactivation, Tensor grad_weight, Tensor grad_bias, "
+          "Tensor grad_previous_bias)",
+          Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                    std::string_view, std::array<bool, 3>, const Tensor&, std::string_view, bool)> {
+  static constexpr auto step = &steps::linear_backward_across;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_backward_across;
+
+  template <auto fn>
+  static Quadruple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& saved, std::string_view activation,
+                        std::array<bool, 3> wanted, const Tensor& previous_saved,
+                        std::string_view previous, bool previous_bias_grad) {
+    return fn({grad_output, input, weight, saved, parse_activation(name, activation), wanted},
+              {previous_saved, parse_hidden_activation(name, "previous_activation", previous),
+               previous_bias_grad});
+  }
+};
+
+// A gated layer whole, and the pre-activations if they are kept; without up both are in the first.
+struct LinearGluAux
+    : Operator<
+          "_linear_glu_aux(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, "
+          "Tensor? up_bias, str activation, bool keeps) -> "
+          "(Tensor output, Tensor gate_preactivation, Tensor up_preactivation)",
+          Triple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                 const OptionalTensor&, std::string_view, bool)> {
+  static constexpr auto step = &steps::linear_glu_aux;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::linear_glu_aux;
+
+  template <auto fn>
+  static Triple flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                     std::string_view activation, bool keeps) {
+    return fn(input, gate, up, gate_bias, up_bias,
+              parse_hidden_activation(name, "activation", activation), keeps);
+  }
+};
+
+// act(gate) ⊙ up of pre-activations.
+struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
+                      Tensor(const Tensor&, const OptionalTensor&, std::string_view)> {
+  static constexpr auto step = &steps::glu;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::glu;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
+    return fn(gate, up, parse_hidden_activation(name, "activation", activation));
+  }
+};
+
+// Its gradients, their column sums and the result again, in one pass over memory. With the weight
+// of the layer after it grad_output is of that layer's output.
+struct GluBackward
+    : Operator<
+          "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
+          "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, "
+          "Tensor grad_gate_bias, Tensor grad_up_bias, Tensor output)",
+          Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                    std::array<bool, 5>, const OptionalTensor&)> {
+  static constexpr auto step = &steps::glu_backward;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::glu_backward;
+
+  template <auto fn>
+  static Quintuple flat(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
+                        std::string_view activation, std::array<bool, 5> wanted,
+                        const OptionalTensor& down) {
+    return fn({grad_output, gate, up, parse_hidden_activation(name, "activation", activation),
+               wanted, down});
+  }
+};
+
+// _activation_backward for ReLU's output of a convolution, summed for each channel.
+struct ChannelsReluBackward
+    : Operator<
+          "_channels_relu_backward(Tensor grad_output, Tensor output, bool bias_grad) -> "
+          "(Tensor grad_preactivation, Tensor grad_bias)",
+          decltype(steps::channels_relu_backward)> {
+  static constexpr auto step = &steps::channels_relu_backward;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::channels_relu_backward;
+
+  template <auto fn>
+  static Pair flat(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+    return fn(grad_output, output, bias_grad);
+  }
+};
+
+using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBackward,
+                               LinearBackward, LinearBackwardAcross>;
+using GatedSteps = std::tuple<LinearGluAux, Glu, GluBackward>;
+using Steps =
+    decltype(std::tuple_cat(LinearSteps(), GatedSteps(), std::tuple<ChannelsReluBackward>()));
+
+// The convolution's own backward on tensors that are sharded over devices, for which torch's rule
+// knows one layout.
+using Conv2dBackward = Operator<
+    "_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
+    "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
+    "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef,
+           c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
+
+// ---- kernels -----------------------------------------------------------------------------------
+
+// fn(row) for every row of a list.
+template <class List, typename Fn>
+void for_each_row(const Fn& fn) {
+  std::apply([&fn](const auto&... rows) { (fn(rows), ...); }, List());
 }
 
-template <auto fn>
-Triple flat_linear_backward(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                            const OptionalTensor& saved, std::string_view activation,
-                            std::array<bool, 3> wanted) {
-  return fn({grad_output, input, weight, saved, parse_activation("_linear_backward", activation),
-             wanted});
-}
-
-template <auto fn>
-Quadruple flat_linear_backward_across(const Tensor& grad_output, const Tensor& input,
-                                      const Tensor& weight, const OptionalTensor& saved,
-                                      std::string_view activation, std::array<bool, 3> wanted,
-                                      const Tensor& previous_saved,
-                                      std::string_view previous_activation,
-                                      bool previous_bias_grad) {
-  constexpr auto op = "_linear_backward_across";
-  return fn(
-      {grad_output, input, weight, saved, parse_activation(op, activation), wanted},
-      {previous_saved, parse_hidden_activation(op, "previous_activation", previous_activation),
-       previous_bias_grad});
-}
-
-template <auto fn>
-Tensor flat_glu(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
-  return fn(gate, up, parse_hidden_activation("_glu", "activation", activation));
-}
-
-template <auto fn>
-Triple flat_linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                           std::string_view activation, bool keeps) {
-  return fn(input, gate, up, gate_bias, up_bias,
-            parse_hidden_activation("_linear_glu_aux", "activation", activation), keeps);
-}
-
-template <auto fn>
-Quintuple flat_glu_backward(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
-                            std::string_view activation, std::array<bool, 5> wanted,
-                            const OptionalTensor& down) {
-  return fn({grad_output, gate, up,
-             parse_hidden_activation("_glu_backward", "activation", activation), wanted, down});
+// Registers the kernels of a struct, which has them under the names that the rows say.
+template <class List, class Kernels>
+void put(torch::Library& m) {
+  for_each_row<List>([&m](auto row) {
+    using Row = decltype(row);
+    if constexpr (requires { Row::step; }) {
+      m.impl(Row::name, &Row::template flat<Row::template in<Kernels>>);
+    } else {
+      m.impl(Row::name, Row::template in<Kernels>);
+    }
+  });
 }
 
 }  // namespace fused::dispatch

@@ -50,71 +50,59 @@ bool any_foreign(const Tensors& tensors) {
 
 // ---- what is called instead --------------------------------------------------------------------
 
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return reference::as_torch_does("linear", why, input, weight, bias, Activation::none,
-                                  /*foreign=*/true);
-}
+struct ByTorch {
+  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    return reference::as_torch_does("linear", why, input, weight, bias, Activation::none,
+                                    /*foreign=*/true);
+  }
 
-Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view memory) {
-  parse_memory("linear_relu", memory);
-  return reference::as_torch_does("linear_relu", why, input, weight, bias, Activation::relu,
-                                  /*foreign=*/true);
-}
+  template <class Op, typename... Options>
+  static Tensor layer(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      Options... options) {
+    return reference::as_torch_does(Op::name, why, input, weight, bias,
+                                    Op::parse(options...).activation, /*foreign=*/true);
+  }
 
-Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view approximate, std::string_view memory) {
-  constexpr auto op = "linear_gelu";
-  parse_memory(op, memory);
-  const auto activation = parse_approximate(op, approximate);
-  return reference::as_torch_does(op, why, input, weight, bias, activation, /*foreign=*/true);
-}
-
-Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view memory) {
-  parse_memory("linear_silu", memory);
-  return reference::as_torch_does("linear_silu", why, input, weight, bias, Activation::silu,
-                                  /*foreign=*/true);
-}
-
-Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
-           std::string_view activation, std::string_view memory) {
-  parse_memory("mlp", memory);
-  check_mlp(weights, biases);
-  return reference::mlp_as_torch_does(why, input, weights, biases,
-                                      parse_hidden_activation("mlp", "activation", activation),
-                                      /*foreign=*/true);
-}
-
-Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                  std::string_view activation, std::string_view memory) {
-  constexpr auto op = "linear_glu";
-  parse_memory(op, memory);
-  const gated::Layer layer{input, gate, up, gate_bias, up_bias};
-  gated::check(op, layer);
-  return reference::gated_as_torch_does(op, why, layer, {}, gated::parse(op, activation),
+  static Tensor mlp(const Tensor& input, at::TensorList weights,
+                    const c10::List<OptionalTensor>& biases, std::string_view activation,
+                    std::string_view memory) {
+    parse_memory("mlp", memory);
+    check_mlp(weights, biases);
+    return reference::mlp_as_torch_does(why, input, weights, biases,
+                                        parse_hidden_activation("mlp", "activation", activation),
                                         /*foreign=*/true);
-}
+  }
 
-Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                 const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                 const OptionalTensor& down_bias, std::string_view activation,
-                 std::string_view memory) {
-  constexpr auto op = "gated_mlp";
-  parse_memory(op, memory);
-  const gated::Layer layer{input, gate, up, gate_bias, up_bias};
-  gated::check(op, layer);
-  return reference::gated_as_torch_does(op, why, layer, {down, down_bias},
-                                        gated::parse(op, activation), /*foreign=*/true);
-}
+  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                           std::string_view activation, std::string_view memory) {
+    return gated("linear_glu", {input, gate, up, gate_bias, up_bias}, {}, activation, memory);
+  }
 
-Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                   c10::SymIntArrayRef dilation, c10::SymInt groups) {
-  return reference::conv_as_torch_does(why, input, weight, bias,
-                                       conv::Geometry(stride, padding, dilation, groups));
-}
+  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                          const Tensor& down, const OptionalTensor& gate_bias,
+                          const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                          std::string_view activation, std::string_view memory) {
+    return gated("gated_mlp", {input, gate, up, gate_bias, up_bias}, {down, down_bias}, activation,
+                 memory);
+  }
+
+  static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
+    return reference::conv_as_torch_does(why, input, weight, bias,
+                                         conv::Geometry(stride, padding, dilation, groups));
+  }
+
+ private:
+  static Tensor gated(const char* op, const gated::Layer& layer, const gated::Down& down,
+                      std::string_view activation, std::string_view memory) {
+    parse_memory(op, memory);
+    gated::check(op, layer);
+    return reference::gated_as_torch_does(op, why, layer, down, gated::parse(op, activation),
+                                          /*foreign=*/true);
+  }
+};
 
 // ---- the kernels -------------------------------------------------------------------------------
 
@@ -128,32 +116,20 @@ struct Kernel<Op, instead, Tensor(Args...)> {
     (collect(tensors, args), ...);
     if (any_foreign(tensors)) return instead(args...);
     // what torch does itself at this key
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(Op::name, "")
-                               .template typed<Tensor(Args...)>();
     constexpr auto here = c10::DispatchKey::PythonTLSSnapshot;
     const at::impl::MaybeSetTLSOnEntryGuard guard;
-    return op.redispatch(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, here),
-                         args...);
+    return Op::handle().redispatch(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, here), args...);
   }
 };
-
-template <typename Op, auto instead>
-void put(torch::Library& m) {
-  m.impl(Op::name, TORCH_FN((Kernel<Op, instead>::call)));
-}
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, PythonTLSSnapshot, m) {
-  put<Linear, linear>(m);
-  put<LinearRelu, linear_relu>(m);
-  put<LinearGelu, linear_gelu>(m);
-  put<LinearSilu, linear_silu>(m);
-  put<Mlp, mlp>(m);
-  put<LinearGlu, linear_glu>(m);
-  put<GatedMlp, gated_mlp>(m);
-  put<Conv2dRelu, conv2d_relu>(m);
+  for_each_row<Public>([&m](auto row) {
+    using Row = decltype(row);
+    m.impl(Row::name, TORCH_FN((Kernel<Row, Row::template in<ByTorch>>::call)));
+  });
 }
 
 }  // namespace fused::dispatch

@@ -116,9 +116,8 @@ struct Function<Op, Tensor(Args...)> {
 
 template <typename Op>
 PyMethodDef method() {
-  constexpr auto prefix = std::string_view("fused::").size();
   const auto function = &Function<Op>::call;
-  return {Op::name + prefix, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+  return {Op::name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
           METH_FASTCALL, nullptr};
 }
 

@@ -38,10 +38,17 @@ bool is_begun(PyObject* object) {
 PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
   Tensor x = call.input, w = call.matrix();
   const OptionalTensor b = call.vector();
-  if (kind == "relu") return run_operator<dispatch::LinearRelu>(x, w, b, memory);
-  if (kind == "silu") return run_operator<dispatch::LinearSilu>(x, w, b, memory);
-  const std::string_view form = kind == "gelu_tanh" ? "tanh" : "none";
-  return run_operator<dispatch::LinearGelu>(x, w, b, form, memory);
+  if (const char* approximate = approximate_of(parse_activation("fuse_", kind))) {
+    return run_operator<dispatch::LinearGelu>(x, w, b, std::string_view(approximate), memory);
+  }
+  PyObject* result = nullptr;
+  dispatch::for_each_row<dispatch::LinearOperators>([&](auto row) {
+    using Row = decltype(row);
+    if constexpr (requires { Row::activation; }) {
+      if (kind == name(Row::activation)) result = run_operator<Row>(x, w, b, memory);
+    }
+  });
+  return result;
 }
 
 // The activation of a begun layer, as one operator; nullptr, with no error, where Python decides.

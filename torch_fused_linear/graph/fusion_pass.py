@@ -42,7 +42,8 @@ class FusionPass(CustomGraphPass):
     Attributes:
         replaced: how many times each operator was put in, over all graphs so far; a
             :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``,
-            ``"linear_silu"``, ``"linear_glu"``, ``"gated_mlp"``, ``"mlp"`` and ``"conv2d_relu"``.
+            ``"linear_silu"``, ``"linear_relu2"``, ``"linear_glu"``, ``"gated_mlp"``, ``"mlp"``
+            and ``"conv2d_relu"``.
     """
 
     def __init__(self, conv: bool = False) -> None:
@@ -298,8 +299,10 @@ class _Rewrite:
             new = self.call(_fused.mlp.default, args, result, how)
             if last.activation and not last.nodes:  # it was inside of an operator that goes
                 activation = ACTIVATIONS[last.activation]
-                function = getattr(F, activation.operator.removeprefix("linear_"))
-                new = self.call(function, (new,), result, _approximation(activation))
+                is_square = activation.name == "relu2"
+                name = "relu" if is_square else activation.operator.removeprefix("linear_")
+                new = self.call(getattr(F, name), (new,), result, _approximation(activation))
+                new = self.call(torch.square, (new,), result, {}) if is_square else new
         self.replace(result, new)
         self.erase(
             [*self.members(chain[:-1]), *(n for way in ways for n in way), *last.linear.nodes]

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..activations import OPERATORS as OWN
 from ..activations import name_of_gelu
 from .spellings import arguments, kind
 
-OWN = ("linear_relu", "linear_gelu", "linear_silu")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -164,10 +164,10 @@ def _is_supported(linear: Linear) -> bool:
 
 def find_activation(node: Node) -> Activation | None:
     """The activation that is the only thing done with the node's result."""
-    activation = _call(node) or _tanh_formula(node)
-    if activation is None or any(dtype_of(n) != dtype_of(node) for n in activation.nodes):
-        return None
-    return activation
+    for activation in (_square(node), _call(node), _tanh_formula(node)):
+        if activation and all(dtype_of(n) == dtype_of(node) for n in activation.nodes):
+            return activation
+    return None
 
 
 def own_activation(node: Node) -> str | None:
@@ -198,6 +198,22 @@ def _call(node: Node) -> Activation | None:
         return Activation([user], kind(user))
     name = name_of_gelu(args.get("approximate", "none"))
     return name and Activation([user], name)
+
+
+def _square(node: Node) -> Activation | None:
+    """ReLU, and its square."""
+    relu = _call(node)
+    square = relu and relu.name == "relu" and only_user(relu.nodes[0])
+    if not square or kind(square) not in ("square", "pow", "mul"):
+        return None
+    args = arguments(square)
+    x = relu.nodes[0]
+    is_square = {
+        "square": lambda: args == {"input": x},
+        "pow": lambda: args == {"input": x, "exponent": 2},
+        "mul": lambda: args == {"input": x, "other": x},
+    }[kind(square)]()
+    return Activation([x, square], "relu2") if is_square else None
 
 
 def _tanh_formula(x: Node) -> Activation | None:

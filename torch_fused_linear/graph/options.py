@@ -27,8 +27,8 @@ def compile_options(
     A pass over the captured graph, before autograd, replaces
 
     - a linear layer (``nn.Linear``, ``F.linear``, ``addmm`` or a matrix product and a sum; Hugging
-      Face's ``Conv1D``) with ReLU, GELU or SiLU after it by ``fused::linear_relu``,
-      ``fused::linear_gelu`` or ``fused::linear_silu``. GELU keeps its kind, ``'tanh'`` or
+      Face's ``Conv1D``) with ReLU, its square, GELU or SiLU after it by
+      ``fused::linear_relu``, ``linear_relu2``, ``linear_gelu`` or ``linear_silu``. GELU keeps its kind, ``'tanh'`` or
       ``'none'``; the tanh form is also found where it is written out, as in Hugging Face's GPT-2
       (with ``dynamic=True`` it is not: its constant is then no constant to the compiler; mark
       dimensions as dynamic instead);

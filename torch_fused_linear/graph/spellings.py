@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from ..activations import OPERATORS
+
 _aten, _fused = torch.ops.aten, torch.ops.fused
 
 # One name for the spellings of a call that mean the same; methods by their names.
@@ -15,9 +17,7 @@ _FUNCTIONS = {
     _fused.linear: "linear",
     torch.conv2d: "conv2d",
     _aten.conv2d: "conv2d",
-    _fused.linear_relu: "linear_relu",
-    _fused.linear_gelu: "linear_gelu",
-    _fused.linear_silu: "linear_silu",
+    **{getattr(_fused, name): name for name in OPERATORS},
     torch.addmm: "addmm",
     _aten.addmm: "addmm",
     torch.matmul: "matmul",
@@ -33,6 +33,8 @@ _FUNCTIONS = {
     operator.mul: "mul",
     torch.pow: "pow",
     operator.pow: "pow",
+    torch.square: "square",
+    _aten.square: "square",
     torch.tanh: "tanh",
     torch.relu: "relu",
     torch.relu_: "relu",
@@ -70,7 +72,7 @@ _FUNCTIONS = {
     _aten.unsqueeze: "view",
 }
 _METHODS = {
-    **{name: name for name in ("addmm", "matmul", "add", "mul", "pow", "tanh", "relu")},
+    **{name: name for name in ("addmm", "matmul", "add", "mul", "pow", "square", "tanh", "relu")},
     **{name: name for name in ("t", "transpose", "permute", "chunk")},
     **{"mm": "matmul", "__matmul__": "matmul", "__add__": "add", "add_": "add_", "relu_": "relu"},
     # Whatever keeps every element in its place when the tensor is read row by row.
@@ -81,9 +83,8 @@ _METHODS = {
 # What the arguments are called; some spellings say `self` for the first.
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
-    "linear_relu": ("input", "weight", "bias", "memory"),
+    **dict.fromkeys(OPERATORS, ("input", "weight", "bias", "memory")),
     "linear_gelu": ("input", "weight", "bias", "approximate", "memory"),
-    "linear_silu": ("input", "weight", "bias", "memory"),
     "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     "addmm": ("input", "mat1", "mat2", "beta", "alpha"),
     "matmul": ("input", "other"),
@@ -91,6 +92,7 @@ _ARGUMENTS = {
     "add_": ("input", "other"),
     "mul": ("input", "other"),
     "pow": ("input", "exponent"),
+    "square": ("input",),
     "tanh": ("input",),
     "relu": ("input", "inplace"),
     "gelu": ("input", "approximate"),

@@ -27,7 +27,8 @@ class FusedGatedMLP(nn.Module):
         hidden_features: size of what is between.
         out_features: size of each output sample. Default: ``in_features``.
         bias: if ``True``, the three layers have a bias. Default: ``False``.
-        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'relu'``. Default: ``'silu'``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
+            Default: ``'silu'``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;

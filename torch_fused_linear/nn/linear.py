@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.types import Device
 from typing_extensions import Self
 
-from ..functional import linear, linear_gelu, linear_relu, linear_silu
+from ..activations import SquaredReLU
+from ..functional import linear, linear_gelu, linear_relu, linear_relu2, linear_silu
 from .taking_over import check_given_back, check_plain, converted
 
 MEMORY = ("default", "low")
@@ -102,8 +103,7 @@ class FusedLinear(nn.Linear):
                 parametrisation, pruned or other parameters, a ``forward`` set on the object, or
                 was compiled. ``to_unfused`` raises the same.
         """
-        kinds = (FusedLinear, FusedLinearReLU, FusedLinearGELU, FusedLinearSiLU)
-        check_given_back("to_linear", self, kinds)
+        check_given_back("to_linear", self, (FusedLinear, *_WithActivation.__subclasses__()))
         linear = nn.Linear(
             self.in_features, self.out_features, bias=self.bias is not None, device="meta"
         )
@@ -116,7 +116,35 @@ class FusedLinear(nn.Linear):
         return self.to_linear()
 
 
-class FusedLinearReLU(FusedLinear):
+class _WithActivation(FusedLinear):
+    """What the layers with an activation have in common."""
+
+    __constants__ = (*nn.Linear.__constants__, "memory")
+    memory: str = "default"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        memory: str = "default",
+    ) -> None:
+        check_memory(type(self).__name__, memory)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.memory = memory
+
+    def to_unfused(self) -> nn.Module:
+        """``nn.Sequential`` of an ``nn.Linear`` that shares this layer's parameters, and the
+        activation's layer."""
+        return nn.Sequential(self.to_linear(), self._plain_activation()).train(self.training)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + memory_repr(self.memory)
+
+
+class FusedLinearReLU(_WithActivation):
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``nn.Linear`` then ``nn.ReLU``.
 
     On a GPU the forward is one cuBLASLt product with the epilogue ``RELU_BIAS``, the backward one
@@ -151,34 +179,13 @@ class FusedLinearReLU(FusedLinear):
         torch.Size([128, 30])
     """
 
-    __constants__ = (*nn.Linear.__constants__, "memory")
-    memory: str = "default"
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        memory: str = "default",
-    ) -> None:
-        check_memory("FusedLinearReLU", memory)
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.memory = memory
+    _plain_activation = nn.ReLU
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_relu(input, self.weight, self.bias, self.memory)
 
-    def to_unfused(self) -> nn.Module:
-        """``nn.Sequential(nn.Linear, nn.ReLU)`` that shares this layer's parameters."""
-        return nn.Sequential(self.to_linear(), nn.ReLU()).train(self.training)
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + memory_repr(self.memory)
-
-
-class FusedLinearGELU(FusedLinear):
+class FusedLinearGELU(_WithActivation):
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`; equivalent to ``nn.Linear`` then ``nn.GELU``.
 
     Mind the default: ``approximate='tanh'`` is what cuBLASLt's epilogue computes, while
@@ -216,7 +223,6 @@ class FusedLinearGELU(FusedLinear):
 
     __constants__ = (*nn.Linear.__constants__, "approximate", "memory")
     approximate: str
-    memory: str = "default"
 
     def __init__(
         self,
@@ -232,25 +238,20 @@ class FusedLinearGELU(FusedLinear):
             raise ValueError(
                 f"FusedLinearGELU: approximate must be 'tanh' or 'none', got {approximate!r}"
             )
-        check_memory("FusedLinearGELU", memory)
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, bias, device, dtype, memory)
         self.approximate = approximate
-        self.memory = memory
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_gelu(input, self.weight, self.bias, self.approximate, self.memory)
 
-    def to_unfused(self) -> nn.Module:
-        """``nn.Sequential(nn.Linear, nn.GELU)`` that shares this layer's parameters."""
-        activation = nn.GELU(approximate=self.approximate)
-        return nn.Sequential(self.to_linear(), activation).train(self.training)
+    def _plain_activation(self) -> nn.Module:
+        return nn.GELU(approximate=self.approximate)
 
     def extra_repr(self) -> str:
-        text = f"{super().extra_repr()}, approximate={self.approximate!r}"
-        return text + memory_repr(self.memory)
+        return f"{super().extra_repr()}, approximate={self.approximate!r}"
 
 
-class FusedLinearSiLU(FusedLinear):
+class FusedLinearSiLU(_WithActivation):
     r"""Applies :math:`y = z \cdot \sigma(z)`, :math:`z = xW^T + b`; ``nn.Linear`` then ``nn.SiLU``.
 
     See :func:`torch_fused_linear.linear_silu`; for SiLU in a gated block,
@@ -282,28 +283,43 @@ class FusedLinearSiLU(FusedLinear):
         torch.Size([128, 30])
     """
 
-    __constants__ = (*nn.Linear.__constants__, "memory")
-    memory: str = "default"
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        memory: str = "default",
-    ) -> None:
-        check_memory("FusedLinearSiLU", memory)
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.memory = memory
+    _plain_activation = nn.SiLU
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_silu(input, self.weight, self.bias, self.memory)
 
-    def to_unfused(self) -> nn.Module:
-        """``nn.Sequential(nn.Linear, nn.SiLU)`` that shares this layer's parameters."""
-        return nn.Sequential(self.to_linear(), nn.SiLU()).train(self.training)
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + memory_repr(self.memory)
+class FusedLinearReLU2(_WithActivation):
+    r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU; see
+    :func:`torch_fused_linear.linear_relu2`.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        bias: if ``False``, the layer has no bias. Default: ``True``.
+        device: where the parameters are made.
+        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
+
+    Shape:
+        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
+        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
+
+    Attributes:
+        weight: as in :class:`torch.nn.Linear`.
+        bias: as in :class:`torch.nn.Linear`.
+
+    Raises:
+        ValueError: ``memory`` is neither of these.
+
+    Examples::
+
+        >>> layer = FusedLinearReLU2(20, 30)
+        >>> layer(torch.randn(128, 20)).size()
+        torch.Size([128, 30])
+    """
+
+    _plain_activation = SquaredReLU
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_relu2(input, self.weight, self.bias, self.memory)

@@ -41,7 +41,8 @@ class FusedMLP(nn.Sequential):
     Args:
         in_features: size of each input sample.
         features: sizes of the hidden layers and of the output, one or more.
-        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'`` or ``'silu'``. Default: ``'relu'``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
+            Default: ``'relu'``.
         bias: if ``False``, the layers have no bias. Default: ``True``.
         device: where the parameters are made.
         dtype: of the parameters: fp64, fp32, fp16 or bf16.

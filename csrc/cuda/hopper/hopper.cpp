@@ -11,27 +11,24 @@ using gemm::Pass, gemm::PassProblem, gemm::Type;
 
 namespace {
 
-using Kernel = cudaError_t (*)(const Product&);
-
-// No pre-activation is stored for ReLU, and as a gate it is left to others.
 template <Type type>
-Kernel kernel_of(const PassProblem& p) {
-  return with_activation(p.activation, [&p](auto constant) -> Kernel {
-    constexpr Activation activation = constant;
-    if constexpr (activation != Activation::none) {
-      constexpr bool is_relu = activation == Activation::relu;
-      if (p.pass == Pass::dgrad) return backward<type, activation>;
-      if (p.pass == Pass::fprop && (is_relu ? gemm::wants_bits(p) : p.aux)) {
-        return saving_forward<type, activation>;
-      }
-      if (p.pass == Pass::fprop) return forward<type, activation>;
-      if constexpr (!is_relu) {
-        if (p.pass == Pass::gating) return gating<type, activation>;
-        if (p.pass == Pass::glu) return glu<type, activation>;
-      }
-    }
-    return nullptr;
-  });
+Kernel kernel_for(const PassProblem& p) {
+  switch (p.pass) {
+    case Pass::fprop:
+      // ReLU's output is kept, or its bits, and no pre-activation.
+      return (p.activation == Activation::relu ? gemm::wants_bits(p) : p.aux)
+                 ? kernel_of<Kind::saving_forward, type>(p.activation)
+                 : kernel_of<Kind::forward, type>(p.activation);
+    case Pass::dgrad:
+      return kernel_of<Kind::backward, type>(p.activation);
+    case Pass::gating:
+      return kernel_of<Kind::gating, type>(p.activation);
+    case Pass::glu:
+      return kernel_of<Kind::glu, type>(p.activation);
+    case Pass::wgrad:
+      break;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -51,7 +48,7 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
          void* workspace, cudaStream_t stream) {
   const auto& g = p.matmul;
   const auto order = gemm::hopper::order_of(algorithm);
-  const auto kernel = g.type == Type::bf16 ? kernel_of<Type::bf16>(p) : kernel_of<Type::f16>(p);
+  const auto kernel = g.type == Type::bf16 ? kernel_for<Type::bf16>(p) : kernel_for<Type::f16>(p);
   if (!order || kernel == nullptr) return false;
   const bool forward = gemm::is_forward(p.pass);
   auto* partials = !forward && p.bias ? static_cast<float*>(workspace) : nullptr;

@@ -1,5 +1,5 @@
-// One kernel for one type of results, with every activation. build_tools/hopper.py compiles this
-// for each FUSED_KERNEL and FUSED_TYPE at the same time, as each takes a minute.
+// One kind of kernel for one type of results, with every activation. build_tools/hopper.py compiles
+// this for each FUSED_KIND and FUSED_TYPE at the same time, as each takes a minute.
 
 #include "cuda/hopper/backward.cuh"
 #include "cuda/hopper/forward.cuh"
@@ -8,14 +8,17 @@
 
 namespace fused::cuda::hopper {
 
-#define INSTANCE(activation) \
-  template cudaError_t FUSED_KERNEL<gemm::Type::FUSED_TYPE, Activation::activation>(const Product&)
-
-INSTANCE(gelu_tanh);
-INSTANCE(gelu_erf);
-INSTANCE(silu);
-#ifndef FUSED_GATED  // ReLU as a gate is left to other kernels
-INSTANCE(relu);
-#endif
+template <>
+Kernel kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE>(Activation activation) {
+  return with_activation(activation, [](auto constant) -> Kernel {
+    constexpr Activation act = decltype(constant)::value;
+    constexpr bool gated = Kind::FUSED_KIND == Kind::gating || Kind::FUSED_KIND == Kind::glu;
+    if constexpr (act == Activation::none || (gated && act == Activation::relu)) {
+      return nullptr;
+    } else {
+      return FUSED_KIND<gemm::Type::FUSED_TYPE, act>;
+    }
+  });
+}
 
 }  // namespace fused::cuda::hopper

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a kernel gets. One function a kernel; kernels.cu instantiates each.
+// What a kernel gets, and which kernels there are.
 
 #include "core/activation.h"
 #include "gemm/hopper.h"
@@ -27,20 +27,13 @@ struct Product {
   gemm::Up up;
 };
 
-template <gemm::Type type, Activation activation>
-cudaError_t forward(const Product& product);
+// saving_forward also writes what is kept for the backward: the pre-activation, or ReLU's bits.
+enum class Kind { forward, saving_forward, backward, gating, glu };
 
-// With what is kept for the backward: the pre-activation, or ReLU's bits.
-template <gemm::Type type, Activation activation>
-cudaError_t saving_forward(const Product& product);
+using Kernel = cudaError_t (*)(const Product&);
 
-template <gemm::Type type, Activation activation>
-cudaError_t backward(const Product& product);
-
-template <gemm::Type type, Activation activation>
-cudaError_t gating(const Product& product);
-
-template <gemm::Type type, Activation activation>
-cudaError_t glu(const Product& product);
+// Nothing without an activation; ReLU as a gate is left to other kernels.
+template <Kind kind, gemm::Type type>
+Kernel kernel_of(Activation activation);
 
 }  // namespace fused::cuda::hopper

@@ -106,6 +106,8 @@ __device__ inline A activate(A z) {
     return z * A(0.5) * (A(1) + erf(z * A(0.7071067811865476)));
   } else if constexpr (activation == Activation::silu) {
     return z / (A(1) + exp(-z));  // rounded once, as torch's
+  } else if constexpr (activation == Activation::relu2) {
+    return z < A(0) ? A(0) : z * z;
   } else {
     static_assert(activation == Activation::none);
     return z;
@@ -133,6 +135,8 @@ __device__ inline A activation_gradient(A grad, A saved) {
   } else if constexpr (activation == Activation::silu) {
     const A s = A(1) / (A(1) + exp(-saved));
     return grad * s * (A(1) + saved * (A(1) - s));
+  } else if constexpr (activation == Activation::relu2) {
+    return saved <= A(0) ? A(0) : grad * (A(2) * saved);
   } else {
     static_assert(activation == Activation::none);
     return grad;

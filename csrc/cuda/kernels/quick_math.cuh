@@ -50,6 +50,8 @@ __device__ inline float activate(float z) {
     return z * Normal(z).below;
   } else if constexpr (activation == Activation::silu) {
     return z * sigmoid2(log2e * z);
+  } else if constexpr (activation == Activation::relu2) {
+    return z < 0.0f ? 0.0f : z * z;
   } else {
     static_assert(activation == Activation::none);
     return z;
@@ -72,6 +74,8 @@ __device__ inline float gradient(float grad, float saved) {
   } else if constexpr (activation == Activation::silu) {
     const float gate = sigmoid2(log2e * saved);
     return grad * gate * fmaf(saved, 1.0f - gate, 1.0f);
+  } else if constexpr (activation == Activation::relu2) {
+    return saved <= 0.0f ? 0.0f : grad * (2.0f * saved);
   } else {
     static_assert(activation == Activation::none);
     return grad;

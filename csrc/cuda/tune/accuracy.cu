@@ -22,36 +22,22 @@ __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
   return static_cast<const uint8_t*>(mask.data)[row * mask.ld + col / 8] >> col % 8 & 1;
 }
 
+template <size_t k = 0>
 __device__ double activated(Activation activation, double z) {
-  switch (activation) {
-    case Activation::none:
-      return z;
-    case Activation::relu:
-      return kernels::activate<Activation::relu, false>(z);
-    case Activation::gelu_tanh:
-      return kernels::activate<Activation::gelu_tanh, false>(z);
-    case Activation::gelu_erf:
-      return kernels::activate<Activation::gelu_erf, false>(z);
-    case Activation::silu:
-      return kernels::activate<Activation::silu, false>(z);
+  constexpr auto here = activations[k];
+  if constexpr (k + 1 < std::size(activations)) {
+    if (activation != here) return activated<k + 1>(activation, z);
   }
-  return z;
+  return kernels::activate<here, false>(z);
 }
 
+template <size_t k = 0>
 __device__ double gradient(Activation activation, double grad, double at) {
-  switch (activation) {
-    case Activation::none:
-      return grad;
-    case Activation::relu:
-      return kernels::activation_gradient<Activation::relu, false, double>(grad, at);
-    case Activation::gelu_tanh:
-      return kernels::activation_gradient<Activation::gelu_tanh, false, double>(grad, at);
-    case Activation::gelu_erf:
-      return kernels::activation_gradient<Activation::gelu_erf, false, double>(grad, at);
-    case Activation::silu:
-      return kernels::activation_gradient<Activation::silu, false, double>(grad, at);
+  constexpr auto here = activations[k];
+  if constexpr (k + 1 < std::size(activations)) {
+    if (activation != here) return gradient<k + 1>(activation, grad, at);
   }
-  return grad;
+  return kernels::activation_gradient<here, false, double>(grad, at);
 }
 
 template <typename T>
