@@ -10,7 +10,7 @@ rule, from the loss down, with dz for the gradient of what goes into an activati
 
 Three operators do this (`csrc/fused_linear.h` has the same in C++, as `fused::steps`):
 
-- `torch.ops.fused._linear_relu_aux(x, w, b)` is the forward that also writes what the backward
+- `torch.ops.fused._linear_aux(x, w, b, "relu")` is the forward that also writes what the backward
   needs of the ReLU: one bit for each element, set where the pre-activation is >= 0. That is
   cuBLASLt's RELU_AUX_BIAS. Rows are padded to 128 bits; bit o % 8 of byte o // 8 is feature o.
 - `torch.ops.fused._linear_backward_across(...)` is the backward of the second layer, and on along
@@ -49,7 +49,7 @@ NAMES = ("w1", "b1", "w2", "b2")
 
 def across(x: Tensor, target: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
     """The ReLU's part of the backward in the second layer's step. -> y, mask, gradients"""
-    h, mask = fused._linear_relu_aux(x, w1, b1)  # RELU_AUX_BIAS
+    h, mask = fused._linear_aux(x, w1, b1, "relu")  # RELU_AUX_BIAS
     y = fused.linear(h, w2, b2)  # BIAS
 
     dy = (y - target) / y.numel()
@@ -64,7 +64,7 @@ def across(x: Tensor, target: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Te
 
 def layer_by_layer(x: Tensor, target: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
     """Each layer for itself, with a pass over memory between. -> y, mask, gradients"""
-    h, mask = fused._linear_relu_aux(x, w1, b1)
+    h, mask = fused._linear_aux(x, w1, b1, "relu")
     y = fused.linear(h, w2, b2)
 
     dy = (y - target) / y.numel()
@@ -100,7 +100,7 @@ def errors(gradients: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> dict[str
 def gradient_at_zero(device: str) -> dict[str, list[float]]:
     """What relu' is at a pre-activation of -1, exactly 0, and 1, for either `saved`."""
     z = torch.tensor([[-1.0, 0.0, 1.0]], device=device)
-    output, mask = fused._linear_relu_aux(z, torch.eye(3, device=device), None)
+    output, mask = fused._linear_aux(z, torch.eye(3, device=device), None, "relu")
     passed = {
         saved: fused._activation_backward(torch.ones_like(z), tensor, "relu", False)[0]
         for saved, tensor in (("output", output), ("mask", mask))

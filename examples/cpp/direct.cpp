@@ -58,7 +58,8 @@ Gradients gradients(Network& network, const Tensor& output, const Tensor& grad) 
 Gradients gradients_by_steps(Network& network, const Tensor& x, const Tensor& grad) {
   namespace steps = fused::steps;
   const c10::NoGradGuard no_grad;
-  const auto [h, saved] = steps::linear_relu_aux(x, network.first->weight, network.first->bias);
+  const auto [h, saved] =
+      steps::linear_aux(x, network.first->weight, network.first->bias, fused::Activation::relu);
   // Through the second layer and, in the same step, through the first one's ReLU.
   const auto [dz, dw2, db2, db1] = steps::linear_backward_across(
       {grad, h, network.second->weight, {}}, {saved, fused::Activation::relu, true});

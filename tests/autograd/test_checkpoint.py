@@ -101,7 +101,7 @@ def test_policies_see_these_operators(function):
     """The names that docs give: with gradients the forward of a chain shows layer by layer."""
     seen = []
     checkpoint(function, *tensors(), use_reentrant=False, context_fn=saving(seen))
-    aux = fused._linear_gelu_aux.default
+    aux = fused._linear_aux.default
     first = fused.linear_relu.default if function is layers else aux
     ours = [op for op in seen if op.namespace == "fused"]
     assert ours == [first, aux, fused.linear.default]
@@ -110,7 +110,7 @@ def test_policies_see_these_operators(function):
 
 @pytest.mark.parametrize("function", [layers, chain])
 def test_what_the_policy_keeps_is_not_computed_again(function):
-    products = ("linear", "linear_relu", "_linear_gelu_aux")
+    products = ("linear", "linear_relu", "_linear_aux")
 
     def products_in_backward(**options):
         args = tensors()
@@ -146,7 +146,7 @@ def test_flops_are_those_of_the_plain_model(ours, torchs, wanted):
 def test_flops_of_what_only_policies_call():
     x, w, b, *_ = (t.detach() for t in tensors())
     forward = 2 * 10 * 8 * 16
-    assert count_flops(fused._linear_relu_aux, (x, w, b), False) == forward
+    assert count_flops(fused._linear_aux, (x, w, b, "relu"), False) == forward
     assert count_flops(fused.linear_gelu, (x, w, b), False) == forward
     y = x @ w.t()
     mask = [False, False, False]

@@ -274,7 +274,7 @@ def test_wrong_arguments(device):
 def test_what_is_no_activation_of_a_hidden_layer(text, device):
     """The message offers what is taken, and 'none' is not."""
     chain = Chain("relu", 3, device=device)
-    offered = "must be 'relu', 'gelu_tanh', 'gelu_erf' or 'silu', got"
+    offered = "must be 'relu', 'gelu_tanh', 'gelu_erf', 'silu' or 'relu2', got"
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(ValueError) as error:
             torch.ops.fused.mlp(chain.x, chain.weights, chain.biases, text)

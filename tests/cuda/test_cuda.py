@@ -224,8 +224,8 @@ def test_buffers_are_not_overrun(op, o):
     """Blocks full of a pattern lie between the places where results will go. With 256 rows all
     sizes are whole allocator blocks, so that one byte too many hits a neighbour."""
     case = bf16_case(256, 64, o)
-    aux = torch.ops.fused._linear_relu_aux if op is RELU else torch.ops.fused._linear_gelu_aux
-    options = {"approximate": "none"} if op is GELU_ERF else {}
+    name = {RELU: "relu", GELU_TANH: "gelu_tanh", GELU_ERF: "gelu_erf"}[op]
+    aux, options = torch.ops.fused._linear_aux, {"activation": name}
     width = (o + 127) // 128 * 16 if op is RELU else 2 * ((o + 7) // 8 * 8)
     for policy_name in ("auto", "cublaslt"):
         with policy(policy_name):

@@ -8,7 +8,7 @@ import parallel_checks as checks
 import pytest
 
 KINDS = ["layers", "mlp"]
-FORWARD = ("_linear_gelu_aux", "[8, 4, 8] x [8, 8]")  # a half of the 16 hidden features
+FORWARD = ("_linear_aux", "[8, 4, 8] x [8, 8]")  # a half of the 16 hidden features
 
 
 def operators(calls):
@@ -26,7 +26,7 @@ def test_tensor_parallel_runs_fused_at_both_ends(kind, four):
 def test_local_activations_between_layers_end_the_handover(four):
     """What ColwiseParallel gives by default is a tensor that another node has made."""
     calls = four.run(checks.tp, "layers", 2, False, True)[0]
-    assert operators(calls).count("_linear_gelu_aux") == 2
+    assert operators(calls).count("_linear_aux") == 2
     assert "_linear_backward_across" not in operators(calls)
     assert {c[3] for c in calls if c[0] == "_linear_backward"} >= {
         "plain: the input is not a fused layer's output"
@@ -121,5 +121,5 @@ def test_pipeline_stages_between_fused_layers(four):
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "tp"])
 def test_warming_up_leaves_no_trace(how, four):
     ran = four.run(checks.warmed_up, how)[0]
-    assert ran[0] == "_linear_gelu_aux"
+    assert ran[0] == "_linear_aux"
     assert ("_linear_backward" in ran) == (how != "fsdp")

@@ -115,7 +115,7 @@ def test_second_derivatives(activation, four):
 
 
 CHAIN = [
-    ("_linear_gelu_aux", "[2, 3, 8] x [4, 8]"),
+    ("_linear_aux", "[2, 3, 8] x [4, 8]"),
     ("linear", "[2, 3, 4] x [8, 4]"),
     ("_linear_backward_across", "[2, 3, 4] x [8, 4]"),
     ("_linear_backward", "[2, 3, 8] x [4, 8]"),

@@ -109,6 +109,14 @@ def assert_same(got: Outcome, want: Outcome, what: str, tolerance: float = 1e-9)
             assert torch.allclose(*sums, 1e-6, 1e-6, equal_nan=True), f"{what}: hook {kind} saw"
 
 
+def is_same(got: Outcome, want: Outcome) -> bool:
+    try:
+        assert_same(got, want, "")
+    except AssertionError:
+        return False
+    return True
+
+
 def assert_runs_the_same(fused: nn.Module, plain: nn.Module, x: Tensor, what: str) -> None:
     assert_same(step(fused, x, fused, True), step(plain, x, plain, True), f"{what}, training")
     assert_same(inference(fused, x, fused), inference(plain, x, plain), f"{what}, inference")
@@ -157,9 +165,10 @@ def compiled(backend: str) -> Callable:
             except AssertionError:
                 fused.load_state_dict(state[0])
                 plain.load_state_dict(state[1])
-                want = step(make(plain), x, plain, True)
-                if want.raised is not None:
-                    return False
+                eager, want = want, step(make(plain), x, plain, True)
+                if want.raised is not None or not is_same(want, eager):
+                    # torch.compile alone changes the model: its counters ran in tracing too, say.
+                    return is_same(got, want)
                 assert_same(got, want, f"compiled by {backend}")
         return want.raised is None
 

@@ -20,6 +20,7 @@ FUNCTIONS = {
     "gelu_tanh": tfl.linear_gelu,
     "gelu_erf": lambda *args: tfl.linear_gelu(*args, approximate="none"),
     "silu": tfl.linear_silu,
+    "relu2": tfl.linear_relu2,
 }
 FLOAT, DOUBLE, COMPLEX = torch.float32, torch.float64, torch.complex64
 

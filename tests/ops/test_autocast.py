@@ -141,9 +141,8 @@ def steps(lead, features, dtype, device):
     w, b, image = normal(features, features), normal(features), normal(2, 3, 4, 4)
     fused, wanted = torch.ops.fused, [True, True, True]
     return {
-        "_linear_relu_aux": lambda: fused._linear_relu_aux(x, w, b),
+        "_linear_aux": lambda: fused._linear_aux(x, w, b, "gelu_tanh"),
         "_linear_relu_bits": lambda: fused._linear_relu_bits(x, w, b),
-        "_linear_gelu_aux": lambda: fused._linear_gelu_aux(x, w, b),
         "_linear_glu_aux": lambda: fused._linear_glu_aux(x, w, w, b, b, "silu", True),
         "_relu_mask": lambda: fused._relu_mask(z),
         "_activation_backward": lambda: fused._activation_backward(g, z, "gelu_erf", True),

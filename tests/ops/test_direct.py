@@ -28,6 +28,7 @@ CASES = {
     "linear_relu": ((X, W, B), ("low",), {"memory": "low"}),
     "linear_gelu": ((X, W, B), ("none", "default"), {"approximate": "none"}),
     "linear_silu": ((X, W, B), ("low",), {"memory": "low"}),
+    "linear_relu2": ((X, W, B), ("low",), {"memory": "low"}),
     "linear_glu": ((X, W, W + 1, B, None), ("relu", "default"), {"activation": "relu"}),
     "gated_mlp": ((X, W, W + 1, W.t(), None, B, None), ("silu", "low"), {"memory": "low"}),
     "mlp": ((X, *LAYERS), ("gelu_tanh", "default"), {}),

@@ -30,8 +30,8 @@ def test_a_step_of_a_stack(device):
     outside = "plain: the input is not a fused layer's output"
     assert rows(report, "operator", "shapes", "handover") == [
         ("linear_relu", "[2, 3, 4] x [8, 4]", ""),
-        ("_linear_gelu_aux", "[2, 3, 8] x [16, 8]", ""),
-        ("_linear_gelu_aux", "[2, 3, 16] x [24, 16]", ""),
+        ("_linear_aux", "[2, 3, 8] x [16, 8]", ""),
+        ("_linear_aux", "[2, 3, 16] x [24, 16]", ""),
         ("linear", "[2, 3, 24] x [3, 24]", ""),
         (ACROSS, "[2, 3, 24] x [3, 24]", HANDED),
         (ACROSS, "[2, 3, 16] x [24, 16]", HANDED),
@@ -94,7 +94,7 @@ def test_inference_and_single_operators(device):
         tfl.linear_gelu(x, w, b)
         tfl.linear_gelu(x, w, b, approximate="none")
         tfl.mlp(x, stack.weights[:2], stack.biases[:2])
-        torch.ops.fused._linear_relu_aux(x, w, b)
+        torch.ops.fused._linear_aux(x, w, b, "relu")
         torch.ops.fused._linear_relu_bits(x, w, b)
         torch.ops.fused._relu_mask(x)
         torch.ops.fused._activation_backward(x, x, "gelu_tanh", True)
@@ -105,7 +105,7 @@ def test_inference_and_single_operators(device):
         ("linear_gelu", "[3, 4] x [5, 4]", ""),
         ("mlp", "[3, 4] x [5, 4]", ""),
         ("mlp", "[3, 5] x [6, 5]", ""),
-        ("_linear_relu_aux", "[3, 4] x [5, 4]", ""),
+        ("_linear_aux", "[3, 4] x [5, 4]", ""),
         ("_linear_relu_bits", "[3, 4] x [5, 4]", ""),
         ("_relu_mask", "[3, 4]", ""),
         ("_activation_backward", "[3, 4]", ""),

@@ -10,6 +10,7 @@ from helpers import (
     GELU_TANH,
     LINEAR,
     RELU,
+    RELU2,
     SILU,
     Case,
     assert_contract,
@@ -68,7 +69,7 @@ def test_large_operands_in_every_layout(policy_name, dtype, device):
             for where in ({"x": name}, {"w": name}, {"g": name}):
                 for op in (LINEAR, RELU):
                     assert_exact(op, laid_out(case, **where), f"large {where}")
-                for op in (GELU_TANH, GELU_ERF, SILU):
+                for op in (GELU_TANH, GELU_ERF, SILU, RELU2):
                     assert_near(op, laid_out(smooth, **where), f"large {where}")
         for name in VECTOR_LAYOUTS:
             for op in (LINEAR, RELU):
@@ -77,7 +78,7 @@ def test_large_operands_in_every_layout(policy_name, dtype, device):
 
 @device_param
 @dtype_param
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU], ids=repr)
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU, RELU2], ids=repr)
 def test_gelu_layouts_against_fp64(op, dtype, device):
     for k, (a, b) in enumerate(itertools.product(MATRIX_LAYOUTS, repeat=2)):
         t, i, o = SHAPES[k % 2]

@@ -9,16 +9,17 @@ from layouts import ND_LAYOUTS
 from meta_tensors import as_meta, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_fused_linear.activations import ACTIVATIONS
+
 fused = torch.ops.fused
 ALL_OPS = [
     "linear",
     "linear_relu",
     "linear_gelu",
     "linear_silu",
-    "_linear_relu_aux",
+    "linear_relu2",
+    "_linear_aux",
     "_linear_relu_bits",
-    "_linear_gelu_aux",
-    "_linear_silu_aux",
     "_relu_mask",
     "_activation_backward",
     "_linear_backward",
@@ -28,7 +29,7 @@ ALL_OPS = [
     "_glu",
     "_glu_backward",
 ]
-FORWARD, GATED = ALL_OPS[:8], ALL_OPS[11:]
+FORWARD, GATED = ALL_OPS[:7], ALL_OPS[10:]
 SHAPES = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]  # leading, in, out
 
 
@@ -41,9 +42,13 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
         if grad:
             x, w, b, g = (t.detach().requires_grad_() for t in (x, w, b, g))
         if name in FORWARD:
-            gelus = ["tanh", "none"] if "gelu" in name else [None]
-            for bias, approximate in itertools.product([b, None], gelus):
-                yield (x, w, bias), {} if approximate is None else {"approximate": approximate}
+            options = [{}]
+            if name == "linear_gelu":
+                options = [{"approximate": form} for form in ("tanh", "none")]
+            if name == "_linear_aux":
+                options = [{"activation": activation} for activation in ACTIVATIONS]
+            for bias, given in itertools.product([b, None], options):
+                yield (x, w, bias), given
             continue
         if name == "_relu_mask":
             yield (g,), {}
@@ -55,6 +60,7 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
         saved = [("relu", z.relu()), ("relu", encode_mask(z >= 0))]
         saved += [
             ("silu", z),
+            ("relu2", z),
             ("gelu_tanh", z),
             ("gelu_erf", torch.nn.functional.pad(z, (0, 7))[..., :o]),
         ]
@@ -206,10 +212,10 @@ def test_schemas():
         "linear_relu": f"({arguments}, *, {memory}) -> Tensor",
         "linear_gelu": f"({arguments}{gelu}, {memory}) -> Tensor",
         "linear_silu": f"({arguments}, *, {memory}) -> Tensor",
-        "_linear_silu_aux": f"({arguments}) -> (Tensor output, Tensor preactivation)",
-        "_linear_relu_aux": f"({arguments}) -> (Tensor output, Tensor mask)",
+        "linear_relu2": f"({arguments}, *, {memory}) -> Tensor",
+        "_linear_aux": "(Tensor input, Tensor weight, Tensor? bias, str activation)"
+        " -> (Tensor output, Tensor saved)",
         "_linear_relu_bits": f"({arguments}) -> (Tensor output, Tensor mask)",
-        "_linear_gelu_aux": f"({arguments}{gelu}) -> (Tensor output, Tensor preactivation)",
         "_relu_mask": "(Tensor output) -> Tensor",
         "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"
         " -> (Tensor grad_preactivation, Tensor grad_bias)",

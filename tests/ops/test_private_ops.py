@@ -13,6 +13,7 @@ from helpers import (
     GELU_TANH,
     LINEAR,
     RELU,
+    RELU2,
     SILU,
     decode_mask,
     device_param,
@@ -32,7 +33,7 @@ from layouts import ND_LAYOUTS
 fused = torch.ops.fused
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 WIDTHS = [1, 2, 3, 7, 8, 64, 127, 128, 129, 257, 479, 785]
-KEPT = {op.activation: op for op in (GELU_TANH, GELU_ERF, SILU)}  # the pre-activation
+KEPT = {op.activation: op for op in (GELU_TANH, GELU_ERF, SILU, RELU2)}  # the pre-activation
 
 
 def saved_for(activation, z):
@@ -46,10 +47,7 @@ def saved_for(activation, z):
 
 
 def aux_of(activation):
-    if activation == "silu":
-        return fused._linear_silu_aux
-    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation]
-    return partial(fused._linear_gelu_aux, approximate=approximate)
+    return partial(fused._linear_aux, activation=activation)
 
 
 def true_dz(activation, z, g):
@@ -64,7 +62,7 @@ def test_relu_mask_bit_for_bit(dtype, device):
     """Bit o & 7 of byte o >> 3, set where z >= 0 (zeros occur: there is no bias), padding 0."""
     for o, lead, bias in itertools.product(WIDTHS, [(), (5,), (2, 3)], [True, False]):
         case = exact_case(lead, 6, o, dtype, device, bias)
-        y, mask = fused._linear_relu_aux(*case.inputs)
+        y, mask = fused._linear_aux(*case.inputs, "relu")
         z = preactivation(case)
         assert torch.equal(y.double(), z.relu()) and y.dtype == dtype
         assert mask.dtype == torch.uint8 and mask.shape == (*lead, (o + 127) // 128 * 16)
@@ -91,10 +89,10 @@ def test_preactivation(activation, dtype, device):
 def test_aux_of_empty_shapes(device):
     for t, i, o in [(0, 4, 5), (3, 0, 5), (3, 4, 0), (0, 0, 0), (3, 0, 0)]:
         case = random_case(t, i, o, torch.float32, device)
-        y, mask = fused._linear_relu_aux(*case.inputs)
+        y, mask = fused._linear_aux(*case.inputs, "relu")
         assert y.shape == (t, o) and mask.shape == (t, (o + 127) // 128 * 16)
         assert torch.equal(mask, encode_mask(preactivation(case) >= 0))
-        y, z = fused._linear_gelu_aux(*case.inputs)
+        y, z = fused._linear_aux(*case.inputs, "gelu_tanh")
         assert y.shape == z.shape == (t, o)
         assert torch.equal(z, case.b.expand(t, o) if i == 0 else z)
 
@@ -199,7 +197,7 @@ def test_public_and_private_forms_agree(device):
     for dtype in DTYPES:
         case = without_kinks(random_case((2, 3), 24, 40, dtype, device))
         close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
-        y, mask = fused._linear_relu_aux(*case.inputs)
+        y, mask = fused._linear_aux(*case.inputs, "relu")
         torch.testing.assert_close(y, RELU.call(*case.inputs), **close)
         assert torch.equal(decode_mask(mask, 40)[y != 0], (y > 0)[y != 0])
         for op in KEPT.values():
@@ -221,10 +219,10 @@ def test_wrong_arguments_name_operator_and_values(device):
         (fused._linear_backward, (g, x, w, None, "relu", [True] * 3), "_linear_backward", ""),
         (fused._linear_backward, (g, x, w[:, :5], y, "relu", [True] * 3), "_linear_backward", "5"),
         (fused._linear_backward, (g[:3], x, w, y, "relu", [True] * 3), "_linear_backward", "3"),
-        (fused._linear_relu_aux, (x, w.t(), None), "_linear_relu_aux", "6, 9"),
+        (fused._linear_aux, (x, w.t(), None, "relu"), "_linear_aux", "6, 9"),
+        (fused._linear_aux, (x, w, None, "none"), "_linear_aux", "'none'"),
         (fused._relu_mask, (y.byte(),), "_relu_mask: output", "Byte"),
         (fused._relu_mask, (y[0, 0],), "_relu_mask: output", "0-dim"),
-        (fused._linear_gelu_aux, (x, w.t(), None), "_linear_gelu_aux", "6, 9"),
     ]
     for op, args, name, offender in bad:
         with pytest.raises(ERRORS, match=name) as error:

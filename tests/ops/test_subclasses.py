@@ -18,6 +18,7 @@ FUNCTIONS = {
     "gelu_tanh": tfl.linear_gelu,
     "gelu_erf": lambda *args: tfl.linear_gelu(*args, approximate="none"),
     "silu": tfl.linear_silu,
+    "relu2": tfl.linear_relu2,
 }
 MODES = {
     "gradients": contextlib.nullcontext,

@@ -12,6 +12,7 @@ from helpers import (
     LINEAR,
     OPS,
     RELU,
+    RELU2,
     SILU,
     Case,
     assert_contract,
@@ -88,7 +89,7 @@ def test_every_size_under_the_other_policies(name, dtype, device):
 @device_param
 @dtype_param
 @pytest.mark.parametrize("name", ["cublaslt", "eager"])
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU], ids=repr)
+@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU, RELU2], ids=repr)
 def test_gelu_under_the_other_policies(op, name, dtype, device):
     cases = [
         (f"{t}x{i}->{o} bias={bias}", random_case(t, i, o, dtype, device, bias, seed=k))

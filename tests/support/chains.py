@@ -14,7 +14,7 @@ from helpers import (  # noqa: F401
 )
 from stacks import Stack
 
-ACTIVATIONS = ["relu", "gelu_tanh", "gelu_erf", "silu"]
+ACTIVATIONS = ["relu", "gelu_tanh", "gelu_erf", "silu", "relu2"]
 
 activation_param = pytest.mark.parametrize("activation", ACTIVATIONS)
 

@@ -56,7 +56,8 @@ RELU = Op("linear_relu", "relu", torch.ops.fused.linear_relu, F.relu)
 GELU_TANH = Op("linear_gelu", "gelu_tanh", _gelu("tanh"), lambda z: F.gelu(z, approximate="tanh"))
 GELU_ERF = Op("linear_gelu", "gelu_erf", _gelu("none"), F.gelu)
 SILU = Op("linear_silu", "silu", torch.ops.fused.linear_silu, F.silu)
-OPS = [LINEAR, RELU, GELU_TANH, GELU_ERF, SILU]
+RELU2 = Op("linear_relu2", "relu2", torch.ops.fused.linear_relu2, lambda z: F.relu(z).square())
+OPS = [LINEAR, RELU, GELU_TANH, GELU_ERF, SILU, RELU2]
 
 device_param = pytest.mark.parametrize("device", DEVICES)
 op_param = pytest.mark.parametrize("op", OPS, ids=repr)

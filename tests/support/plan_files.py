@@ -15,7 +15,7 @@ from torch_fused_linear import plans
 HEADER = 5  # lines
 ALGORITHM = slice(26, 34)  # of a plan's words
 PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu")
-ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu")
+ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
 
 
 HEAD = "torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"

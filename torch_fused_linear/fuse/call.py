@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from .. import functional
 from ..activations import ACTIVATIONS as BY_NAME
-from ..functional import gated_mlp, linear, linear_gelu, linear_glu, linear_relu, linear_silu
+from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN, is_foreign
 from . import parallel, plain
@@ -153,12 +154,10 @@ def _activated(function, h, more, options) -> Tensor | None:
     memory = memory_of(layer) or "default"
     if type(layer) is nn.Conv2d:
         result = FusedConv2dReLU.forward(layer, input)
-    elif kind == "relu":
-        result = _run(linear_relu, h, memory)
-    elif kind == "silu":
-        result = _run(linear_silu, h, memory)
     else:
-        result = _run(linear_gelu, h, BY_NAME[kind].approximate, memory)
+        activation = BY_NAME[kind]
+        form = () if activation.approximate is None else (activation.approximate,)
+        result = _run(getattr(functional, activation.operator), h, *form, memory)
     for share, *_ in dropouts:
         result = F.dropout(result, share)
     return result

@@ -41,6 +41,8 @@ FAMILIES = (
 # function, whatever operations it is written in; approximations of another kind are left out.
 ACTIVATIONS = {
     "torch.nn.modules.activation.ReLU": "relu",
+    "torch_fused_linear.activations.SquaredReLU": "relu2",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
     "timm.layers.activations.GELU": "gelu_erf",
     "timm.layers.activations.Swish": "silu",
     "transformers.activations.SiLUActivation": "silu",
@@ -55,6 +57,7 @@ ACTIVATIONS = {
 # Modules whose classes are activations, fused or not: what is left alone gets a reason.
 ACTIVATION_LIBRARIES = (
     "torch.nn.modules.activation",
+    "torch_fused_linear.activations",
     "timm.layers.activations",
     "transformers.activations",
 )

@@ -28,10 +28,10 @@ def compile_options(
 
     - a linear layer (``nn.Linear``, ``F.linear``, ``addmm`` or a matrix product and a sum; Hugging
       Face's ``Conv1D``) with ReLU, its square, GELU or SiLU after it by
-      ``fused::linear_relu``, ``linear_relu2``, ``linear_gelu`` or ``linear_silu``. GELU keeps its kind, ``'tanh'`` or
-      ``'none'``; the tanh form is also found where it is written out, as in Hugging Face's GPT-2
-      (with ``dynamic=True`` it is not: its constant is then no constant to the compiler; mark
-      dimensions as dynamic instead);
+      ``fused::linear_relu``, ``linear_relu2``, ``linear_gelu`` or ``linear_silu``. GELU keeps its
+      kind, ``'tanh'`` or ``'none'``; the tanh form is also found where it is written out, as in
+      Hugging Face's GPT-2 (with ``dynamic=True`` it is not: its constant is then no constant to
+      the compiler; mark dimensions as dynamic instead);
     - a gated layer, ``act(gate(x)) * up(x)`` in either order, of two layers or of the halves of one
       (``gate, up = both(x).chunk(2, -1)``), by ``fused::linear_glu``, and with the linear layer
       after it by ``fused::gated_mlp``;
