@@ -9,6 +9,7 @@ from helpers import (
     GELU_ERF,
     GELU_TANH,
     LINEAR,
+    OPS,
     RELU,
     RELU2,
     SILU,
@@ -32,6 +33,9 @@ import torch_fused_linear as tfl
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])
 SHAPES = [(5, 7, 9), (16, 64, 128)]  # nothing aligned; everything aligned but for the layout
+
+# Activations whose slope makes no error larger.
+moderate_param = pytest.mark.parametrize("op", [op for op in OPS if op is not RELU2], ids=repr)
 
 
 def laid_out(case, x="contiguous", w="contiguous", b="contiguous", g="contiguous"):
@@ -178,7 +182,7 @@ def test_gradient_of_a_sum_is_expanded(dtype, device):
 
 
 @device_param
-@op_param
+@moderate_param
 def test_layout_of_a_dense_input_changes_nothing_but_rounding(op, device):
     """The same numbers in another layout: the same result as from a contiguous copy."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -238,7 +242,7 @@ def test_a_transposed_leaf_takes_its_gradient_as_it_is(frozen, device):
 
 
 @device_param
-@op_param
+@moderate_param
 @pytest.mark.parametrize("features", [2, 8])
 def test_weights_by_columns_are_as_exact_as_eager(features, op, device):
     """Long sums of few features, whose order a product of the transposes would change."""

@@ -143,9 +143,9 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     for kernel, (type_, activation) in zip(kernels, map(str.split, kernels.values())):
         code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}>"
         code += "(const Product&);\n"
-    includes, _, rest = text.partition("#define INSTANCE")
+    includes, _, rest = text.partition("template <>")
     (tmp_path / "kernels.cu").write_text(f"{includes}{code}}}\n")
-    assert "INSTANCE(relu)" in rest
+    assert "FUSED_KIND<gemm::Type::FUSED_TYPE, act>" in rest
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
     monkeypatch.setattr(hopper, "UNITS", [("forward", "bf16")])
     monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone

@@ -12,7 +12,7 @@ using gemm::Pass, gemm::PassProblem, gemm::Type;
 namespace {
 
 template <Type type>
-Kernel kernel_for(const PassProblem& p) {
+Launch kernel_for(const PassProblem& p) {
   switch (p.pass) {
     case Pass::fprop:
       // ReLU's output is kept, or its bits, and no pre-activation.

@@ -9,8 +9,8 @@
 namespace fused::cuda::hopper {
 
 template <>
-Kernel kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE>(Activation activation) {
-  return with_activation(activation, [](auto constant) -> Kernel {
+Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE>(Activation activation) {
+  return with_activation(activation, [](auto constant) -> Launch {
     constexpr Activation act = decltype(constant)::value;
     constexpr bool gated = Kind::FUSED_KIND == Kind::gating || Kind::FUSED_KIND == Kind::glu;
     if constexpr (act == Activation::none || (gated && act == Activation::relu)) {

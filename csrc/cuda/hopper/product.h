@@ -30,10 +30,10 @@ struct Product {
 // saving_forward also writes what is kept for the backward: the pre-activation, or ReLU's bits.
 enum class Kind { forward, saving_forward, backward, gating, glu };
 
-using Kernel = cudaError_t (*)(const Product&);
+using Launch = cudaError_t (*)(const Product&);
 
 // Nothing without an activation; ReLU as a gate is left to other kernels.
 template <Kind kind, gemm::Type type>
-Kernel kernel_of(Activation activation);
+Launch kernel_of(Activation activation);
 
 }  // namespace fused::cuda::hopper
