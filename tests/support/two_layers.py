@@ -11,6 +11,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
     "gelu_erf": F.gelu,
     "silu": F.silu,
+    "relu2": lambda z: F.relu(z).square(),
 }
 
 
