@@ -3,7 +3,6 @@
 
 #include "autograd/arguments.h"
 #include "autograd/double_backward.h"
-#include "core/conv.h"
 #include "dispatch/conv_kernels.h"
 #include "dispatch/operators.h"
 #include "fused_linear.h"
@@ -12,7 +11,7 @@ namespace fused::autograd {
 namespace {
 
 using c10::SymInt, c10::SymIntArrayRef;
-using conv::Geometry, conv::batched, conv::op_name;
+using conv::Geometry, conv::batched;
 using Formula = reference::ConvFormula;
 
 // What a backward works on.
@@ -129,39 +128,43 @@ class Conv2dReLUNode final : public Node {
   std::array<SavedVariable, State::tensors> kept_;
 };
 
+// The operator itself, for the kernels below.
+Tensor plain(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+             const Geometry& g) {
+  return conv2d_relu_symint(input, weight, bias, g.stride, g.padding, g.dilation, g.groups);
+}
+
 Tensor conv2d_relu_with_gradient(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const Geometry& g) {
   const auto node = make_node<Conv2dReLUNode>(input, weight, bias, g);
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    output = conv2d_relu_symint(input, weight, bias, g.stride, g.padding, g.dilation, g.groups);
+    output = plain(input, weight, bias, g);
   }
   set_history(output, node);
   node->keep(input, weight, output);
   return output;
 }
 
-Tensor conv2d_relu_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                            SymInt groups) {
-  const bool formula = wants_formula(input, weight, bias);
-  if (!formula && !wants_gradient(input, weight, bias)) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return conv2d_relu_symint(input, weight, bias, stride, padding, dilation, groups);
+// ---- the Autograd kernels ----------------------------------------------------------------------
+
+struct ConvAutograd {
+  static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                            const Geometry& geometry) {
+    const bool formula = wants_formula(input, weight, bias);
+    if (!formula && !wants_gradient(input, weight, bias)) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      return plain(input, weight, bias, geometry);
+    }
+    const char* why = conv::objection(input, weight, bias);
+    if (!why) conv::check(input, weight, bias, geometry);
+    if (formula || why) {
+      return reference::conv_as_torch_does(why, input, weight, bias, geometry);
+    }
+    return conv2d_relu_with_gradient(input, weight, bias, geometry);
   }
-  const Geometry geometry(stride, padding, dilation, groups);
-  if (const char* why = conv::objection(input, weight, bias)) {
-    return reference::conv_as_torch_does(why, input, weight, bias, geometry);
-  }
-  conv::check(input, weight, bias, geometry);
-  if (formula) {
-    const explain::Row row(op_name, input, weight);
-    explain::append("reference");
-    return Formula::forward(input, weight, bias, geometry);
-  }
-  return conv2d_relu_with_gradient(input, weight, bias, geometry);
-}
+};
 
 }  // namespace
 
@@ -170,7 +173,7 @@ TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
-  m.impl("conv2d_relu", conv2d_relu_autograd);
+  dispatch::put<std::tuple<dispatch::Conv2dRelu>, ConvAutograd>(m);
   put_steps<std::tuple<dispatch::ChannelsReluBackward>, dispatch::ConvKernels<Formula>>(m);
 }
 

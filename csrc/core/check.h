@@ -118,6 +118,11 @@ inline void check_devices(const char* op, const Tensor& input, const Tensor& wei
   if (has_value(bias) && bias->dim() > 0) check_device(op, "bias", *bias, input);
 }
 
+inline void check_devices(const char* op, const Tensor& input, at::TensorList weights,
+                          const c10::List<OptionalTensor>& biases) {
+  for (size_t i = 0; i < weights.size(); ++i) check_devices(op, input, weights[i], biases.get(i));
+}
+
 inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
                                    const Tensor& input) {
   TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", what,

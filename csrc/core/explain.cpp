@@ -127,7 +127,7 @@ Row::~Row() {
 }
 
 void append(const char* name) {
-  if (steps == nullptr || quiet) return;
+  if (name == nullptr || steps == nullptr || quiet) return;
   if (!steps->empty()) *steps += " + ";
   *steps += name;
 }

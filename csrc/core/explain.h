@@ -41,7 +41,7 @@ class Row {
 };
 
 // Adds to the path of the row that is open on this thread: an epilogue, "own kernel", "reference",
-// or in parentheses what was not taken and why.
+// or in parentheses what was not taken and why; nullptr adds nothing.
 void append(const char* name);
 
 // While it lives this thread's steps are trials, which no report is about.

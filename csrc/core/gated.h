@@ -31,10 +31,6 @@ struct Down {
   bool exists() const { return weight.defined(); }
 };
 
-inline Activation parse(const char* op, std::string_view text) {
-  return parse_hidden_activation(op, "activation", text);
-}
-
 // What no function of torch's would say.
 inline void check(const char* op, const Layer& layer) {
   if (!layer.is_stacked()) return;

@@ -3,7 +3,6 @@
 // What the dispatcher calls for the convolution, over a backend with forward and relu_backward (see
 // reference::Conv for their meaning).
 
-#include "core/conv.h"
 #include "core/explain.h"
 #include "core/policy.h"
 #include "dispatch/operators.h"
@@ -23,9 +22,7 @@ struct ConvKernels {
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
-    const conv::Geometry geometry(stride, padding, dilation, groups);
+                            const conv::Geometry& geometry) {
     if (const char* why = conv::objection(input, weight, bias)) {
       return reference::conv_as_torch_does(why, input, weight, bias, geometry);
     }

@@ -1,6 +1,5 @@
 #include "dispatch/gated.h"
 
-#include "core/memory.h"
 #include "gemm/hopper.h"
 #include "reference/gated.h"
 
@@ -50,10 +49,8 @@ GatedForward gated_forward(const gated::Layer& layer, Activation activation, boo
   return whole_or_in_steps(layer, activation, keeps);
 }
 
-namespace {
-
-Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& down,
-               Activation activation) {
+Tensor GatedWithoutGradient::gated_layer(const char* op, const gated::Layer& layer,
+                                         const gated::Down& down, Activation activation, Memory) {
   gated::check(op, layer);
   if (const char* why = gated::objection(layer, down)) {
     return reference::gated_as_torch_does(op, why, layer, down, activation);
@@ -61,26 +58,6 @@ Tensor forward(const char* op, const gated::Layer& layer, const gated::Down& dow
   gated::check_devices(op, layer, down);
   const auto hidden = gated_forward(layer, activation, /*keeps=*/false, /*may_join=*/true).hidden;
   return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
-}
-
-}  // namespace
-
-Tensor GatedForwards::linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                                 const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                                 std::string_view activation, std::string_view memory) {
-  constexpr auto op = "linear_glu";
-  parse_memory(op, memory);
-  return forward(op, {input, gate, up, gate_bias, up_bias}, {}, gated::parse(op, activation));
-}
-
-Tensor GatedForwards::gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                                const Tensor& down, const OptionalTensor& gate_bias,
-                                const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                                std::string_view activation, std::string_view memory) {
-  constexpr auto op = "gated_mlp";
-  parse_memory(op, memory);
-  return forward(op, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
-                 gated::parse(op, activation));
 }
 
 }  // namespace fused::dispatch

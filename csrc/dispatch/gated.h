@@ -3,6 +3,7 @@
 // Gated layers on whatever device.
 
 #include "core/gated.h"
+#include "core/memory.h"
 
 namespace fused::dispatch {
 
@@ -19,15 +20,10 @@ GatedForward gated_forward(const gated::Layer& layer, Activation activation, boo
 // The same by steps of its own, where no kernel does it whole.
 GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps);
 
-// Where nobody wants a gradient: the products and the pass over memory, one after the other.
-struct GatedForwards {
-  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                           std::string_view activation, std::string_view memory);
-  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                          const Tensor& down, const OptionalTensor& gate_bias,
-                          const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                          std::string_view activation, std::string_view memory);
+// Where nobody wants a gradient: the layer and, where there is one, that after it.
+struct GatedWithoutGradient {
+  static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
+                            Activation activation, Memory);
 };
 
 }  // namespace fused::dispatch

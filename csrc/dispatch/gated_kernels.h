@@ -15,7 +15,7 @@
 namespace fused::dispatch {
 
 template <class Backend>
-struct GatedKernels : GatedForwards {
+struct GatedKernels : GatedWithoutGradient {
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     constexpr auto op = "_glu";
     const explain::Row row(op, gate, {});

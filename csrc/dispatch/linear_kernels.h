@@ -8,14 +8,11 @@
 #include "core/activation.h"
 #include "core/check.h"
 #include "core/explain.h"
-#include "core/memory.h"
 #include "core/policy.h"
 #include "dispatch/operators.h"
 #include "reference/linear.h"
 
 #include <torch/library.h>
-
-#include <string_view>
 
 namespace fused::dispatch {
 
@@ -26,8 +23,9 @@ struct LinearKernels {
     return under_policy<Backend, reference::Linear>(like, fn);
   }
 
-  static Tensor forward(const char* op, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, Activation activation) {
+  // What is kept for a backward is Autograd's affair.
+  static Tensor layer(const char* op, const Tensor& input, const Tensor& weight,
+                      const OptionalTensor& bias, Activation activation, Memory) {
     if (const char* why = objection(input, weight, bias)) {
       return reference::as_torch_does(op, why, input, weight, bias, activation);
     }
@@ -35,17 +33,6 @@ struct LinearKernels {
     check_devices(op, input, weight, bias);
     return way(input,
                [&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
-  }
-
-  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    return forward("linear", input, weight, bias, Activation::none);
-  }
-
-  // What is kept for a backward is Autograd's affair: here the memory is only checked.
-  template <class Op, typename... Options>
-  static Tensor layer(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      Options... options) {
-    return forward(Op::name, input, weight, bias, Op::parse(options...).activation);
   }
 
   static Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -113,16 +100,12 @@ struct LinearKernels {
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view text,
-                    std::string_view memory) {
-    parse_memory("mlp", memory);
-    const auto activation = parse_hidden_activation("mlp", "activation", text);
+                    const c10::List<OptionalTensor>& biases, Activation activation, Memory) {
     check_mlp(weights, biases);
     if (const char* why = objection(input, weights, biases)) {
       return reference::mlp_as_torch_does(why, input, weights, biases, activation);
     }
-    for (size_t i = 0; i < weights.size(); ++i)
-      check_devices("mlp", input, weights[i], biases.get(i));
+    check_devices("mlp", input, weights, biases);
     auto hidden = input;
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);

@@ -5,6 +5,8 @@
 // from eager Python are all made of these rows.
 
 #include "core/activation.h"
+#include "core/conv.h"
+#include "core/gated.h"
 #include "core/memory.h"
 #include "fused_linear.h"
 
@@ -69,6 +71,13 @@ struct Operator<schema_, Result(Args...)> {
     return op;
   }
   static Result call(Args... args) { return handle().call(args...); }
+
+  // Makes a function of values, and of structs for what belongs together, one of the schema's
+  // arguments; here they are the same.
+  template <auto fn>
+  static Result flat(Args... args) {
+    return fn(args...);
+  }
 };
 
 // ---- what users call ---------------------------------------------------------------------------
@@ -79,26 +88,28 @@ struct Operator<schema_, Result(Args...)> {
 struct Linear : Operator<"linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
                          decltype(fused::linear)> {
   template <class Kernels>
-  static constexpr auto in = &Kernels::linear;
+  static constexpr auto in = &Kernels::layer;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    return fn(name, input, weight, bias, Activation::none, Memory::standard);
+  }
 };
 
 // A layer with its activation.
-struct Wanted {
-  Activation activation;
-  Memory memory;
-};
-
-template <Text name, Activation activation_>
-struct Layer : Operator<name + Text("(Tensor input, Tensor weight, Tensor? bias=None, *, "
-                                    "str memory='default') -> Tensor"),
+template <Text name_, Activation activation_>
+struct Layer : Operator<name_ + Text("(Tensor input, Tensor weight, Tensor? bias=None, *, "
+                                     "str memory='default') -> Tensor"),
                         decltype(fused::linear_relu)> {
   static constexpr Activation activation = activation_;
-
-  static Wanted parse(std::string_view memory) {
-    return {activation, parse_memory(name.chars, memory)};
-  }
   template <class Kernels>
-  static constexpr auto in = &Kernels::template layer<Layer, std::string_view>;
+  static constexpr auto in = &Kernels::layer;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     std::string_view memory) {
+    return fn(Layer::name, input, weight, bias, activation, parse_memory(Layer::name, memory));
+  }
 };
 using LinearRelu = Layer<"linear_relu", Activation::relu>;
 using LinearSilu = Layer<"linear_silu", Activation::silu>;
@@ -108,12 +119,15 @@ struct LinearGelu : Operator<
                         "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, "
                         "str approximate='tanh', str memory='default') -> Tensor",
                         decltype(fused::linear_gelu)> {
-  static Wanted parse(std::string_view approximate, std::string_view memory) {
-    return {parse_approximate(name, approximate), parse_memory(name, memory)};
-  }
   template <class Kernels>
-  static constexpr auto in =
-      &Kernels::template layer<LinearGelu, std::string_view, std::string_view>;
+  static constexpr auto in = &Kernels::layer;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     std::string_view approximate, std::string_view memory) {
+    return fn(name, input, weight, bias, parse_approximate(name, approximate),
+              parse_memory(name, memory));
+  }
 };
 
 // Layers in a chain, the activation between them.
@@ -123,6 +137,14 @@ struct Mlp : Operator<
                  decltype(fused::mlp)> {
   template <class Kernels>
   static constexpr auto in = &Kernels::mlp;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, at::TensorList weights,
+                     const c10::List<OptionalTensor>& biases, std::string_view activation,
+                     std::string_view memory) {
+    const auto how = parse_memory(name, memory);
+    return fn(input, weights, biases, parse_hidden_activation(name, "activation", activation), how);
+  }
 };
 
 // act(input gateᵀ) ⊙ (input upᵀ); without up, gate is both weights.
@@ -132,7 +154,16 @@ struct LinearGlu
           "Tensor? up_bias=None, *, str activation='silu', str memory='default') -> Tensor",
           decltype(fused::linear_glu)> {
   template <class Kernels>
-  static constexpr auto in = &Kernels::linear_glu;
+  static constexpr auto in = &Kernels::gated_layer;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                     std::string_view activation, std::string_view memory) {
+    const auto how = parse_memory(name, memory);
+    return fn(name, {input, gate, up, gate_bias, up_bias}, {},
+              parse_hidden_activation(name, "activation", activation), how);
+  }
 };
 
 // The block with a linear layer after it.
@@ -142,7 +173,17 @@ struct GatedMlp : Operator<
                       "str activation='silu', str memory='default') -> Tensor",
                       decltype(fused::gated_mlp)> {
   template <class Kernels>
-  static constexpr auto in = &Kernels::gated_mlp;
+  static constexpr auto in = &Kernels::gated_layer;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                     const Tensor& down, const OptionalTensor& gate_bias,
+                     const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                     std::string_view activation, std::string_view memory) {
+    const auto how = parse_memory(name, memory);
+    return fn(name, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
+              parse_hidden_activation(name, "activation", activation), how);
+  }
 };
 
 struct Conv2dRelu
@@ -152,6 +193,13 @@ struct Conv2dRelu
           decltype(fused::conv2d_relu_symint)> {
   template <class Kernels>
   static constexpr auto in = &Kernels::conv2d_relu;
+
+  template <auto fn>
+  static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                     c10::SymIntArrayRef dilation, c10::SymInt groups) {
+    return fn(input, weight, bias, {stride, padding, dilation, groups});
+  }
 };
 
 using LinearOperators = std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, LinearRelu2, Mlp>;
@@ -161,9 +209,7 @@ using Public =
 
 // ---- what nodes call ---------------------------------------------------------------------------
 
-// `step` is the C++ API's function. `flat` makes a function like it one of the schema's arguments:
-// kernels take the activation as a value, and structs for what belongs together. Gradients not
-// wanted are tensors of no elements.
+// `step` is the C++ API's function. Gradients not wanted are tensors of no elements.
 
 // Forward that also gives what the backward needs: ReLU's bit mask, else the pre-activation.
 struct LinearAux
@@ -187,11 +233,6 @@ struct ReluMask : Operator<"_relu_mask(Tensor output) -> Tensor", decltype(steps
   static constexpr auto step = &steps::relu_mask;
   template <class Kernels>
   static constexpr auto in = &Kernels::relu_mask;
-
-  template <auto fn>
-  static Tensor flat(const Tensor& output) {
-    return fn(output);
-  }
 };
 
 struct LinearReluBits : Operator<
@@ -201,11 +242,6 @@ struct LinearReluBits : Operator<
   static constexpr auto step = &steps::linear_relu_bits;
   template <class Kernels>
   static constexpr auto in = &Kernels::linear_relu_bits;
-
-  template <auto fn>
-  static Pair flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    return fn(input, weight, bias);
-  }
 };
 
 // act'(saved) · grad_output and its column sums, in one pass over memory.
@@ -336,11 +372,6 @@ struct ChannelsReluBackward
   static constexpr auto step = &steps::channels_relu_backward;
   template <class Kernels>
   static constexpr auto in = &Kernels::channels_relu_backward;
-
-  template <auto fn>
-  static Pair flat(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
-    return fn(grad_output, output, bias_grad);
-  }
 };
 
 using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBackward,
@@ -371,11 +402,7 @@ template <class List, class Kernels>
 void put(torch::Library& m) {
   for_each_row<List>([&m](auto row) {
     using Row = decltype(row);
-    if constexpr (requires { Row::step; }) {
-      m.impl(Row::name, &Row::template flat<Row::template in<Kernels>>);
-    } else {
-      m.impl(Row::name, Row::template in<Kernels>);
-    }
+    m.impl(Row::name, &Row::template flat<Row::template in<Kernels>>);
   });
 }
 

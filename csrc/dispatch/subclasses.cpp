@@ -5,7 +5,6 @@
 // classes too and must get to see the operators: torch_fused_linear/subclasses.py tells the two
 // apart.
 
-#include "core/memory.h"
 #include "dispatch/operators.h"
 #include "reference/conv.h"
 #include "reference/gated.h"
@@ -51,56 +50,26 @@ bool any_foreign(const Tensors& tensors) {
 // ---- what is called instead --------------------------------------------------------------------
 
 struct ByTorch {
-  static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    return reference::as_torch_does("linear", why, input, weight, bias, Activation::none,
-                                    /*foreign=*/true);
-  }
-
-  template <class Op, typename... Options>
-  static Tensor layer(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                      Options... options) {
-    return reference::as_torch_does(Op::name, why, input, weight, bias,
-                                    Op::parse(options...).activation, /*foreign=*/true);
+  static Tensor layer(const char* op, const Tensor& input, const Tensor& weight,
+                      const OptionalTensor& bias, Activation activation, Memory) {
+    return reference::as_torch_does(op, why, input, weight, bias, activation, /*foreign=*/true);
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, std::string_view activation,
-                    std::string_view memory) {
-    parse_memory("mlp", memory);
+                    const c10::List<OptionalTensor>& biases, Activation activation, Memory) {
     check_mlp(weights, biases);
-    return reference::mlp_as_torch_does(why, input, weights, biases,
-                                        parse_hidden_activation("mlp", "activation", activation),
-                                        /*foreign=*/true);
+    return reference::mlp_as_torch_does(why, input, weights, biases, activation, /*foreign=*/true);
   }
 
-  static Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                           const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                           std::string_view activation, std::string_view memory) {
-    return gated("linear_glu", {input, gate, up, gate_bias, up_bias}, {}, activation, memory);
-  }
-
-  static Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                          const Tensor& down, const OptionalTensor& gate_bias,
-                          const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                          std::string_view activation, std::string_view memory) {
-    return gated("gated_mlp", {input, gate, up, gate_bias, up_bias}, {down, down_bias}, activation,
-                 memory);
+  static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
+                            Activation activation, Memory) {
+    gated::check(op, layer);
+    return reference::gated_as_torch_does(op, why, layer, down, activation, /*foreign=*/true);
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                            c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                            c10::SymIntArrayRef dilation, c10::SymInt groups) {
-    return reference::conv_as_torch_does(why, input, weight, bias,
-                                         conv::Geometry(stride, padding, dilation, groups));
-  }
-
- private:
-  static Tensor gated(const char* op, const gated::Layer& layer, const gated::Down& down,
-                      std::string_view activation, std::string_view memory) {
-    parse_memory(op, memory);
-    gated::check(op, layer);
-    return reference::gated_as_torch_does(op, why, layer, down, gated::parse(op, activation),
-                                          /*foreign=*/true);
+                            const conv::Geometry& geometry) {
+    return reference::conv_as_torch_does(why, input, weight, bias, geometry);
   }
 };
 
@@ -128,7 +97,8 @@ struct Kernel<Op, instead, Tensor(Args...)> {
 TORCH_LIBRARY_IMPL(fused, PythonTLSSnapshot, m) {
   for_each_row<Public>([&m](auto row) {
     using Row = decltype(row);
-    m.impl(Row::name, TORCH_FN((Kernel<Row, Row::template in<ByTorch>>::call)));
+    constexpr auto instead = &Row::template flat<Row::template in<ByTorch>>;
+    m.impl(Row::name, TORCH_FN((Kernel<Row, instead>::call)));
   });
 }
 

@@ -31,8 +31,7 @@ struct Conv {
                                                   bool bias_grad);
 };
 
-// What no kernel of ours takes, for the reason that conv::objection gave: by torch's own functions.
-// A row of explain.
+// By torch's own functions (reference/linear.h).
 Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
                           const OptionalTensor& bias, const conv::Geometry& geometry);
 

@@ -40,7 +40,7 @@ struct Glu {
   static GluGradients glu_backward(const steps::GluBackward& step);
 };
 
-// What no kernel of ours takes, by torch's own functions (reference/linear.h).
+// By torch's own functions (reference/linear.h).
 Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
                            const gated::Down& down, Activation activation, bool foreign = false);
 

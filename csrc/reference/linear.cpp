@@ -102,16 +102,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across
   return {dz, grad_weight, grad_bias, grad_previous_bias};
 }
 
-Tensor LinearFormula::mlp(const Tensor& input, at::TensorList weights,
-                          const c10::List<OptionalTensor>& biases, Activation activation) {
-  auto hidden = input;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const bool last = i + 1 == weights.size();
-    hidden = forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
-  }
-  return hidden;
-}
-
 // ---- what no kernel takes ----------------------------------------------------------------------
 
 namespace {

@@ -36,10 +36,6 @@ struct LinearFormula {
   // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
-
-  // Layers with the activation between them and none after the last.
-  static Tensor mlp(const Tensor& input, at::TensorList weights,
-                    const c10::List<OptionalTensor>& biases, Activation activation);
 };
 
 // The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
@@ -60,9 +56,9 @@ struct Linear {
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
 };
 
-// What no kernel of ours takes, for the reason that objection() gave: by torch's own functions,
-// differentiable. What they refuse raises their error, with the arguments besides. A row of
-// explain.
+// What no kernel of ours takes, for the reason that objection() gave, or what torch has to
+// differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
+// arguments besides. A row of explain.
 Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
                      const Tensor& weight, const OptionalTensor& bias, Activation activation,
                      bool foreign = false);
