@@ -10,22 +10,57 @@
 namespace fused::cuda::kernels {
 namespace {
 
-// Independent loads per thread before the first is used, and blocks that share a multiprocessor:
-// found by trying, on an H200.
+// The best of those that were tried on an H200, as is how many blocks share a multiprocessor.
 constexpr int rows_in_flight = 4;
 constexpr int blocks_per_processor = 3;
 
-// A thread owns `width` neighbouring columns and walks down a chunk of the rows; a block covers
-// blockDim.x threads of columns and reads blockDim.y rows at a time; blockIdx.y is the chunk.
-// The chunks' sums are added up within a cluster, or left in `partials`.
-template <typename T, Activation activation, bool mask, int width>
-__global__ void __launch_bounds__(block_threads, blocks_per_processor)
-    backward_kernel(ActivationBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
+// `count` rows of a thread's columns, blockDim.y apart. The pointers are to the columns; `bits` is
+// `saved` as a mask, whose first bit for them is `shift`.
+template <Activation activation, bool mask, int width, int count, typename T>
+__device__ void some_rows(const ActivationBackward& args, int64_t row, const T* grad,
+                          const T* saved, const uint8_t* bits, int shift, T* dz,
+                          Accumulator<T> (&sums)[width]) {
   using A = Accumulator<T>;
   using V = Vector<T, width>;
   constexpr bool quick = sizeof(T) == 2;
   constexpr bool reads_vector = activation != Activation::none && !mask;
+  V g[count];
+  [[maybe_unused]] V s[count];
+  [[maybe_unused]] uint32_t m[count];
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int64_t r = row + i * blockDim.y;
+    g[i] = *reinterpret_cast<const V*>(grad + r * args.ld_grad);
+    if constexpr (reads_vector) s[i] = *reinterpret_cast<const V*>(saved + r * args.ld_saved);
+    if constexpr (mask) m[i] = bits[r * args.ld_saved] >> shift;
+  }
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    A gradient[width];
+    [[maybe_unused]] A at[width];
+    widen(g[i], gradient);
+    if constexpr (reads_vector) widen(s[i], at);
+#pragma unroll
+    for (int j = 0; j < width; ++j) {
+      if constexpr (mask) {
+        gradient[j] = m[i] >> j & 1 ? gradient[j] : A(0);
+      } else if constexpr (reads_vector) {
+        gradient[j] = activation_gradient<activation, quick, A>(gradient[j], at[j]);
+      }
+      sums[j] += gradient[j];
+    }
+    if (dz != nullptr) {
+      *reinterpret_cast<V*>(dz + (row + i * blockDim.y) * args.cols) = narrow<T, width>(gradient);
+    }
+  }
+}
 
+// A thread owns `width` neighbouring columns and walks down a chunk of the rows; a block covers
+// blockDim.x threads of columns and reads blockDim.y rows at a time.
+template <typename T, Activation activation, bool mask, int width>
+__global__ void __launch_bounds__(block_threads, blocks_per_processor)
+    backward_kernel(ActivationBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
+  using A = Accumulator<T>;
   const int64_t col = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * width;
   A sums[width] = {};
   wait_for_previous_kernel();  // and lets sum_partials be launched
@@ -37,105 +72,43 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     const auto* bits = static_cast<const uint8_t*>(args.saved) + col / 8;
     const int shift = col % 8;
     auto* dz = args.dz == nullptr ? nullptr : static_cast<T*>(args.dz) + col;
-
-    const auto rows = [&](int64_t row, auto rows_at_once) {
-      constexpr int count = decltype(rows_at_once)::value;
-      V g[count];
-      [[maybe_unused]] V s[count];
-      [[maybe_unused]] uint32_t m[count];
-#pragma unroll
-      for (int i = 0; i < count; ++i) {
-        const int64_t r = row + i * blockDim.y;
-        g[i] = *reinterpret_cast<const V*>(grad + r * args.ld_grad);
-        if constexpr (reads_vector) {
-          s[i] = *reinterpret_cast<const V*>(saved + r * args.ld_saved);
-        }
-        if constexpr (mask) m[i] = bits[r * args.ld_saved] >> shift;
-      }
-#pragma unroll
-      for (int i = 0; i < count; ++i) {
-        A gradient[width];
-        [[maybe_unused]] A at[width];
-        widen(g[i], gradient);
-        if constexpr (reads_vector) widen(s[i], at);
-#pragma unroll
-        for (int j = 0; j < width; ++j) {
-          if constexpr (mask) {
-            gradient[j] = m[i] >> j & 1 ? gradient[j] : A(0);
-          } else if constexpr (reads_vector) {
-            gradient[j] = activation_gradient<activation, quick, A>(gradient[j], at[j]);
-          }
-          sums[j] += gradient[j];
-        }
-        if (dz != nullptr) {
-          *reinterpret_cast<V*>(dz + (row + i * blockDim.y) * args.cols) =
-              narrow<T, width>(gradient);
-        }
-      }
-    };
-    int64_t row = first + threadIdx.y;
-    const int64_t step = int64_t{rows_in_flight} * blockDim.y;
-    for (; row + step - blockDim.y < last; row += step) {
-      rows(row, std::integral_constant<int, rows_in_flight>());
-    }
-    for (; row < last; row += blockDim.y) rows(row, std::integral_constant<int, 1>());
+    walk_down<rows_in_flight>(first + threadIdx.y, last, blockDim.y, [&](int64_t row, auto count) {
+      constexpr int n = decltype(count)::value;
+      some_rows<activation, mask, width, n>(args, row, grad, saved, bits, shift, dz, sums);
+    });
   }
-
   if (args.grad_bias == nullptr) return;
   __shared__ A shared[block_threads * width];
   sum_over_y(sums, shared);
-  const bool chunks_join = partials == nullptr && gridDim.y > 1;
-  if (chunks_join) sum_over_cluster(sums, shared, col < args.cols);
-  if (threadIdx.y != 0 || col >= args.cols || (chunks_join && blockIdx.y > 0)) return;
-#pragma unroll
-  for (int j = 0; j < width; ++j) {
-    if (partials != nullptr) {
-      partials[blockIdx.y * args.cols + col + j] = sums[j];
-    } else {
-      static_cast<T*>(args.grad_bias)[col + j] = narrow<T>(sums[j]);
-    }
-  }
+  put_sums<T>(sums, shared, col < args.cols, col, args.cols, partials, args.grad_bias);
 }
 
-struct Launch {
-  bool vectors;
-  dim3 block;
-  dim3 grid;
-  int64_t rows_per_chunk;
-  bool cluster;  // of a column's chunks, which need no second kernel then
-};
+bool takes_vectors(const ActivationBackward& args) {
+  const int64_t full = 16 / gemm::size_of(args.type);
+  return args.cols % full == 0 && args.ld_grad % full == 0 && aligned16(args.grad) &&
+         (args.mask || (args.ld_saved % full == 0 && aligned16(args.saved))) && aligned16(args.dz);
+}
 
 // Blocks with an equal share of the rows each, in one wave, or in two where each has many: other
 // blocks of the second make up for a slow one of the first.
-Launch shape_of(const ActivationBackward& args) {
-  const int64_t full = 16 / gemm::size_of(args.type);
-  Launch launch;
-  launch.vectors = args.cols % full == 0 && args.ld_grad % full == 0 && aligned16(args.grad) &&
-                   (args.mask || (args.ld_saved % full == 0 && aligned16(args.saved))) &&
-                   aligned16(args.dz);
-  const int64_t per_row = launch.vectors ? args.cols / full : args.cols;
-  launch.block = block_shape(per_row);
-  const int64_t across = (per_row + launch.block.x - 1) / launch.block.x;
-
+Chunks chunks_of(const ActivationBackward& args) {
+  const int64_t size = gemm::size_of(args.type);
+  const int64_t per_row = takes_vectors(args) ? args.cols * size / 16 : args.cols;
+  const dim3 block = block_shape(per_row);
+  const int64_t across = (per_row + block.x - 1) / block.x;
   const int64_t wave =
       std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
   constexpr int64_t few_passes = 2, many_passes = 16;
-  const int64_t passes_in_flight = args.rows / (launch.block.y * rows_in_flight);
-  int64_t chunks = passes_in_flight >= many_passes * wave ? 2 * wave : wave;
+  const int64_t passes_in_flight = args.rows / (block.y * rows_in_flight);
+  const int64_t chunks = passes_in_flight >= many_passes * wave ? 2 * wave : wave;
   // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
   // than it saves in this one. Few rows fit into a cluster, which needs no such kernel.
   const int64_t worth = passes_in_flight / few_passes;
-  launch.cluster =
+  const bool cluster =
       args.grad_bias != nullptr && has_clusters(args.arch) && worth <= most_blocks_in_cluster;
-  chunks = std::min(
-      chunks, launch.cluster ? std::min<int64_t>(passes_in_flight, most_blocks_in_cluster) : worth);
-  chunks = std::clamp<int64_t>(chunks, 1, 65535);
-  // Whole passes of the block, so that no chunk ends in a ragged one but the last.
-  const int64_t passes = (args.rows + chunks * launch.block.y - 1) / (chunks * launch.block.y);
-  launch.rows_per_chunk = std::max<int64_t>(passes, 1) * launch.block.y;
-  launch.grid = dim3(across, (args.rows + launch.rows_per_chunk - 1) / launch.rows_per_chunk);
-  launch.cluster = launch.cluster && launch.grid.y > 1;
-  return launch;
+  const int64_t most =
+      cluster ? std::min<int64_t>(passes_in_flight, most_blocks_in_cluster) : worth;
+  return in_chunks(args.rows, per_row, block, std::min(chunks, most), cluster);
 }
 
 template <typename T, Activation activation, bool mask = false>
@@ -147,29 +120,27 @@ auto* kernel_for(bool vectors) {
 }  // namespace
 
 int64_t scratch_bytes(const ActivationBackward& args) {
-  const auto shape = shape_of(args);
-  if (args.grad_bias == nullptr || shape.cluster || shape.grid.y == 1) return 0;
-  return shape.grid.y * args.cols * (args.type == gemm::Type::f64 ? 8 : 4);
+  return args.grad_bias == nullptr ? 0 : chunks_of(args).partial_bytes(args.cols, args.type);
 }
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream) {
-  const auto shape = shape_of(args);
+  const auto chunks = chunks_of(args);
+  const bool vectors = takes_vectors(args);
   with_type(args.type, [&](auto element) {
     using T = decltype(element);
     auto* partials = static_cast<Accumulator<T>*>(scratch);
     const auto launch = [&](auto* kernel) {
-      launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
-                    shape.rows_per_chunk, partials);
+      launch_chunks(kernel, chunks, stream, args, chunks.rows_each, partials);
     };
     with_activation(args.activation, [&](auto constant) {
       constexpr Activation act = decltype(constant)::value;
       if constexpr (act == Activation::relu) {
-        if (args.mask) return launch(kernel_for<T, act, true>(shape.vectors));
+        if (args.mask) return launch(kernel_for<T, act, true>(vectors));
       }
-      launch(kernel_for<T, act>(shape.vectors));
+      launch(kernel_for<T, act>(vectors));
     });
     if (partials == nullptr) return;
-    sum_partials(partials, shape.grid.y, args.cols, args.cols, static_cast<T*>(args.grad_bias),
+    sum_partials(partials, chunks.grid.y, args.cols, args.cols, static_cast<T*>(args.grad_bias),
                  stream);
   });
 }

@@ -43,9 +43,7 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
     const bool vectors =
         cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 && aligned16(z) && aligned16(y);
     const int64_t per_row = vectors ? cols / full : cols;
-    const dim3 block = block_shape(per_row);
-    const dim3 grid((per_row + block.x - 1) / block.x,
-                    std::min<int64_t>((rows + block.y - 1) / block.y, 65535));
+    const dim3 block = block_shape(per_row), grid = grid_shape(rows, per_row, block);
     const auto launch = [&](auto* kernel) {
       kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(z), ld_z,
                                          static_cast<T*>(y), ld_y);

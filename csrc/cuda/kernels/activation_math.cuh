@@ -10,6 +10,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -150,6 +151,26 @@ inline dim3 block_shape(int64_t vectors_per_row) {
   int width = 1;
   while (width < 32 && width < vectors_per_row) width *= 2;
   return dim3(width, block_threads / width);
+}
+
+constexpr int64_t most_blocks_down = 65535;
+
+// Blocks for all rows, of which each takes some at a time and walks on by all that are taken at
+// once.
+inline dim3 grid_shape(int64_t rows, int64_t vectors_per_row, dim3 block, int rows_at_once = 1) {
+  const int64_t down = int64_t{block.y} * rows_at_once;
+  return dim3((vectors_per_row + block.x - 1) / block.x,
+              std::min((rows + down - 1) / down, most_blocks_down));
+}
+
+// fn(row, n) for rows that are `stride` apart: n of them, `at_once` and at the end one by one, so
+// that as many independent loads are under way before the first is used.
+template <int at_once, typename Fn>
+__device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& fn) {
+  for (; row + (at_once - 1) * stride < rows; row += at_once * stride) {
+    fn(row, std::integral_constant<int, at_once>());
+  }
+  for (; row < rows; row += stride) fn(row, std::integral_constant<int, 1>());
 }
 
 inline bool aligned16(const void* pointer) {

@@ -97,51 +97,40 @@ __global__ void __launch_bounds__(block_threads)
   if (args.grad_bias == nullptr) return;
   __shared__ A shared[block_threads];
   A sums[1] = {sum_over_block(sum, shared)};
-  const bool chunks_join = partials == nullptr && gridDim.y > 1;
-  if (chunks_join) sum_over_cluster(sums, shared, threadIdx.x == 0);
-  if (threadIdx.x != 0 || threadIdx.y != 0 || (chunks_join && blockIdx.y > 0)) return;
-  if (partials != nullptr) {
-    partials[blockIdx.y * channels + channel] = sums[0];
-  } else {
-    static_cast<T*>(args.grad_bias)[channel] = narrow<T>(sums[0]);
-  }
+  put_sums<T>(sums, shared, threadIdx.x == 0, channel, channels, partials, args.grad_bias);
 }
 
+// The segments are the rows, of which each channel has some.
 struct Launch {
   bool vectors;
-  dim3 block, grid;
-  int64_t segments_per_plane, segments_per_chunk;
-  bool cluster;  // of a channel's chunks, which need no second kernel then
+  int64_t segments_per_plane;
+  Chunks chunks;
 };
 
 Launch shape_of(const PlanesBackward& args) {
   const auto& image = args.image;
   const int64_t full = 16 / gemm::size_of(image.type);
-  Launch launch;
-  launch.vectors = image.plane % full == 0 && aligned16(args.grad) && aligned16(args.output) &&
-                   aligned16(args.dz);
-  const int64_t per_plane = launch.vectors ? image.plane / full : image.plane;
+  const bool vectors = image.plane % full == 0 && aligned16(args.grad) && aligned16(args.output) &&
+                       aligned16(args.dz);
+  const int64_t per_plane = vectors ? image.plane / full : image.plane;
   int across = 1;
   while (across < block_threads && across < per_plane) across *= 2;
-  launch.block = dim3(across, block_threads / across);
+  const dim3 block(across, block_threads / across);
   const int64_t length = int64_t{across} * vectors_per_thread;
-  launch.segments_per_plane = (per_plane + length - 1) / length;
-  const int64_t segments = image.batch * launch.segments_per_plane;
+  const int64_t segments_per_plane = (per_plane + length - 1) / length;
+  const int64_t segments = image.batch * segments_per_plane;
   // As many blocks as the device can hold at once, but a segment at least for each row of threads.
   constexpr int64_t blocks_per_processor = 8;
   const int64_t room =
       (args.processors * blocks_per_processor + image.channels - 1) / image.channels;
-  const int64_t useful = (segments + launch.block.y - 1) / launch.block.y;
-  int64_t chunks = std::clamp<int64_t>(std::min(room, useful), 1, 65535);
+  const int64_t useful = (segments + block.y - 1) / block.y;
+  int64_t most = std::min(room, useful);
   // Half as many blocks cost less than a second kernel.
-  launch.cluster =
-      args.grad_bias != nullptr && has_clusters(args.arch) && chunks <= 2 * most_blocks_in_cluster;
-  if (launch.cluster) chunks = std::min<int64_t>(chunks, most_blocks_in_cluster);
-  launch.segments_per_chunk = (segments + chunks - 1) / chunks;
-  launch.grid =
-      dim3(image.channels, (segments + launch.segments_per_chunk - 1) / launch.segments_per_chunk);
-  launch.cluster = launch.cluster && launch.grid.y > 1;
-  return launch;
+  const bool cluster =
+      args.grad_bias != nullptr && has_clusters(args.arch) && most <= 2 * most_blocks_in_cluster;
+  if (cluster) most = std::min<int64_t>(most, most_blocks_in_cluster);
+  return {vectors, segments_per_plane,
+          in_chunks(segments, image.channels * block.x, block, most, cluster)};
 }
 
 }  // namespace
@@ -155,9 +144,7 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
     constexpr int full = full_vector<T>;
     const bool vectors = cols % full == 0 && aligned16(y) && (!channels_last || aligned16(bias));
     const int64_t per_row = vectors ? cols / full : cols;
-    const dim3 block = block_shape(per_row);
-    const dim3 grid((per_row + block.x - 1) / block.x,
-                    std::min<int64_t>((rows + block.y - 1) / block.y, 65535));
+    const dim3 block = block_shape(per_row), grid = grid_shape(rows, per_row, block);
     const auto launch = [&](auto* kernel) {
       kernel<<<grid, block, 0, stream>>>(rows, cols, image.channels, static_cast<const T*>(bias),
                                          static_cast<T*>(y));
@@ -172,23 +159,22 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
 }
 
 int64_t scratch_bytes(const PlanesBackward& args) {
-  const auto shape = shape_of(args);
-  if (args.grad_bias == nullptr || shape.cluster || shape.grid.y == 1) return 0;
-  return shape.grid.y * args.image.channels * (args.image.type == gemm::Type::f64 ? 8 : 4);
+  const auto& image = args.image;
+  return args.grad_bias ? shape_of(args).chunks.partial_bytes(image.channels, image.type) : 0;
 }
 
 void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream) {
-  const auto shape = shape_of(args);
+  const auto [vectors, segments_per_plane, chunks] = shape_of(args);
+  const int64_t channels = args.image.channels;
   with_type(args.image.type, [&](auto element) {
     using T = decltype(element);
     auto* partials = static_cast<Accumulator<T>*>(scratch);
     auto* kernel =
-        shape.vectors ? planes_backward_kernel<T, full_vector<T>> : planes_backward_kernel<T, 1>;
-    launch_chunks(kernel, shape.grid, shape.block, shape.cluster, stream, args,
-                  shape.segments_per_plane, shape.segments_per_chunk, partials);
+        vectors ? planes_backward_kernel<T, full_vector<T>> : planes_backward_kernel<T, 1>;
+    launch_chunks(kernel, chunks, stream, args, segments_per_plane, chunks.rows_each, partials);
     if (partials == nullptr) return;
-    sum_partials(partials, shape.grid.y, args.image.channels, args.image.channels,
-                 static_cast<T*>(args.grad_bias), stream);
+    sum_partials(partials, chunks.grid.y, channels, channels, static_cast<T*>(args.grad_bias),
+                 stream);
   });
 }
 

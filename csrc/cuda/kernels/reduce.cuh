@@ -8,6 +8,8 @@
 
 #include <cooperative_groups.h>
 
+#include <algorithm>
+
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
 
@@ -87,17 +89,6 @@ inline bool has_clusters(int device_arch) {
   });
 }
 
-// Launches a kernel whose blockIdx.y is the chunk, all chunks of it as one cluster if `cluster`.
-template <typename... Parameters, typename... Arguments>
-void launch_chunks(void (*kernel)(Parameters...), dim3 grid, dim3 block, bool cluster,
-                   cudaStream_t stream, Arguments... arguments) {
-  cudaLaunchAttribute shape;
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim = {1, grid.y, 1};
-  const cudaLaunchConfig_t config{grid, block, 0, stream, &shape, cluster};
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
 // Adds the values of the cluster's blocks, those of their threads with threadIdx.y == 0 that hold a
 // column. The sum is left with the first block. All threads take part.
 template <typename A, int width>
@@ -121,6 +112,60 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
   }
   cluster.sync();  // shared memory lives no longer than its block
 #endif
+}
+
+// ---- columns whose rows several blocks share ----------------------------------------------------
+
+// Rows in chunks, of which blockIdx.y is the number: a block's share each.
+struct Chunks {
+  dim3 block, grid;
+  int64_t rows_each;
+  bool cluster;  // of a column's chunks, which need no second kernel then
+
+  // Bytes of partial sums, [chunks, cols]; none where a block or a cluster sums a column.
+  int64_t partial_bytes(int64_t cols, gemm::Type type) const {
+    return cluster || grid.y == 1 ? 0 : grid.y * cols * (type == gemm::Type::f64 ? 8 : 4);
+  }
+};
+
+// At most so many chunks of whole passes of the block, so that none ends in a ragged one but the
+// last.
+inline Chunks in_chunks(int64_t rows, int64_t vectors_per_row, dim3 block, int64_t chunks,
+                        bool cluster) {
+  chunks = std::clamp(chunks, int64_t{1}, most_blocks_down);
+  const int64_t passes = (rows + chunks * block.y - 1) / (chunks * block.y);
+  const int64_t rows_each = std::max<int64_t>(passes, 1) * block.y;
+  const dim3 grid((vectors_per_row + block.x - 1) / block.x, (rows + rows_each - 1) / rows_each);
+  return {block, grid, rows_each, cluster && grid.y > 1};
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch_chunks(void (*kernel)(Parameters...), const Chunks& chunks, cudaStream_t stream,
+                   Arguments... arguments) {
+  cudaLaunchAttribute shape;
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {1, chunks.grid.y, 1};
+  const cudaLaunchConfig_t config{chunks.grid, chunks.block, 0, stream, &shape, chunks.cluster};
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+// Puts the sums of columns, `width` from `col` on, which threads with threadIdx.y == 0 have if they
+// hold columns, into the result: added up over the cluster where the chunks are one, or by way of
+// `partials`, [chunks, cols].
+template <typename T, int width>
+__device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, bool holds_column,
+                         int64_t col, int64_t cols, Accumulator<T>* partials, void* result) {
+  const bool is_cluster = partials == nullptr && gridDim.y > 1;
+  if (is_cluster) sum_over_cluster(sums, shared, holds_column);
+  if (threadIdx.y != 0 || !holds_column || (is_cluster && blockIdx.y > 0)) return;
+#pragma unroll
+  for (int j = 0; j < width; ++j) {
+    if (partials != nullptr) {
+      partials[blockIdx.y * cols + col + j] = sums[j];
+    } else {
+      static_cast<T*>(result)[col + j] = narrow<T>(sums[j]);
+    }
+  }
 }
 
 template <typename T>

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(block_threads)
     }
     return;
   }
-  const auto some = [&](int64_t first, auto rows_at_once) {
+  walk_down<rows_in_flight>(row, rows, step, [&](int64_t first, auto rows_at_once) {
     constexpr int count = decltype(rows_at_once)::value;
     Columns<T, width> columns[count];
 #pragma unroll
@@ -77,11 +77,7 @@ __global__ void __launch_bounds__(block_threads)
     for (int i = 0; i < count; ++i) {
       mask[(first + i * step) * bytes_per_row + byte] = bits_of(columns[i]);
     }
-  };
-  for (; row + (rows_in_flight - 1) * step < rows; row += rows_in_flight * step) {
-    some(row, std::integral_constant<int, rows_in_flight>());
-  }
-  for (; row < rows; row += step) some(row, std::integral_constant<int, 1>());
+  });
 }
 
 }  // namespace
@@ -93,9 +89,7 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
     constexpr int full = full_vector<T>;
     const int64_t bytes_per_row = mask_bytes(cols);
     const dim3 block = block_shape(bytes_per_row);
-    const int64_t rows_at_once = int64_t{block.y} * rows_in_flight;
-    const dim3 grid((bytes_per_row + block.x - 1) / block.x,
-                    std::min<int64_t>((rows + rows_at_once - 1) / rows_at_once, 65535));
+    const dim3 grid = grid_shape(rows, bytes_per_row, block, rows_in_flight);
     const bool vectors = ld % full == 0 && aligned16(output);
     auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
     kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(output), ld,
