@@ -1,12 +1,14 @@
 #pragma once
 
-// A convolution as it is asked for, and what tells it from others.
+// A convolution as it is asked for, what tells it from others, and how far its results are off.
 
 #include "core/conv.h"
+#include "plans/select.h"
 
 #include <ATen/Context.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <thread>
@@ -55,15 +57,73 @@ struct ConvProblem {
     return key;
   }
 
-  // ATen's call of cuDNN's fused form.
-  Tensor fused(const Tensor& x, const Tensor& w, const OptionalTensor& b) const {
-    return at::cudnn_convolution_relu(x, w, b, stride, padding, dilation, groups);
-  }
-
  private:
   static std::array<int64_t, 2> ints(const conv::Geometry::Pair& pair) {
     return {pair[0].guard_int(__FILE__, __LINE__), pair[1].guard_int(__FILE__, __LINE__)};
   }
+};
+
+// ---- errors ------------------------------------------------------------------------------------
+
+// Of some of its elements, in fp64: results, and what errors are counted in, u (Σ|aₖbₖ| + |bias|).
+class ExactConv {
+ public:
+  ExactConv(const ConvProblem& p, const Tensor& image, const Tensor& weight,
+            const OptionalTensor& bias, double roundoff)
+      : rows_(p) {
+    const auto wide = [](const Tensor& tensor) { return tensor.to(at::kDouble); };
+    const auto x = wide(some(image, rows_.of_image)), w = wide(weight);
+    const auto b = bias ? OptionalTensor(wide(*bias)) : std::nullopt;
+    const auto product = [&](const Tensor& a, const Tensor& k, const OptionalTensor& c) {
+      return at::_convolution(a, k, c, p.stride, p.padding, p.dilation, /*transposed=*/false,
+                              /*output_padding=*/{0, 0}, p.groups, /*benchmark=*/false,
+                              /*deterministic=*/true, /*cudnn_enabled=*/true,
+                              /*allow_tf32=*/false)
+          .narrow(2, 0, rows_.of_result);
+    };
+    values_ = product(x, w, b).relu();
+    units_ = product(x.abs(), w.abs(), b ? OptionalTensor(b->abs()) : b) * roundoff;
+  }
+
+  // Adds the errors of a convolution's result.
+  void add_errors(plans::TrialErrors& errors, const Tensor& result) const {
+    const auto off = some(result, rows_.of_result) - values_;
+    const auto error = off.abs().div_(units_).masked_fill_(off.eq(0), 0);  // of an empty sum, too
+    const auto finite = at::where(error.isfinite(), error, 0.);
+    const auto count = error.isfinite().sum().item<double>();
+    errors.missed += static_cast<double>(error.numel()) - count;
+    auto& pool = errors.elements;
+    pool.count += count;
+    pool.squares += finite.square().sum().item<double>();
+    pool.worst = std::max(pool.worst, finite.max().item<double>());
+  }
+
+ private:
+  // As many from the top as a few megabytes hold; of the result those that are made of no others.
+  struct Rows {
+    int64_t of_image, of_result;
+
+    explicit Rows(const ConvProblem& p) {
+      constexpr int64_t most_elements = 1 << 19;
+      const int64_t height = p.image.size(2), width = p.image.size(3);
+      const int64_t channels = std::max(p.image.size(1), p.weight.size(0));
+      const int64_t reach = p.dilation[0] * (p.weight.size(2) - 1) + 1;
+      of_image = std::min(height, std::max(most_elements / (channels * width), reach));
+      const int64_t below = of_image == height ? p.padding[0] : 0;
+      of_result = (of_image + p.padding[0] + below - reach) / p.stride[0] + 1;
+    }
+  };
+
+  // Of the first image and the last.
+  static Tensor some(const Tensor& images, int64_t rows) {
+    const int64_t last = images.size(0) - 1;
+    const auto ends =
+        last < 2 ? images : at::cat({images.narrow(0, 0, 1), images.narrow(0, last, 1)});
+    return ends.narrow(2, 0, rows);
+  }
+
+  Rows rows_;
+  Tensor values_, units_;
 };
 
 }  // namespace fused::cuda

@@ -10,9 +10,9 @@
 namespace fused::cuda {
 
 bool run(const PassCall& call, kernels::SmallGradients* waiting) {
-  std::optional<Plan> spare;  // for this call only
-  auto* plan = known_plan(call.problem);
-  if (plan == nullptr) plan = tune::make_plan(call, spare);
+  std::optional<Plan> for_this_call;
+  auto* plan = take_plan(call.problem);
+  if (plan == nullptr) plan = tune::make_plan(call, for_this_call);
   if (plan == nullptr) return false;
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
@@ -21,8 +21,8 @@ bool run(const PassCall& call, kernels::SmallGradients* waiting) {
   // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
   TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
                   call.problem.matmul, "); eager's way is taken");
-  spare = tune::fallback_plan(call.problem, "it failed");
-  return spare && execute(call, *spare, nullptr, stream);
+  for_this_call = tune::fallback_plan(call.problem, "it failed");
+  return for_this_call && execute(call, *for_this_call, nullptr, stream);
 }
 
 }  // namespace fused::cuda

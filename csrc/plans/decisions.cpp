@@ -71,46 +71,6 @@ bool read(std::istream& in, T& value) {
 
 }  // namespace
 
-std::optional<Decision> Decisions::find(const PassProblem& problem) const {
-  const std::lock_guard lock(mutex_);
-  const auto it = known_.find(problem);
-  return it == known_.end() ? std::nullopt : std::optional(it->second);
-}
-
-Decision Decisions::add(const PassProblem& problem, const Decision& decision) {
-  const std::lock_guard lock(mutex_);
-  const auto it = known_.find(problem);
-  if (it != known_.end()) return it->second;
-  if (known_.size() < capacity_) known_.emplace(problem, decision);
-  return decision;
-}
-
-void Decisions::replace(const PassProblem& problem, const Decision& decision) {
-  const std::lock_guard lock(mutex_);
-  if (known_.size() < capacity_ || known_.contains(problem)) known_[problem] = decision;
-}
-
-void Decisions::remove(const PassProblem& problem, const Decision& decision) {
-  const std::lock_guard lock(mutex_);
-  const auto it = known_.find(problem);
-  if (it != known_.end() && it->second == decision) known_.erase(it);
-}
-
-void Decisions::clear() {
-  const std::lock_guard lock(mutex_);
-  known_.clear();
-}
-
-bool Decisions::is_full() const {
-  const std::lock_guard lock(mutex_);
-  return known_.size() >= capacity_;
-}
-
-std::vector<std::pair<PassProblem, Decision>> Decisions::all() const {
-  const std::lock_guard lock(mutex_);
-  return {known_.begin(), known_.end()};
-}
-
 std::string to_text(const PassProblem& problem, const Decision& decision) {
   std::ostringstream line;
   line.imbue(std::locale::classic());

@@ -1,8 +1,10 @@
 #pragma once
 
-// Decisions in a file: sections that say what they are valid for, one line each, a checksum.
+// Decisions in a file: a line each, which says what it is valid for, and a checksum.
 
 #include "plans/decisions.h"
+
+#include <vector>
 
 namespace fused::plans {
 
@@ -20,19 +22,19 @@ struct MadeFor {
 
 using Entries = std::vector<std::pair<PassProblem, Decision>>;
 
-struct Section {
+struct PlanLine {
   MadeFor made_for;
-  std::string version = own_version;  // who wrote it
-  std::vector<std::string> lines;
+  std::string version;   // who wrote it
+  std::string decision;  // to_text(problem, decision), or what another version makes of it
 };
 
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
-std::vector<Section> read_plan_file(const std::string& path);
+std::vector<PlanLine> read_plan_file(const std::string& path);
 
 // What is valid for `here`, as far as it is understood.
-Entries entries_for(const std::vector<Section>& file, const MadeFor& here);
-// Why there is no section for `here`, or an empty string.
-std::string mismatch(const std::vector<Section>& file, const MadeFor& here);
+Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here);
+// Why there is nothing for `here`, or an empty string.
+std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here);
 
 // At no moment is there half a file: it is written beside and then renamed; a lock, held meanwhile
 // beside the file, lets no two processes lose each other's plans. What is there for others, or not

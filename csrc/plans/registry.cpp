@@ -6,15 +6,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
-#include <unordered_map>
 
 namespace fused::plans {
 namespace {
 
 // Enough for any model; whoever meets more has sizes that change without end, for which measuring
 // does not pay.
-constexpr size_t most_measured = 4096;
-constexpr size_t most_ruled = 8192;
+constexpr size_t most_passes = 8192;
 
 constexpr double default_budget = 200, most_budget = 1e6;
 constexpr int64_t most_verbosity = 2;
@@ -34,29 +32,18 @@ std::atomic<int64_t>& verbosity_setting() {
 constexpr int64_t default_patience = 256;
 std::atomic<int64_t> patience_setting{default_patience};
 
-// Of buckets that are not measured yet.
-struct Waiting {
-  struct Bucket {
-    CallsLeft calls;
-    int tries = 0;  // to measure it, in vain
-  };
-  std::mutex mutex;
-  std::unordered_map<PassProblem, Bucket, PassProblemHash> buckets;
-};
-
-Waiting& waiting() {
-  static auto* value = new Waiting;
-  return *value;
+bool is_measured(const KnownPass& known) {
+  return known.decision && known.decision->origin != Decision::Origin::neighbour;
 }
 
 std::atomic<uint64_t> current_generation{0};
 std::atomic<std::optional<Machine> (*)(int)> machine_source{nullptr};
 
 void start_generation() {
-  {
-    const std::lock_guard lock(waiting().mutex);
-    waiting().buckets.clear();
-  }
+  passes().each([](const PassProblem&, KnownPass& known) {
+    known.calls_left.reset();
+    known.failures = 0;
+  });
   current_generation.fetch_add(1, std::memory_order_release);
 }
 
@@ -64,7 +51,7 @@ void start_generation() {
 struct Environment {
   std::mutex mutex;
   std::string path;  // to be written at the end; empty: none
-  std::vector<Section> file;
+  std::vector<PlanLine> file;
   std::vector<Machine> machines;  // that have been used: whose plans are written
 };
 
@@ -74,9 +61,11 @@ Environment& of_environment() {
 }
 
 Entries of_process(const Machine& machine) {
-  auto entries = measured().all();
-  std::erase_if(entries, [&](const auto& entry) {
-    return entry.first.matmul.device != machine.first_equal_device;
+  Entries entries;
+  passes().each([&](const PassProblem& problem, const KnownPass& known) {
+    if (problem.matmul.device == machine.first_equal_device && is_measured(known)) {
+      entries.emplace_back(problem, *known.decision);
+    }
   });
   return entries;
 }
@@ -84,7 +73,7 @@ Entries of_process(const Machine& machine) {
 void take_over(const Entries& entries, const Machine& machine) {
   for (auto [problem, decision] : entries) {
     problem.matmul.device = machine.first_equal_device;
-    measured().replace(problem, decision);
+    passes().change(problem, [&](KnownPass& known) { known.decide(decision); });
   }
   start_generation();
 }
@@ -110,29 +99,33 @@ Machine machine_or_error(const char* what) {
 
 }  // namespace
 
-Decisions& measured() {
-  static auto* value = new Decisions(most_measured);
+Passes& passes() {
+  static auto* value = new Passes(most_passes);  // outlives every thread
   return *value;
 }
 
-Decisions& ruled() {
-  static auto* value = new Decisions(most_ruled);
-  return *value;
+std::optional<Decision> measured(const PassProblem& bucket) {
+  return passes().read(bucket, [](const KnownPass& known) {
+    return is_measured(known) ? known.decision : std::nullopt;
+  });
 }
 
-Decisions& borrowed() {
-  static auto* value = new Decisions(most_measured);
-  return *value;
+void borrow(const PassProblem& bucket, const Decision& decision) {
+  passes().change(bucket, [&](KnownPass& known) {
+    if (is_measured(known)) return;  // by another thread
+    known.decision = decision;
+    known.decision->origin = Decision::Origin::neighbour;
+  });
 }
 
 std::optional<Decision> neighbours_of(const PassProblem& bucket,
-                                      const std::function<bool(const gemm::Strategy&)>& serves) {
+                                      const std::function<bool(const Strategy&)>& serves) {
   const auto tokens = gemm::tokens_of(bucket);
   for (const int64_t other : {tokens * 2, tokens / 2, tokens * 4, tokens / 4}) {
     if (other == 0) continue;
     auto neighbour = bucket;
     gemm::tokens_of(neighbour) = other;
-    auto decision = measured().find(neighbour);
+    auto decision = measured(neighbour);
     if (decision && serves(*decision->strategy)) return decision;
   }
   return std::nullopt;
@@ -146,31 +139,17 @@ void set_patience(int64_t calls) {
 }
 
 CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour) {
-  auto& all = waiting();
-  const std::lock_guard lock(all.mutex);
-  auto it = all.buckets.find(bucket);
-  if (it == all.buckets.end()) {
-    if (!has_neighbour || patience() == 0) return nullptr;
-    if (all.buckets.size() >= most_measured) all.buckets.clear();
-    const auto calls = std::make_shared<std::atomic<int64_t>>(patience());
-    it = all.buckets.emplace(bucket, Waiting::Bucket{calls}).first;
-  }
-  return it->second.calls->fetch_sub(1) > 0 ? it->second.calls : nullptr;
+  return passes().change(bucket, [&](KnownPass& known) -> CallsLeft {
+    if (!known.calls_left) {
+      if (!has_neighbour || patience() == 0) return nullptr;
+      known.decide_in(patience());
+    }
+    return known.is_due() ? nullptr : known.calls_left;
+  });
 }
 
-int64_t calls_until_retry(int failures) {
-  constexpr int64_t at_first = 64;
-  constexpr int most_doublings = 16;
-  return at_first << std::min(failures - 1, most_doublings);
-}
-
-CallsLeft postpone(const PassProblem& bucket) {
-  auto& all = waiting();
-  const std::lock_guard lock(all.mutex);
-  if (all.buckets.size() >= most_measured) all.buckets.clear();
-  auto& entry = all.buckets[bucket];
-  const auto calls = calls_until_retry(++entry.tries);
-  return entry.calls = std::make_shared<std::atomic<int64_t>>(calls);
+CallsLeft decide_later(const PassProblem& bucket) {
+  return passes().change(bucket, [](KnownPass& known) { return known.decide_later(); });
 }
 
 double budget() { return budget_setting().load(std::memory_order_relaxed); }
@@ -222,20 +201,17 @@ int64_t load(const std::string& path) {
 }
 
 void clear() {
-  measured().clear();
-  borrowed().clear();
-  ruled().clear();
+  passes().each([](const PassProblem&, KnownPass& known) { known.forget(); });
   start_generation();
 }
 
 std::vector<std::string> show() {
   std::vector<std::string> lines;
-  for (auto* decisions : {&measured(), &borrowed(), &ruled()}) {
-    for (const auto& [problem, decision] : decisions->all()) {
-      const bool is_past = decisions == &borrowed() && measured().find(problem);
-      if (!is_past) lines.push_back(summary(problem, decision));
+  passes().each([&](const PassProblem& problem, const KnownPass& known) {
+    for (const auto& decision : {known.decision, known.by_rule}) {
+      if (decision) lines.push_back(summary(problem, *decision));
     }
-  }
+  });
   return lines;
 }
 

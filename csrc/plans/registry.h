@@ -4,40 +4,38 @@
 // files.
 
 #include "plans/plan_file.h"
+#include "plans/select.h"
+#include "plans/store.h"
 
-#include <atomic>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace fused::plans {
 
-// Measured, or read from a file; by bucket (gemm::bucket_of).
-Decisions& measured();
-// By rule, for the very problem; so that all threads, and captures, do the same.
-Decisions& ruled();
+// Of passes of layers. What was measured, or read from a file, stands under its bucket
+// (gemm::bucket_of), and until then its neighbour's decision; what goes by rule under the problem.
+using KnownPass = Known<Decision, std::pair<const Strategy*, decltype(Algorithm::bytes)>, Verdict>;
+using Passes = Store<PassProblem, KnownPass, gemm::PassProblemHash>;
+Passes& passes();
 
-// Taken over, by bucket, from a token count nearby: until the bucket is measured itself.
-Decisions& borrowed();
+// Measured, or read from a file: not its neighbour's.
+std::optional<Decision> measured(const PassProblem& bucket);
+// Its neighbour's, until it is measured.
+void borrow(const PassProblem& bucket, const Decision& decision);
 // What has been measured for the nearest bucket with up to four times, or a quarter of, the tokens,
 // by a strategy that serves.
 std::optional<Decision> neighbours_of(const PassProblem& bucket,
-                                      const std::function<bool(const gemm::Strategy&)>& serves);
+                                      const std::function<bool(const Strategy&)>& serves);
 
 // How many calls a bucket goes by its neighbour's decision before it is measured.
 int64_t patience();
 void set_patience(int64_t calls);
-
-// Calls that are left until a bucket is to be measured, shared by all plans of it.
-using CallsLeft = std::shared_ptr<std::atomic<int64_t>>;
-// Nothing: it is to be measured now.
+// Until the bucket is to be measured; null: that is in this call.
 CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour);
-// It could not be measured now (too little memory): to be tried again, ever later.
-CallsLeft postpone(const PassProblem& bucket);
-// Calls until what has failed so many times is tried again.
-int64_t calls_until_retry(int failures);
+// It could not be measured now (too little memory): until it is tried again.
+CallsLeft decide_later(const PassProblem& bucket);
 
 // Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
 // This setting and the next throw (ValueError) where the variable has no such value.

@@ -1,115 +1,107 @@
-// Which way a convolution goes, and for how long that is remembered, without a GPU. `conv_test
-// NAME` runs one test and exits with 1 where it fails.
+// How far a convolution's results are off, against those in fp64, without a GPU. `conv_test NAME`
+// runs one test and exits with 1 where it fails.
 
 #include "expect.h"
 
-#include "cuda/conv_choice.h"
-#include "plans/remembered.h"
+#include "cuda/conv_problem.h"
 
-#include <string_view>
-#include <thread>
-#include <vector>
+#include <ATen/ops/conv2d.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 namespace {
 
 using namespace fused;
 using namespace fused::cuda;
-using plans::Verdict;
+using plans::TrialErrors;
 
-constexpr Judgement sound{Verdict::sound, nullptr}, inexact{Verdict::inexact, "inexact"},
-    failing{Verdict::failed, "fails"};
+struct Case {
+  at::IntArrayRef image, weight;
+  int64_t stride = 1, padding = 0, dilation = 1, groups = 1;
+};
 
-void only_sound_ways_are_taken() {
-  // cuDNN's is the quickest, then ours.
-  for (const auto& times : {std::optional(ConvTimes{1, 2, 3}), std::optional<ConvTimes>()}) {
-    EXPECT(choose({sound, sound}, times).way == ConvWay::cudnn);
-    EXPECT(choose({sound, inexact}, times).way == ConvWay::cudnn);
-    for (const auto& refused : {inexact, failing}) {
-      EXPECT(choose({refused, sound}, times).way == ConvWay::own);
-      EXPECT(choose({refused, inexact}, times).way == ConvWay::aten);
-      EXPECT(choose({refused, failing}, times).way == ConvWay::aten);
-      EXPECT(choose({refused, sound}, times).objection == refused.objection);
-    }
-  }
+// Runs `test(problem, exact, convolution)` of a case in fp32, where the results are
+// relu(convolution(image)).
+template <typename Test>
+void with(const Case& c, const Test& test) {
+  const auto x = torch::randn(c.image), w = torch::randn(c.weight);
+  const OptionalTensor bias(torch::randn({w.size(0)}));
+  const conv::Geometry geometry({c.stride}, {c.padding}, {c.dilation}, c.groups);
+  const ConvProblem problem(x, w, bias, geometry);
+  const ExactConv exact(problem, x, w, bias, /*roundoff=*/0x1p-24);
+  const auto z = [&](at::ScalarType type) {
+    return at::conv2d(x.to(type), w.to(type), bias->to(type), c.stride, c.padding, c.dilation,
+                      c.groups)
+        .relu();
+  };
+  test(exact, z(at::kFloat), z(at::kDouble));
 }
 
-void the_quickest_of_them_is() {
-  EXPECT(choose({sound, sound}, ConvTimes{3, 2, 1}).way == ConvWay::aten);
-  EXPECT(choose({sound, sound}, ConvTimes{3, 1, 2}).way == ConvWay::own);
-  EXPECT(choose({sound, inexact}, ConvTimes{3, 1, 2}).way == ConvWay::aten);
-  EXPECT(choose({sound, inexact}, ConvTimes{2, 1, 3}).way == ConvWay::cudnn);
-  EXPECT(choose({inexact, sound}, ConvTimes{1, 3, 2}).way == ConvWay::aten);
-  const std::string_view reason = choose({sound, sound}, ConvTimes{3, 2, 1}).objection;
-  EXPECT(reason == "(not cuDNN's fused form: slower)");
-  EXPECT(choose({sound, sound}, ConvTimes{1, 2, 3}).objection == nullptr);
+TrialErrors errors_of(const ExactConv& exact, const Tensor& result) {
+  TrialErrors errors;
+  exact.add_errors(errors, result);
+  return errors;
 }
 
-void what_is_wrong_is_final_and_what_fails_is_not() {
-  EXPECT((Judgements{sound, inexact}.are_final()) && (Judgements{inexact, sound}.are_final()));
-  EXPECT((!Judgements{failing, sound}.are_final()) && (!Judgements{sound, failing}.are_final()));
-  EXPECT(!Judgements{}.are_final());
-}
+const Case cases[] = {
+    {{3, 4, 9, 7}, {6, 4, 3, 3}, 1, 1},         {{1, 6, 11, 8}, {4, 3, 5, 2}, 2, 3, 1, 2},
+    {{2, 8, 10, 10}, {8, 1, 3, 3}, 1, 2, 2, 8}, {{4, 3, 5, 5}, {2, 3, 1, 1}, 3},
+    {{3, 64, 300, 64}, {8, 64, 3, 3}, 2, 1},  // more rows than are looked at
+};
 
-void what_is_not_final_is_due_ever_later() {
-  plans::Remembered<int, int> memory;
-  const auto generation = plans::generation();
-  EXPECT(!memory.find(7));
-  memory.add(7, 1, /*is_final=*/true, generation);
-  memory.add(8, 2, /*is_final=*/false, generation);
-  int calls_before = 0;
-  for (int failures = 1; failures < 5; ++failures) {
-    int calls = 0;
-    while (!memory.find(8)->due) ++calls;
-    EXPECT(calls == plans::calls_until_retry(failures) && calls > calls_before);
-    EXPECT(memory.find(8)->due);  // until it has been tried, so that captures can let it pass
-    calls_before = calls;
-    memory.add(8, 2, /*is_final=*/false, generation);
-  }
-  memory.add(8, 3, /*is_final=*/true, generation);
-  for (int i = 0; i < 5000; ++i) EXPECT(!memory.find(7)->due && !memory.find(8)->due);
-  EXPECT(memory.find(7)->value == 1 && memory.find(8)->value == 3);
-}
-
-void all_is_forgotten_with_the_plans() {
-  plans::Remembered<int, int> memory;
-  const auto before = plans::generation();
-  memory.add(1, 1, true, before);
-  plans::clear();
-  EXPECT(!memory.find(1));
-  memory.add(1, 1, true, before);  // begun before that
-  EXPECT(!memory.find(1));
-  memory.add(1, 1, true, plans::generation());
-  EXPECT(memory.find(1));
-}
-
-void threads_share_a_memory_that_is_bounded() {
-  plans::Remembered<int, int> memory;
-  const auto generation = plans::generation();
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t) {
-    threads.emplace_back([&, t] {
-      for (int i = 0; i < 3000; ++i) {
-        memory.add(4 * i + t, i, i % 2 == 0, generation);
-        const auto found = memory.find(4 * i + t);
-        EXPECT(!found || found->value == i);
-      }
+void right_results_have_small_errors() {
+  for (const auto& c : cases) {
+    with(c, [](const ExactConv& exact, const Tensor& result, const Tensor& wide) {
+      const auto rounded = errors_of(exact, result), none = errors_of(exact, wide);
+      EXPECT(rounded.missed == 0 && rounded.elements.count > 0 && rounded.elements.worst < 4);
+      EXPECT(rounded.elements.worst > 0 && none.elements.worst < 1e-6 && none.missed == 0);
+      EXPECT(none.elements.count == rounded.elements.count);
     });
   }
-  for (auto& thread : threads) thread.join();
-  int kept = 0;
-  for (int key = 0; key < 12000; ++key) kept += memory.find(key).has_value();
-  EXPECT(kept > 0 && kept <= 4096);
+}
+
+void wrong_elements_are_found() {
+  for (const auto& c : cases) {
+    with(c, [](const ExactConv& exact, const Tensor& result, const Tensor& wide) {
+      const int64_t last = result.size(0) - 1;
+      for (const int64_t image : {int64_t{0}, last}) {
+        auto wrong = result.clone();
+        wrong[image][1][2][0] += 1;
+        EXPECT(errors_of(exact, wrong).elements.worst > 1e3);
+        wrong[image][1][2][0] = std::numeric_limits<float>::quiet_NaN();
+        EXPECT(errors_of(exact, wrong).missed == 1);
+      }
+      const auto eager = errors_of(exact, result);
+      const auto off = result.to(at::kDouble) - wide;
+      EXPECT(plans::is_as_exact(errors_of(exact, wide + off), eager));
+      EXPECT(eager.elements.count < 2048 ||
+             !plans::is_as_exact(errors_of(exact, wide + 1.3 * off), eager));
+    });
+  }
+}
+
+// A window that lies in the padding holds no product.
+void empty_sums_have_no_error() {
+  const auto x = torch::ones({1, 1, 2, 2}), w = torch::ones({1, 1, 1, 1});
+  const conv::Geometry geometry({1}, {3}, {1}, 1);
+  const OptionalTensor none;
+  const ExactConv exact(ConvProblem(x, w, none, geometry), x, w, none, 0x1p-24);
+  const auto right = at::conv2d(x, w, {}, 1, 3);
+  const auto errors = errors_of(exact, right);
+  EXPECT(errors.missed == 0 && errors.elements.count == 64 && errors.elements.worst == 0);
+  EXPECT(errors_of(exact, right + 1).missed == 60);  // where nothing is summed, nothing may be
 }
 
 const Tests tests{
-    {"only_sound_ways_are_taken", only_sound_ways_are_taken},
-    {"the_quickest_of_them_is", the_quickest_of_them_is},
-    {"what_is_wrong_is_final", what_is_wrong_is_final_and_what_fails_is_not},
-    {"due_ever_later", what_is_not_final_is_due_ever_later},
-    {"all_is_forgotten", all_is_forgotten_with_the_plans},
-    {"threads_share", threads_share_a_memory_that_is_bounded},
+    {"right_results", right_results_have_small_errors},
+    {"wrong_elements", wrong_elements_are_found},
+    {"empty_sums", empty_sums_have_no_error},
 };
 
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) {
+  torch::manual_seed(0);
+  torch::set_num_threads(1);
+  return run_one(tests, argv);
+}

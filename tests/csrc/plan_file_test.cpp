@@ -4,7 +4,7 @@
 #include "expect.h"
 #include "problems.h"
 
-#include "plans/plan_file.h"
+#include "plans/registry.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -26,40 +26,107 @@ Decision decision(const PassProblem& p, const char* strategy, uint64_t mark = 7)
   return d;
 }
 
-void the_first_decision_stays() {
-  Decisions known(3);
-  const auto p = problem_of(Pass::fprop, Activation::relu);
-  EXPECT(!known.find(p));
-  EXPECT(known.add(p, decision(p, "epilogue")).strategy->name == std::string("epilogue"));
-  EXPECT(known.add(p, decision(p, "aten")).strategy->name == std::string("epilogue"));
-  known.replace(p, decision(p, "aten"));
-  EXPECT(known.find(p)->strategy->name == std::string("aten"));
-  for (int64_t n = 1; n <= 10; ++n) {
-    auto other = p;
-    other.matmul.n = n;
-    EXPECT(known.add(other, decision(p, "epilogue")).algorithm.workspace == 4096);
-  }
-  EXPECT(known.is_full() && known.all().size() == 3 && known.find(p));
-  known.clear();
-  EXPECT(!known.find(p) && !known.is_full());
+// ---- the store ---------------------------------------------------------------------------------
 
-  // Whoever comes first: all threads end with the same.
-  Decisions shared(10);
-  std::vector<Decision> seen(8);
+using Numbers = plans::Store<int, plans::Known<int, int, Verdict>, std::hash<int>>;
+
+std::optional<int> decided(Numbers& store, int key) {
+  return store.read(key, [](const auto& known) { return known.decision; });
+}
+
+void decide(Numbers& store, int key, int decision) {
+  store.change(key, [=](auto& known) { known.decide(decision); });
+}
+
+void what_was_decided_stays() {
+  Numbers store(3);
+  EXPECT(!decided(store, 1));
+  decide(store, 1, 10);
+  store.change(2, [](auto& known) { known.by_rule = 20; });
+  store.change(3, [](auto& known) { known.verdicts[0] = Verdict::sound; });
+  EXPECT(!store.is_full_for(1) && decided(store, 1) == 10);
+  // What nothing was decided of makes room.
+  decide(store, 4, 40), decide(store, 5, 50);
+  EXPECT(store.read(2, [](const auto& known) { return !known.by_rule; }));
+  EXPECT(decided(store, 1) == 10 && decided(store, 4) == 40 && decided(store, 5) == 50);
+  // Where all was, another is lost; what is there may change.
+  EXPECT(store.is_full_for(6) && !store.is_full_for(5));
+  decide(store, 6, 60), decide(store, 5, 51);
+  EXPECT(!decided(store, 6) && decided(store, 5) == 51 && decided(store, 1) == 10);
+  int count = 0;
+  store.each([&](int, auto& known) {
+    known.verdicts[7] = Verdict::inexact, known.forget();
+    ++count;
+  });
+  EXPECT(count == 3 && !decided(store, 1));
+  // What is wrong stays so, until its room is needed.
+  EXPECT(store.read(1, [](const auto& known) { return known.verdicts.at(7); }) == Verdict::inexact);
+  EXPECT(!store.is_full_for(6) && store.read(1, [](const auto& k) { return k.verdicts.empty(); }));
+}
+
+void what_failed_is_due_ever_later() {
+  plans::Known<int, int, Verdict> known;
+  EXPECT(!known.is_due());
+  int64_t calls_before = 0;
+  for (int failures = 0; failures < 5; ++failures) {
+    known.decide_later(1);
+    int64_t calls = 0;
+    while (!known.is_due()) ++calls;
+    EXPECT(calls > calls_before && known.decision == 1);
+    EXPECT(known.is_due());  // until it has been tried, so that captures can let it pass
+    calls_before = calls;
+  }
+  known.decide(2);
+  for (int i = 0; i < 5000; ++i) EXPECT(!known.is_due());
+  EXPECT(known.decision == 2 && known.failures == 0);
+}
+
+void threads_share_a_store() {
+  Numbers store(4096);
   std::vector<std::thread> threads;
-  for (size_t i = 0; i < seen.size(); ++i) {
-    threads.emplace_back([&, i] { seen[i] = shared.add(p, decision(p, "epilogue", i + 1)); });
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 3000; ++i) {
+        const int key = 4 * i + t;
+        if (i % 2 == 0) decide(store, key, i);
+        store.change(key, [](auto& known) { known.verdicts[0] = Verdict::sound; });
+        const auto found = decided(store, key);
+        EXPECT(!found || *found == i);
+      }
+    });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& d : seen) EXPECT(d == *shared.find(p));
-
-  // Forgotten is what was refused, and not what has taken its place meanwhile.
-  const auto refused = decision(p, "epilogue"), newer = decision(p, "aten");
-  known.replace(p, newer), known.remove(p, refused);
-  EXPECT(known.find(p) == newer);
-  known.remove(p, newer);
-  EXPECT(!known.find(p));
+  int kept = 0;
+  for (int key = 0; key < 12000; ++key) kept += decided(store, key).has_value();
+  EXPECT(kept == 4096);
 }
+
+// The counts of a bucket that waits for its measurement, by its neighbour's decision and without.
+void a_bucket_waits_with_its_neighbour() {
+  auto bucket = problem_of(Pass::fprop, Activation::relu);
+  auto neighbour = bucket;
+  neighbour.matmul.n = 2 * bucket.matmul.n;
+  const auto all = [](const Strategy&) { return true; };
+  EXPECT(!plans::neighbours_of(bucket, all) && !plans::calls_left(bucket, false));
+  const auto theirs = decision(bucket, "epilogue");
+  plans::passes().change(neighbour, [&](auto& known) { known.decide(theirs); });
+  EXPECT(plans::neighbours_of(bucket, all) == theirs);
+  EXPECT(!plans::neighbours_of(bucket, [](const Strategy&) { return false; }));
+  plans::set_patience(3);
+  const auto left = plans::calls_left(bucket, true);
+  EXPECT(left && left == plans::calls_left(bucket, true) && *left == 1);
+  plans::borrow(bucket, theirs);
+  EXPECT(!plans::measured(bucket) && plans::show().size() == 2);
+  EXPECT(plans::calls_left(bucket, true) && !plans::calls_left(bucket, true));  // now
+  plans::passes().change(bucket, [&](auto& known) { known.decide(theirs); });
+  plans::borrow(bucket, decision(bucket, "aten"));  // too late
+  EXPECT(plans::measured(bucket) == theirs);
+  EXPECT(*plans::decide_later(bucket) > 3);
+  plans::clear();
+  EXPECT(!plans::measured(bucket) && !plans::neighbours_of(bucket, all) && plans::show().empty());
+}
+
+// ---- text --------------------------------------------------------------------------------------
 
 void text_comes_back() {
   for (const auto& p : every_problem()) {
@@ -149,7 +216,7 @@ std::string error_of(const Fn& fn) {
 void a_file_is_whole_or_refused() {
   write_plans("plans", entries_of(3));
   const auto there = read_plan_file("plans");
-  EXPECT(there.size() == 1 && there.front().made_for == here);
+  EXPECT(there.size() == 3 && there.front().made_for == here);
   EXPECT(there.front().version == own_version);
   EXPECT(read_plans("plans") == entries_of(3));
   EXPECT(!std::filesystem::exists("plans.tmp"));
@@ -199,11 +266,12 @@ void another_versions_lines_stay() {
   const auto library_plan = to_text(known[0].first, known[0].second);
   const auto own_plan = to_text(p, decision(p, "hopper"));
   const std::string unknown = "some_new_strategy 1 2 3";
-  const auto lines = library_plan + '\n' + own_plan + '\n' + unknown + '\n';
   const auto file = [&](const std::string& version) {
-    put("other", with_checksum("torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\n"
-                               "driver 580.65\nversion " +
-                               version + '\n' + lines));
+    std::string text = "torch_fused_linear plans 4\n";
+    for (const auto& line : {library_plan, own_plan, unknown}) {
+      text += "GPU A\t130100\t580.65\t" + version + '\t' + line + '\n';
+    }
+    put("other", with_checksum(text));
     return read_plans("other");
   };
   EXPECT(file(own_version).size() == 2);
@@ -254,17 +322,11 @@ void other_machines_plans_do_not_apply_and_stay() {
     write_plans("file", entries_of(3), /*merge=*/other == gpu, other);
     EXPECT(read_plans("file", other) == entries_of(3) && read_plans("file") == entries_of(2));
   }
-  EXPECT(read_plan_file("file").size() == 4);
+  EXPECT(read_plan_file("file").size() == 2 + 3 * 3);
 
-  // A file from before the driver stood in it.
-  const auto line = to_text(entries_of(1)[0].first, entries_of(1)[0].second);
-  put("old", with_checksum("torch_fused_linear plans 1\ngpu GPU A\ncublaslt 130100\n"
-                           "version 0.2.0\n" +
-                           line + '\n'));
-  EXPECT(read_plans("old").empty());
-  EXPECT(mismatch(read_plan_file("old"), here) == "made for no driver by name, this is 580.65");
-  write_plans("old", entries_of(2), true);
-  EXPECT(read_plans("old") == entries_of(2) && read_plan_file("old")[0].lines[0] == line);
+  // What an older version has made is refused.
+  put("old", with_checksum("torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\n"));
+  EXPECT(contains(error_of([] { read_plan_file("old"); }), "no file of plans that this version"));
 }
 
 void processes_share_a_file() {
@@ -274,7 +336,7 @@ void processes_share_a_file() {
     writers.emplace_back([i] { write_plans("shared", entries_of(2, 1 + 2 * i), true); });
   }
   for (auto& writer : writers) writer.join();
-  EXPECT(read_plans("shared").size() == 16 && read_plan_file("shared").size() == 1);
+  EXPECT(read_plans("shared").size() == 16 && read_plan_file("shared").size() == 16);
 
   // One's own plans are the newer.
   auto mine = entries_of(1);
@@ -295,7 +357,10 @@ void processes_share_a_file() {
 }
 
 const Tests tests{
-    {"the_first_decision_stays", the_first_decision_stays},
+    {"what_was_decided_stays", what_was_decided_stays},
+    {"what_failed_is_due_ever_later", what_failed_is_due_ever_later},
+    {"threads_share_a_store", threads_share_a_store},
+    {"a_bucket_waits", a_bucket_waits_with_its_neighbour},
     {"text_comes_back", text_comes_back},
     {"text_that_is_no_decision", text_that_is_no_decision},
     {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},

@@ -25,7 +25,7 @@ auto& thread_plans() {
 
 }  // namespace
 
-Plan* known_plan(const PassProblem& problem) {
+Plan* take_plan(const PassProblem& problem) {
   auto& known = thread_plans();
   const auto it = known.find(problem);
   if (it == known.end()) return nullptr;

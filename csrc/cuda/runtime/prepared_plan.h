@@ -23,11 +23,11 @@ struct Plan {
   Problem matmul;
   std::optional<Descriptors> descriptors;
   Algorithm algorithm;
-  plans::CallsLeft calls_left;  // until it is made anew; nothing: it is for good
+  plans::CallsLeft calls_left;  // until it is made anew
 };
 
-// This thread's plan, or nullptr where there is none or its time is over.
-Plan* known_plan(const PassProblem& problem);
+// This thread's plan for a call, of those that are left; nullptr where there is none.
+Plan* take_plan(const PassProblem& problem);
 // Nothing is remembered, and nullptr given, where another generation of plans has begun since
 // (plans::generation).
 Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation);

@@ -1,5 +1,8 @@
+#include "cuda/tune/accuracy.h"
+
 #include "cuda/kernels/activation_math.cuh"
-#include "cuda/tune/accuracy.cuh"
+
+#include <algorithm>
 
 namespace fused::cuda::tune {
 namespace {
@@ -7,6 +10,67 @@ namespace {
 using gemm::Matrix;
 using kernels::Accumulator, kernels::narrow, kernels::widen, kernels::with_type;
 using plans::TrialErrors;
+
+// ---- launches, random numbers, sums -------------------------------------------------------------
+
+constexpr int warp = 32;
+constexpr int threads = 256;
+constexpr int most_blocks = 4096;
+
+// A thread for each piece of work, or several pieces for each (for_all).
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t work, cudaStream_t stream,
+            const Arguments&... arguments) {
+  const auto blocks = std::clamp<int64_t>((work + threads - 1) / threads, 1, most_blocks);
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename Fn>
+__device__ void for_all(int64_t work, const Fn& fn) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    fn(i);
+  }
+}
+
+__device__ uint64_t scatter(uint64_t i) {  // splitmix64
+  i += 0x9e3779b97f4a7c15ull;
+  i = (i ^ i >> 30) * 0xbf58476d1ce4e5b9ull;
+  i = (i ^ i >> 27) * 0x94d049bb133111ebull;
+  return i ^ i >> 31;
+}
+
+// One of each of `samples` equal parts, so that none comes twice.
+__device__ int64_t drawn(int64_t sample, int64_t samples, int64_t total) {
+  const int64_t begin = sample * total / samples, end = (sample + 1) * total / samples;
+  return begin + static_cast<int64_t>(scatter(sample) % static_cast<uint64_t>(end - begin));
+}
+
+// Of numbers that are not negative, the order is that of their bits.
+__device__ void raise(double* to, double at_least) {
+  atomicMax(reinterpret_cast<unsigned long long*>(to), __double_as_longlong(at_least));
+}
+
+__device__ void add(TrialErrors* errors, plans::PooledError TrialErrors::* of, double difference,
+                    double scale) {
+  const double error = difference == 0 ? 0 : fabs(difference) / scale;  // of an empty sum, too
+  if (!isfinite(error)) {
+    atomicAdd(&errors->missed, 1.0);
+    return;
+  }
+  auto& pool = errors->*of;
+  atomicAdd(&pool.squares, error * error);
+  atomicAdd(&pool.count, 1.0);
+  raise(&pool.worst, error);
+}
+
+__device__ double sum_over_warp(double value) {
+  for (int half = warp / 2; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);
+  return value;
+}
+
+// ---- operands ----------------------------------------------------------------------------------
 
 template <typename T>
 __device__ T* element(const Matrix& m, int64_t row, int64_t col) {
@@ -20,6 +84,10 @@ __device__ double value(const Matrix& m, int64_t row, int64_t col) {
 
 __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
   return static_cast<const uint8_t*>(mask.data)[row * mask.ld + col / 8] >> col % 8 & 1;
+}
+
+int samples_of(const TrialData& d) {
+  return static_cast<int>(std::min<int64_t>(d.result.rows * d.result.cols, most_samples));
 }
 
 template <size_t k = 0>
@@ -43,28 +111,22 @@ __device__ double gradient(Activation activation, double grad, double at) {
 template <typename T>
 __global__ void fill_kernel(T* data, int64_t count, double amplitude, bool positive,
                             uint64_t seed) {
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
+  for_all(count, [&](int64_t i) {
     const double u = static_cast<double>(scatter(seed + i) >> 11) * 0x1p-52 - 1;
     data[i] = narrow<T>(static_cast<Accumulator<T>>(positive && u < 0 ? 0 : amplitude * u));
-  }
+  });
 }
 
 __global__ void fill_bits_kernel(uint8_t* data, int64_t bytes, uint64_t seed) {
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    data[i] = static_cast<uint8_t>(scatter(seed + i));
-  }
+  for_all(bytes, [&](int64_t i) { data[i] = static_cast<uint8_t>(scatter(seed + i)); });
 }
 
 template <typename T>
 __global__ void spread_kernel(Matrix mask, Matrix values) {
-  const int64_t count = values.rows * values.cols;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
+  for_all(values.rows * values.cols, [&](int64_t i) {
     const int64_t row = i / values.cols, col = i % values.cols;
     *element<T>(values, row, col) = narrow<T>(bit(mask, row, col) ? 1 : 0);
-  }
+  });
 }
 
 // The first, the middle and the last of so many.
@@ -74,16 +136,16 @@ __device__ int64_t line_of(int i, int64_t lines) { return i * (lines - 1) / (mos
 template <typename T>
 __global__ void put_kernel(Matrix matrix, bool columns, double value) {
   const int64_t lines = columns ? matrix.cols : matrix.rows;
-  const int64_t length = columns ? matrix.rows : matrix.cols;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < length;
-       i += int64_t{gridDim.x} * blockDim.x) {
+  for_all(columns ? matrix.rows : matrix.cols, [&](int64_t i) {
     for (int n = 0; n < most_lines; ++n) {
       const int64_t line = line_of(n, lines);
       *(columns ? element<T>(matrix, i, line) : element<T>(matrix, line, i)) =
           narrow<T>(static_cast<Accumulator<T>>(value));
     }
-  }
+  });
 }
+
+// ---- exact results -----------------------------------------------------------------------------
 
 __device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.result.cols; }
 __device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.result.cols; }
@@ -97,14 +159,10 @@ template <typename T>
 __device__ Sum exact_sum(const Matrix& left, const Matrix& right, const void* bias, int64_t row,
                          int64_t col, int lane) {
   double sum = 0, magnitude = 0;
-  if (right.data == nullptr) {
-    if (lane == 0) sum = value<T>(left, row, col), magnitude = fabs(sum);
-  } else {
-    for (int64_t k = lane; k < left.cols; k += warp) {
-      const double product = value<T>(left, row, k) * value<T>(right, k, col);
-      sum += product;
-      magnitude += fabs(product);
-    }
+  for (int64_t k = lane; k < left.cols; k += warp) {
+    const double product = value<T>(left, row, k) * value<T>(right, k, col);
+    sum += product;
+    magnitude += fabs(product);
   }
   const double added = bias == nullptr ? 0 : widen(static_cast<const T*>(bias)[col]);
   return {sum_over_warp(sum) + added, sum_over_warp(magnitude) + fabs(added)};
@@ -124,6 +182,8 @@ __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   }
   if (lane == 0) exact[sample] = {sum.value, sum.scale, up.value, up.scale};
 }
+
+// ---- errors ------------------------------------------------------------------------------------
 
 // An activation at z: its value, and how fast it changes there, or, where z is near a bend, beside.
 struct Curve {
@@ -277,44 +337,32 @@ template <typename T>
 __global__ void lost_kernel(TrialData d, Mark mark, TrialErrors* errors) {
   const bool columns = by_columns(mark.operand);
   const int64_t lines = columns ? d.result.cols : d.result.rows;
-  const int64_t length = columns ? d.result.rows : d.result.cols;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < length;
-       i += int64_t{gridDim.x} * blockDim.x) {
+  for_all(columns ? d.result.rows : d.result.cols, [&](int64_t i) {
     for (int n = 0; n < most_lines; ++n) {
       const int64_t line = line_of(n, lines);
       const bool lost = columns ? is_lost<T>(d, mark, i, line) : is_lost<T>(d, mark, line, i);
       if (lost) atomicAdd(&errors->missed, 1.0);
     }
-  }
+  });
 }
 
 }  // namespace
-
-int samples_of(const TrialData& data) {
-  return static_cast<int>(std::min<int64_t>(data.result.rows * data.result.cols, most_samples));
-}
 
 void fill(gemm::Type type, void* data, int64_t count, double amplitude, bool positive,
           uint64_t seed, cudaStream_t stream) {
   with_type(type, [&](auto element) {
     using T = decltype(element);
-    fill_kernel<T><<<blocks_for(count), threads, 0, stream>>>(static_cast<T*>(data), count,
-                                                              amplitude, positive, seed);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(fill_kernel<T>, count, stream, static_cast<T*>(data), count, amplitude, positive, seed);
   });
 }
 
 void fill_bits(void* data, int64_t bytes, uint64_t seed, cudaStream_t stream) {
-  fill_bits_kernel<<<blocks_for(bytes), threads, 0, stream>>>(static_cast<uint8_t*>(data), bytes,
-                                                              seed);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(fill_bits_kernel, bytes, stream, static_cast<uint8_t*>(data), bytes, seed);
 }
 
 void spread_bits(gemm::Type type, const Matrix& mask, const Matrix& values, cudaStream_t stream) {
   with_type(type, [&](auto element) {
-    using T = decltype(element);
-    spread_kernel<T><<<blocks_for(values.rows * values.cols), threads, 0, stream>>>(mask, values);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(spread_kernel<decltype(element)>, values.rows * values.cols, stream, mask, values);
   });
 }
 
@@ -322,20 +370,15 @@ void put(const Mark& mark, gemm::Type type, const Matrix& matrix, cudaStream_t s
   const bool columns = by_columns(mark.operand);
   const double value = mark.infinite ? INFINITY : NAN;
   with_type(type, [&](auto element) {
-    using T = decltype(element);
-    put_kernel<T><<<blocks_for(columns ? matrix.rows : matrix.cols), threads, 0, stream>>>(
-        matrix, columns, value);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(put_kernel<decltype(element)>, columns ? matrix.rows : matrix.cols, stream, matrix,
+           columns, value);
   });
 }
 
 void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream) {
   const int samples = samples_of(data);
   with_type(data.type, [&](auto element) {
-    using T = decltype(element);
-    exact_kernel<T>
-        <<<blocks_for(int64_t{samples} * warp), threads, 0, stream>>>(data, samples, exact);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(exact_kernel<decltype(element)>, int64_t{samples} * warp, stream, data, samples, exact);
   });
 }
 
@@ -344,22 +387,17 @@ void add_errors(const TrialData& data, const Exact* exact, TrialErrors* errors,
   const int samples = samples_of(data);
   with_type(data.type, [&](auto element) {
     using T = decltype(element);
-    elements_kernel<T><<<blocks_for(samples), threads, 0, stream>>>(data, samples, exact, errors);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(elements_kernel<T>, samples, stream, data, samples, exact, errors);
     if (data.sums == nullptr) return;
-    const auto sums = std::min<int64_t>(data.summed.cols, most_samples);
-    sums_kernel<T>
-        <<<blocks_for(sums * warp), threads, 0, stream>>>(data, static_cast<int>(sums), errors);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const auto sums = static_cast<int>(std::min<int64_t>(data.summed.cols, most_samples));
+    launch(sums_kernel<T>, int64_t{sums} * warp, stream, data, sums, errors);
   });
 }
 
 void add_lost(const Mark& mark, const TrialData& data, TrialErrors* errors, cudaStream_t stream) {
   const auto length = by_columns(mark.operand) ? data.result.rows : data.result.cols;
   with_type(data.type, [&](auto element) {
-    using T = decltype(element);
-    lost_kernel<T><<<blocks_for(length), threads, 0, stream>>>(data, mark, errors);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch(lost_kernel<decltype(element)>, length, stream, data, mark, errors);
   });
 }
 

@@ -14,8 +14,8 @@ namespace fused::cuda::tune {
 // A pass on synthetic operands, as it has been run.
 struct TrialData {
   gemm::Type type = gemm::Type::f32;
-  gemm::Matrix left, right, result;  // right.data null: left itself takes the product's place
-  bool forward = true;               // result = act(left · right + bias), else
+  gemm::Matrix left, right, result;
+  bool forward = true;                       // result = act(left · right + bias), else
   Activation activation = Activation::none;  // result = left · right · act'(aux)
   const void* bias = nullptr;                // [cols]; forward only
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
@@ -39,7 +39,6 @@ struct Exact {
   double value, scale, up = 0, scale_of_up = 0;
 };
 inline constexpr int most_samples = 2048;
-int samples_of(const TrialData& data);
 
 // Uniform numbers in (-amplitude, amplitude), without the negative ones where `positive`.
 void fill(gemm::Type type, void* data, int64_t count, double amplitude, bool positive,

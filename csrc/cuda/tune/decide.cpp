@@ -18,13 +18,20 @@ namespace fused::cuda::tune {
 namespace {
 
 using gemm::PassProblem;
-using gemm::Step;
-using plans::Decision;
+using plans::Decision, plans::KnownPass, plans::Verdict;
+
+constexpr const char* no_algorithm = "no valid algorithm is known";
+constexpr const char* its_trial_failed = "its trial failed";
+
+// ---- the rule ----------------------------------------------------------------------------------
+
+const Strategy& rule_of(const PassProblem& problem) {
+  return *gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
+}
 
 // The strategies that may be taken where nothing has been measured, the rule's first.
 std::vector<const Strategy*> in_order(const PassProblem& problem) {
-  std::vector<const Strategy*> order{
-      gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)))};
+  std::vector<const Strategy*> order{&rule_of(problem)};
   for (const auto& s : gemm::strategies) {
     const bool plain = !s.fuses_activation && !(s.fuses_bias && problem.pass == gemm::Pass::wgrad);
     if (s.pass == problem.pass && plain && &s != order.front()) order.push_back(&s);
@@ -44,108 +51,193 @@ bool is_eager(const PassProblem& problem, const Strategy& strategy) {
          (strategy.role == gemm::Role::eager || strategy.role == gemm::Role::eager_fallback);
 }
 
-bool is_sound(const PassCall& call, const Decision& decision, Trial& trial) {
-  return is_eager(call.problem, *decision.strategy) ||
-         trial.judge(decision) == plans::Verdict::sound;
-}
-
-// The strategy with the first algorithm that the library offers for it and that is sound, or why
-// there is none.
-struct Found {
-  std::optional<Decision> decision;
-  const char* reason = "no valid algorithm is known";
-};
-
-Found first_sound(const PassCall& call, const Strategy& strategy, Trial& trial) {
-  Found found;
-  Decision decision;
-  decision.strategy = &strategy;
-  for (const auto& algorithm : algorithms_for(call, strategy, /*most=*/4)) {
-    decision.algorithm = algorithm;
-    if (is_sound(call, decision, trial)) return {decision};
-    const bool failed = trial.known(decision) != plans::Verdict::inexact;
-    found.reason = failed ? "its trial failed" : "less exact than eager";
-  }
-  return found;
-}
-
-// The first strategy that applies and is sound; eager's own way where none can be told to be.
-std::optional<Decision> decide_by_rule(const PassCall& call, Trial& trial) {
-  const char* reason = nullptr;  // of the rule's strategy, which is the first
-  for (const auto* strategy : in_order(call.problem)) {
-    Found found;
-    const auto* objection = gemm::objection(call.problem, *strategy, available(call.problem));
-    if (objection == nullptr) found = first_sound(call, *strategy, trial);
-    if (found.decision) {
-      found.decision->reason = reason;
-      return found.decision;
-    }
-    if (reason == nullptr) reason = objection ? objection : found.reason;
-  }
-  Decision eager;
-  eager.strategy = &gemm::eager_of(call.problem, available(call.problem));
-  eager.reason = reason;
-  if (gemm::objection(call.problem, *eager.strategy, available(call.problem))) return std::nullopt;
-  return eager;
-}
-
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+bool is_of_file(const std::optional<Decision>& decision) {
+  return decision && decision->origin == Decision::Origin::file;
 }
 
 // A decision made ready for this very problem; nothing where its algorithm cannot serve it.
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
-  const auto& problem = call.problem;
   auto plan = plan_for(call, *decision.strategy, decision.algorithm);
-  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
-  if (plan && decision.reason && decision.strategy != rule) {
-    plan->remark = not_taken(problem, *rule, decision.reason);
+  const auto& rule = rule_of(call.problem);
+  if (plan && decision.reason && decision.strategy != &rule) {
+    plan->remark = not_taken(call.problem, rule, decision.reason);
   }
   return plan;
 }
 
-// What timing has decided for a bucket: measured, now if need be, or its neighbour's for a while.
-struct Timed {
-  std::optional<Decision> decision;  // nothing where the rule is to decide
-  plans::CallsLeft calls_left;       // of this state of affairs; nothing: for good
+// ---- outside a capture -------------------------------------------------------------------------
+
+// One plan in the making.
+class Maker {
+ public:
+  Maker(const PassCall& call, const PassProblem& bucket)
+      : call_(call), problem_(call.problem), bucket_(bucket), trial_(call, bucket) {}
+
+  std::optional<Plan> make() {
+    auto plan = first_that_serves();
+    if (plan) plan->calls_left = calls_left_;
+    return plan;
+  }
+
+ private:
+  std::optional<Plan> first_that_serves() {
+    if (const auto timed = by_timing()) {
+      if (auto plan = prepare(call_, *timed)) return plan;
+      // Measured for another number of tokens, for which another algorithm serves.
+      if (const auto other = first_sound(*timed->strategy).decision) {
+        if (auto plan = prepare(call_, *other)) return plan;
+      }
+    }
+    if (const auto decision = by_rule_for_all_threads()) {
+      if (auto plan = prepare(call_, *decision)) return plan;
+    }
+    return fallback_plan(problem_, no_algorithm);
+  }
+
+  // What was measured for the bucket, now if need be, or its neighbour's for a while; nothing where
+  // the rule is to decide.
+  std::optional<Decision> by_timing() {
+    const auto known = measured_and_sound();
+    if (problem_.deterministic) return is_of_file(known) ? known : std::nullopt;
+    if (known) return known;
+    if (trial_.lacked_memory()) return later();
+    if (plans::budget() == 0 || plans::passes().is_full_for(bucket_)) return std::nullopt;
+    const auto neighbours = plans::neighbours_of(bucket_, [this](const Strategy& strategy) {
+      return !gemm::objection(problem_, strategy, available(problem_));
+    });
+    calls_left_ = plans::calls_left(bucket_, neighbours.has_value());
+    if (calls_left_) {
+      if (!neighbours || judge(*neighbours) != Verdict::sound) return std::nullopt;
+      plans::borrow(bucket_, *neighbours);
+      return neighbours;
+    }
+    const auto measured = measure(call_, bucket_, by_rule(), trial_);
+    return measured ? measured : later();
+  }
+
+  // A plan from a file is judged before its first use, and forgotten where it is not sound.
+  std::optional<Decision> measured_and_sound() {
+    const auto known = plans::measured(bucket_);
+    if (!is_of_file(known) || judge(*known) == Verdict::sound) return known;
+    if (!trial_.lacked_memory()) {
+      plans::passes().change(bucket_, [&](KnownPass& now) {
+        if (now.decision == known) now.decision.reset();
+      });
+      plans::log("refused: " + plans::summary(bucket_, *known));
+    }
+    return std::nullopt;
+  }
+
+  std::optional<Decision> by_rule_for_all_threads() {
+    auto& passes = plans::passes();
+    const auto known = passes.read(problem_, [](const KnownPass& known) { return known.by_rule; });
+    if (known) return known;
+    const auto decision = by_rule();
+    if (trial_.lacked_memory()) {
+      later();
+      return decision;
+    }
+    return passes.change(problem_, [&](KnownPass& known) {
+      if (!known.by_rule) known.by_rule = decision;
+      return known.by_rule;
+    });
+  }
+
+  // The first strategy that applies and is sound; eager's own way where none can be told to be.
+  std::optional<Decision> by_rule() {
+    const char* reason = nullptr;  // of the rule's strategy, which is the first
+    for (const auto* strategy : in_order(problem_)) {
+      Found found;
+      const auto* objection = gemm::objection(problem_, *strategy, available(problem_));
+      if (objection == nullptr) found = first_sound(*strategy);
+      if (found.decision) {
+        found.decision->reason = reason;
+        return found.decision;
+      }
+      if (reason == nullptr) reason = objection ? objection : found.reason;
+    }
+    Decision eager;
+    eager.strategy = &gemm::eager_of(problem_, available(problem_));
+    eager.reason = reason;
+    if (gemm::objection(problem_, *eager.strategy, available(problem_))) return std::nullopt;
+    return eager;
+  }
+
+  // The strategy with the first algorithm that the library offers for it and that is sound, or why
+  // there is none.
+  struct Found {
+    std::optional<Decision> decision;
+    const char* reason = no_algorithm;
+  };
+
+  Found first_sound(const Strategy& strategy) {
+    Found found;
+    Decision decision;
+    decision.strategy = &strategy;
+    for (const auto& algorithm : algorithms_for(call_, strategy, /*most=*/4)) {
+      decision.algorithm = algorithm;
+      const auto verdict = judge(decision);
+      if (verdict == Verdict::sound) return {decision};
+      found.reason = verdict == Verdict::failed ? its_trial_failed : "less exact than eager";
+    }
+    return found;
+  }
+
+  Verdict judge(const Decision& decision) {
+    return is_eager(problem_, *decision.strategy) ? Verdict::sound : trial_.judge(decision);
+  }
+
+  std::nullopt_t later() {
+    calls_left_ = plans::decide_later(bucket_);
+    return std::nullopt;
+  }
+
+  const PassCall& call_;
+  const PassProblem& problem_;
+  const PassProblem& bucket_;
+  Trial trial_;
+  plans::CallsLeft calls_left_;  // of the plan
 };
 
-// A plan from a file is judged before its first use, and forgotten where it is not sound.
-std::optional<Decision> known_and_sound(const PassCall& call, const PassProblem& bucket,
-                                        Trial& trial) {
-  const auto known = plans::measured().find(bucket);
-  if (!known || known->origin != Decision::Origin::file) return known;
-  if (is_sound(call, *known, trial)) return known;
-  if (!trial.lacked_memory()) {
-    plans::measured().remove(bucket, *known);
-    plans::log("refused: " + plans::summary(bucket, *known));
+// Whatever fails on the way: the call goes on by the plain way, and the plan is made later.
+std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem& bucket) {
+  try {
+    // Loading kernels and waiting for the stream would end a capture in another thread.
+    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    return Maker(call, bucket).make();
+  } catch (const std::exception& failure) {
+    static_cast<void>(cudaGetLastError());
+    plans::log("no plan: " + plans::message_of(failure));
+    auto plan = fallback_plan(call.problem, its_trial_failed);
+    if (plan) plan->calls_left = plans::decide_later(bucket);
+    return plan;
   }
-  return std::nullopt;
 }
 
-Timed decide_by_measuring(const PassCall& call, const PassProblem& bucket, Trial& trial) {
-  const auto& problem = call.problem;
-  const auto known = known_and_sound(call, bucket, trial);
-  if (problem.deterministic) {
-    const bool of_file = known && known->origin == Decision::Origin::file;
-    return {of_file ? known : std::nullopt, nullptr};
+// ---- inside a capture --------------------------------------------------------------------------
+
+// Trying would end the capture: what is known of the bucket, and of a file what has been judged.
+std::optional<Decision> known_in_capture(const PassCall& call, const PassProblem& bucket) {
+  auto known = plans::passes().read(bucket, [](const KnownPass& known) { return known.decision; });
+  if (is_of_file(known) && !is_eager(call.problem, *known->strategy) &&
+      Trial(call, bucket).known(*known) != Verdict::sound) {
+    known.reset();
   }
-  if (known) return {known, nullptr};
-  if (trial.lacked_memory()) return {std::nullopt, plans::postpone(bucket)};
-  if (plans::budget() == 0 || plans::measured().is_full()) return {};
-  auto neighbours = plans::neighbours_of(bucket, [&problem](const Strategy& strategy) {
-    return !gemm::objection(problem, strategy, available(problem));
-  });
-  if (const auto calls = plans::calls_left(bucket, neighbours.has_value())) {
-    if (!neighbours || !is_sound(call, *neighbours, trial)) return {std::nullopt, calls};
-    neighbours->origin = Decision::Origin::neighbour;
-    plans::borrowed().replace(bucket, *neighbours);
-    return {neighbours, calls};
+  return call.problem.deterministic && !is_of_file(known) ? std::nullopt : known;
+}
+
+std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem& bucket) {
+  const auto by_rule =
+      plans::passes().read(call.problem, [](const KnownPass& known) { return known.by_rule; });
+  for (const auto& decision : {known_in_capture(call, bucket), by_rule}) {
+    if (!decision) continue;
+    if (auto plan = prepare(call, *decision)) return plan;
   }
-  if (auto measured = measure(call, bucket, decide_by_rule(call, trial), trial)) {
-    return {measured, nullptr};
-  }
-  return {std::nullopt, plans::postpone(bucket)};
+  return fallback_plan(call.problem, "unknown while capturing");
+}
+
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 }  // namespace
@@ -153,94 +245,24 @@ Timed decide_by_measuring(const PassCall& call, const PassProblem& bucket, Trial
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   const auto& fallback = gemm::fallback_of(problem.pass);
   if (gemm::objection(problem, fallback, available(problem))) return std::nullopt;
-  const auto* rule = gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
-  return Plan{&fallback, not_taken(problem, *rule, why), {}, {}, {}, {}};
+  return Plan{&fallback, not_taken(problem, rule_of(problem), why), {}, {}, {}, {}};
 }
 
-namespace {
-
-std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem& bucket) {
-  // Loading kernels and waiting for the stream would end a capture in another thread.
-  const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-  Trial trial(call);
-  auto timed = decide_by_measuring(call, bucket, trial);
-  const auto until_then = [&timed](std::optional<Plan> plan) {
-    if (plan) plan->calls_left = timed.calls_left;
-    return plan;
-  };
-  if (timed.decision) {
-    if (auto plan = prepare(call, *timed.decision)) return until_then(std::move(plan));
-    // Measured for another number of tokens, for which another algorithm serves.
-    if (const auto instead = first_sound(call, *timed.decision->strategy, trial).decision) {
-      if (auto plan = prepare(call, *instead)) return until_then(std::move(plan));
-    }
-  }
-  auto decision = plans::ruled().find(call.problem);
-  if (!decision) {
-    decision = decide_by_rule(call, trial);
-    if (trial.lacked_memory()) {
-      timed.calls_left = plans::postpone(bucket);
-    } else if (decision) {
-      decision = plans::ruled().add(call.problem, *decision);
-    }
-  }
-  if (decision) {
-    if (auto plan = prepare(call, *decision)) return until_then(std::move(plan));
-  }
-  return until_then(fallback_plan(call.problem, "no valid algorithm is known"));
-}
-
-// The same, whatever fails on the way: the call goes on by the plain way, and the plan is made
-// later.
-std::optional<Plan> plan_outside_capture_or_plain(const PassCall& call, const PassProblem& bucket) {
-  try {
-    return plan_outside_capture(call, bucket);
-  } catch (const std::exception& failure) {
-    static_cast<void>(cudaGetLastError());
-    plans::log("no plan: " + plans::message_of(failure));
-    auto plan = fallback_plan(call.problem, "its trial failed");
-    if (plan) plan->calls_left = plans::postpone(bucket);
-    return plan;
-  }
-}
-
-// Trying would end the capture: what is known of the bucket, and of a file what has been judged.
-std::optional<Decision> known_in_capture(const PassCall& call, const PassProblem& bucket) {
-  auto known = plans::measured().find(bucket);
-  const bool of_file = known && known->origin == Decision::Origin::file;
-  if (of_file && !is_eager(call.problem, *known->strategy) &&
-      Trial(call).known(*known) != plans::Verdict::sound) {
-    known.reset();
-  }
-  if (call.problem.deterministic) return of_file ? known : std::nullopt;
-  return known ? known : plans::borrowed().find(bucket);
-}
-
-std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem& bucket) {
-  for (const auto& decision : {known_in_capture(call, bucket), plans::ruled().find(call.problem)}) {
-    if (!decision) continue;
-    if (auto plan = prepare(call, *decision)) return plan;
-  }
-  return fallback_plan(call.problem, "unknown while capturing");
-}
-
-}  // namespace
-
-Plan* make_plan(const PassCall& call, std::optional<Plan>& spare) {
+Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
   const auto& machine = machine_of(call.problem.matmul.device);
   plans::adopt(machine);
   const auto bucket = gemm::bucket_of(call.problem, machine.first_equal_device);
   const auto generation = plans::generation();
   if (is_capturing()) {
-    // For this call only: the thread must not keep what is borrowed, or by rule for now.
-    spare = plan_inside_capture(call, bucket);
+    // The thread must not keep what is borrowed, or by rule for now.
+    for_this_call = plan_inside_capture(call, bucket);
   } else {
-    spare = plan_outside_capture_or_plain(call, bucket);
-    if (spare) {
-      if (auto* plan = remember_plan(call.problem, *spare, generation)) return plan;
+    for_this_call = plan_outside_capture(call, bucket);
+    if (for_this_call) {
+      if (auto* plan = remember_plan(call.problem, *for_this_call, generation)) return plan;
     }
   }
-  return spare ? &*spare : nullptr;
+  return for_this_call ? &*for_this_call : nullptr;
 }
 
 }  // namespace fused::cuda::tune

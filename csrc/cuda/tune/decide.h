@@ -9,9 +9,9 @@
 
 namespace fused::cuda::tune {
 
-// Makes and remembers this thread's plan, or one for this call only in `spare`; nullptr where there
-// is no way. While a stream captures nothing may be searched for.
-Plan* make_plan(const PassCall& call, std::optional<Plan>& spare);
+// Makes and remembers this thread's plan, or makes one for this call alone; nullptr where there is
+// no way. While a stream captures nothing may be searched for.
+Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call);
 
 // The last resort, and why for explain.
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why);

@@ -4,19 +4,14 @@
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/algorithms.h"
+#include "cuda/tune/contest.h"
 #include "gemm/choice.h"
 #include "plans/registry.h"
-#include "plans/select.h"
 
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/CUDAEvent.h>
-#include <ATen/cuda/Sleep.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAStream.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <mutex>
 #include <numeric>
 #include <sstream>
@@ -27,98 +22,12 @@ namespace {
 using plans::Decision;
 
 constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
-constexpr double failed = std::numeric_limits<double>::infinity();
 // What loading the kernels of a contest may take of the budget.
 constexpr double share_at_first = 0.5, share_around = 0.25;
-constexpr double launch_bound = 20;  // microseconds: below, the CPU's time counts as well
 
 struct Candidate {
   Plan plan;
   Decision decision;
-};
-
-double microseconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start)
-      .count();
-}
-
-// ---- one measurement ---------------------------------------------------------------------------
-
-// Runs of the candidates on the call's own operands, into its own results, which the call itself
-// writes afterwards.
-class Measurement {
- public:
-  Measurement(const PassCall& call, std::vector<Candidate>& candidates, void* workspace)
-      : call_(call),
-        candidates_(candidates),
-        workspace_(workspace),
-        stream_(at::cuda::getCurrentCUDAStream(call.problem.matmul.device)),
-        best_(candidates.size()) {}
-
-  // The first run of each loads its kernels. Whether it runs.
-  bool warm_up(size_t i) { return once(i); }
-
-  // What a call of each costs, in microseconds: the device's time, and where that is so short that
-  // the CPU cannot keep up, some of the CPU's.
-  std::vector<double> round(const std::vector<size_t>& running) {
-    std::vector<Round> rounds(running.size());
-    for (size_t n = 0; n < running.size(); ++n) {
-      auto& round = rounds[n];
-      // While the device sleeps, the launches queue up: its time is its own, not the CPU's.
-      at::cuda::sleep(repeats_ * sleep_cycles);
-      round.begin.record(stream_);
-      const auto start = std::chrono::steady_clock::now();
-      for (int r = 0; r < repeats_; ++r) round.ran = round.ran && once(running[n]);
-      round.host = microseconds_since(start) / repeats_;
-      round.end.record(stream_);
-    }
-    C10_CUDA_CHECK(cudaStreamSynchronize(stream_));
-    std::vector<double> costs;
-    for (size_t n = 0; n < running.size(); ++n) {
-      const auto& round = rounds[n];
-      const double device = round.begin.elapsed_time(round.end) * 1e3 / repeats_;
-      auto& best = best_[running[n]];
-      best = {std::min(best.device, device), std::min(best.host, round.host)};
-      costs.push_back(!round.ran ? failed : device + (device < launch_bound ? round.host / 2 : 0));
-    }
-    return costs;
-  }
-
-  // The best lap of a candidate.
-  struct Times {
-    double device = failed, host = failed;
-  };
-  Times best(size_t i) const { return best_[i]; }
-
-  // Short work is repeated until the events' resolution does not matter.
-  void set_repeats(double microseconds) {
-    constexpr double enough = 100;
-    repeats_ = static_cast<int>(std::clamp(std::ceil(enough / microseconds), 1.0, 10.0));
-  }
-
- private:
-  static constexpr int64_t sleep_cycles = 20000;  // some 12 us, as long as launching takes at most
-
-  struct Round {
-    at::cuda::CUDAEvent begin{cudaEventDefault}, end{cudaEventDefault};
-    double host = 0;
-    bool ran = true;
-  };
-
-  bool once(size_t i) {
-    try {
-      return execute(call_, candidates_[i].plan, workspace_, stream_);
-    } catch (const c10::Error&) {  // too little memory for ATen's own workspace
-      return false;
-    }
-  }
-
-  const PassCall& call_;
-  std::vector<Candidate>& candidates_;
-  void* workspace_;
-  c10::cuda::CUDAStream stream_;
-  std::vector<Times> best_;
-  int repeats_ = 1;
 };
 
 Candidate candidate(const PassCall& call, const Strategy& strategy, const Algorithm& algorithm) {
@@ -185,17 +94,10 @@ int64_t workspace_of(const std::vector<Candidate>& candidates) {
   return most;
 }
 
-// How long a contest may take, in microseconds: the budget, or a number of calls if that is less,
-// so that measuring is worth its time sooner.
-double limit_for(double call_us, double calls) {
-  constexpr double least = 5e3;
-  return std::min(plans::budget() * 1e3, std::max(least, calls * call_us));
-}
-
-void log_times(const std::vector<Candidate>& candidates, const Measurement& measurement,
+void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwatch,
                size_t winner) {
   for (size_t i = 0; i < candidates.size(); ++i) {
-    const auto times = measurement.best(i);
+    const auto times = stopwatch.best(i);
     std::ostringstream line;
     line << "  " << candidates[i].decision.strategy->name << ": " << times.device << " us, CPU "
          << times.host << " us" << (i == winner ? " (taken)" : "");
@@ -207,12 +109,15 @@ void log_times(const std::vector<Candidate>& candidates, const Measurement& meas
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
                                 const Decision& incumbent, Trial& trial, double calls, double share,
                                 const char* what) {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto clock = [begin] { return microseconds_since(begin); };
+  const Clock clock;
   const auto bytes = workspace_of(candidates);
   const Scratch workspace(std::max<int64_t>(bytes, 1));
   if (workspace.data() == nullptr) return std::nullopt;
-  Measurement measurement(call, candidates, workspace.data());
+  const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
+  // On the call's own operands, into its own results, which the call itself writes afterwards.
+  Stopwatch stopwatch(candidates.size(), [&](size_t i) {
+    return execute(call, candidates[i].plan, workspace.data(), stream);
+  });
 
   const size_t yardstick = yardstick_of(call, candidates);
   plans::Candidates field{{}, index_of(candidates, incumbent, yardstick), yardstick};
@@ -227,27 +132,18 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
     const bool wanted =
         !call.problem.literal || candidates[i].decision.strategy == incumbent.strategy;
     const bool in_time = clock() < share * plans::budget() * 1e3;
-    field.eligible[i] = (wanted && (needed || in_time) && measurement.warm_up(i));
+    field.eligible[i] = (wanted && (needed || in_time) && stopwatch.once(i));
   }
-  plans::TuningRules rules;
-  if (field.incumbent < candidates.size()) {
-    const double once = measurement.round({field.incumbent}).front();
-    if (std::isfinite(once)) {
-      measurement.set_repeats(once);
-      rules.budget_us = clock() + limit_for(once, calls);
-    }
-  }
-  rules.budget_us = std::min(rules.budget_us, plans::budget() * 1e3);
-  const auto choice = plans::choose(
-      field, [&](const std::vector<size_t>& running) { return measurement.round(running); }, clock,
-      [&](size_t i) { return trial.judge(candidates[i].decision); }, rules);
+  const auto choice = fastest(field, stopwatch, clock, calls,
+                              [&](size_t i) { return trial.judge(candidates[i].decision); });
   if (!choice) return std::nullopt;
 
   auto decision = candidates[choice->winner].decision;
-  decision.microseconds = static_cast<float>(measurement.best(choice->winner).device);
-  const double eager = yardstick < candidates.size() ? measurement.best(yardstick).device : failed;
+  decision.microseconds = static_cast<float>(stopwatch.best(choice->winner).device);
+  const double eager =
+      yardstick < candidates.size() ? stopwatch.best(yardstick).device : Stopwatch::failed;
   if (std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
-  if (plans::verbosity() > 1) log_times(candidates, measurement, choice->winner);
+  if (plans::verbosity() > 1) log_times(candidates, stopwatch, choice->winner);
   std::ostringstream line;
   line << what << std::ranges::count(field.eligible, true) << " of " << candidates.size()
        << " candidates run, " << choice->rounds << " rounds, " << static_cast<int>(clock() / 1e3)
@@ -281,7 +177,7 @@ PassCall shortened(const PassCall& call) {
 std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket,
                                 const std::optional<Decision>& by_rule, Trial& trial) {
   const std::lock_guard lock(measuring(whole.problem.matmul.device));
-  if (const auto known = plans::measured().find(bucket)) return known;  // by another thread
+  if (const auto known = plans::measured(bucket)) return known;  // by another thread
   const explain::Quiet nothing_shown;
 
   const auto call = shortened(whole);
@@ -298,7 +194,7 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
   }
   // Beyond what the heuristic offers, around what has won; not worth it where launching is what
   // takes the time.
-  if (decision->microseconds > launch_bound) {
+  if (decision->microseconds > Stopwatch::launch_bound) {
     auto around = candidates_around(call, *decision);
     if (!around.empty()) {
       const auto eager = decision->eager_microseconds;
@@ -310,7 +206,8 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
     }
   }
   plans::log(plans::summary(bucket, *decision));
-  return plans::measured().add(bucket, *decision);
+  plans::passes().change(bucket, [&](plans::KnownPass& known) { known.decide(*decision); });
+  return decision;
 }
 
 }  // namespace fused::cuda::tune

@@ -6,18 +6,15 @@
 #include "cuda/tune/algorithms.h"
 #include "cuda/tune/trial_operands.h"
 #include "gemm/choice.h"
-#include "plans/bounded_map.h"
 #include "plans/registry.h"
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <string>
-#include <tuple>
 #include <vector>
 
 namespace fused::cuda::tune {
 
-using gemm::Algorithm;
 using plans::TrialErrors, plans::Verdict;
 
 // ---- errors ------------------------------------------------------------------------------------
@@ -146,22 +143,6 @@ class Trial::Errors {
 
 namespace {
 
-using Key = std::tuple<size_t, const Strategy*, decltype(Algorithm::bytes)>;
-
-// Of a bucket, by its hash; two may share one.
-auto& verdicts() {
-  static auto* value = new plans::BoundedMap<Key, std::pair<PassProblem, Verdict>, 1 << 16>;
-  return *value;  // outlives every thread
-}
-
-PassProblem bucket_of(const PassProblem& problem) {
-  return gemm::bucket_of(problem, machine_of(problem.matmul.device).first_equal_device);
-}
-
-Key key_of(const PassProblem& bucket, const plans::Decision& decision) {
-  return {gemm::PassProblemHash()(bucket), decision.strategy, decision.algorithm.bytes};
-}
-
 void log_refusal(const plans::Decision& decision, const std::string& why) {
   if (plans::verbosity() < 2) return;
   plans::log(std::string("  refused ") + decision.strategy->name + ": " + why);
@@ -169,13 +150,14 @@ void log_refusal(const plans::Decision& decision, const std::string& why) {
 
 }  // namespace
 
-Trial::Trial(const PassCall& call) : call_(call) {}
+Trial::Trial(const PassCall& call, const PassProblem& bucket) : call_(call), bucket_(bucket) {}
 Trial::~Trial() = default;
 
 std::optional<Verdict> Trial::known(const plans::Decision& decision) const {
-  const auto bucket = bucket_of(call_.problem);
-  const auto found = verdicts().find(key_of(bucket, decision));
-  return found && found->first == bucket ? std::optional(found->second) : std::nullopt;
+  return plans::passes().read(bucket_, [&](const plans::KnownPass& known) {
+    const auto it = known.verdicts.find({decision.strategy, decision.algorithm.bytes});
+    return it == known.verdicts.end() ? std::nullopt : std::optional(it->second);
+  });
 }
 
 Verdict Trial::judge(const plans::Decision& decision) {
@@ -190,8 +172,9 @@ Verdict Trial::judge(const plans::Decision& decision) {
     static_cast<void>(cudaGetLastError());  // the call itself goes on
     log_refusal(decision, plans::message_of(failure));
   }
-  const auto bucket = bucket_of(call_.problem);
-  verdicts().put(key_of(bucket, decision), {bucket, verdict});
+  plans::passes().change(bucket_, [&](plans::KnownPass& known) {
+    known.verdicts[{decision.strategy, decision.algorithm.bytes}] = verdict;
+  });
   return verdict;
 }
 

@@ -16,13 +16,14 @@ namespace fused::cuda::tune {
 // thread; results, the allocator's statistics and the random state are as if it had not been.
 class Trial {
  public:
-  explicit Trial(const PassCall& call);
+  // `bucket`: under which its verdicts are known.
+  Trial(const PassCall& call, const PassProblem& bucket);
   ~Trial();
 
-  // Remembered for the process, by algorithm and bucket, unless memory was too short. No error of
-  // what is tried gets out.
+  // Known for the process from then on, unless memory was too short. No error of what is tried gets
+  // out.
   plans::Verdict judge(const plans::Decision& decision);
-  // What is remembered of it; launches nothing.
+  // Launches nothing.
   std::optional<plans::Verdict> known(const plans::Decision& decision) const;
   // Whether memory was too short for some verdict.
   bool lacked_memory() const { return lacked_memory_; }
@@ -32,6 +33,7 @@ class Trial {
   plans::Verdict try_out(const plans::Decision& decision);
 
   const PassCall& call_;
+  const PassProblem& bucket_;
   std::unique_ptr<Errors> errors_;
   bool lacked_memory_ = false;
 };
