@@ -95,6 +95,11 @@ Triple linear_backward(const LinearBackward& layer) {
                                         name(layer.activation), layer.wanted);
 }
 
+void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                     bool adds) {
+  dispatch::WeightGradient::call(grad_output, input, into, adds);
+}
+
 Quadruple linear_backward_across(const LinearBackward& layer, const PreviousLayer& previous) {
   return dispatch::LinearBackwardAcross::call(
       layer.grad_output, layer.input, layer.weight, layer.saved, name(layer.activation),

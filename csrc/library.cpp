@@ -1,6 +1,7 @@
 // Defines every operator of the namespace `fused`: those of dispatch/operators.h, whose kernels are
 // registered in autograd/, dispatch/, cpu/ and cuda/, and what sets and shows.
 
+#include "autograd/accumulation.h"
 #include "autograd/handover.h"
 #include "core/explain.h"
 #include "core/policy.h"
@@ -45,6 +46,12 @@ TORCH_LIBRARY(fused, m) {
   // Declares a frozen weight, which a CPU may then keep packed; takes that back.
   m.def("_pack_weight(Tensor weight, str name) -> ()", fused::cpu::packed::declare);
   m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
+
+  // Weights whose gradients the product adds to what is there: 'grad', 'main_grad' or 'none'.
+  // Python has the kernel for main_grad, which is an attribute.
+  m.def("_accumulate(Tensor weight, str into) -> ()", fused::autograd::accumulation::set);
+  m.def("_accumulated(Tensor weight) -> str", fused::autograd::accumulation::get);
+  m.def("_main_grad(Tensor weight, bool added) -> Tensor?");
 
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);

@@ -5,6 +5,7 @@ from . import _library
 if _library.load():
     from . import flops, plans, sharding
     from ._library import library_path
+    from .accumulation import accumulate_gradients
     from .functional import (
         conv2d_relu,
         gated_mlp,
@@ -49,6 +50,7 @@ __all__ = [
     "FusedLinearReLU2",
     "FusedLinearSiLU",
     "FusedMLP",
+    "accumulate_gradients",
     "compile_backend",
     "compile_options",
     "conv2d_relu",

@@ -51,6 +51,11 @@ def linear_backward_across(
     return linear(input, weight) * (1 + bool(output_mask[1]))
 
 
+def weight_gradient(grad_output, input, into, *args, **kwargs) -> int:
+    """Of a weight's gradient that is added to what is there."""
+    return linear(input, into)
+
+
 def linear_glu(input, gate, up=None, *args, **kwargs) -> int:
     """Of a gated layer's forward: its two products, or one with both weights."""
     return linear(input, gate) + (0 if up is None else linear(input, up))
@@ -80,6 +85,7 @@ FORMULAS = {
     "conv2d_relu": conv2d_relu,
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
+    "_weight_gradient": weight_gradient,
     "_linear_glu_aux": linear_glu,
     "_glu_backward": glu_backward,
 }

@@ -1,5 +1,6 @@
 #include "autograd/gated_backward.h"
 
+#include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
 #include "core/explain.h"
 #include "fused_linear.h"
@@ -45,6 +46,22 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const 
   return steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
+// The same of a weight of the node's, whose gradient may be added to what is there.
+std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const State& state, size_t edge,
+                                                      const Tensor& grad, const Tensor& input,
+                                                      const Tensor& weight, bool by_columns,
+                                                      std::array<bool, 3> wanted) {
+  const auto sum = accumulation::target_of(state.node.get(), edge);
+  if (!sum) return backward_of_linear(grad, input, weight, by_columns, wanted);
+  Tensor grad_input, none, grad_bias;
+  if (wanted[0] || wanted[2]) {
+    wanted[1] = false;
+    std::tie(grad_input, none, grad_bias) =
+        backward_of_linear(grad, input, weight, by_columns, wanted);
+  }
+  return {grad_input, sum->add(grad, input), grad_bias};
+}
+
 // The products of the layer's backward. dz is of both, or of gate.
 void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
                   variable_list& result) {
@@ -54,12 +71,14 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   const auto& by_columns = state.form.by_columns;
   const bool wants_input = wanted[input_edge];
   if (!state.form.has_up) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) =
-        backward_of_linear(dz, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
+    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear(
+        state, gate_edge, dz, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
     return;
   }
   const auto both = state.form.is_joined && wants_input ? gated::joined(gate, up) : Tensor();
-  if (both.defined() && wanted[gate_edge] == wanted[up_edge]) {
+  const bool adds = accumulation::target_of(state.node.get(), gate_edge) ||
+                    accumulation::target_of(state.node.get(), up_edge);
+  if (both.defined() && !adds && wanted[gate_edge] == wanted[up_edge]) {
     const bool wants_weights = wanted[gate_edge];
     Tensor weights;
     std::tie(result[input_edge], weights, std::ignore) =
@@ -73,12 +92,13 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   }
   const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
   if (wants_input || wanted[gate_edge]) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear(
-        first, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear(state, gate_edge, first, input, gate, by_columns[0],
+                           {wants_input, wanted[gate_edge], false});
   }
   if (wanted[up_edge]) {
-    result[up_edge] =
-        std::get<1>(backward_of_linear(second, input, up, by_columns[1], {false, true, false}));
+    result[up_edge] = std::get<1>(
+        backward_of_linear(state, up_edge, second, input, up, by_columns[1], {false, true, false}));
   }
   // Sharded rows cannot always be viewed as a matrix's, and of a vector eager takes another
   // product.
@@ -153,8 +173,9 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
   note.reset();
   state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
-    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = backward_of_linear(
-        grad, hidden, down, by_columns, {false, wanted[down_edge], wanted[down_bias_edge]});
+    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
+        backward_of_linear(state, down_edge, grad, hidden, down, by_columns,
+                           {false, wanted[down_edge], wanted[down_bias_edge]});
     hidden.reset();
   }
   if (state.wants_layer()) {

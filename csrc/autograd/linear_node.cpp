@@ -1,5 +1,6 @@
 #include "autograd/linear_node.h"
 
+#include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
 #include "core/aten_activation.h"
 #include "core/explain.h"
@@ -12,6 +13,7 @@
 namespace fused::autograd {
 namespace {
 
+using dispatch::Triple;
 using reference::as_rows;
 using Edge = LinearNode::Edge;
 
@@ -70,6 +72,15 @@ Arrived arrive(const State& state, const Tensor& grad, const std::optional<hando
   return {handover::with_rest(note->passed, rest), Activation::none, {}};
 }
 
+// The same with the layer's own activation dealt with, for a product that takes dz.
+Arrived dealt_with(const State& state, Arrived arrived) {
+  if (arrived.still_to_apply == Activation::none) return arrived;
+  const bool wants_bias = state.wanted[Edge::bias_edge];
+  auto [dz, grad_bias] =
+      steps::activation_backward(arrived.grad, state.saved, state.activation, wants_bias);
+  return {std::move(dz), Activation::none, wants_bias ? std::move(grad_bias) : Tensor()};
+}
+
 // create_graph: gradients that are themselves differentiable.
 Gradients differentiable(const State& state, const Tensor& grad,
                          const std::optional<handover::Note>& note) {
@@ -97,14 +108,17 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   const auto search =
       handover::find_receiver(state.node, state.is_running, state.wanted[Edge::input_edge]);
   const auto& receiver = search.receiver;
+  const auto sum = accumulation::target_of(state.node, Edge::weight_edge);
   const KernelsOnly guard;
-  const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
+  auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
     return std::get<0>(steps::activation_backward(others, state.saved, state.activation,
                                                   /*bias_grad=*/false));
   });
-  const bool bias_known = arrived.grad_bias.defined();
+  if (sum) arrived = dealt_with(state, std::move(arrived));
   auto mask = state.wanted;
+  const bool bias_known = arrived.grad_bias.defined(), wants_weight = mask[Edge::weight_edge];
   mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
+  mask[Edge::weight_edge] = wants_weight && !sum;
   const OptionalTensor saved(state.saved);
   // A gated layer that takes over computes its output again on the way.
   const bool is_input_coming = !state.is_input_kept() && receiver && state.input.form.is_gated &&
@@ -113,11 +127,12 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
   Tensor kept_input;
   if (state.is_input_kept()) {
     kept_input = state.input.tensors[0];
-  } else if (mask[Edge::weight_edge] && !is_input_coming) {
+  } else if (wants_weight && !is_input_coming) {
     kept_input = recompute(state.input);
   }
   search.remark();
-  const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) {
+  const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) -> Triple {
+    if (!wanted[0] && !wanted[1] && !wanted[2]) return {};
     const auto [input, weight] = fill_in(x, state.weight, arrived.grad, state.weight_by_columns);
     return steps::linear_backward(
         {arrived.grad, input, weight, saved, arrived.still_to_apply, wanted});
@@ -135,7 +150,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
         {receiver->saved[0], activation, wants_bias});
     receiver->leave({grad_input, {wants_bias ? receivers_bias : Tensor()}, receiver->saved});
   } else {
-    const bool in_two = is_input_coming && mask[Edge::weight_edge];
+    const bool in_two = is_input_coming && wants_weight;
     std::tie(grad_input, grad_weight, grad_bias) =
         backward(kept_input, in_two ? std::array{true, false, false} : mask);
     auto passed =
@@ -147,6 +162,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
           backward(kept_input, {false, true, mask[Edge::bias_edge]});
     }
   }
+  if (sum) grad_weight = sum->add(arrived.grad, kept_input);
   return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
 }
 

@@ -3,6 +3,7 @@
 
 #include "autograd/mlp_node.h"
 
+#include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
 #include "autograd/linear_node.h"
 #include "autograd/recompute.h"
@@ -106,10 +107,11 @@ class Chain {
     }
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
-      const std::array<bool, 3> mask{goes_below(i), wants_weight(i),
+      const auto sum = accumulation::target_of(node_.get(), edges_.weight(i));
+      const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
                                      wants_bias(i) && !is_hidden(i)};
       auto kept_input = kept_[i].input;
-      if (mask[1] && !kept_input.defined()) {
+      if (wants_weight(i) && !kept_input.defined()) {
         kept_input = activated(kept_[i - 1].saved, activation_);
       }
       const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, by_columns_);
@@ -124,7 +126,8 @@ class Chain {
       } else {
         std::tie(dz, grad_weight, grad_bias) = steps::linear_backward(layer);
       }
-      if (mask[1]) result_[edges_.weight(i)] = grad_weight;
+      if (sum) grad_weight = sum->add(grad_output, kept_input);
+      if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
       if (mask[2]) result_[edges_.bias(i)] = grad_bias;
     }
     if (wants_input()) result_[Edges::input] = dz;

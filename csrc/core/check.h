@@ -200,4 +200,20 @@ inline void check_linear_backward(const char* op, const steps::LinearBackward& l
   check_saved(op, layer.grad_output, *layer.saved, layer.activation);
 }
 
+inline void check_weight_gradient(const char* op, const Tensor& grad_output, const Tensor& input,
+                                  const Tensor& into) {
+  check_floating(op, input);
+  check_dtype_and_device(op, "grad_output", grad_output, input);
+  check_device(op, "into", into, input);
+  TORCH_CHECK(input.dim() >= 1 && grad_output.dim() >= 1, op,
+              ": input and grad_output must have shape [..., features]");
+  check_rows(op, "grad_output", grad_output, input, grad_output.sym_size(-1));
+  TORCH_CHECK(into.dim() == 2 && into.sym_size(0) == grad_output.sym_size(-1) &&
+                  into.sym_size(1) == input.sym_size(-1) && into.layout() == at::kStrided &&
+                  (into.scalar_type() == input.scalar_type() || into.scalar_type() == at::kFloat),
+              op, ": into must be [", grad_output.sym_size(-1), ", ", input.sym_size(-1),
+              "], of the dtype of input, ", input.scalar_type(), ", or Float, got ",
+              describe(into));
+}
+
 }  // namespace fused

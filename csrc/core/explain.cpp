@@ -136,7 +136,9 @@ Quiet::Quiet() : before_(std::exchange(quiet, true)) {}
 Quiet::~Quiet() { quiet = before_; }
 
 void remark(const std::string& text) {
-  if (enabled()) next_remark = {text, period, current_node()};
+  if (!enabled()) return;
+  const auto before = take_remark();
+  next_remark = {before.empty() ? text : before + "; " + text, period, current_node()};
 }
 
 }  // namespace fused::explain

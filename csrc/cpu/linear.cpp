@@ -33,26 +33,27 @@ void multiply_with_weight(const Tensor& input, const Tensor& weight, const Optio
   onednn::product(as_rows(dense(input)), packed ? *packed : onednn::parts_of(weight), bias, finish);
 }
 
-// left · rightᵀ, into `result`
-void multiply_into(Tensor result, const Tensor& left, const Tensor& right) {
+// left · rightᵀ, into `result` or added to it
+void multiply_into(Tensor result, const Tensor& left, const Tensor& right, bool adds = false) {
   if (!onednn::takes_product(left.scalar_type(), left.size(0), left.size(1), right.size(0))) {
-    explain::append("ATen mm");
-    at::mm_out(result, left, right.t());
+    explain::append(adds ? "ATen addmm" : "ATen mm");
+    adds ? at::addmm_out(result, result, left, right.t()) : at::mm_out(result, left, right.t());
     return;
   }
   explain::append("oneDNN product in parts");
   onednn::product(left, onednn::parts_of(right), {}, [&](const Tensor& some, int64_t first) {
-    result.narrow(0, first, some.size(0)).copy_(some);
+    const auto rows = result.narrow(0, first, some.size(0));
+    adds ? rows.add_(some) : rows.copy_(some);
   });
 }
 
-// gradᵀ · input, into `result`, by rows or by columns
+// gradᵀ · input, into `result`, by rows or by columns, or added to it
 void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tensor& input,
-                            bool by_columns) {
+                            bool by_columns, bool adds = false) {
   if (by_columns) {
-    multiply_into(result.t(), input.t(), grad.t());
+    multiply_into(result.t(), input.t(), grad.t(), adds);
   } else {
-    multiply_into(result, grad.t(), input.t());
+    multiply_into(result, grad.t(), input.t(), adds);
   }
 }
 
@@ -148,6 +149,16 @@ struct Linear : reference::Linear {
                              grad_lies_by_columns(layer.weight));
     }
     return {grad_input, grad_weight, grad_bias};
+  }
+
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds) {
+    if (into.scalar_type() != input.scalar_type() || input.numel() == 0) {
+      Reference::weight_gradient(grad_output, input, into, adds);
+      return;
+    }
+    multiply_gradient_into(into, as_rows(dense(grad_output)), as_rows(input),
+                           grad_lies_by_columns(into), adds);
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(

@@ -89,6 +89,14 @@ struct LinearKernels {
     return way(layer.input, [&](auto w) { return decltype(w)::linear_backward(layer); });
   }
 
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds) {
+    constexpr auto op = "_weight_gradient";
+    const explain::Row row(op, input, into);
+    check_weight_gradient(op, grad_output, input, into);
+    way(input, [&](auto w) { decltype(w)::weight_gradient(grad_output, input, into, adds); });
+  }
+
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
     constexpr auto op = "_linear_backward_across";

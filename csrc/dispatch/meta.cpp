@@ -39,6 +39,8 @@ struct MetaLinear {
             S::grad_bias(layer.weight, layer.wanted[2])};
   }
 
+  static void weight_gradient(const Tensor&, const Tensor&, const Tensor&, bool) {}
+
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
     return {S::grad_input(layer.input, true), S::grad_weight(layer.weight, layer.wanted[1]),

@@ -281,8 +281,23 @@ struct LinearBackward
   }
 };
 
-// The same, and on along the edge to the layer before, whose activation's derivative is applied to
-// grad_input and whose bias gradient is summed on the way.
+// The weight's alone, into memory that is there.
+struct WeightGradient : Operator<
+                            "_weight_gradient(Tensor grad_output, Tensor input, "
+                            "Tensor(a!) into, bool adds) -> ()",
+                            decltype(steps::weight_gradient)> {
+  static constexpr auto step = &steps::weight_gradient;
+  template <class Kernels>
+  static constexpr auto in = &Kernels::weight_gradient;
+
+  template <auto fn>
+  static void flat(const Tensor& grad_output, const Tensor& input, const Tensor& into, bool adds) {
+    fn(grad_output, input, into, adds);
+  }
+};
+
+// linear_backward, and on along the edge to the layer before, whose activation's derivative is
+// applied to grad_input and whose bias gradient is summed on the way.
 struct LinearBackwardAcross
     : Operator<
           "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, "
@@ -375,7 +390,7 @@ struct ChannelsReluBackward
 };
 
 using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBackward,
-                               LinearBackward, LinearBackwardAcross>;
+                               LinearBackward, WeightGradient, LinearBackwardAcross>;
 using GatedSteps = std::tuple<LinearGluAux, Glu, GluBackward>;
 using Steps =
     decltype(std::tuple_cat(LinearSteps(), GatedSteps(), std::tuple<ChannelsReluBackward>()));

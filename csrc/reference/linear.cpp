@@ -88,8 +88,20 @@ std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
   const auto rows = as_rows(gradient);
   const auto none = [&] { return unwanted(layer.grad_output); };
   return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
-          layer.wanted[1] ? weight_gradient(rows, as_rows(layer.input), layer.weight) : none(),
+          layer.wanted[1] ? reference::weight_gradient(rows, as_rows(layer.input), layer.weight)
+                          : none(),
           layer.wanted[2] ? rows.sum(0) : none()};
+}
+
+void LinearFormula::weight_gradient(const Tensor& grad_output, const Tensor& input,
+                                    const Tensor& into, bool adds) {
+  const auto grad = as_rows(grad_output), rows = as_rows(input);
+  if (adds && into.scalar_type() == grad.scalar_type()) {
+    into.addmm_(grad.t(), rows);
+    return;
+  }
+  const auto product = reference::weight_gradient(grad, rows, into);
+  adds ? into.add_(product) : into.copy_(product);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across(
@@ -194,6 +206,12 @@ std::tuple<Tensor, Tensor, Tensor> Linear::linear_backward(const steps::LinearBa
                                       dense(layer.saved), layer.activation, layer.wanted});
   const bool by_columns = layer.wanted[0] && lies_by_columns(layer.input);
   return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};
+}
+
+void Linear::weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                             bool adds) {
+  explain::append("reference");
+  LinearFormula::weight_gradient(grad_output, input, into, adds);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> Linear::linear_backward_across(

@@ -33,6 +33,10 @@ struct LinearFormula {
   // -> gradients of input, weight, bias
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
 
+  // gradᵀ · input, added to `into` or written there
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds);
+
   // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
@@ -52,6 +56,8 @@ struct Linear {
                                                         const Tensor& saved, Activation activation,
                                                         bool bias_grad);
   static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds);
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
 };

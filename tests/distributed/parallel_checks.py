@@ -235,6 +235,18 @@ def shard(model, mesh, by, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def unsynchronised(model):
+    """A context in which FSDP2 keeps gradients where they are."""
+
+    @contextlib.contextmanager
+    def accumulate():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return accumulate
+
+
 def fsdp(kind, by, how):
     mesh = mesh_of((dist.get_world_size(),))
     model = model_of(kind)
@@ -243,19 +255,46 @@ def fsdp(kind, by, how):
             checkpointed(block)
     shard(model, mesh, by)
 
-    @contextlib.contextmanager
-    def accumulate():
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
     with tfl.explain() as report:
         if how == "accumulated":
-            got, want = train(model, mine(4), accumulate), single(kind, 4, accumulate=True)
+            got, want = (
+                train(model, mine(4), unsynchronised(model)),
+                single(kind, 4, accumulate=True),
+            )
         else:
             got, want = train(model, mine(2)), single(kind)
     assert_same(got, want, mean_losses=True)
     return report.handed_over, {call.handover for call in report.calls}
+
+
+def adding(kind, how):
+    """Two micro-batches a step, whose gradients the products add; how often they did."""
+    mixed = how == "fsdp mixed"
+    dtype = torch.float32 if mixed else torch.float64
+    results = []
+    for each in (kind, "plain") if mixed else (kind,):
+        model = model_of(each, dtype=dtype)
+        if how.startswith("ddp"):
+            model = nn.parallel.DistributedDataParallel(
+                model, bucket_cap_mb=0.001, gradient_as_bucket_view=how == "ddp views"
+            )
+            hold = model.no_sync
+        else:
+            policy = MixedPrecisionPolicy(torch.bfloat16, dtype) if mixed else None
+            options = {"mp_policy": policy} if mixed else {}
+            shard(model, mesh_of((dist.get_world_size(),)), "block", **options)
+            hold = unsynchronised(model)
+        with contextlib.ExitStack() as stack:
+            if each != "plain":
+                wide = torch.float32 if mixed else None
+                stack.enter_context(tfl.accumulate_gradients(model, dtype=wide))
+                report = stack.enter_context(tfl.explain())
+            results.append(train(model, mine(4, dtype=dtype), hold))
+    if mixed:
+        assert_same(*results, rtol=0.02, atol=2e-3)
+    else:
+        assert_same(results[0], single(kind, 4, accumulate=True), mean_losses=True)
+    return [call.operator for call in report.calls].count("_weight_gradient")
 
 
 def mixed_precision(kind):

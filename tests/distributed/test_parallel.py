@@ -99,6 +99,18 @@ def test_fsdp_by_layer(kind, four):
         assert bool(remarks) == (kind != "fuse_")
 
 
+@pytest.mark.parametrize("how", ["ddp", "ddp views", "fsdp"])
+@pytest.mark.parametrize(("kind", "weights"), [("layers", 2), ("gated", 3)])
+def test_products_add_gradients(kind, weights, how, four):
+    """Of two blocks, in each second of four micro-batches."""
+    assert set(four.run(checks.adding, kind, how)) == {2 * weights * 2}
+
+
+def test_products_add_gradients_in_fp32(four):
+    """In all four micro-batches, as the first writes fp32, too."""
+    assert set(four.run(checks.adding, "layers", "fsdp mixed")) == {2 * 2 * 4}
+
+
 def test_mixed_precision(four):
     four.run(checks.mixed_precision, "layers")
 

@@ -38,6 +38,11 @@ def test_fsdp(by, two_gpus):
     two_gpus.run(parallel.fsdp, "layers", by, "plain")
 
 
+@pytest.mark.parametrize("how", ["ddp", "ddp views", "fsdp", "fsdp mixed"])
+def test_products_add_gradients(how, two_gpus):
+    assert min(two_gpus.run(parallel.adding, "layers", how)) > 0
+
+
 def test_mixed_precision(two_gpus):
     two_gpus.run(parallel.mixed_precision, "layers")
 

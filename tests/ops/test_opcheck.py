@@ -23,13 +23,14 @@ ALL_OPS = [
     "_relu_mask",
     "_activation_backward",
     "_linear_backward",
+    "_weight_gradient",
     "linear_glu",
     "gated_mlp",
     "_linear_glu_aux",
     "_glu",
     "_glu_backward",
 ]
-FORWARD, GATED = ALL_OPS[:7], ALL_OPS[10:]
+FORWARD, GATED = ALL_OPS[:7], ALL_OPS[11:]
 SHAPES = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]  # leading, in, out
 
 
@@ -52,6 +53,10 @@ def samples(name, device, dtype=torch.float32, layouts=("contiguous",), grad=Fal
             continue
         if name == "_relu_mask":
             yield (g,), {}
+            continue
+        if name == "_weight_gradient":
+            if not grad:  # it writes, and is not differentiated
+                yield from (((g, x, w.clone(), adds), {}) for adds in (True, False))
             continue
         if name in GATED:
             yield from gated_samples(name, x, w, b, g)

@@ -1,0 +1,533 @@
+"""Gradients that the product adds to what is there: the same programs, with and without."""
+
+import copy
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torch_fused_linear as tfl
+
+WIDTHS = (6, 16, 8, 5)
+
+
+class Program:
+    """A network, its gradients by name, and what hooks have seen."""
+
+    def __init__(self, make):
+        torch.manual_seed(0)
+        self.model = make().double()
+        self.seen = []
+        self.micro_batches = 0
+
+    def loss(self):
+        torch.manual_seed(self.micro_batches)
+        self.micro_batches += 1
+        x = torch.randn(9, WIDTHS[0], dtype=torch.double, requires_grad=True)
+        return self.model(x).square().sum()
+
+    @property
+    def weights(self):
+        return [p for p in self.model.parameters() if p.dim() == 2]
+
+    def state(self):
+        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        return {n: None if g is None else g.to_dense().clone() for n, g in grads.items()}, self.seen
+
+
+def chain(**settings):
+    a, b, c = itertools.pairwise(WIDTHS)
+    return torch.nn.Sequential(
+        tfl.FusedLinearGELU(*a, **settings),
+        tfl.FusedLinearReLU(*b, **settings),
+        tfl.FusedLinear(*c),
+    )
+
+
+class Residual(torch.nn.Module):
+    """A gradient that is handed over and one that is added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = tfl.FusedLinearSiLU(WIDTHS[0], 8)
+        self.second = tfl.FusedLinearReLU2(8, 8, bias=False)
+
+    def forward(self, x):
+        h = self.first(x)
+        return h + self.second(h)
+
+
+MODELS = {
+    "layers": chain,
+    "low memory": lambda: chain(memory="low"),
+    "mlp": lambda: tfl.FusedMLP(*WIDTHS, activation="gelu_tanh"),
+    "mlp, low memory": lambda: tfl.FusedMLP(*WIDTHS, activation="silu", memory="low"),
+    "gated": lambda: tfl.FusedGatedMLP(WIDTHS[0], 16),
+    "gated, low memory": lambda: tfl.FusedGatedMLP(WIDTHS[0], 16, memory="low"),
+    "residual": Residual,
+}
+
+
+def steps(program, count=3):
+    for _ in range(count):
+        program.loss().backward()
+
+
+def run_both(scenario, make=chain, *, into="grad", taken=True):
+    """Runs a program with and without; compares gradients and what was seen; and whether products
+    added at all."""
+    ours, theirs = Program(make), Program(make)
+    with tfl.accumulate_gradients(ours.model, into), tfl.explain() as report:
+        scenario(ours)
+    scenario(theirs)
+    (grads, seen), (expected, expected_seen) = ours.state(), theirs.state()
+    torch.testing.assert_close(grads, expected)
+    torch.testing.assert_close(seen, expected_seen)
+    added = any(call.operator == "_weight_gradient" for call in report.calls)
+    assert added == taken, report
+    return report
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_sums_are_torchs_in_every_kind_of_layer(make):
+    report = run_both(steps, make)
+    added = [call for call in report.calls if call.operator == "_weight_gradient"]
+    assert len(added) == 2 * len(Program(make).weights)  # the first micro-batch writes
+
+
+def test_gradients_stay_the_tensors_that_they_are():
+    program = Program(chain)
+    with tfl.accumulate_gradients(program.model):
+        steps(program, 1)
+        before = [(w.grad, w.grad._version, w.grad.data_ptr()) for w in program.weights]
+        steps(program, 1)
+    for weight, (grad, version, address) in zip(program.weights, before, strict=True):
+        assert weight.grad is grad and grad.data_ptr() == address
+        assert grad._version > version
+
+
+# ---- who sees what ------------------------------------------------------------------------------
+
+
+def tensor_hook(p):
+    p.weights[1].register_hook(lambda g: p.seen.append(g.clone()))
+    steps(p)
+
+
+def tensor_hook_that_changes(p):
+    for w in p.weights:
+        w.register_hook(lambda g: 2 * g)
+    steps(p)
+
+
+def hook_behind_the_sum(p):
+    for w in p.weights:
+        w.register_post_accumulate_grad_hook(lambda w: p.seen.append(w.grad.clone()))
+    steps(p)
+
+
+def hook_that_clears(p):
+    def clear(w):
+        p.seen.append(w.grad.clone())
+        w.grad = None
+
+    p.weights[0].register_post_accumulate_grad_hook(clear)
+    steps(p)
+
+
+def hook_on_the_accumulator(p):
+    node = p.weights[1].expand_as(p.weights[1]).grad_fn.next_functions[0][0]
+    p.kept = node.register_hook(lambda *_: p.seen.append(p.weights[1].grad.clone())), node
+    steps(p)
+
+
+def hook_before_the_accumulator(p):
+    node = p.weights[1].expand_as(p.weights[1]).grad_fn.next_functions[0][0]
+    p.kept = node.register_prehook(lambda g: p.seen.append(g[0].clone())), node
+    steps(p)
+
+
+def hook_on_the_node(p):
+    for _ in range(3):
+        loss = p.model[2](p.model[1](p.model[0](torch.ones(2, WIDTHS[0], dtype=torch.double))))
+        loss.grad_fn.register_hook(lambda grads, _: p.seen.append(grads[1].clone()))
+        loss.sum().backward()
+
+
+def asked_for(p):
+    steps(p, 1)
+    p.seen += torch.autograd.grad(p.loss(), p.weights)
+
+
+def only_some_inputs(p):
+    steps(p, 1)
+    p.loss().backward(inputs=[p.weights[0], p.weights[2]])
+
+
+def create_graph(p):
+    steps(p, 1)
+    p.loss().backward(create_graph=True)
+
+
+def anomaly_mode(p):
+    with torch.autograd.detect_anomaly(check_nan=False):
+        steps(p)
+
+
+def retain_graph(p):
+    loss = p.loss()
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+
+
+def tied_twice(p):
+    for _ in range(3):
+        torch.manual_seed(1)
+        x = torch.randn(4, WIDTHS[0], dtype=torch.double)
+        w = p.weights[0]
+        h = tfl.linear_relu(x, w) + tfl.linear_gelu(x * 2, w, approximate="none") + x @ w.t()
+        (h.sum() + w.sum()).backward()
+
+
+def frozen(p):
+    p.weights[1].requires_grad_(False)
+    steps(p)
+
+
+def frozen_later(p):
+    steps(p, 2)
+    p.weights[1].requires_grad_(False)
+    steps(p, 2)
+
+
+def zeroed(p):
+    steps(p)
+    p.model.zero_grad(set_to_none=False)
+    steps(p)
+
+
+def held(p):
+    steps(p, 1)
+    holders = [w.grad for w in p.weights]
+    views = [w.grad.view(-1)[:3] for w in p.weights]
+    steps(p)
+    p.seen += [h.clone() for h in holders] + [v.clone() for v in views]
+
+
+def flat_buffer(p):
+    flat = torch.zeros(sum(w.numel() for w in p.weights), dtype=torch.double)
+    at = 0
+    for w in p.weights:
+        w.grad = flat[at : at + w.numel()].view_as(w)
+        at += w.numel()
+    steps(p)
+    p.seen.append(flat)
+
+
+def exchanged(p):
+    steps(p, 1)
+    for w in p.weights:
+        w.grad = torch.ones_like(w)
+    steps(p)
+
+
+def by_columns(p):
+    for w in p.weights:
+        w.grad = torch.ones_like(w).t().contiguous().t()
+    steps(p)
+
+
+def with_gaps(p):
+    for w in p.weights:
+        w.grad = torch.zeros(w.size(0), 2 * w.size(1), dtype=w.dtype)[:, ::2]
+    steps(p)
+
+
+def sparse(p):
+    for w in p.weights:
+        w.grad = torch.ones_like(w).to_sparse()
+    steps(p, 1)
+
+
+def part_of_a_graph(p):
+    p.loss().backward(create_graph=True)
+    p.penalty = sum(w.grad.square().sum() for w in p.weights)
+    p.penalty.backward()
+    p.model.zero_grad()
+    steps(p)
+
+
+def fails_in_the_middle(p):
+    steps(p, 1)
+
+    def fail(_):
+        raise ArithmeticError
+
+    handle = p.model[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        p.loss().backward()
+    handle.remove()
+    p.seen += [w.grad.clone() for w in p.weights]
+    steps(p, 1)
+
+
+def checkpointed(p):
+    for use_reentrant in (False, True):
+        x = torch.ones(3, WIDTHS[0], dtype=torch.double, requires_grad=True)
+        for _ in range(2):
+            checkpoint(p.model, x, use_reentrant=use_reentrant).square().sum().backward()
+
+
+def saved_tensors_on_the_cpu(p):
+    with torch.autograd.graph.save_on_cpu():
+        steps(p)
+
+
+def clipped_and_stepped(p):
+    optimizer = torch.optim.AdamW(p.model.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        steps(p)
+        p.seen.append(torch.nn.utils.clip_grad_norm_(p.model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    p.seen += [q.detach().clone() for q in p.model.parameters()]
+
+
+def other_data(p):
+    steps(p, 1)
+    p.model[2].weight.data = torch.ones_like(p.model[2].weight)  # another tensor in the parameter
+    steps(p)
+
+
+SEEN_BY_NOBODY = [
+    hook_behind_the_sum,
+    hook_that_clears,
+    hook_on_the_accumulator,
+    only_some_inputs,
+    retain_graph,
+    tied_twice,
+    frozen,
+    frozen_later,
+    zeroed,
+    held,
+    flat_buffer,
+    exchanged,
+    by_columns,
+    fails_in_the_middle,
+    checkpointed,
+    saved_tensors_on_the_cpu,
+    clipped_and_stepped,
+    other_data,
+    part_of_a_graph,
+    tensor_hook,  # of the other weights
+    hook_before_the_accumulator,
+]
+SEEN = {
+    tensor_hook_that_changes: "a hook on the weight",
+    hook_on_the_node: "a hook on the node",
+    asked_for: "its gradient was asked for",
+    create_graph: None,  # a formula, of which no row speaks
+    anomaly_mode: "anomaly mode",
+    with_gaps: "strides that do not fit",
+    sparse: "not a plain tensor",
+}
+
+
+@pytest.mark.parametrize("scenario", SEEN_BY_NOBODY, ids=lambda s: s.__name__)
+def test_as_torch_where_products_add(scenario):
+    run_both(scenario)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reason"), SEEN.items(), ids=lambda s: getattr(s, "__name__", "")
+)
+def test_as_torch_where_something_sees_the_gradient(scenario, reason):
+    # the last layer of hook_on_the_node alone is looked at
+    report = run_both(scenario, taken=scenario is hook_on_the_node)
+    assert reason is None or f"weight's gradient apart: {reason}" in str(report)
+
+
+def test_threads_add_to_the_same_weights():
+    ours, theirs = Program(chain), Program(chain)
+    x = torch.randn(50, WIDTHS[0], dtype=torch.double)
+
+    def work(p):
+        def run():
+            for _ in range(50):
+                p.model(x).sum().backward()
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    for program in (ours, theirs):
+        program.model(x).sum().backward()
+    with tfl.accumulate_gradients(ours.model):
+        work(ours)
+    work(theirs)
+    torch.testing.assert_close(ours.state()[0], theirs.state()[0])
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_compiled_models_accumulate_as_torch_does(compiled_autograd):
+    torch.compiler.reset()
+
+    def scenario(p):
+        model = torch.compile(p.model, backend="aot_eager")
+        p.model, kept = model, p.model
+        with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+            steps(p)
+        p.model = kept
+
+    run_both(scenario, taken=False)
+
+
+# ---- dtypes -------------------------------------------------------------------------------------
+
+
+def errors(dtype, grad_dtype, accumulates):
+    """Root mean square of the errors of the sum of eight micro-batches, against fp64."""
+    torch.manual_seed(3)
+    layer = tfl.FusedLinear(48, 40, bias=False, dtype=dtype)
+    layer.weight.grad_dtype = grad_dtype
+    exact = torch.zeros(40, 48, dtype=torch.double)
+    handle = tfl.accumulate_gradients(layer) if accumulates else None
+    for _ in range(8):
+        x, g = (torch.randn(256, n).to(dtype) for n in (48, 40))
+        layer(x).backward(g)
+        exact += g.double().t() @ x.double()
+    if handle is not None:
+        handle.remove()
+    assert layer.weight.grad.dtype == grad_dtype
+    return (layer.weight.grad.double() - exact).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_sums_are_at_most_as_wrong_as_torchs(dtype, grad_dtype):
+    assert errors(dtype, grad_dtype, True) <= 1.1 * errors(dtype, grad_dtype, False)
+
+
+def test_dtype_is_set_and_put_back():
+    layer = tfl.FusedLinearReLU(8, 8, dtype=torch.bfloat16)
+    before = [p.grad_dtype for p in layer.parameters()]
+    with tfl.accumulate_gradients(layer, dtype=torch.float32):
+        layer(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        assert [p.grad.dtype for p in layer.parameters()] == [torch.float32] * 2
+        layer.zero_grad()
+    assert [p.grad_dtype for p in layer.parameters()] == before
+
+
+# ---- main_grad ----------------------------------------------------------------------------------
+
+
+def with_main_grads(program, dtype=torch.double):
+    flat = torch.zeros(sum(p.numel() for p in program.model.parameters()), dtype=dtype)
+    at = 0
+    for p in program.model.parameters():
+        p.main_grad, p.grad_added_to_main_grad = flat[at : at + p.numel()].view_as(p), False
+        at += p.numel()
+    return flat
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_main_grad_is_where_sums_go(make):
+    ours, theirs = Program(make), Program(make)
+    with_main_grads(ours)
+    with tfl.accumulate_gradients(ours.model, "main_grad"):
+        steps(ours)
+    steps(theirs)
+    for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        if p.dim() == 2:
+            assert p.grad_added_to_main_grad and p.grad is None
+            torch.testing.assert_close(p.main_grad, q.grad)
+        else:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_main_grad_with_megatrons_hook_on_the_accumulator():
+    """Which adds what nobody has added, and takes `.grad` away."""
+    program, theirs = Program(chain), Program(chain)
+    flat = with_main_grads(program)
+    kept = []
+
+    def hook_of(p):
+        def hook(*_):
+            assert p.grad is not None
+            if not p.grad_added_to_main_grad:
+                p.main_grad.add_(p.grad)
+            p.grad, p.grad_added_to_main_grad = None, False
+
+        return hook
+
+    for p in program.model.parameters():
+        node = p.expand_as(p).grad_fn.next_functions[0][0]
+        kept.append((node, node.register_hook(hook_of(p))))
+    handle = tfl.accumulate_gradients(program.model, "main_grad")
+    steps(program, 2)
+    program.weights[1].register_hook(lambda g: 2 * g)
+    theirs.weights[1].register_hook(lambda g: 2 * g)
+    steps(program, 1)
+    handle.remove()
+    theirs.weights[1]._backward_hooks.clear()
+    steps(theirs, 2)
+    theirs.weights[1].register_hook(lambda g: 2 * g)
+    steps(theirs, 1)
+    expected = torch.cat([p.grad.flatten() for p in theirs.model.parameters()])
+    torch.testing.assert_close(flat, expected)
+
+
+def test_without_main_grad_the_gradient_is_in_grad():
+    run_both(steps, into="main_grad", taken=False)
+
+
+# ---- the handle ---------------------------------------------------------------------------------
+
+
+def test_remove_copies_and_dead_weights():
+    program = Program(chain)
+    handle = tfl.accumulate_gradients(program.weights)
+    said = [torch.ops.fused._accumulated(w) for w in program.weights]
+    assert said == ["grad"] * 3
+    copied = copy.deepcopy(program.model)
+    assert {torch.ops.fused._accumulated(p) for p in copied.parameters()} == {"none"}
+    handle.remove()
+    handle.remove()
+    assert {torch.ops.fused._accumulated(w) for w in program.weights} == {"none"}
+    steps(program)
+    weak = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(8)]
+    for w in weak:
+        torch.ops.fused._accumulate(w, "grad")
+    del weak, w
+    gc.collect()
+    fresh = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(64)]
+    assert {torch.ops.fused._accumulated(w) for w in fresh} == {"none"}
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="into must be 'grad' or 'main_grad', got 'grads'"):
+        tfl.accumulate_gradients(torch.nn.Linear(2, 2), "grads")
+    with pytest.raises(ValueError, match=r"dtype must be torch.float32 or None, got torch.float64"):
+        tfl.accumulate_gradients(torch.nn.Linear(2, 2), dtype=torch.float64)
+    with pytest.raises(TypeError, match="target must be a module or parameters, got str"):
+        tfl.accumulate_gradients(["weight"])
+    grad, x = torch.ones(3, 4), torch.ones(3, 5)
+    with pytest.raises(RuntimeError, match=r"_weight_gradient: into must be \[4, 5\]"):
+        torch.ops.fused._weight_gradient(grad, x, torch.ones(5, 4), True)
+    with pytest.raises(RuntimeError, match="_weight_gradient: grad_output must have"):
+        torch.ops.fused._weight_gradient(torch.ones(2, 4), x, torch.ones(4, 5), True)
+    with pytest.raises(ValueError, match="into must be 'grad', 'main_grad' or 'none', got 'x'"):
+        torch.ops.fused._accumulate(torch.ones(2, 2), "x")

@@ -1,0 +1,142 @@
+"""Gradients of weights that the product itself adds to what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+_library = torch.library.Library("fused", "IMPL")
+
+
+def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
+    if added:
+        weight.grad_added_to_main_grad = True
+        return None
+    return getattr(weight, "main_grad", None)
+
+
+_library.impl("_main_grad", _main_grad, "BackendSelect")
+
+
+class AccumulationHandle:
+    """What :func:`accumulate_gradients` has begun: ``remove()``, or the end of a ``with`` block,
+    ends it. Gradients stay as they are."""
+
+    def __init__(self, into: str, dtype: torch.dtype | None) -> None:
+        self._into, self._dtype = into, dtype
+        self._weights: dict[int, Tensor] = {}  # by id, which they keep while they are here
+        self._dtypes: list[tuple[Tensor, torch.dtype | None]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> AccumulationHandle:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Ends it: from now on torch adds the gradients of these weights."""
+        for hook in self._hooks:
+            hook.remove()
+        for weight in self._weights.values():
+            torch.ops.fused._accumulate(weight, "none")
+        for parameter, dtype in self._dtypes:
+            if parameter.grad is None or dtype in (None, parameter.grad.dtype):
+                parameter.grad_dtype = dtype
+        self._hooks, self._weights, self._dtypes = [], {}, []
+
+    def _add(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if id(parameter) in self._weights or type(parameter) not in (Tensor, nn.Parameter):
+                continue
+            if self._dtype is not None and parameter.dtype in (torch.float16, torch.bfloat16):
+                self._dtypes.append((parameter, parameter.grad_dtype))
+                parameter.grad_dtype = self._dtype
+            if parameter.dim() == 2 and parameter.is_leaf and parameter.is_floating_point():
+                torch.ops.fused._accumulate(parameter, self._into)
+                self._weights[id(parameter)] = parameter
+
+    def _follow(self, module: nn.Module) -> None:
+        """FSDP2 lends its modules whole parameters, which are others than the module's own."""
+        hook = module.register_forward_pre_hook(lambda module, _: self._add(module.parameters()))
+        self._hooks.append(hook)
+
+
+def accumulate_gradients(
+    target: nn.Module | Tensor | Iterable[Tensor],
+    into: Literal["grad", "main_grad"] = "grad",
+    *,
+    dtype: torch.dtype | None = None,
+) -> AccumulationHandle:
+    """Has the fused layers' backward add a weight's gradient to what is there by the product.
+
+    With several micro-batches torch makes a weight's gradient and adds it to ``.grad`` in a second
+    pass over memory. Here the product writes the sum (``beta = 1``), in the dtype of ``.grad``: the
+    weight's, or fp32 for weights of 16 bits (``Tensor.grad_dtype``), which also spares one rounding
+    a micro-batch. It concerns all operators of this library, whatever module calls them; biases and
+    layers of torch's own go on as they do.
+
+    Semantics are torch's. The first micro-batch writes, the others add, in place. Hooks after the
+    accumulation run and see the sum. Where something would see this micro-batch's gradient alone
+    (tensor hooks on the weight, ``torch.autograd.grad``, ``create_graph``, anomaly mode), or where
+    ``.grad`` does not fit (another dtype, device or layout, a subclass), torch's way is taken;
+    :func:`explain` says why. A backward that raises loses nothing that was there.
+
+    Under FSDP2 the parameters that its modules compute with are followed; with
+    ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. The graphs of ``torch.compile``
+    accumulate as torch does.
+
+    Args:
+        target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` among
+            them are accumulated.
+        into: ``"grad"``, or ``"main_grad"`` as Megatron-LM has it: the gradient is added to the
+            attribute ``main_grad`` of the weight, of its shape, in fp32 or its dtype, as far as it
+            has one, and ``grad_added_to_main_grad`` is set. Where that is not set after a backward,
+            the gradient is in ``.grad``, for whoever adds it there.
+        dtype: sets ``grad_dtype`` of the parameters of 16 bits: gradients are made and kept in it
+            (``torch.float32``). None leaves it as it is.
+
+    Returns:
+        A handle with ``remove()``, which is also a context manager.
+
+    Raises:
+        ValueError: if ``into`` is neither, or ``dtype`` is not ``torch.float32``.
+        TypeError: if ``target`` holds something that is no tensor.
+        RuntimeError: torch's own, if a parameter has a gradient of another dtype than ``dtype``.
+    """
+    if into not in ("grad", "main_grad"):
+        raise ValueError(f"accumulate_gradients: into must be 'grad' or 'main_grad', got {into!r}")
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"accumulate_gradients: dtype must be torch.float32 or None, got {dtype}")
+    handle = AccumulationHandle(into, dtype)
+    try:
+        handle._add(_parameters(target))
+        for module in _sharded_modules(target):
+            handle._follow(module)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _parameters(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
+    if isinstance(target, nn.Module):
+        yield from target.parameters()
+        return
+    for parameter in [target] if isinstance(target, Tensor) else target:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                "accumulate_gradients: target must be a module or parameters, got "
+                f"{type(parameter).__name__}"
+            )
+        yield parameter
+
+
+def _sharded_modules(target: object) -> Iterator[nn.Module]:
+    if isinstance(target, nn.Module) and torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        yield from (module for module in target.modules() if isinstance(module, FSDPModule))
