@@ -7,6 +7,7 @@ one side where that is more than 1.25 times the other's plus a tenth of the roun
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import torch_fused_linear as tfl
 from certify import fuzz_cases
 from certify.fuzz_cases import Case, bare_step, eager_step
 from certify.parts import Found
@@ -31,8 +33,9 @@ NO_YARDSTICK = 1e3  # more roundings than that in eager's result: it is wrong, a
 EXACT = 4.0  # what fp64, which has no better reference, is held to
 
 
-def results(call, tensors: list[Tensor], grad: Tensor, case: Case) -> list[Tensor]:
-    """The output, and the gradient of each tensor that wants one."""
+def results(call, tensors: list[Tensor], grad: Tensor, case: Case, adds=False) -> list[Tensor]:
+    """The output, and the gradient of each tensor that wants one. Where gradients are there
+    already, products add to them if ``adds`` says so, else torch does."""
     if case.mode != "grad":
         return [call(tensors)]
     leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, case.wanted)]
@@ -42,7 +45,12 @@ def results(call, tensors: list[Tensor], grad: Tensor, case: Case) -> list[Tenso
         assert not output.requires_grad
         return [output]
     if case.calls_backward:
-        output.backward(grad)
+        for t in wanted if case.added_to == "float32" else []:
+            t.grad_dtype = torch.float32 if t.itemsize == 2 else t.dtype
+        with tfl.accumulate_gradients(wanted) if adds else contextlib.nullcontext():
+            output.backward(grad, retain_graph=bool(case.added_to))
+            if case.added_to:
+                output.backward(grad)
         return [output.detach(), *(t.grad for t in wanted)]
     return [output.detach(), *torch.autograd.grad(output, wanted, grad)]
 
@@ -62,7 +70,7 @@ def of_ours(case: Case) -> list[Tensor]:
         return fuzz_cases.ours(case, *case.with_tensors(tensors))
 
     with fuzz_cases.settings(case):
-        return results(call, case.tensors, case.grad, case)
+        return results(call, case.tensors, case.grad, case, adds=bool(case.added_to))
 
 
 def of_plain(case: Case, change, step=eager_step) -> list[Tensor]:

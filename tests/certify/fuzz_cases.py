@@ -117,6 +117,7 @@ class Case:
     words: str  # of how the operands lie, for the report
     is_finite: bool = True
     keeping: str = "as it is"  # what is saved for the backward: so, by checkpoints, through hooks
+    added_to: str = ""  # the dtype of a gradient that is there, to which backward() adds
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -158,6 +159,7 @@ class Case:
         flags += ["deterministic"] if self.deterministic else []
         flags += ["backward()"] if self.calls_backward else []
         flags += [] if self.keeping == "as it is" else [self.keeping]
+        flags += [f"added to {self.added_to}"] if self.added_to else []
         return (
             f"{str(self.x.dtype)[6:]} {tuple(self.x.shape)} {' '.join(shapes)} wanted {wanted}, "
             f"{', '.join(flags)}; {self.words}"
@@ -357,6 +359,8 @@ class Draw:
             case.is_finite = False
         if self.chance(0.3):
             case.keeping = choice.choice(("checkpoints", "one checkpoint", "offloaded"))
+        if case.calls_backward and self.chance(0.3):
+            case.added_to = choice.choice(("its dtype", "float32"))
         return case
 
 

@@ -4,6 +4,8 @@ import torch
 
 
 def results(out):
+    if out is None:
+        return []
     return [out] if isinstance(out, torch.Tensor) else list(out)
 
 
