@@ -61,7 +61,7 @@ def assert_pictures(folder, *names):
 def test_there_are_examples():
     """An empty list of parameters would pass."""
     names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
-    assert names | {"llama"} == {script.stem for script in SCRIPTS}
+    assert names | {"llama", "accumulation"} == {script.stem for script in SCRIPTS}
 
 
 @script_param
@@ -382,3 +382,10 @@ def test_llama(device, tmp_path, drawn):
     assert all(speed > 0 for speed in found["speeds"].values())
     assert_pictures(tmp_path, "llama.png", "llama_blocks.png")
     assert_understood(drawn)
+
+
+def test_accumulation(device):
+    found = load("accumulation").main(["--device", str(device), "--steps", "9"])
+    assert found["added"] == [9 * 4 * 3]
+    assert found["products"] == pytest.approx(found["torch"], rel=0.02)
+    assert found["products"][-1] < 0.9 * found["products"][0]
