@@ -1,6 +1,6 @@
 """Four micro-batches a step, with gradients in fp32: torch adds them, or the product does.
 
-Memory often holds only a part of the batch that training wants. The batch then comes in parts, the
+Memory often holds only a part of the batch that training wants, which then comes in parts, the
 micro-batches, whose gradients are added up before the optimizer runs. In bf16 a sum of many would
 lose the small ones, so they are kept in fp32 (`Tensor.grad_dtype`). Torch takes two kernels a weight:
 
@@ -11,7 +11,7 @@ After `accumulate_gradients` there is one, cuBLASLt's product with beta = 1:
 
     product:  .grad = dyᵀ x + .grad, in fp32             reads 4, writes 4
 
-Two copies of a small network see the same data, one trained in the first way, one in the second.
+Two copies of a small network see the same data, one trained in the first way, one in the other.
 The losses agree as far as roundings go. On a GPU the time of a step is printed; on a CPU, where both
 ways are the same product, it would say nothing.
 
