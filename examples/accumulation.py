@@ -2,7 +2,7 @@
 
 Memory often holds only a part of the batch that training wants, which then comes in parts, the
 micro-batches, whose gradients are added up before the optimizer runs. In bf16 a sum of many would
-lose the small ones, so they are kept in fp32 (`Tensor.grad_dtype`). Torch takes two kernels a weight:
+lose the small ones, so they are kept in fp32 (`Tensor.grad_dtype`). Torch takes two kernels:
 
     product:  dW = dyᵀ x, rounded to bf16                writes 2 bytes an element
     sum:      .grad += dW                                reads 2 + 4, writes 4
@@ -12,8 +12,8 @@ After `accumulate_gradients` there is one, cuBLASLt's product with beta = 1:
     product:  .grad = dyᵀ x + .grad, in fp32             reads 4, writes 4
 
 Two copies of a small network see the same data, one trained in the first way, one in the other.
-The losses agree as far as roundings go. On a GPU the time of a step is printed; on a CPU, where both
-ways are the same product, it would say nothing.
+The losses agree as far as roundings go. On a GPU the time of a step is printed; on a CPU, where
+both ways are the same product, it would say nothing.
 
     python examples/accumulation.py
 """
@@ -45,11 +45,12 @@ def make_network(width: int, device: str) -> torch.nn.Sequential:
 
 def train(network: torch.nn.Module, data: torch.Tensor) -> tuple[list[float], float]:
     """The losses, and the seconds that a step takes once plans are made."""
-    losses = []
+    losses, start = [], time.perf_counter()
     for number, batch in enumerate(data):
-        if number == 1 and batch.is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter() if number <= 1 else start
+        if number == 1:
+            if batch.is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
         for part in batch.chunk(MICRO_BATCHES):
             loss = (network(part) - part.sin()).float().square().sum(-1).mean() / MICRO_BATCHES
             loss.backward()

@@ -118,6 +118,25 @@ struct Linear {
     return {grad_input, own.grad_weight, own.grad_bias};
   }
 
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds) {
+    if (into.numel() == 0) return;
+    const c10::cuda::CUDAGuard guard(input.device());
+    const auto grad = rows_of(grad_output), rows = rows_of(input);
+    if (rows.matrix.rows == 0) {
+      if (!adds) into.zero_();
+      return;
+    }
+    const bool by_columns = !into.is_contiguous();
+    auto call =
+        by_columns
+            ? make_call(Pass::wgrad, transposed(rows.matrix), grad.matrix, matrix_of(into.t()))
+            : make_call(Pass::wgrad, transposed(grad.matrix), rows.matrix, matrix_of(into));
+    call.adds = adds;
+    call.is_wide = into.scalar_type() != input.scalar_type();
+    run_surely(call, input);
+  }
+
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());

@@ -93,9 +93,13 @@ struct Problem {
   int64_t lda = 0, ldb = 0, ldd = 0, ld_aux = 0;
   uint8_t align_a = 8, align_b = 8, align_d = 8, align_bias = 8, align_aux = 8;
   int64_t workspace_limit = 0;
+  bool to_f32 = false;  // the result, whatever the operands are
+  bool adds = false;    // to what is there
 
   bool operator==(const Problem&) const = default;
 };
+
+inline Type result_type(const Problem& p) { return p.to_f32 ? Type::f32 : p.type; }
 
 struct Settings {
   int device = 0;
@@ -165,9 +169,10 @@ inline const char* refusal(const Problem& p, size_t library_version) {
 inline bool is_long_and_thin(const Problem& p) { return p.k >= 64 * std::max(p.m, p.n); }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
-  out << name(p.epilogue) << ' ' << name(p.type) << (p.math == Math::tf32 ? "/tf32" : "")
-      << " m=" << p.m << " n=" << p.n << " k=" << p.k << ' ' << (p.transpose_a ? 'T' : 'N')
-      << (p.transpose_b ? 'T' : 'N') << " lda=" << p.lda << " ldb=" << p.ldb << " ldd=" << p.ldd;
+  out << name(p.epilogue) << ' ' << name(p.type) << (p.math == Math::tf32 ? "/tf32" : "");
+  out << (p.to_f32 ? "->f32" : "") << (p.adds ? " added" : "") << " m=" << p.m << " n=" << p.n
+      << " k=" << p.k << ' ' << (p.transpose_a ? 'T' : 'N') << (p.transpose_b ? 'T' : 'N')
+      << " lda=" << p.lda << " ldb=" << p.ldb << " ldd=" << p.ldd;
   if (uses_aux(p.epilogue)) out << " ld_aux=" << p.ld_aux;
   out << " align=" << (1 << p.align_a) << ',' << (1 << p.align_b) << ',' << (1 << p.align_d) << ','
       << (1 << p.align_bias) << ',' << (1 << p.align_aux)
@@ -184,7 +189,8 @@ struct ProblemHash {
       hash ^= hash >> 32;
     };
     mix(static_cast<uint64_t>(p.epilogue) << 32 | static_cast<uint64_t>(p.device) << 16 |
-        static_cast<uint64_t>(p.type) << 8 | static_cast<uint64_t>(p.math) << 4 |
+        static_cast<uint64_t>(p.type) << 8 | static_cast<uint64_t>(p.to_f32) << 7 |
+        static_cast<uint64_t>(p.adds) << 6 | static_cast<uint64_t>(p.math) << 4 |
         static_cast<uint64_t>(p.split_k) << 2 | (p.transpose_a ? 2u : 0u) |
         (p.transpose_b ? 1u : 0u));
     mix(p.m), mix(p.n), mix(p.k);

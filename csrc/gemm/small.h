@@ -17,6 +17,7 @@ inline constexpr int64_t most_tokens = 512, most_features = 1024;
 inline const char* refusal(Pass pass, const Problem& p) {
   const bool of_weight = pass == Pass::wgrad;
   if (size_of(p.type) != 2) return "not of 16 bits";
+  if (p.adds || p.to_f32) return "a sum with what is there";
   if (p.transpose_b != of_weight || p.transpose_a != is_forward(pass))
     return "a transposed operand";
   if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";

@@ -17,7 +17,8 @@ void each_field(Problem_& p, Decision_& d, const Visit& visit) {
   visit(p.pass), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
   visit(p.literal);
   auto& g = p.matmul;
-  visit(g.arch), visit(g.type), visit(g.math), visit(g.split_k);
+  visit(g.arch), visit(g.type), visit(g.to_f32), visit(g.adds), visit(g.math);
+  visit(g.split_k);
   visit(g.transpose_a), visit(g.transpose_b);
   visit(g.m), visit(g.n), visit(g.k), visit(g.lda), visit(g.ldb), visit(g.ldd), visit(g.ld_aux);
   visit(g.align_a), visit(g.align_b), visit(g.align_d), visit(g.align_bias), visit(g.align_aux);
@@ -107,8 +108,9 @@ std::string summary(const PassProblem& p, const Decision& d) {
   if (gemm::wants_bits(p)) text << " bits";
   if (p.literal) text << " cublaslt";
   // Rows, inner extent and columns, as torch writes the product.
-  text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "") << ' ' << g.n << 'x'
-       << g.k << 'x' << g.m << ": " << d.strategy->name;
+  text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "");
+  text << (g.to_f32 ? " to f32" : "") << (g.adds ? " added " : " ") << g.n << 'x' << g.k << 'x'
+       << g.m << ": " << d.strategy->name;
   if (d.strategy->provider == Provider::cublaslt) {
     text << ' ' << gemm::name(gemm::matmul_of(p, *d.strategy).epilogue);
   }

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers import device_param
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
@@ -17,16 +18,17 @@ WIDTHS = (6, 16, 8, 5)
 class Program:
     """A network, its gradients by name, and what hooks have seen."""
 
-    def __init__(self, make):
+    def __init__(self, make, device="cpu"):
         torch.manual_seed(0)
-        self.model = make().double()
+        self.model = make().to(device, torch.double)
+        self.device = device
         self.seen = []
         self.micro_batches = 0
 
     def loss(self):
         torch.manual_seed(self.micro_batches)
         self.micro_batches += 1
-        x = torch.randn(9, WIDTHS[0], dtype=torch.double, requires_grad=True)
+        x = torch.randn(9, WIDTHS[0], dtype=torch.double).to(self.device).requires_grad_()
         return self.model(x).square().sum()
 
     @property
@@ -76,10 +78,10 @@ def steps(program, count=3):
         program.loss().backward()
 
 
-def run_both(scenario, make=chain, *, into="grad", taken=True):
+def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu"):
     """Runs a program with and without; compares gradients and what was seen; and whether products
     added at all."""
-    ours, theirs = Program(make), Program(make)
+    ours, theirs = Program(make, device), Program(make, device)
     with tfl.accumulate_gradients(ours.model, into), tfl.explain() as report:
         scenario(ours)
     scenario(theirs)
@@ -91,9 +93,10 @@ def run_both(scenario, make=chain, *, into="grad", taken=True):
     return report
 
 
+@device_param
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_sums_are_torchs_in_every_kind_of_layer(make):
-    report = run_both(steps, make)
+def test_sums_are_torchs_in_every_kind_of_layer(make, device):
+    report = run_both(steps, make, device=device)
     added = [call for call in report.calls if call.operator == "_weight_gradient"]
     assert len(added) == 2 * len(Program(make).weights)  # the first micro-batch writes
 
@@ -386,23 +389,24 @@ def test_compiled_models_accumulate_as_torch_does(compiled_autograd):
 # ---- dtypes -------------------------------------------------------------------------------------
 
 
-def errors(dtype, grad_dtype, accumulates):
-    """Root mean square of the errors of the sum of eight micro-batches, against fp64."""
+def sum_of_eight(dtype, grad_dtype, accumulates, device, out=40):
+    """Of a layer's gradients; and the root mean square of its errors against fp64."""
     torch.manual_seed(3)
-    layer = tfl.FusedLinear(48, 40, bias=False, dtype=dtype)
+    layer = tfl.FusedLinear(48, out, bias=False, dtype=dtype, device=device)
     layer.weight.grad_dtype = grad_dtype
-    exact = torch.zeros(40, 48, dtype=torch.double)
-    handle = tfl.accumulate_gradients(layer) if accumulates else None
-    for _ in range(8):
-        x, g = (torch.randn(256, n).to(dtype) for n in (48, 40))
-        layer(x).backward(g)
-        exact += g.double().t() @ x.double()
-    if handle is not None:
-        handle.remove()
+    exact = torch.zeros(out, 48, dtype=torch.double)
+    with tfl.accumulate_gradients(layer if accumulates else []):
+        for _ in range(8):
+            x, g = (torch.randn(256, n).to(dtype) for n in (48, out))
+            layer(x.to(device)).backward(g.to(device))
+            exact += g.double().t() @ x.double()
     assert layer.weight.grad.dtype == grad_dtype
-    return (layer.weight.grad.double() - exact).square().mean().sqrt().item()
+    grad = layer.weight.grad.cpu()
+    return grad, (grad.double() - exact).square().mean().sqrt().item()
 
 
+@device_param
+@pytest.mark.parametrize("out", [40, 37])
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
     [
@@ -413,8 +417,54 @@ def errors(dtype, grad_dtype, accumulates):
         (torch.float16, torch.float32),
     ],
 )
-def test_sums_are_at_most_as_wrong_as_torchs(dtype, grad_dtype):
-    assert errors(dtype, grad_dtype, True) <= 1.1 * errors(dtype, grad_dtype, False)
+def test_sums_are_at_most_as_wrong_as_torchs(dtype, grad_dtype, out, device):
+    ours, error = sum_of_eight(dtype, grad_dtype, True, device, out)
+    _, allowed = sum_of_eight(dtype, grad_dtype, False, device, out)
+    assert error <= 1.1 * allowed
+    assert torch.equal(ours, sum_of_eight(dtype, grad_dtype, True, device, out)[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("measured", [False, True])
+def test_measuring_leaves_what_is_there(measured, cuda):
+    """Candidates run many times, and must not add to the gradient."""
+    with tfl.plans.budget(200 if measured else 0):
+        tfl.plans.clear()
+        for grad_dtype in (torch.bfloat16, torch.float32):
+            _, error = sum_of_eight(torch.bfloat16, grad_dtype, True, cuda, 512)
+            _, allowed = sum_of_eight(torch.bfloat16, grad_dtype, False, cuda, 512)
+            assert error <= 1.1 * allowed
+
+
+@pytest.mark.cuda
+def test_another_stream_is_torchs(cuda):
+    layer = tfl.FusedLinearReLU(16, 16, device=cuda)
+    x = torch.ones(4, 16, device=cuda)
+    layer(x).sum().backward()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with tfl.accumulate_gradients(layer), tfl.explain() as report, torch.cuda.stream(side):
+        layer(x).sum().backward()
+    torch.cuda.synchronize()
+    assert "weight's gradient apart: another stream" in str(report)
+
+
+@pytest.mark.cuda
+def test_in_a_cuda_graph(cuda):
+    layer = tfl.FusedLinearGELU(64, 64, device=cuda, dtype=torch.bfloat16)
+    x = torch.randn(32, 64, device=cuda, dtype=torch.bfloat16)
+    with tfl.accumulate_gradients(layer):
+        for _ in range(3):
+            layer(x).sum().backward()
+        torch.cuda.synchronize()
+        one = layer.weight.grad.clone() / 3
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x).sum().backward()
+        layer.weight.grad.zero_()
+        for _ in range(4):
+            graph.replay()
+    torch.testing.assert_close(layer.weight.grad, 4 * one, rtol=0.05, atol=0.05)
 
 
 def test_dtype_is_set_and_put_back():

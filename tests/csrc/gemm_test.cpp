@@ -190,8 +190,10 @@ const Problem sample{0,          90,         Epilogue::relu_bias,
 
 // Every field is part of the key.
 std::vector<Problem> variations() {
-  std::vector<Problem> result(21, sample);
+  std::vector<Problem> result(23, sample);
   result[0].device = 1;
+  result[21].to_f32 = true;
+  result[22].adds = true;
   result[1].epilogue = Epilogue::gelu_bias;
   result[2].type = Type::f16;
   result[3].math = Math::tf32;

@@ -54,6 +54,10 @@ inline std::vector<PassProblem> every_problem() {
           if (wants_bits(p)) p.matmul.ld_aux = p.matmul.m;
           if (pass == Pass::fprop && p.aux && activation == Activation::relu && !p.mask) continue;
           if (pass == Pass::wgrad && activation != Activation::none) continue;
+          if (pass == Pass::wgrad && !p.bias) {
+            p.matmul.adds = flags & 2;
+            p.matmul.to_f32 = flags & 8 && size_of(type) == 2;
+          }
           const bool gated = pass == Pass::gating || pass == Pass::glu;
           if (gated && activation == Activation::none) continue;
           if (gated && p.mask) continue;

@@ -18,7 +18,7 @@ PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
 
 
-HEAD = "torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"
+HEAD = "torch_fused_linear plans 4\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"
 
 
 def file_text(body=HEAD):

@@ -127,7 +127,7 @@ Descriptors::Descriptors(const Problem& p)
   if (aux_) set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
   a_.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
   b_.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
-  d_.reset(layout(p.type, p.m, p.n, p.ldd));
+  d_.reset(layout(result_type(p), p.m, p.n, p.ldd));
 }
 
 void Descriptors::set_pointers(const Operands& operands) {
@@ -247,10 +247,10 @@ cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descripto
                       cudaStream_t stream) {
   descriptors.set_pointers(operands);
   const auto algo = as_algo(algorithm);
-  const double alpha64 = 1, beta64 = 0;
-  const float alpha32 = 1, beta32 = 0;
+  const double alpha64 = 1, beta64 = problem.adds ? 1 : 0;
+  const float alpha32 = 1, beta32 = problem.adds ? 1 : 0;
   const bool f64 = problem.type == Type::f64;
-  // C is passed as D (never read, beta being 0): a null C crashed before CUDA 13.0 Update 2.
+  // C is D, also where it is not read: a null C crashed before CUDA 13.0 Update 2.
   return cublasLtMatmul(handle, descriptors.operation(),
                         f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
                         operands.a, descriptors.a(),                          //

@@ -21,12 +21,18 @@ Tensor bias_tensor(const PassCall& call) {
 }
 
 const char* aten_matmul(const PassCall& call, const Strategy& strategy) {
-  auto result = as_tensor(matmul_result(call, strategy), call);
+  const auto& matmul = call.problem.matmul;
+  auto result = as_tensor(matmul_result(call, strategy), call, gemm::result_type(matmul));
   const auto left = as_tensor(call.left, call), right = as_tensor(call.right, call);
   if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
     const auto bias = bias_tensor(call);
     at::addmm_out(result, call.bias_is_matrix ? bias.expand_as(result) : bias, left, right);
     return "ATen addmm";
+  }
+  if (matmul.adds || matmul.to_f32) {
+    const auto product = at::mm(left, right);
+    matmul.adds ? result.add_(product) : result.copy_(product);
+    return "ATen mm and sum";
   }
   at::mm_out(result, left, right);
   return "ATen mm";

@@ -84,6 +84,8 @@ void complete(PassCall& call, gemm::Type type, int device) {
   call.problem.matmul =
       gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
                            nullptr, nullptr, 0, gemm_settings(device, type));
+  call.problem.matmul.adds = call.adds;
+  call.problem.matmul.to_f32 = call.is_wide;
   if (call.bias != nullptr) call.problem.matmul.align_bias = gemm::alignment_class(call.bias);
   if (has_aux) {
     call.problem.matmul.align_aux = gemm::alignment_class(call.aux.data);

@@ -82,6 +82,12 @@ __device__ double value(const Matrix& m, int64_t row, int64_t col) {
   return widen(*element<T>(m, row, col));
 }
 
+// Of the result.
+template <typename T>
+__device__ double result_of(const TrialData& d, int64_t row, int64_t col) {
+  return d.is_wide ? value<float>(d.result, row, col) : value<T>(d.result, row, col);
+}
+
 __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
   return static_cast<const uint8_t*>(mask.data)[row * mask.ld + col / 8] >> col % 8 & 1;
 }
@@ -176,11 +182,12 @@ __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
   const auto sum = exact_sum<T>(d.left, d.right, d.bias, row, col, lane);
+  const double before = d.adds ? result_of<T>(d, row, col) : 0;
   Sum up{0, 0};
   if (d.up.weight != nullptr) {
     up = exact_sum<T>(d.left, d.right_of_up, d.up.bias, row, col, lane);
   }
-  if (lane == 0) exact[sample] = {sum.value, sum.scale, up.value, up.scale};
+  if (lane == 0) exact[sample] = {sum.value + before, sum.scale + fabs(before), up.value, up.scale};
 }
 
 // ---- errors ------------------------------------------------------------------------------------
@@ -258,7 +265,7 @@ __device__ void add_backward(const TrialData& d, int64_t row, int64_t col, const
   const double slope = d.activation == Activation::none ? 1
                        : d.mask                         ? bit(d.aux, row, col)
                                 : gradient(d.activation, 1, value<T>(d.aux, row, col));
-  add(errors, &TrialErrors::elements, value<T>(d.result, row, col) - sum * slope,
+  add(errors, &TrialErrors::elements, result_of<T>(d, row, col) - sum * slope,
       gradient_unit(d, slope, sum, exact.scale));
 }
 
@@ -314,7 +321,7 @@ __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64
     if (!passes) return false;
   }
   const bool of_up = operand == up_weight || operand == up_bias;
-  bool any = lost(value<T>(d.result, row, col));
+  bool any = lost(result_of<T>(d, row, col));
   if (d.of_result) any |= !bit(d.aux, row, col);
   if (d.forward && d.aux.data != nullptr && !d.mask && !of_up) {
     any |= lost(value<T>(d.aux, row, col));

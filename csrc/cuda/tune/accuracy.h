@@ -15,7 +15,9 @@ namespace fused::cuda::tune {
 struct TrialData {
   gemm::Type type = gemm::Type::f32;
   gemm::Matrix left, right, result;
-  bool forward = true;                       // result = act(left · right + bias), else
+  bool adds = false;     // the product to the result, which the exact ones are taken of before
+  bool is_wide = false;  // the result is in fp32
+  bool forward = true;   // result = act(left · right + bias), else
   Activation activation = Activation::none;  // result = left · right · act'(aux)
   const void* bias = nullptr;                // [cols]; forward only
   // Backward: read. Forward: written, if at all: the pre-activation, or the mask.

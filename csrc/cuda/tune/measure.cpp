@@ -180,7 +180,15 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
   if (const auto known = plans::measured(bucket)) return known;  // by another thread
   const explain::Quiet nothing_shown;
 
-  const auto call = shortened(whole);
+  auto call = shortened(whole);
+  // What is there must not be added to by every run.
+  std::optional<Scratch> result;
+  if (call.adds) {
+    result.emplace(call.result.rows * call.result.ld *
+                   size_of(gemm::result_type(call.problem.matmul)));
+    call.result.data = result->data();
+    if (result->data() == nullptr) return std::nullopt;
+  }
   auto candidates = candidates_for(call, by_rule ? by_rule->strategy : nullptr);
   if (candidates.empty()) return std::nullopt;
   const size_t yardstick = yardstick_of(call, candidates);

@@ -106,6 +106,7 @@ class Trial::Errors {
         if (infinite && read.operand != Operand::bias) continue;
         if (is_literal() && (infinite || read.operand != Operand::left)) continue;
         put(mark, end.call.problem.matmul.type, read.matrix, stream);
+        operands_.renew_result(end.call, /*seed=*/0);
         if (!run(end).value_or(false)) return false;
         add_lost(mark, described(end.call), operands_.errors(), stream);
       }

@@ -85,6 +85,9 @@ double sign_error(const gemm::Problem& matmul) {
 uint64_t first_of(int64_t seed) { return (static_cast<uint64_t>(seed) + 1) << 40; }
 
 int64_t bytes_of(const Matrix& m, int64_t element) { return stored_rows(m) * m.ld * element; }
+int64_t bytes_of_result(const PassCall& call) {
+  return bytes_of(call.result, size_of(gemm::result_type(call.problem.matmul)));
+}
 
 // Bytes of aux for rows of the result, and of its elements.
 int64_t aux_bytes(const PassCall& call) {
@@ -145,7 +148,7 @@ TrialOperands::Places TrialOperands::lay_out(const PassCall& call) {
   };
   places.left = take(bytes_of(call.left, element));
   places.right = take(call.right.data ? bytes_of(call.right, element) : 0);
-  places.result = take(bytes_of(call.result, element));
+  places.result = take(bytes_of_result(call));
   places.aux = take(aux_bytes(call));
   // A mask's columns are bytes, the values that are made of it for eager are the result's.
   places.dense = take(call.aux.data ? call.result.rows * call.result.cols * element : 0);
@@ -230,6 +233,17 @@ void TrialOperands::fill_again(const Read& read, int64_t seed) const {
        first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream_);
 }
 
+void TrialOperands::renew_result(const PassCall& call, int64_t seed) const {
+  const auto bytes = bytes_of_result(call);
+  if (!call.adds) {
+    C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream_));
+    return;
+  }
+  const auto type = gemm::result_type(call.problem.matmul);
+  fill(type, call.result.data, bytes / size_of(type), 1, /*positive=*/false,
+       first_of(seed) + (uint64_t{15} << 36), stream_);
+}
+
 void TrialOperands::prepare(const End& end, int64_t seed) const {
   const auto& call = end.call;
   const int64_t element = size_of(call.problem.matmul.type);
@@ -239,15 +253,14 @@ void TrialOperands::prepare(const End& end, int64_t seed) const {
   const auto spoil = [this](void* data, int64_t bytes) {
     if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream_));
   };
-  const int64_t of_result = bytes_of(call.result, element);
-  spoil(call.result.data, of_result);
+  renew_result(call, seed);
   if (forward) {
     spoil(call.aux.data, aux_bytes(call));
     spoil(call.up.preactivation, aux_bytes(call));
     return;
   }
   spoil(call.bias, std::max(call.result.rows, call.result.cols) * element);
-  spoil(call.gating.grad_up, of_result);
+  spoil(call.gating.grad_up, bytes_of(call.result, element));
   spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
   if (call.aux.data == nullptr || !call.problem.mask) return;
   fill_bits(call.aux.data, aux_bytes(call), first_of(seed), stream_);
@@ -258,6 +271,7 @@ TrialData describe(const PassCall& call) {
   const auto& p = call.problem;
   TrialData data;
   data.type = p.matmul.type;
+  data.adds = call.adds, data.is_wide = p.matmul.to_f32;
   data.left = call.left, data.right = call.right, data.result = call.result;
   data.forward = gemm::is_forward(p.pass), data.activation = p.activation;
   data.mask = p.mask;

@@ -47,6 +47,8 @@ class TrialOperands {
   // Operands of a seed, and NaN in the results.
   void prepare(const End& end, int64_t seed) const;
   void fill_again(const Read& read, int64_t seed) const;
+  // NaN, or what the product is added to.
+  void renew_result(const PassCall& call, int64_t seed) const;
 
   // Room for an end's exact results, for errors, and for algorithms.
   Exact* exact(size_t end, int64_t seed) const;
