@@ -39,11 +39,12 @@ def nearby():
 
 
 def assert_same_as_conditioned(got, want, moved, label):
-    """To within what the last bits of the parameters decide: some graphs blow rounding up."""
+    """To within some times what the last bits of the parameters decide: some graphs, of squares of
+    squares above all, blow rounding up."""
     for k, (a, b, c) in enumerate(zip(got, want, moved, strict=True)):
         assert (a is None) == (b is None), f"{label} result {k}"
         if a is not None and a.numel():
-            limit = EXACT + float((b - c).abs().max())
+            limit = EXACT + 4 * float((b - c).abs().max())
             error = float((a - b).abs().max())
             assert error <= limit, f"{label} result {k}: off by {error}, limit {limit}"
 

@@ -40,7 +40,8 @@ def network(dtype=torch.float32, others=True):
         tfl.FusedLinear(5, 3, bias=False),
     ]
     if others:
-        layers += [tfl.FusedLinearSiLU(3, 4, memory="low"), Stacked(4, 6)]
+        layers += [tfl.FusedLinearSiLU(3, 4, memory="low"), tfl.FusedLinearReLU2(4, 4)]
+        layers += [tfl.FusedMLP(4, 9, 4, activation="relu2"), Stacked(4, 6)]
     return nn.Sequential(*layers).eval().to(dtype)
 
 

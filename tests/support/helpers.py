@@ -45,8 +45,8 @@ class Op:
 
 
 def _gelu(approximate: str) -> Callable[..., Tensor]:
-    def call(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return torch.ops.fused.linear_gelu(x, w, b, approximate=approximate)
+    def call(x: Tensor, w: Tensor, b: Tensor | None = None, memory: str = "default") -> Tensor:
+        return torch.ops.fused.linear_gelu(x, w, b, approximate=approximate, memory=memory)
 
     return call
 
