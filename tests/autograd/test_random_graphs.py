@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import one_thread, policy  # noqa: F401
+from helpers import one_thread  # noqa: F401
 from random_graphs import Graph, Parameters, scaled
 from stacks import assert_same
 
@@ -76,7 +76,7 @@ def test_equal_to_plain_torch(start, parameters, nearby):
                 assert_same_as_conditioned(got, want[seed], moved, label)
 
     with (
-        policy(name.split(",")[0]),
+        tfl.set_policy(name.split(",")[0]),
         tfl.handover("no" not in name),
         ThreadPoolExecutor(THREADS) as pool,
     ):

@@ -76,9 +76,9 @@ MUTANTS = (
     # --- which way a call goes ---
     Mutant(
         "the plain way without a word",
-        "csrc/autograd/linear_ops.cpp",
-        "if (formula) {\n    const explain::Row row(op, input, weight);",
-        "if (true) {\n    const explain::Row row(op, input, weight);",
+        "csrc/reference/linear.cpp",
+        "  const explain::Row row(op, input, weight);\n  explain::append(objection);",
+        "  explain::append(objection);",
         "tests/ops",
     ),
     Mutant(
@@ -124,6 +124,13 @@ MUTANTS = (
         "self._put(self._entered.pop())",
         "self._put(self._entered.pop() if len(self._entered) == 1 else self._made)",
         "tests/ops",
+    ),
+    Mutant(
+        "halves joined although autograd follows them",
+        "csrc/dispatch/gated.cpp",
+        "const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);",
+        "const bool may_join = true;",
+        "tests/autograd",
     ),
     # --- hand-over ---
     Mutant(

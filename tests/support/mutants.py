@@ -71,10 +71,10 @@ def noticed_by(tests):
     if result.returncode == 0:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    crashed = result.returncode < 0
+    crashed = result.returncode < 0 or "Fatal Python error" in result.stdout
     if not found and not crashed:
         sys.exit(f"pytest could not run {tests}:\n{result.stdout[-5000:]}")
-    return found[1] if found else f"(signal {-result.returncode})"
+    return found[1] if found else "(a crash)"
 
 
 def is_noticed(mutant):
