@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import encode_mask
 from plan_files import run_forced
+from steps import encode_mask
 from two_layers import (
     ACTIVATIONS,
     Block,
