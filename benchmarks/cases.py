@@ -182,8 +182,8 @@ SUITES = {
     ),
     "mlp-small": Suite(
         about="small networks, training step with and without a CUDA graph",
-        sizes=((64, 64, 64, 64), (784, 256, 10)),
-        tokens=(256,),
+        sizes=((64, 64, 64, 64), (784, 256, 10), (17, 256, 256, 6)),
+        tokens=(64, 256),  # the fewer for the last only: see worth_the_time
         modes=("step", "graph"),
         baselines=("eager", "mm"),
         seconds=0.6,
@@ -366,6 +366,8 @@ def worth_the_time(case: Case) -> bool:
         return case.sizes in SMALL_LAYERS
     if case.suite == "activation":
         return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "mlp-small":
+        return (case.tokens == 64) == (case.sizes == (17, 256, 256, 6))
     if case.suite == "rivals" and case.tokens > 8192:
         return case.sizes[0] == 1024
     if case.suite == "gated" and case.tokens < 8192:

@@ -47,7 +47,7 @@ void every_problem_has_a_way() {
                               has_step(*s, Step::aten_activation) ||
                               has_step(*s, Step::aten_gradient) || has_step(*s, Step::own_gating) ||
                               has_step(*s, Step::aten_gating) || has_step(*s, Step::own_glu) ||
-                              has_step(*s, Step::aten_glu);
+                              has_step(*s, Step::aten_glu) || has_step(*s, Step::layers);
       // Of a gated layer's two products both are done.
       EXPECT((p.pass == Pass::glu && !s->fuses_activation) == has_step(*s, Step::matmul_up));
       EXPECT(p.activation == Activation::none || activation);
@@ -71,7 +71,8 @@ void every_pass_has_one_fallback_and_one_eager() {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
-      EXPECT(s.steps.front() == Step::matmul || s.steps.front() == Step::own_small);
+      EXPECT(s.steps.front() == Step::matmul || s.steps.front() == Step::own_small ||
+             s.steps.front() == Step::layers);
       const bool both = s.role == Role::eager_fallback;
       fallbacks += both || s.role == Role::fallback;
       eagers += both || s.role == Role::eager;
@@ -217,7 +218,7 @@ void bits_are_made_behind_any_forward() {
 }
 
 void small_takes_small_problems() {
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::chain}) {
     auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
     EXPECT(!applies(good, "small"));  // its tokens are many
     tokens_of(good) = small::most_tokens;
@@ -231,7 +232,8 @@ void small_takes_small_problems() {
     EXPECT(refused([](PassProblem& p) { ++tokens_of(p); }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m = small::most_features + 1; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m = 0; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f64; }));
+    EXPECT(!refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = !p.matmul.transpose_b; }));
     EXPECT(refused([](PassProblem& p) { p.mask = p.aux = true; }));
