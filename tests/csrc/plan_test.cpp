@@ -161,7 +161,6 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.literal = true; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.arch = 100; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = true; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m += 4; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.k += 4; }));
@@ -175,8 +174,9 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.matmul.align_aux = 3; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = 65536, p.matmul.m = p.matmul.k = 4096; }));
-    // Rows that are apart, at offsets, and numbers of features that no tile divides.
+    // A weight by columns, rows apart, at offsets, and numbers of features that no tile divides.
     EXPECT(!refused([](PassProblem& p) {
+      p.matmul.transpose_a = !p.matmul.transpose_a;
       p.matmul.m = 264, p.matmul.k = 136, p.matmul.n = 8191;
       p.matmul.lda = p.matmul.ldb = p.matmul.ldd = 512, p.matmul.ld_aux = 520;
       p.matmul.align_a = p.matmul.align_b = p.matmul.align_d = p.matmul.align_aux = 4;
