@@ -65,6 +65,7 @@ _FUNCTIONS = {
     torch.squeeze: "view",
     torch.unsqueeze: "view",
     _aten.view: "view",
+    _aten._unsafe_view: "view",
     _aten.reshape: "view",
     _aten.contiguous: "view",
     _aten.flatten: "view",
