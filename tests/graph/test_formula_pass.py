@@ -1,5 +1,6 @@
 """The pass that writes operators out in ATen where that pays, for a GPU that is made up here."""
 
+import copy
 import dataclasses
 import inspect
 import shutil
@@ -16,6 +17,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
+from two_layers import assert_as_exact
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library
@@ -41,10 +43,11 @@ def gpu(monkeypatch):
 
 
 class Gated(nn.Module):
-    def __init__(self, activation="silu", stacked=False, bias=False):
+    def __init__(self, activation="silu", stacked=False, bias=False, sizes=(16, 48)):
         super().__init__()
-        self.gate = nn.Linear(16, 48 * (1 + stacked), bias)
-        self.up, self.down = nn.Linear(16, 48, bias), nn.Linear(48, 16, bias)
+        width, hidden = sizes
+        self.gate = nn.Linear(width, hidden * (1 + stacked), bias)
+        self.up, self.down = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
         self.act, self.stacked = ACTIVATIONS[activation].module(), stacked
 
     def forward(self, x):
@@ -241,6 +244,50 @@ def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, c
             both = "".join(code)
             assert "ops.fused._linear_glu_aux" in both and "ops.fused._glu_backward" not in both
             assert "written out in a graph: 1 _glu_backward" in caplog.text
+
+
+@pytest.mark.cuda
+@needs_compiler
+def test_on_a_gpu(cuda):
+    """By the machine that is there: as exact as what the compiler makes of the plain model."""
+    model = Gated("gelu_tanh", sizes=(128, 320)).to(cuda, torch.bfloat16)
+    x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16)
+    wide = copy.deepcopy(model).double()
+    exact = step(wide, wide, x.double())
+    eager = step(torch.compile(model), model, x)
+    torch._dynamo.reset()
+    options = tfl.compile_options()
+    got, code = run_and_get_code(step, torch.compile(model, options=options), model, x)
+    assert options["joint_custom_pre_pass"].written_out == {"_glu_backward": 1}
+    assert "ops.fused._glu_backward" not in "".join(code)
+    assert_as_exact(got, eager, exact)
+
+
+@pytest.mark.cuda
+@needs_compiler
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+def test_weights_by_columns_on_a_gpu(cuda, activation):
+    """As transformers' Conv1D has them: their gradients lie as they do, without a copy."""
+    act = ACTIVATIONS[activation].module()
+    leaves = [torch.randn(s, device=cuda).bfloat16() / 8 for s in ((64, 256), (256,), (256, 64))]
+    w, b, v = (t.requires_grad_() for t in leaves)
+    x = torch.randn(8192, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+
+    def function(x, w, b, v):
+        return act(torch.addmm(b, x, w)) @ v
+
+    def results(call, *args):
+        return torch.autograd.grad(call(*args).double().square().sum(), args)
+
+    options = tfl.compile_options()
+    call = torch.compile(function, options=options)
+    got, code = run_and_get_code(results, call, x, w, b, v)
+    eager = results(function, x, w, b, v)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b, v)]
+    assert_as_exact(got, eager, results(function, *wide))
+    assert options["pre_grad_custom_pass"].replaced == {"mlp": 1}
+    assert [g.stride() for g in got] == [t.stride() for t in (x, w, b, v)]
+    assert "triton_poi" not in "".join(code), "nothing is copied"
 
 
 # --- what the decision is made by ----------------------------------------------------------------
