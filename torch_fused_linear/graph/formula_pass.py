@@ -51,7 +51,7 @@ class FormulaPass(CountingPass):
             if machine is None or not is_better(machine, node, given):
                 continue
             name = node.target.overloadpacket.__name__
-            note(name, values[0], values[1], "written out in a compiled graph")
+            note(name, values[0], values[-1], "written out in a compiled graph")
             _replace(graph, node, formula, given)
             counts[name] += 1
         self.written_out.update(counts)

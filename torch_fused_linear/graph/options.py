@@ -21,33 +21,24 @@ def compile_options(
         model(x).sum().backward()
         print(options["pre_grad_custom_pass"].replaced)  # Counter({'mlp': 12})
 
-    A pass over the captured graph, before autograd, replaces
+    A pass over the captured graph, before autograd, puts in
 
-    - a linear layer (``nn.Linear``, ``F.linear``, ``addmm`` or a matrix product and a sum; Hugging
-      Face's ``Conv1D``) with ReLU, its square, GELU or SiLU after it by
-      ``fused::linear_relu``, ``linear_relu2``, ``linear_gelu`` or ``linear_silu``. GELU keeps its
-      kind, ``'tanh'`` or ``'none'``; the tanh form is also found where it is written out, as in
-      Hugging Face's GPT-2 (with ``dynamic=True`` it is not: its constant is then no constant to
-      the compiler; mark dimensions as dynamic instead);
-    - a gated layer, ``act(gate(x)) * up(x)`` in either order, of two layers or of the halves of one
-      (``gate, up = both(x).chunk(2, -1)``), by ``fused::linear_glu``, and with the linear layer
-      after it by ``fused::gated_mlp``;
-    - two or more such layers in a chain by ``fused::mlp``, whose compiled backward has each hidden
-      layer's activation gradient in the next one's step. What is still to be done between two of
-      them (dropout in training, a second use, other activations) ends the chain;
-    - with ``conv=True``, ``nn.Conv2d`` or ``F.conv2d`` with ReLU after it by
-      ``fused::conv2d_relu``; on a GPU only large ones of a known size, as the compiler's one kernel
-      for bias and ReLU costs less than a call of ours.
+    - ``fused::linear_relu``, ``linear_relu2``, ``linear_gelu`` and ``linear_silu`` for a linear
+      layer, however it is spelled, with the activation after it. GELU keeps its kind;
+    - ``fused::linear_glu`` for a gated layer, ``act(gate(x)) * up(x)``, with the linear layer after
+      it ``fused::gated_mlp``;
+    - ``fused::mlp`` for two or more layers in a chain, whose compiled backward has each hidden
+      layer's activation gradient in the next one's step;
+    - with ``conv=True``, ``fused::conv2d_relu`` for ``F.conv2d`` with ReLU; on a GPU only where the
+      result is large and of a known size, as the compiler's kernel for bias and ReLU is quick.
 
     A second pass, over forward and backward, writes operators out in ATen again where the
     compiler's own kernels are quicker on this GPU.
 
     Layers of this package count as well: in a compiled graph separate ones do not hand gradients
-    over to each other, and this joins them. Whatever the operators would refuse is left alone:
-    other dtypes and devices, tensor subclasses, tensors written in place between the steps, steps
-    under different modes, the bodies of ``torch.cond``, ``scan`` and the like. Each graph's
-    replacements are logged by the logger ``"torch_fused_linear"`` at level ``INFO``; a graph that
-    comes out of the compiler's cache counts no less.
+    over to each other, and this joins them. Whatever the operators would refuse is left alone.
+    Each graph's replacements are logged by the logger ``"torch_fused_linear"`` at level ``INFO``; a
+    graph that comes out of the compiler's cache counts no less.
 
     Args:
         mode: as :func:`torch.compile`'s, which does not take it together with options.
