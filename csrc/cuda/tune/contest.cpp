@@ -1,7 +1,5 @@
 #include "cuda/tune/contest.h"
 
-#include "plans/registry.h"
-
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Sleep.h>
 
