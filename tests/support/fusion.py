@@ -34,9 +34,9 @@ def results(function, args):
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
 
 
-def recording_backend(graphs):
+def recording_backend(graphs, **how):
     """A backend that runs the graphs as they are, and leaves in `graphs` what the one called
-    "forward" and the one called "backward" call."""
+    "forward" and the one called "backward" call; `how` is aot_autograd's."""
 
     def record(name):
         def compiler(module, _):
@@ -45,7 +45,7 @@ def recording_backend(graphs):
 
         return compiler
 
-    return aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
+    return aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"), **how)
 
 
 def check(function, args, backend="eager", conv=False, dynamic=None, **replaced):
