@@ -9,7 +9,7 @@
 
 namespace fused::cuda {
 
-bool run(const PassCall& call, kernels::SmallGradients* waiting) {
+bool run(const PassCall& call, kernels::SmallGradients* deferred) {
   std::optional<Plan> for_this_call;
   auto* plan = take_plan(call.problem);
   if (plan == nullptr) plan = tune::make_plan(call, for_this_call);
@@ -17,7 +17,7 @@ bool run(const PassCall& call, kernels::SmallGradients* waiting) {
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   const Workspace workspace(plan->algorithm.workspace);
-  if (execute(call, *plan, workspace.data(), stream, waiting)) return true;
+  if (execute(call, *plan, workspace.data(), stream, deferred)) return true;
   // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
   TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
                   call.problem.matmul, "); eager's way is taken");

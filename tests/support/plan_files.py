@@ -12,16 +12,14 @@ from fresh_process import LET_GO
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
-HEADER = 5  # lines
-ALGORITHM = slice(26, 34)  # of a plan's words
+FIRST_LINE = "torch_fused_linear plans 4\n"
+FOREIGN = "GPU A\t130100\t580.65\t9.9\tsome_strategy 1 2\n"  # of another GPU and version
+ALGORITHM = slice(-11, -3)  # of a plan's words
 PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
 
 
-HEAD = "torch_fused_linear plans 4\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"
-
-
-def file_text(body=HEAD):
+def file_text(body=FIRST_LINE + FOREIGN):
     hash = 0xCBF29CE484222325  # FNV-1a
     for byte in body.encode():
         hash = (hash ^ byte) * 0x100000001B3 % 2**64
@@ -53,11 +51,12 @@ def write_forced(step, path, strategy, takes, algorithm=0):
     step()
     plans.save(path)
     *lines, _ = path.read_text().splitlines()
-    for i, line in enumerate(lines[HEADER:], HEADER):
-        words = line.split(" ")
-        if takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[5] != "0")):
+    for i, line in enumerate(lines[1:], 1):
+        *machine, plan = line.split("\t")
+        words = plan.split(" ")
+        if takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[4] in ("2", "3"))):
             words[0], words[ALGORITHM] = strategy, [str(algorithm), *"0000000"]
-            lines[i] = " ".join(words)
+            lines[i] = "\t".join([*machine, " ".join(words)])
     path.write_text(file_text("\n".join([*lines, ""])))
     plans.clear()
 

@@ -16,9 +16,8 @@ Launch kernel_for(const PassProblem& p) {
   switch (p.pass) {
     case Pass::fprop:
       // ReLU's output is kept, or its bits, and no pre-activation.
-      return (p.activation == Activation::relu ? gemm::wants_bits(p) : p.aux)
-                 ? kernel_of<Kind::saving_forward, type>(p.activation)
-                 : kernel_of<Kind::forward, type>(p.activation);
+      return p.keeps != gemm::Keeps::nothing ? kernel_of<Kind::saving_forward, type>(p.activation)
+                                             : kernel_of<Kind::forward, type>(p.activation);
     case Pass::dgrad:
       return kernel_of<Kind::backward, type>(p.activation);
     case Pass::gating:

@@ -62,7 +62,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
   return false;
 }
 
-void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStream_t stream) {
+void own_small(const PassCall& call, kernels::SmallGradients* deferred, cudaStream_t stream) {
   const auto& p = call.problem;
   kernels::SmallProduct product;
   product.pass = p.pass, product.activation = p.activation, product.type = p.matmul.type;
@@ -71,7 +71,7 @@ void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStrea
   product.left = call.left.data, product.ld_left = call.left.ld;
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
-  if (!p.mask) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
+  if (p.keeps == Keeps::values) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
   explain::append("own small kernel");
   if (gemm::is_forward(p.pass)) {
     product.bias = call.bias;
@@ -80,9 +80,9 @@ void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStrea
   }
   product.sums = call.bias;
   kernels::SmallGradients alone;
-  auto& gradients = waiting != nullptr ? *waiting : alone;
+  auto& gradients = deferred != nullptr ? *deferred : alone;
   (p.pass == gemm::Pass::wgrad ? gradients.of_weight : gradients.of_input) = product;
-  if (waiting == nullptr) kernels::small_backward(alone, stream);
+  if (deferred == nullptr) kernels::small_backward(alone, stream);
 }
 
 }  // namespace
@@ -106,7 +106,7 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
 }
 
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
-             kernels::SmallGradients* waiting) {
+             kernels::SmallGradients* deferred) {
   const auto& p = call.problem;
   if (const auto bytes = missing_preactivations(call, *plan.strategy); bytes > 0) {
     const Workspace memory(bytes);
@@ -125,7 +125,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         if (!run_matmul(of_up(call), plan, workspace, stream)) return false;
         break;
       case Step::own_small:
-        own_small(call, waiting, stream);
+        own_small(call, deferred, stream);
         break;
       case Step::own_activation: {
         const auto& z = matmul_result(call, *plan.strategy);
@@ -136,7 +136,8 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       }
       case Step::own_one_pass:
         if (active) {
-          one_pass(call.result, call.aux, p.mask, p.activation, type, call.result.data, call.bias);
+          one_pass(call.result, call.aux, p.keeps == Keeps::mask, p.activation, type,
+                   call.result.data, call.bias);
         }
         break;
       case Step::own_column_sum:

@@ -104,7 +104,7 @@ class Trial::Errors {
       for (const bool infinite : {false, true}) {
         const Mark mark{read.operand, infinite};
         if (infinite && read.operand != Operand::bias) continue;
-        if (is_literal() && (infinite || read.operand != Operand::left)) continue;
+        if (is_library_only() && (infinite || read.operand != Operand::left)) continue;
         put(mark, end.call.problem.matmul.type, read.matrix, stream);
         operands_.renew_result(end.call, /*seed=*/0);
         if (!run(end).value_or(false)) return false;
@@ -116,10 +116,10 @@ class Trial::Errors {
   }
 
   // What the library does behind a product is as it is, where its epilogues are asked for.
-  bool is_literal() const { return operands_.ends().front().call.problem.literal; }
+  bool is_library_only() const { return operands_.ends().front().call.problem.library_only; }
   TrialData described(const PassCall& call) const {
     auto data = describe(call);
-    data.of_sum = is_literal();
+    data.of_sum = is_library_only();
     return data;
   }
 
