@@ -1,5 +1,7 @@
 #include "autograd/node.h"
 
+#include "core/explain.h"
+
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,6 +28,7 @@ Tensor strided(const Tensor& grad) {
 
 variable_list Node::apply(variable_list&& grads) {
   if (!grads[0].defined()) return variable_list(num_outputs());
+  const explain::Remarks remarks;
   return gradients(strided(grads[0]));
 }
 
@@ -127,6 +130,7 @@ variable_list Node::detached(Backward backward, const variable_list& grads,
   for (const auto& end : args.unpack<variable_list>()) node.edges.push_back(edge_of(end));
   node.edges.resize(node.wanted.size());
   if (!grads[0].defined()) return variable_list(node.wanted.size());
+  const explain::Remarks remarks;
   return backward(strided(grads[0]), node);
 }
 

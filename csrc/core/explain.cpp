@@ -1,7 +1,6 @@
 #include "core/explain.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <atomic>
 #include <exception>
@@ -13,8 +12,7 @@
 namespace fused::explain {
 namespace {
 
-// While anything is reported a number that no earlier such time had, else 0.
-std::atomic<int64_t> period{0};
+std::atomic<bool> is_reported{false};
 
 // What all blocks report, and from which row on each one does.
 struct Reports {
@@ -50,34 +48,18 @@ bool is_tracing() {
   return false;
 }
 
-thread_local std::string* steps = nullptr;  // of the innermost row that is open
+thread_local std::string* path = nullptr;  // of the innermost row that is open
 thread_local bool quiet = false;
-
-// Whoever remarks on a row may be prevented from opening it, or be traced, which runs no kernel.
-// The remark is for rows of the same node of the graph.
-struct Remark {
-  std::string text;
-  int64_t period = 0;
-  const void* node = nullptr;
-};
-thread_local Remark next_remark;
-
-const void* current_node() { return torch::autograd::get_current_node().get(); }
-
-std::string take_remark() {
-  if (next_remark.text.empty()) return "";
-  const auto taken = std::exchange(next_remark, {});
-  return taken.period == period && taken.node == current_node() ? taken.text : "";
-}
+thread_local std::string* next_remark = nullptr;
 
 }  // namespace
 
-bool enabled() { return period.load(std::memory_order_relaxed) != 0; }
+bool enabled() { return is_reported.load(std::memory_order_relaxed); }
 
 int64_t start() {
   const std::lock_guard lock(reports().mutex);
+  is_reported = true;
   const auto report = ++reports().last;
-  if (reports().begins.empty()) period = report;
   reports().begins[report] = reports().rows.size();
   return report;
 }
@@ -90,7 +72,7 @@ std::vector<std::string> stop(int64_t report) {
   std::vector<std::string> rows(all.rows.begin() + found->second, all.rows.end());
   all.begins.erase(found);
   if (all.begins.empty()) {
-    period = 0;
+    is_reported = false;
     all.rows.clear();
   }
   return rows;
@@ -101,44 +83,47 @@ void note(std::string_view row) {
 }
 
 struct Row::Open {
-  std::string head, steps, remark;
+  std::string head, remark, path;
   std::string* outer;
   int exceptions;
 };
 
 Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) {
   if (!enabled()) return;
-  auto remark = take_remark();
+  auto remark = next_remark ? std::exchange(*next_remark, {}) : std::string();
   if (input.is_meta() || is_tracing()) return;  // which runs nothing
   std::ostringstream text;
   text << op << '\t' << shape_of(input);
   if (weight.defined()) text << " x " << shape_of(weight);
   text << '\t' << input.scalar_type() << '\t' << input.device() << '\t';
   open_ =
-      std::make_unique<Open>(text.str(), "", std::move(remark), steps, std::uncaught_exceptions());
-  steps = &open_->steps;
+      std::make_unique<Open>(text.str(), std::move(remark), "", path, std::uncaught_exceptions());
+  path = &open_->path;
 }
 
 Row::~Row() {
   if (!open_) return;
-  steps = open_->outer;
+  path = open_->outer;
   if (dropped_ || std::uncaught_exceptions() > open_->exceptions) return;
-  add(open_->head + open_->steps + '\t' + open_->remark);
+  add(open_->head + open_->path + '\t' + open_->remark);
 }
 
 void append(const char* name) {
-  if (name == nullptr || steps == nullptr || quiet) return;
-  if (!steps->empty()) *steps += " + ";
-  *steps += name;
+  if (name == nullptr || path == nullptr || quiet) return;
+  if (!path->empty()) *path += " + ";
+  *path += name;
 }
 
 Quiet::Quiet() : before_(std::exchange(quiet, true)) {}
 Quiet::~Quiet() { quiet = before_; }
 
-void remark(const std::string& text) {
-  if (!enabled()) return;
-  const auto before = take_remark();
-  next_remark = {before.empty() ? text : before + "; " + text, period, current_node()};
+Remarks::Remarks() : outer_(std::exchange(next_remark, &text_)) {}
+Remarks::~Remarks() { next_remark = outer_; }
+
+void remark(std::string_view text) {
+  if (!enabled() || next_remark == nullptr) return;
+  if (!next_remark->empty()) *next_remark += "; ";
+  *next_remark += text;
 }
 
 }  // namespace fused::explain

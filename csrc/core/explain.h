@@ -17,7 +17,7 @@ bool enabled();
 // Begins a report, whatever others are being taken, and says by which number to end it.
 int64_t start();
 // The rows since then, in order, those of reports within it too; fields separated by tabs:
-// operator, shapes, dtype, device, steps, remark.
+// operator, shapes, dtype, device, path, remark.
 std::vector<std::string> stop(int64_t report);
 
 // A row for what is done elsewhere, in Python.
@@ -44,7 +44,7 @@ class Row {
 // or in parentheses what was not taken and why; nullptr adds nothing.
 void append(const char* name);
 
-// While it lives this thread's steps are trials, which no report is about.
+// While it lives this thread runs trials, which no report is about.
 class Quiet {
  public:
   Quiet();
@@ -56,8 +56,20 @@ class Quiet {
   bool before_;
 };
 
-// Says something about the row that this thread opens next: why it is handed over, or not. Lost
-// where that row is not reported.
-void remark(const std::string& text);
+// Says something about the row that this thread opens next: why a gradient is handed over, or not.
+// It is lost with the innermost Remarks of the thread, and where there are none.
+void remark(std::string_view text);
+
+class Remarks {
+ public:
+  Remarks();
+  ~Remarks();
+  Remarks(const Remarks&) = delete;
+  Remarks& operator=(const Remarks&) = delete;
+
+ private:
+  std::string text_;
+  std::string* outer_;
+};
 
 }  // namespace fused::explain

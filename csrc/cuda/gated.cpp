@@ -87,13 +87,13 @@ struct Glu : reference::Glu {
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
     call.problem.pass = Pass::glu;
     call.problem.activation = activation;
-    call.problem.aux = keeps;
-    call.problem.literal = policy() == Policy::cublaslt;
+    if (keeps) call.problem.keeps = Keeps::values;
+    call.problem.library_only = policy() == Policy::cublaslt;
     complete(call, *gemm_type(input.scalar_type()), input.get_device());
     // Of both weights, and both pre-activations.
     auto& matmul = call.problem.matmul;
-    matmul.align_a = std::min(matmul.align_a, gemm::alignment_class(call.up.weight));
-    matmul.align_aux = std::min(matmul.align_aux, gemm::alignment_class(call.up.preactivation));
+    matmul.aligned_a &= gemm::is_aligned(call.up.weight);
+    matmul.aligned_aux &= gemm::is_aligned(call.up.preactivation);
     if (gemm::own_objection(call.problem)) return std::nullopt;
     explain::Row row("_linear_glu_aux", input, gate);
     if (run(call)) return {{hidden, gate_z, up_z}};
@@ -158,8 +158,7 @@ struct Glu : reference::Glu {
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
     // No part of a plan's key: always as our vectors and the hardware's copies want it.
-    if (!gemm::is_aligned_to_16_bytes(gemm::alignment_class(up.data)) ||
-        up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
+    if (!gemm::is_aligned(up.data) || up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
       return std::nullopt;
     }
     const auto grad_gate = S::grad_input(step.gate, true);
@@ -171,7 +170,8 @@ struct Glu : reference::Glu {
     PassCall call{{}, left.matrix, right.matrix, {}, gate, nullptr};
     call.problem.pass = Pass::gating;
     call.problem.activation = step.activation;
-    call.problem.literal = policy() == Policy::cublaslt;
+    call.problem.keeps = Keeps::values;
+    call.problem.library_only = policy() == Policy::cublaslt;
     call.result = {gate.rows, gate.cols, step.gate.size(-1), false, grad_gate.data_ptr()};
     call.gating = {up.data, up.ld,
                    apart ? grad_up.data_ptr() : behind(call.result.data, gate.cols * element),

@@ -19,15 +19,15 @@ namespace {
 
 using S = Shapes<Allocator>;
 
-bool run(PassCall call, const Tensor& like, kernels::SmallGradients* waiting = nullptr) {
+bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
-  return cuda::run(call, waiting);
+  return cuda::run(call, deferred);
 }
 
 // A gradient can always be computed in some way.
 void run_surely(const PassCall& call, const Tensor& like,
-                kernels::SmallGradients* waiting = nullptr) {
-  TORCH_INTERNAL_ASSERT(run(call, like, waiting), "no way to run a gradient's pass");
+                kernels::SmallGradients* deferred = nullptr) {
+  TORCH_INTERNAL_ASSERT(run(call, like, deferred), "no way to run a gradient's pass");
 }
 
 struct Linear {
@@ -56,7 +56,7 @@ struct Linear {
     auto aux = with_zero_padding(S::aux(output, activation), output.size(-1), mask);
     if (output.numel() == 0) return {output, aux};
     if (run_forward(input, weight, bias, activation, output, rows_of(aux).matrix,
-                    mask ? Mask::of_library : Mask::none)) {
+                    mask ? Keeps::mask : Keeps::values)) {
       return {output, aux};
     }
     return Reference::forward_aux(input, weight, bias, activation);
@@ -73,7 +73,7 @@ struct Linear {
     auto output = S::output(input, weight), mask = S::mask(output);
     if (output.numel() == 0) return {output, mask};
     if (run_forward(input, weight, bias, Activation::relu, output, rows_of(mask).matrix,
-                    Mask::by_torchs_rule)) {
+                    Keeps::bits)) {
       return {output, mask};
     }
     output = Reference::forward(input, weight, bias, Activation::relu);
@@ -96,11 +96,11 @@ struct Linear {
     // Whose product, of the transposes, has no plans.
     if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
-    Own own(layer, layer.wanted[0]);
+    LayerGradients made(layer, layer.wanted[0]);
     auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
-    if (layer.wanted[0]) input_gradient(own.dz, layer.weight, grad_input, own.waiting);
-    launch(own.waiting);
-    return {grad_input, own.grad_weight, own.grad_bias};
+    if (layer.wanted[0]) input_gradient(made.dz, layer.weight, grad_input, made.deferred);
+    launch(made.deferred);
+    return {grad_input, made.grad_weight, made.grad_bias};
   }
 
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
@@ -117,36 +117,32 @@ struct Linear {
         by_columns
             ? make_call(Pass::wgrad, transposed(rows.matrix), grad.matrix, matrix_of(into.t()))
             : make_call(Pass::wgrad, transposed(grad.matrix), rows.matrix, matrix_of(into));
-    call.adds = adds;
-    call.is_wide = into.scalar_type() != input.scalar_type();
+    call.problem.matmul.adds = adds;
+    call.problem.matmul.to_f32 = into.scalar_type() != input.scalar_type();
     run_surely(call, input);
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
-    Own own(layer, /*wants_input=*/true);
+    LayerGradients made(layer, /*wants_input=*/true);
     auto dz = S::grad_input(layer.input, true);
     auto grad_bias = S::vector(layer.input, layer.input.size(-1), previous.bias_grad);
-    previous_gradient(own.dz, layer.weight, previous, dz, grad_bias, own.waiting);
-    launch(own.waiting);
-    return {dz, own.grad_weight, own.grad_bias, grad_bias};
+    previous_gradient(made.dz, layer.weight, previous, dz, grad_bias, made.deferred);
+    launch(made.deferred);
+    return {dz, made.grad_weight, made.grad_bias, grad_bias};
   }
 
  private:
-  // What of ReLU is written to aux; other activations' pre-activations are.
-  enum class Mask { none, of_library, by_torchs_rule };
-
   static bool run_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation, const Tensor& output, const Matrix& aux = {},
-                          Mask mask = Mask::none) {
+                          Keeps keeps = Keeps::nothing) {
     if (input.size(-1) == 0) return false;
     const auto left = rows_of(input), right = rows_of(weight);
     const auto added = bias_for_epilogue(bias);
     auto call = make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
                           added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
-                          activation, aux, mask != Mask::none);
-    if (mask == Mask::by_torchs_rule) call.problem.aux = false;
+                          activation, aux, keeps);
     call.bias_is_matrix = added.defined() && !bias->is_contiguous();
     return run(std::move(call), input);
   }
@@ -171,14 +167,14 @@ struct Linear {
   static bool is_mask(const Tensor& saved) { return saved.scalar_type() == at::kByte; }
 
   // A layer's dz, and what follows from it alone: the gradients of its weight and bias.
-  struct Own {
+  struct LayerGradients {
     Workspace memory;  // of dz, where it is not the gradient that came
     Operand grad;
     Matrix dz;
     Tensor grad_weight, grad_bias;
-    kernels::SmallGradients waiting;  // among them that of the weight
+    kernels::SmallGradients deferred;  // among them that of the weight
 
-    Own(const steps::LinearBackward& layer, bool wants_input)
+    LayerGradients(const steps::LinearBackward& layer, bool wants_input)
         : memory(layer.activation != Activation::none && (wants_input || layer.wanted[1])
                      ? layer.grad_output.numel() * layer.grad_output.element_size()
                      : 0),
@@ -197,16 +193,16 @@ struct Linear {
       }
       if (layer.wanted[1]) {
         weight_gradient(dz, layer.input, grad_weight, grad_lies_by_columns(layer.weight),
-                        !active && layer.wanted[2] ? grad_bias : Tensor(), waiting);
+                        !active && layer.wanted[2] ? grad_bias : Tensor(), deferred);
       }
     }
   };
 
-  // What waits outlives the function that describes it, and a copy does not.
+  // A deferred product holds raw pointers: never defer one whose operand was copied here.
   template <typename... Operands>
-  static kernels::SmallGradients* unless_copied(kernels::SmallGradients& waiting,
+  static kernels::SmallGradients* unless_copied(kernels::SmallGradients& deferred,
                                                 const Operands&... operands) {
-    return (operands.copy.defined() || ...) ? nullptr : &waiting;
+    return (operands.copy.defined() || ...) ? nullptr : &deferred;
   }
 
   static void launch(const kernels::SmallGradients& gradients) {
@@ -233,7 +229,7 @@ struct Linear {
   // inputᵀ dz, the product that eager takes.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
                               bool by_columns, const Tensor& grad_bias,
-                              kernels::SmallGradients& waiting) {
+                              kernels::SmallGradients& deferred) {
     if (dz.rows == 0 && grad_bias.defined()) grad_bias.zero_();
     if (dz.rows == 0) grad_weight.zero_();
     if (dz.rows == 0 || dz.cols == 0) return;
@@ -245,17 +241,17 @@ struct Linear {
     if (by_columns) {
       if (grad_bias.defined()) column_sum(dz, input, grad_bias);
       run_surely(make_call(Pass::wgrad, transposed(rows.matrix), dz, matrix_of(grad_weight.t())),
-                 input, unless_copied(waiting, rows));
+                 input, unless_copied(deferred, rows));
       return;
     }
     run_surely(make_call(Pass::wgrad, transposed(dz), rows.matrix, matrix_of(grad_weight),
                          grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
-               input, unless_copied(waiting, rows));
+               input, unless_copied(deferred, rows));
   }
 
   // dz · weight
   static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result,
-                             kernels::SmallGradients& waiting) {
+                             kernels::SmallGradients& deferred) {
     if (result.numel() == 0) return;
     if (dz.cols == 0) {
       result.zero_();
@@ -263,14 +259,14 @@ struct Linear {
     }
     const auto right = rows_of(weight);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight,
-               unless_copied(waiting, right));
+               unless_copied(deferred, right));
   }
 
   // (dz · weight) · act'(saved), the gradient of the layer before, and its column sums where there
   // is room for them.
   static void previous_gradient(const Matrix& dz, const Tensor& weight,
                                 const steps::PreviousLayer& previous, const Tensor& result,
-                                const Tensor& sums, kernels::SmallGradients& waiting) {
+                                const Tensor& sums, kernels::SmallGradients& deferred) {
     const bool wants_sums = sums.numel() > 0;
     if (result.numel() == 0 && wants_sums) sums.zero_();
     if (result.numel() == 0) return;
@@ -283,12 +279,12 @@ struct Linear {
       return;
     }
     const auto right = rows_of(weight);
-    // what was made here would be gone when a waiting product is launched
+    // What was made here would be gone when a deferred product is launched.
     const bool stays = kept.is_same(previous.saved);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result),
                          wants_sums ? sums.data_ptr() : nullptr, previous.activation, aux.matrix,
-                         is_mask(kept)),
-               weight, stays ? unless_copied(waiting, right, aux) : nullptr);
+                         is_mask(kept) ? Keeps::mask : Keeps::values),
+               weight, stays ? unless_copied(deferred, right, aux) : nullptr);
   }
 
   // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.

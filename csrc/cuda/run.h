@@ -7,10 +7,10 @@
 
 namespace fused::cuda {
 
-// Runs the pass on the current stream of the current device. False, with nothing done, only for a
-// forward that writes aux where neither the library nor ATen can: a mask, or padded rows. What is
-// left in `waiting` (see execute) the caller launches.
-bool run(const PassCall& call, kernels::SmallGradients* waiting = nullptr);
+// Runs the pass on the current stream of the current device. False only for a forward that writes
+// aux where neither the library nor ATen can, a mask or padded rows: its results hold nothing then.
+// What is left in `deferred` (see execute) the caller launches.
+bool run(const PassCall& call, kernels::SmallGradients* deferred = nullptr);
 
 // Whether the pass is planned to be a kernel's for small networks.
 bool is_small(const PassCall& call);

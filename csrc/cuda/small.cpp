@@ -28,14 +28,14 @@ bool takes_small(PassCall& call, const Tensor& like) {
   return !gemm::objection(p, *gemm::find_strategy(p.pass, "small"), available(p));
 }
 
-// Its layers are there.
-PassCall as_chain(std::vector<PassCall> layers) {
+// Reads the layers, which must outlive it.
+PassCall as_chain(const std::vector<PassCall>& layers) {
   PassCall chain = layers[0];
   chain.problem.pass = Pass::chain;
   for (size_t i = 1; i < layers.size(); ++i) {
     chain.problem.further[i - 1] = layers[i].problem.matmul.m;
   }
-  chain.layers = std::move(layers);
+  chain.layers = &layers;
   return chain;
 }
 
@@ -67,11 +67,12 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
     }
     layers.push_back(make_call(Pass::fprop, left.matrix, transposed(right.matrix),
                                matrix_of(results.back()), data_of(added.back()), own,
-                               kept.size() > i ? matrix_of(kept.back()) : Matrix()));
+                               kept.size() > i ? matrix_of(kept.back()) : Matrix(),
+                               kept.size() > i ? Keeps::values : Keeps::nothing));
     if (!takes_small(layers.back(), input)) return {};
     left.matrix = layers.back().result;
   }
-  const auto chain = as_chain(std::move(layers));
+  const auto chain = as_chain(layers);
   if (!is_small(chain)) return {};
   const explain::Row row("mlp", input, weights[0]);
   run(chain);
@@ -133,7 +134,8 @@ dispatch::Pair ensemble(const Tensor& input, const Tensor& weight,
   auto output = S::rows(input, weight.size(1)),
        saved = keeps ? at::empty_like(output) : S::unwanted(input);
   auto call = make_call(Pass::fprop, x.first, transposed(w.first), Stacked(output).first,
-                        data_of(added), activation, keeps ? Stacked(saved).first : Matrix());
+                        data_of(added), activation, keeps ? Stacked(saved).first : Matrix(),
+                        keeps ? Keeps::values : Keeps::nothing);
   if (!is_ours(call, output))
     return reference::LinearFormula::ensemble(input, weight, bias, activation);
   const auto apart = output.stride(0);

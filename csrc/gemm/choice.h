@@ -24,7 +24,7 @@ inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy&
                     : p.pass == Pass::glu  ? Pass::fprop
                                            : p.pass;
   return find_epilogue(pass, activation, s.fuses_bias && p.bias,
-                       activation != Activation::none && (p.aux || reads_saved));
+                       activation != Activation::none && (writes_aux(p) || reads_saved));
 }
 
 // The strategy's product as a problem of its own.
@@ -32,13 +32,13 @@ inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
   Problem matmul = p.matmul;
   matmul.epilogue = *epilogue_of(p, s);
   // The pre-activation goes where it is kept; the activation then makes the result of it.
-  if (is_forward(p.pass) && p.aux && !s.fuses_activation) {
+  if (writes_aux(p) && !s.fuses_activation) {
     matmul.ldd = p.matmul.ld_aux;
-    matmul.align_d = p.matmul.align_aux;
+    matmul.aligned_d = p.matmul.aligned_aux;
   }
-  if (!uses_bias(matmul.epilogue)) matmul.align_bias = Problem().align_bias;
+  if (!uses_bias(matmul.epilogue)) matmul.aligned_bias = true;
   if (!uses_aux(matmul.epilogue)) {
-    matmul.align_aux = Problem().align_aux;
+    matmul.aligned_aux = true;
     matmul.ld_aux = 0;
   }
   return matmul;
@@ -49,18 +49,18 @@ inline constexpr const char* approximate_gelu = "approximate";
 // Why our own product is none for this problem, or nullptr.
 inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
-  if (p.mask && !wants_bits(p)) return "a bit mask";
-  if (p.literal) return "the library's own epilogues are asked for";
+  if (p.keeps == Keeps::mask) return "a bit mask";
+  if (p.library_only) return "the library's own epilogues are asked for";
   const bool gated = p.pass == Pass::gating || p.pass == Pass::glu;
   if (gated && p.activation == Activation::relu) return "ReLU as a gate";
-  return hopper::refusal(p.pass, p.matmul, p.bias, p.aux || p.mask || !is_forward(p.pass));
+  return hopper::objection(p.pass, p.matmul, p.bias, p.keeps != Keeps::nothing);
 }
 
 // The same of our kernels for small networks.
 inline const char* small_objection(const PassProblem& p) {
-  if (p.mask && !wants_bits(p)) return "a bit mask";
-  if (p.literal) return "the library's own epilogues are asked for";
-  return small::refusal(p.pass, p.matmul);
+  if (p.keeps == Keeps::mask) return "a bit mask";
+  if (p.library_only) return "the library's own epilogues are asked for";
+  return small::objection(p.pass, p.matmul);
 }
 
 // Why the strategy is none for this problem, or nullptr.
@@ -74,22 +74,23 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
     return available.small ? small_objection(p) : "no kernels of our own here";
   }
   if (s.pass == Pass::fprop) {
-    if (p.mask && p.aux && !s.fuses_activation) return "only an epilogue writes a bit mask";
+    if (p.keeps == Keeps::mask && !s.fuses_activation) {
+      return "only an epilogue writes a bit mask";
+    }
     if (!active && has_step(s, Step::own_activation)) return "no activation";
   }
   // at::addmm writes to dense results only.
-  if (is_forward(s.pass) && s.provider == Provider::aten && p.aux &&
-      p.matmul.ld_aux != p.matmul.m) {
+  if (s.provider == Provider::aten && writes_aux(p) && p.matmul.ld_aux != p.matmul.m) {
     return "padded rows";
   }
   if (s.pass == Pass::dgrad && s.fuses_activation) {
     if (!active) return "no activation";
     if (s.fuses_bias && !p.bias) return "no bias gradient";
-    if (p.activation == Activation::relu && !p.mask) return "no bit mask was kept";
+    if (p.activation == Activation::relu && p.keeps != Keeps::mask) return "no bit mask was kept";
   }
   if (has_step(s, Step::aten_gradient)) {
     if (!active) return "no activation";
-    if (p.mask) return "ATen reads no bit mask";
+    if (p.keeps == Keeps::mask) return "ATen reads no bit mask";
   }
   if (s.pass == Pass::wgrad && !p.bias) {
     if (s.fuses_bias || has_step(s, Step::aten_column_sum)) return "no bias gradient";
@@ -100,7 +101,7 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
   if (s.fuses_activation && is_gelu(p.activation) && size_of(p.matmul.type) > 2) {
     return approximate_gelu;
   }
-  return refusal(matmul_of(p, s), available.cublaslt);
+  return objection(matmul_of(p, s), available.cublaslt);
 }
 
 // Eager's own sequence; where ATen has none for the problem (no activation, a bit mask), the
@@ -126,7 +127,7 @@ inline const char* rule(const PassProblem& p, const Available& available) {
       return own && (p.activation != Activation::relu || wants_bits(p)) ? "hopper" : "epilogue";
     case Pass::dgrad:
       if (own) return "hopper";
-      if (p.literal && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
+      if (p.library_only && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
       // With BGRAD, or with a ReLU's mask, the library runs a slow kernel of its own behind it.
       if (p.activation == Activation::gelu_tanh && narrow && many && p.matmul.arch == 90) {
         return "d+sum";
@@ -134,7 +135,7 @@ inline const char* rule(const PassProblem& p, const Available& available) {
       return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
     case Pass::wgrad:
       if (is_long_and_thin(p.matmul)) return "mm+sum";
-      if (p.literal && p.bias) return "bgradb";
+      if (p.library_only && p.bias) return "bgradb";
       // Part of the product in fp16 only; elsewhere a slow kernel of its own.
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
     case Pass::glu:

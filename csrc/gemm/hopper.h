@@ -41,18 +41,17 @@ inline constexpr int64_t partial_columns(const Problem& p) {
 }
 
 // Why the product cannot be done here, or nullptr. The weight, operand A, may lie either way round.
-inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
+inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
   if (p.transpose_b) return "an operand that lies by columns";
   if (pass == Pass::glu && p.n < least_tokens_of_glu) return "few tokens";
   constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
   const auto fits = [](int64_t extent) { return extent % unit == 0; };
-  constexpr auto aligned = is_aligned_to_16_bytes;
   if (!fits(p.m) || !fits(p.k)) return "features that are no multiple of 8";
-  if (!fits(p.lda) || !fits(p.ldb) || !fits(p.ldd) || (aux && !fits(p.ld_aux)) ||
-      !aligned(p.align_a) || !aligned(p.align_b) || !aligned(p.align_d) ||
-      (aux && !aligned(p.align_aux)) || (pass == Pass::fprop && bias && !aligned(p.align_bias))) {
+  if (!fits(p.lda) || !fits(p.ldb) || !fits(p.ldd) || (aux && !fits(p.ld_aux)) || !p.aligned_a ||
+      !p.aligned_b || !p.aligned_d || (aux && !p.aligned_aux) ||
+      (pass == Pass::fprop && bias && !p.aligned_bias)) {
     return "rows that do not begin at multiples of 16 bytes";
   }
   // Coordinates have 32 bits, with room for a last tile.

@@ -9,14 +9,21 @@
 
 namespace fused::gemm {
 
-// A pass to be done: everything that decides which strategies and algorithms are valid for it.
+// What a forward writes for the backward, beside its result; what a backward finds of it.
+enum class Keeps : uint8_t {
+  nothing,
+  values,  // the pre-activation, or ReLU's output
+  mask,    // ReLU's bits of the sum before it is rounded, as the library's epilogues have it
+  bits,    // the same of the output, by torch's rule; what finds them finds a mask
+};
+
+// Everything that decides which strategies and algorithms are valid for a pass.
 struct PassProblem {
   Pass pass = Pass::fprop;
   Activation activation = Activation::none;  // input gradient: of the layer before
   bool bias = false;                         // there is one, or its gradient is wanted
-  bool aux = false;            // forward: the mask or the pre-activations are to be written
-  bool mask = false;           // aux, or what was saved, is ReLU's bit mask; see wants_bits
-  bool literal = false;        // the user asked for the library's own epilogues
+  Keeps keeps = Keeps::nothing;
+  bool library_only = false;   // the user asked for the library's own epilogues
   bool deterministic = false;  // nothing may depend on timing
   Problem matmul;  // of the bare matrices; alignments of bias and aux where there are any
   std::array<int64_t, 3> further{};  // chain: the features of layers after the first, or 0
@@ -26,8 +33,9 @@ struct PassProblem {
 
 struct PassProblemHash {
   size_t operator()(const PassProblem& p) const {
-    size_t key = static_cast<size_t>(p.pass) << 8 | static_cast<size_t>(p.activation);
-    for (const bool flag : {p.bias, p.aux, p.mask, p.literal, p.deterministic}) {
+    size_t key = static_cast<size_t>(p.pass) << 16 | static_cast<size_t>(p.activation) << 8 |
+                 static_cast<size_t>(p.keeps);
+    for (const bool flag : {p.bias, p.library_only, p.deterministic}) {
       key = key << 1 | static_cast<size_t>(flag);
     }
     for (const auto features : p.further) key = key * 1031 + static_cast<size_t>(features);
@@ -35,9 +43,12 @@ struct PassProblemHash {
   }
 };
 
-// A forward that makes ReLU's bits by torch's rule, of its output. The library's mask, of the sum
-// before it is rounded, is aux.
-inline bool wants_bits(const PassProblem& p) { return p.pass == Pass::fprop && p.mask && !p.aux; }
+inline constexpr bool wants_bits(const PassProblem& p) { return p.keeps == Keeps::bits; }
+
+// A forward that keeps what its product leaves, or what its epilogue writes.
+inline constexpr bool writes_aux(const PassProblem& p) {
+  return is_forward(p.pass) && (p.keeps == Keeps::values || p.keeps == Keeps::mask);
+}
 
 inline int64_t& tokens_of(PassProblem& p) {
   return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
@@ -58,21 +69,8 @@ inline PassProblem bucket_of(const PassProblem& p, int first_equal_device) {
 }
 
 inline const char* name(Pass pass) {
-  switch (pass) {
-    case Pass::fprop:
-      return "fprop";
-    case Pass::dgrad:
-      return "dgrad";
-    case Pass::wgrad:
-      return "wgrad";
-    case Pass::gating:
-      return "gating";
-    case Pass::glu:
-      return "glu";
-    case Pass::chain:
-      return "chain";
-  }
-  return "?";
+  constexpr const char* names[] = {"fprop", "dgrad", "wgrad", "gating", "glu", "chain"};
+  return names[static_cast<int>(pass)];
 }
 
 }  // namespace fused::gemm

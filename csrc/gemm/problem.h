@@ -67,17 +67,9 @@ struct Operands {
   Up up = {};
 };
 
-// Largest power of two up to 256 that divides the address, as a power: cuBLASLt's alignment class.
-inline uint8_t alignment_class(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  uint8_t power = 0;
-  while (power < 8 && (address >> power & 1) == 0) ++power;
-  return power;
-}
-
-// Of an address of that class, at least.
-inline constexpr bool is_aligned_to_16_bytes(uint8_t alignment_class) {
-  return alignment_class >= 4;
+// Whether the hardware can copy 16 bytes at once from there, as most kernels do.
+inline bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
 struct Problem {
@@ -91,7 +83,9 @@ struct Problem {
   bool transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
   int64_t lda = 0, ldb = 0, ldd = 0, ld_aux = 0;
-  uint8_t align_a = 8, align_b = 8, align_d = 8, align_bias = 8, align_aux = 8;
+  // As is_aligned says; without it no better than the type itself.
+  bool aligned_a = true, aligned_b = true, aligned_d = true;
+  bool aligned_bias = true, aligned_aux = true;
   int64_t workspace_limit = 0;
   bool to_f32 = false;  // the result, whatever the operands are
   bool adds = false;    // to what is there
@@ -132,12 +126,12 @@ inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Mat
   problem.lda = right.ld;
   problem.ldb = left.ld;
   problem.ldd = result.ld;
-  problem.align_a = alignment_class(right.data);
-  problem.align_b = alignment_class(left.data);
-  problem.align_d = alignment_class(result.data);
-  if (uses_bias(epilogue)) problem.align_bias = alignment_class(bias);
+  problem.aligned_a = is_aligned(right.data);
+  problem.aligned_b = is_aligned(left.data);
+  problem.aligned_d = is_aligned(result.data);
+  if (uses_bias(epilogue)) problem.aligned_bias = is_aligned(bias);
   if (uses_aux(epilogue)) {
-    problem.align_aux = alignment_class(aux);
+    problem.aligned_aux = is_aligned(aux);
     problem.ld_aux = ld_aux;
   }
   problem.workspace_limit = settings.workspace_limit;
@@ -145,7 +139,7 @@ inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Mat
 }
 
 // Why this problem must not go to cuBLASLt, or nullptr. library_version is cublasLtGetVersion().
-inline const char* refusal(const Problem& p, size_t library_version) {
+inline const char* objection(const Problem& p, size_t library_version) {
   if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";
   // Known in CUDA 12.4 with no fix announced: the workspace is overrun.
   if (p.k == 1 && is_backward_activation(p.epilogue)) return "K is 1 behind a D* epilogue";
@@ -159,7 +153,7 @@ inline const char* refusal(const Problem& p, size_t library_version) {
     const int64_t multiple = has_relu_mask(p.epilogue) ? 128 : 8;
     if (p.ld_aux < p.m || p.ld_aux % multiple != 0) return "the aux rows are not padded";
     // 16-byte rows need a 16-byte base; the library does not check it.
-    if (!is_aligned_to_16_bytes(p.align_aux)) return "the aux buffer is not aligned to 16 bytes";
+    if (!p.aligned_aux) return "the aux buffer is not aligned to 16 bytes";
   }
   return nullptr;
 }
@@ -174,8 +168,7 @@ inline std::ostream& operator<<(std::ostream& out, const Problem& p) {
       << " k=" << p.k << ' ' << (p.transpose_a ? 'T' : 'N') << (p.transpose_b ? 'T' : 'N')
       << " lda=" << p.lda << " ldb=" << p.ldb << " ldd=" << p.ldd;
   if (uses_aux(p.epilogue)) out << " ld_aux=" << p.ld_aux;
-  out << " align=" << (1 << p.align_a) << ',' << (1 << p.align_b) << ',' << (1 << p.align_d) << ','
-      << (1 << p.align_bias) << ',' << (1 << p.align_aux)
+  out << " aligned=" << p.aligned_a << p.aligned_b << p.aligned_d << p.aligned_bias << p.aligned_aux
       << (p.split_k == SplitK::forbidden ? " no-split-k" : "")
       << " workspace<=" << p.workspace_limit << " arch=" << p.arch << " device=" << p.device;
   return out;
@@ -189,15 +182,16 @@ struct ProblemHash {
       hash ^= hash >> 32;
     };
     mix(static_cast<uint64_t>(p.epilogue) << 32 | static_cast<uint64_t>(p.device) << 16 |
-        static_cast<uint64_t>(p.type) << 8 | static_cast<uint64_t>(p.to_f32) << 7 |
-        static_cast<uint64_t>(p.adds) << 6 | static_cast<uint64_t>(p.math) << 4 |
-        static_cast<uint64_t>(p.split_k) << 2 | (p.transpose_a ? 2u : 0u) |
-        (p.transpose_b ? 1u : 0u));
+        static_cast<uint64_t>(p.type) << 8 | static_cast<uint64_t>(p.math) << 4 |
+        static_cast<uint64_t>(p.split_k));
+    uint64_t flags = 0;
+    for (const bool flag : {p.transpose_a, p.transpose_b, p.aligned_a, p.aligned_b, p.aligned_d,
+                            p.aligned_bias, p.aligned_aux, p.to_f32, p.adds}) {
+      flags = flags << 1 | static_cast<uint64_t>(flag);
+    }
+    mix(flags);
     mix(p.m), mix(p.n), mix(p.k);
     mix(p.lda), mix(p.ldb), mix(p.ldd), mix(p.ld_aux);
-    mix(static_cast<uint64_t>(p.align_a) << 32 | static_cast<uint64_t>(p.align_b) << 24 |
-        static_cast<uint64_t>(p.align_d) << 16 | static_cast<uint64_t>(p.align_bias) << 8 |
-        p.align_aux);
     mix(static_cast<uint64_t>(p.workspace_limit) << 8 ^ static_cast<uint64_t>(p.arch));
     return hash;
   }

@@ -14,7 +14,7 @@ inline constexpr int64_t most_tokens = 512, most_features = 1024;
 
 // Why the product cannot be done here, or nullptr. The operands are those of torch's layers: the
 // weight as it is stored, and rows of unit stride, of any length and at any address.
-inline const char* refusal(Pass pass, const Problem& p) {
+inline const char* objection(Pass pass, const Problem& p) {
   const bool of_weight = pass == Pass::wgrad;
   if (p.type == Type::f64) return "in fp64";
   if (p.adds || p.to_f32) return "a sum with what is there";

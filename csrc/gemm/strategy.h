@@ -23,14 +23,14 @@ enum class Step : uint8_t {
   layers,           // of a chain, each by its own plan
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass
-  own_column_sum,   //
+  own_column_sum,   // of what the bias's gradient is the sum of
   own_glu,          // act(gate) ⊙ up
   own_gating,       // its gradients, and it again, in one pass
-  aten_activation,  //
-  aten_gradient,    // threshold_backward, gelu_backward
-  aten_column_sum,  //
-  aten_glu,         //
-  aten_gating,      //
+  aten_activation,  // the same as eager does them
+  aten_gradient,
+  aten_column_sum,
+  aten_glu,
+  aten_gating,
 };
 
 // What the strategy is to its pass, beside a candidate.
@@ -52,123 +52,45 @@ struct Strategy {
 };
 
 // Of one pass: the fullest use of the library first. What is saved is what the call asks for.
-inline constexpr Strategy strategies[] = {
-    {Pass::fprop, "epilogue", Provider::cublaslt, Role::candidate, true, true, {Step::matmul}},
-    {Pass::fprop,
-     "bias+activation",
-     Provider::cublaslt,
-     Role::candidate,
-     false,
-     true,
-     {Step::matmul, Step::own_activation}},
-    {Pass::fprop, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
-    {Pass::fprop, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
-    {Pass::fprop,
-     "aten",
-     Provider::aten,
-     Role::eager_fallback,
-     false,
-     false,
-     {Step::matmul, Step::aten_activation}},
+inline constexpr auto strategies = [] {
+  using enum Pass;
+  using enum Provider;
+  using enum Role;
+  using enum Step;
+  return std::to_array<Strategy>({
+      {fprop, "epilogue", cublaslt, candidate, true, true, {matmul}},
+      {fprop, "bias+activation", cublaslt, candidate, false, true, {matmul, own_activation}},
+      {fprop, "hopper", own, candidate, true, true, {matmul}},
+      {fprop, "small", own, candidate, true, true, {own_small}},
+      {fprop, "aten", aten, eager_fallback, false, false, {matmul, aten_activation}},
 
-    {Pass::dgrad, "d_bgrad", Provider::cublaslt, Role::candidate, true, true, {Step::matmul}},
-    {Pass::dgrad,
-     "d+sum",
-     Provider::cublaslt,
-     Role::candidate,
-     true,
-     false,
-     {Step::matmul, Step::own_column_sum}},
-    {Pass::dgrad,
-     "product+one_pass",
-     Provider::cublaslt,
-     Role::candidate,
-     false,
-     false,
-     {Step::matmul, Step::own_one_pass}},
-    {Pass::dgrad, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
-    {Pass::dgrad, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
-    {Pass::dgrad,
-     "mm+one_pass",
-     Provider::aten,
-     Role::fallback,
-     false,
-     false,
-     {Step::matmul, Step::own_one_pass}},
-    {Pass::dgrad,
-     "aten",
-     Provider::aten,
-     Role::eager,
-     false,
-     false,
-     {Step::matmul, Step::aten_gradient, Step::aten_column_sum}},
+      {dgrad, "d_bgrad", cublaslt, candidate, true, true, {matmul}},
+      {dgrad, "d+sum", cublaslt, candidate, true, false, {matmul, own_column_sum}},
+      {dgrad, "product+one_pass", cublaslt, candidate, false, false, {matmul, own_one_pass}},
+      {dgrad, "hopper", own, candidate, true, true, {matmul}},
+      {dgrad, "small", own, candidate, true, true, {own_small}},
+      {dgrad, "mm+one_pass", aten, fallback, false, false, {matmul, own_one_pass}},
+      {dgrad, "aten", aten, eager, false, false, {matmul, aten_gradient, aten_column_sum}},
 
-    {Pass::wgrad, "bgradb", Provider::cublaslt, Role::candidate, false, true, {Step::matmul}},
-    {Pass::wgrad,
-     "product+sum",
-     Provider::cublaslt,
-     Role::candidate,
-     false,
-     false,
-     {Step::matmul, Step::own_column_sum}},
-    {Pass::wgrad, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
-    {Pass::wgrad,
-     "mm+sum",
-     Provider::aten,
-     Role::fallback,
-     false,
-     false,
-     {Step::matmul, Step::own_column_sum}},
-    {Pass::wgrad,
-     "aten",
-     Provider::aten,
-     Role::eager,
-     false,
-     false,
-     {Step::matmul, Step::aten_column_sum}},
+      {wgrad, "bgradb", cublaslt, candidate, false, true, {matmul}},
+      {wgrad, "product+sum", cublaslt, candidate, false, false, {matmul, own_column_sum}},
+      {wgrad, "small", own, candidate, true, true, {own_small}},
+      {wgrad, "mm+sum", aten, fallback, false, false, {matmul, own_column_sum}},
+      {wgrad, "aten", aten, eager, false, false, {matmul, aten_column_sum}},
 
-    {Pass::glu, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
-    {Pass::glu,
-     "products+gating",
-     Provider::cublaslt,
-     Role::candidate,
-     false,
-     true,
-     {Step::matmul, Step::matmul_up, Step::own_glu}},
-    {Pass::glu,
-     "aten",
-     Provider::aten,
-     Role::eager_fallback,
-     false,
-     false,
-     {Step::matmul, Step::matmul_up, Step::aten_glu}},
+      {glu, "hopper", own, candidate, true, true, {matmul}},
+      {glu, "products+gating", cublaslt, candidate, false, true, {matmul, matmul_up, own_glu}},
+      {glu, "aten", aten, eager_fallback, false, false, {matmul, matmul_up, aten_glu}},
 
-    {Pass::gating, "hopper", Provider::own, Role::candidate, true, true, {Step::matmul}},
-    {Pass::gating,
-     "product+one_pass",
-     Provider::cublaslt,
-     Role::candidate,
-     false,
-     false,
-     {Step::matmul, Step::own_gating}},
-    {Pass::gating,
-     "mm+one_pass",
-     Provider::aten,
-     Role::fallback,
-     false,
-     false,
-     {Step::matmul, Step::own_gating}},
-    {Pass::gating,
-     "aten",
-     Provider::aten,
-     Role::eager,
-     false,
-     false,
-     {Step::matmul, Step::aten_gating}},
+      {gating, "hopper", own, candidate, true, true, {matmul}},
+      {gating, "product+one_pass", cublaslt, candidate, false, false, {matmul, own_gating}},
+      {gating, "mm+one_pass", aten, fallback, false, false, {matmul, own_gating}},
+      {gating, "aten", aten, eager, false, false, {matmul, aten_gating}},
 
-    {Pass::chain, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
-    {Pass::chain, "layers", Provider::aten, Role::eager_fallback, false, false, {Step::layers}},
-};
+      {chain, "small", own, candidate, true, true, {own_small}},
+      {chain, "layers", aten, eager_fallback, false, false, {layers}},
+  });
+}();
 
 inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();

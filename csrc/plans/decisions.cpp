@@ -9,20 +9,21 @@
 namespace fused::plans {
 namespace {
 
-using gemm::Math, gemm::Provider, gemm::SplitK, gemm::Type;
+using gemm::Keeps, gemm::Math, gemm::Provider, gemm::SplitK, gemm::Type;
 
 // The fields of a line, in order: one list for writing and reading, so that they cannot differ.
 template <typename Problem_, typename Decision_, typename Visit>
 void each_field(Problem_& p, Decision_& d, const Visit& visit) {
-  visit(p.pass), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
-  visit(p.literal);
+  visit(p.pass), visit(p.activation), visit(p.bias), visit(p.keeps);
+  visit(p.library_only);
   for (auto& features : p.further) visit(features);
   auto& g = p.matmul;
   visit(g.arch), visit(g.type), visit(g.to_f32), visit(g.adds), visit(g.math);
   visit(g.split_k);
   visit(g.transpose_a), visit(g.transpose_b);
   visit(g.m), visit(g.n), visit(g.k), visit(g.lda), visit(g.ldb), visit(g.ldd), visit(g.ld_aux);
-  visit(g.align_a), visit(g.align_b), visit(g.align_d), visit(g.align_bias), visit(g.align_aux);
+  visit(g.aligned_a), visit(g.aligned_b), visit(g.aligned_d);
+  visit(g.aligned_bias), visit(g.aligned_aux);
   visit(g.workspace_limit);
   for (auto& word : d.algorithm.bytes) visit(word);
   visit(d.algorithm.workspace), visit(d.microseconds), visit(d.eager_microseconds);
@@ -45,8 +46,8 @@ constexpr int64_t largest() {
   if constexpr (std::is_same_v<T, Type>) return static_cast<int64_t>(Type::bf16);
   if constexpr (std::is_same_v<T, Math>) return static_cast<int64_t>(Math::tf32);
   if constexpr (std::is_same_v<T, SplitK>) return static_cast<int64_t>(SplitK::forbidden);
-  if constexpr (std::is_same_v<T, bool>) return 1;
-  return 8;  // an alignment class
+  if constexpr (std::is_same_v<T, Keeps>) return static_cast<int64_t>(Keeps::bits);
+  return 1;  // a flag
 }
 
 template <typename T>
@@ -105,9 +106,9 @@ std::string summary(const PassProblem& p, const Decision& d) {
   text << gemm::name(p.pass);
   if (p.activation != Activation::none) text << ' ' << fused::name(p.activation);
   if (p.bias) text << " bias";
-  if (p.aux && p.pass == Pass::fprop) text << (p.mask ? " mask" : " pre-activation");
-  if (gemm::wants_bits(p)) text << " bits";
-  if (p.literal) text << " cublaslt";
+  constexpr const char* kept[] = {"", " pre-activation", " mask", " bits"};
+  if (p.pass == Pass::fprop) text << kept[static_cast<int>(p.keeps)];
+  if (p.library_only) text << " cublaslt";
   // Rows, inner extent and columns, as torch writes the product.
   text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "");
   text << (g.to_f32 ? " to f32" : "") << (g.adds ? " added " : " ") << g.n << 'x' << g.k << 'x'

@@ -77,7 +77,7 @@ void forward_mapping() {
                                relu ? mask_bits(out) : z.ld);
       EXPECT(problem.m == out && problem.n == rows && problem.k == in);
       EXPECT(problem.transpose_a && !problem.transpose_b);
-      EXPECT(refusal(problem, 130100) == nullptr || !aux);
+      EXPECT(!objection(problem, 130100) || !aux);
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t o = 0; o < out; ++o) {
           double expected = b.at(0, o);
@@ -202,8 +202,8 @@ std::vector<Problem> variations() {
   result[6].transpose_b = true;
   result[7].m++, result[8].n++, result[9].k++;
   result[10].lda++, result[11].ldb++, result[12].ldd++, result[13].ld_aux++;
-  result[14].align_a--, result[15].align_b--, result[16].align_d--, result[17].align_bias--;
-  result[18].align_aux--;
+  result[14].aligned_a = result[15].aligned_b = result[16].aligned_d = false;
+  result[17].aligned_bias = result[18].aligned_aux = false;
   result[19].workspace_limit++;
   result[20].arch = 80;
   return result;
@@ -222,15 +222,14 @@ void every_field_is_part_of_the_key() {
   text << sample;
   EXPECT(text.str().find("RELU_BIAS bf16 m=64 n=32 k=16 TN") == 0);
   alignas(256) char buffer[512];
-  EXPECT(alignment_class(buffer) == 8 && alignment_class(buffer + 2) == 1);
-  EXPECT(alignment_class(buffer + 48) == 4 && alignment_class(buffer + 1) == 0);
+  EXPECT(is_aligned(buffer) && is_aligned(buffer + 48) && !is_aligned(buffer + 8));
 }
 
-void refusals() {
+void objections() {
   const auto refused = [](auto change, size_t version = 130100) {
     auto problem = sample;
     change(problem);
-    return refusal(problem, version) != nullptr;
+    return objection(problem, version) != nullptr;
   };
   EXPECT(!refused([](Problem&) {}));
   EXPECT(refused([](Problem& p) { p.k = 0; }));
@@ -248,7 +247,7 @@ void refusals() {
   EXPECT(!refused(mask));
   EXPECT(refused([&](Problem& p) { mask(p), p.ld_aux = 64; }));
   EXPECT(refused([&](Problem& p) { mask(p), p.ld_aux = 192; }));
-  EXPECT(refused([&](Problem& p) { mask(p), p.align_aux = 3; }));
+  EXPECT(refused([&](Problem& p) { mask(p), p.aligned_aux = false; }));
   EXPECT(refused([](Problem& p) { p.epilogue = Epilogue::gelu_aux_bias, p.ld_aux = 68; }));
 }
 
@@ -258,7 +257,7 @@ const Tests tests{
     {"weight_gradient_mapping", weight_gradient_mapping},
     {"epilogue_table", epilogue_table_is_consistent},
     {"problem_key", every_field_is_part_of_the_key},
-    {"refusals", refusals},
+    {"objections", objections},
 };
 
 }  // namespace

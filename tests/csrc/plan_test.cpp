@@ -31,11 +31,11 @@ void every_problem_has_a_way() {
       ways.push_back(&s);
       EXPECT(s.pass == p.pass);
       // What ATen cannot do is written by the library, and the other way round.
-      if (s.provider == Provider::cublaslt) EXPECT(refusal(matmul_of(p, s), library) == nullptr);
+      if (s.provider == Provider::cublaslt) EXPECT(!objection(matmul_of(p, s), library));
     }
     EXPECT(!ways.empty());
     // Only a bit mask cannot be written without the library.
-    const bool mask_is_written = p.pass == Pass::fprop && p.mask && p.aux;
+    const bool mask_is_written = p.pass == Pass::fprop && p.keeps == Keeps::mask;
     const auto& fallback = fallback_of(p.pass);
     EXPECT(mask_is_written || (fallback.provider != Provider::cublaslt && applies(p, fallback)));
     const auto& eager = eager_of(p, with_hopper);
@@ -98,7 +98,7 @@ void what_may_be_done_where() {
   wide.matmul.type = Type::f32;
   EXPECT(!applies(wide, "epilogue") && applies(wide, "bias+activation"));
   auto padded = forward;
-  padded.aux = true, padded.matmul.m = 250, padded.matmul.ld_aux = 256;
+  padded.keeps = Keeps::values, padded.matmul.m = 250, padded.matmul.ld_aux = 256;
   EXPECT(applies(padded, "epilogue") && !applies(padded, "aten"));
 
   const auto edge = [](Activation a, bool bias, bool mask) {
@@ -123,14 +123,15 @@ void what_may_be_done_where() {
 
 void products_are_those_of_the_epilogue() {
   auto p = problem_of(Pass::fprop, Activation::gelu_tanh);
-  p.aux = true, p.matmul.ld_aux = 264, p.matmul.align_aux = 5, p.matmul.align_bias = 2;
+  p.keeps = Keeps::values, p.matmul.ld_aux = 264, p.matmul.aligned_bias = false;
   const auto full = matmul_of(p, *find_strategy(p.pass, "epilogue"));
   EXPECT(full.epilogue == Epilogue::gelu_aux_bias && full.ld_aux == 264 && full.ldd == 256);
-  EXPECT(full.align_aux == 5 && full.align_bias == 2);
+  EXPECT(full.aligned_aux && !full.aligned_bias);
+  p.matmul.aligned_aux = false;
   // The product alone writes the pre-activation, to where it is kept.
   const auto plain = matmul_of(p, *find_strategy(p.pass, "bias+activation"));
-  EXPECT(plain.epilogue == Epilogue::bias && plain.ldd == 264 && plain.align_d == 5);
-  EXPECT(plain.ld_aux == 0 && plain.align_aux == Problem().align_aux);
+  EXPECT(plain.epilogue == Epilogue::bias && plain.ldd == 264 && !plain.aligned_d);
+  EXPECT(plain.ld_aux == 0 && plain.aligned_aux);
 
   p = problem_of(Pass::dgrad, Activation::gelu_tanh);
   EXPECT(matmul_of(p, *find_strategy(p.pass, "d_bgrad")).epilogue == Epilogue::dgelu_bgrad);
@@ -146,7 +147,7 @@ void products_are_those_of_the_epilogue() {
 void hopper_takes_what_the_hardware_can_copy() {
   const auto backward = problem_of(Pass::dgrad, Activation::gelu_erf);
   auto forward = problem_of(Pass::fprop, Activation::gelu_erf);
-  forward.aux = true, forward.matmul.ld_aux = forward.matmul.m;
+  forward.keeps = Keeps::values, forward.matmul.ld_aux = forward.matmul.m;
   const auto gating = problem_of(Pass::gating, Activation::silu, false);
   for (const auto& good :
        {backward, forward, problem_of(Pass::dgrad, Activation::relu, false), gating}) {
@@ -158,8 +159,8 @@ void hopper_takes_what_the_hardware_can_copy() {
       return !applies(p, "hopper");
     };
     EXPECT(refused([](PassProblem& p) { p.activation = Activation::none; }));
-    EXPECT(refused([](PassProblem& p) { p.mask = true; }));
-    EXPECT(refused([](PassProblem& p) { p.literal = true; }));
+    EXPECT(refused([](PassProblem& p) { p.keeps = Keeps::mask; }));
+    EXPECT(refused([](PassProblem& p) { p.library_only = true; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.arch = 100; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = true; }));
@@ -169,10 +170,10 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.matmul.ldb += 4; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.ldd += 4; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.ld_aux += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.align_a = 3; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.align_b = 3; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.align_d = 3; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.align_aux = 3; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_a = false; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_b = false; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_d = false; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_aux = false; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = 65536, p.matmul.m = p.matmul.k = 4096; }));
     // A weight by columns, rows apart, at offsets, and numbers of features that no tile divides.
@@ -180,15 +181,15 @@ void hopper_takes_what_the_hardware_can_copy() {
       p.matmul.transpose_a = !p.matmul.transpose_a;
       p.matmul.m = 264, p.matmul.k = 136, p.matmul.n = 8191;
       p.matmul.lda = p.matmul.ldb = p.matmul.ldd = 512, p.matmul.ld_aux = 520;
-      p.matmul.align_a = p.matmul.align_b = p.matmul.align_d = p.matmul.align_aux = 4;
+      p.matmul.aligned_bias = true;
     }));
   }
   // The bias is read in whole vectors, its gradient written number by number.
   auto odd = forward;
-  odd.matmul.align_bias = 1;
+  odd.matmul.aligned_bias = false;
   EXPECT(!applies(odd, "hopper"));
   odd = backward;
-  odd.matmul.align_bias = 1;
+  odd.matmul.aligned_bias = false;
   EXPECT(applies(odd, "hopper"));
   EXPECT(!applies(problem_of(Pass::gating, Activation::relu, false), "hopper"));
   EXPECT(!applies(problem_of(Pass::glu, Activation::relu, false), "hopper"));
@@ -212,7 +213,7 @@ void bits_are_made_behind_any_forward() {
   EXPECT(applies(p, "small") && !writes_bits(*find_strategy(Pass::fprop, "small")));
   EXPECT(std::string(rule(p, with_hopper)) == "epilogue");
   // The library's mask is another: of the sum before it is rounded, and set at 0.
-  p.aux = true;
+  p.keeps = Keeps::mask;
   EXPECT(!wants_bits(p) && applies(p, "epilogue") && !applies(p, "hopper") && !applies(p, "aten"));
   EXPECT(!wants_bits(problem_of(Pass::dgrad, Activation::relu, true, true)));
 }
@@ -236,12 +237,12 @@ void small_takes_small_problems() {
     EXPECT(!refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = !p.matmul.transpose_b; }));
-    EXPECT(refused([](PassProblem& p) { p.mask = p.aux = true; }));
-    EXPECT(refused([](PassProblem& p) { p.literal = true; }));
+    EXPECT(refused([](PassProblem& p) { p.keeps = Keeps::mask; }));
+    EXPECT(refused([](PassProblem& p) { p.library_only = true; }));
     // Rows of any length, at any address, with and without a bias.
     EXPECT(!refused([](PassProblem& p) {
       p.bias = !p.bias;
-      p.matmul.m = 10, p.matmul.ldd = 11, p.matmul.lda = 1023, p.matmul.align_a = 1;
+      p.matmul.m = 10, p.matmul.ldd = 11, p.matmul.lda = 1023, p.matmul.aligned_a = false;
     }));
   }
 }
@@ -478,11 +479,11 @@ void who_is_inexact_is_out() {
   EXPECT(choose({{true, true, true}, 0, 2}, close.round(), close.clock(), not_first, {})->winner ==
          2);
   // Who is there for comparison only does not win.
-  Track literal{{100, 50, 20}};
-  literal.rounds.assign(3, 0);
-  const auto choice = choose({{true, true, false}, 0, 2}, literal.round(), literal.clock(),
+  Track compared{{100, 50, 20}};
+  compared.rounds.assign(3, 0);
+  const auto choice = choose({{true, true, false}, 0, 2}, compared.round(), compared.clock(),
                              [&](size_t) { return sound; }, {});
-  EXPECT(choice->winner == 1 && literal.rounds[2] > 0);
+  EXPECT(choice->winner == 1 && compared.rounds[2] > 0);
 }
 
 // Errors of `count` elements, evenly spread up to `most`.

@@ -24,7 +24,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   p.pass = pass;
   p.activation = activation;
   p.bias = bias;
-  p.mask = mask;
+  if (mask) p.keeps = pass == Pass::fprop ? Keeps::bits : Keeps::mask;
   auto& g = p.matmul;
   g.arch = 90, g.type = Type::bf16;
   g.transpose_a = is_forward(pass);
@@ -32,7 +32,9 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   g.m = 256, g.n = 8192, g.k = 128;
   if (pass == Pass::wgrad) g.n = 256, g.m = 128, g.k = 8192;
   g.lda = g.transpose_a ? g.k : g.m, g.ldb = g.transpose_b ? g.n : g.k, g.ldd = g.m;
-  const bool reads = pass == Pass::dgrad || pass == Pass::gating;
+  const bool reads =
+      (pass == Pass::dgrad || pass == Pass::gating) && activation != Activation::none;
+  if (reads && !mask) p.keeps = Keeps::values;
   if (mask || reads) g.ld_aux = g.m;
   g.workspace_limit = 32 << 20;
   if (pass == Pass::chain) p.further = {64, 10};
@@ -49,11 +51,14 @@ inline std::vector<PassProblem> every_problem() {
           const bool mask = flags & 2 && activation == Activation::relu;
           auto p = problem_of(pass, activation, flags & 1, mask);
           p.matmul.type = type;
-          p.literal = flags & 4;
-          p.aux = is_forward(pass) && activation != Activation::none && flags & 8;
-          if (p.aux) p.matmul.ld_aux = p.matmul.m;
-          if (wants_bits(p)) p.matmul.ld_aux = p.matmul.m;
-          if (pass == Pass::fprop && p.aux && activation == Activation::relu && !p.mask) continue;
+          p.library_only = flags & 4;
+          if (is_forward(pass) && activation != Activation::none && flags & 8) {
+            p.keeps = mask ? Keeps::mask : Keeps::values;
+            p.matmul.ld_aux = p.matmul.m;
+          }
+          if (pass == Pass::fprop && activation == Activation::relu && p.keeps == Keeps::values) {
+            continue;
+          }
           if (pass == Pass::wgrad && activation != Activation::none) continue;
           if (pass == Pass::wgrad && !p.bias) {
             p.matmul.adds = flags & 2;
@@ -61,7 +66,7 @@ inline std::vector<PassProblem> every_problem() {
           }
           const bool gated = pass == Pass::gating || pass == Pass::glu;
           if (gated && activation == Activation::none) continue;
-          if ((gated || pass == Pass::chain) && p.mask) continue;
+          if ((gated || pass == Pass::chain) && mask) continue;
           if (pass == Pass::gating && p.bias) continue;
           all.push_back(p);
         }

@@ -57,7 +57,9 @@ def write_forced(step, path, strategy, takes, algorithm=0):
     for i, line in enumerate(lines):
         *origin, plan = line.split("\t")
         words = plan.split(" ")
-        taken = takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[5] != "0"))
+        taken = takes(
+            Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[4] in ("2", "3"))
+        )
         if taken:
             words[0] = taken if isinstance(taken, str) else strategy
             words[ALGORITHM] = [str(algorithm), *"0000000"]

@@ -16,7 +16,7 @@ Launch kernel_for(const PassProblem& p) {
   switch (p.pass) {
     case Pass::fprop:
       // ReLU's output is kept, or its bits, and no pre-activation.
-      return (p.activation == Activation::relu ? gemm::wants_bits(p) : p.aux)
+      return p.keeps != gemm::Keeps::nothing
                  ? kernel_of<Kind::saving_forward, type, transposed>(p.activation)
                  : kernel_of<Kind::forward, type, transposed>(p.activation);
     case Pass::dgrad:

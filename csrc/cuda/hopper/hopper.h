@@ -16,9 +16,9 @@ bool available(int device);
 // Bytes of scratch memory that run() needs: for the bias gradient's partial sums.
 int64_t workspace_bytes(const gemm::PassProblem& problem);
 
-// Forward: d = act(a · b + bias), and to aux the pre-activation, if problem.aux, or ReLU's bits, if
-// wants_bits. Backward: d = a · b · act'(aux), and its column sums to bias, if problem.bias. Gated
-// layers: see gemm::Gating and gemm::Up.
+// Forward: d = act(a · b + bias), and to aux what problem.keeps says. Backward:
+// d = a · b · act'(aux), and its column sums to bias, if problem.bias. Gated layers: see
+// gemm::Gating and gemm::Up.
 // Whether it ran.
 bool run(const gemm::PassProblem& problem, const gemm::Algorithm& algorithm,
          const gemm::Operands& operands, void* workspace, cudaStream_t stream);

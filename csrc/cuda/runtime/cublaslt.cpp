@@ -109,8 +109,8 @@ bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
 // Whether every kernel of the library can read all rows, some of them 16 bytes at a time.
 bool is_aligned_for_all(const Problem& p) {
   const auto even = [&p](int64_t ld) { return ld * size_of(p.type) % 16 == 0; };
-  const auto worst = std::min({p.align_a, p.align_b, p.align_d, p.align_bias, p.align_aux});
-  return gemm::is_aligned_to_16_bytes(worst) && even(p.lda) && even(p.ldb) && even(p.ldd);
+  return p.aligned_a && p.aligned_b && p.aligned_d && p.aligned_bias && p.aligned_aux &&
+         even(p.lda) && even(p.ldb) && even(p.ldd);
 }
 
 }  // namespace
@@ -145,10 +145,16 @@ std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Probl
   Preference preference;
   preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                  static_cast<size_t>(problem.workspace_limit));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{1} << problem.align_a);
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{1} << problem.align_b);
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{1} << problem.align_d);
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{1} << problem.align_d);
+  const auto alignment = [](bool is_aligned, gemm::Type type) {
+    return static_cast<uint32_t>(is_aligned ? 16 : size_of(type));
+  };
+  const auto of_result = alignment(problem.aligned_d, gemm::result_type(problem));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+                 alignment(problem.aligned_a, problem.type));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                 alignment(problem.aligned_b, problem.type));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_result);
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_result);
   // Partial sums stay in the accumulator's type: sums in 16 bits would save a little traffic and
   // lose digits, and the user may have forbidden them.
   const uint32_t reductions = problem.split_k == SplitK::forbidden ? CUBLASLT_REDUCTION_SCHEME_NONE

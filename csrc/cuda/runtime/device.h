@@ -70,21 +70,21 @@ class Workspace {
 
 // Memory that PyTorch's allocator knows nothing of: its statistics, which users read, stay as they
 // were, and so do its pools.
-class Scratch {
+class DriverMemory {
  public:
-  explicit Scratch(int64_t bytes) {
+  explicit DriverMemory(int64_t bytes) {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     if (cudaMalloc(&data_, bytes) != cudaSuccess) {
       data_ = nullptr;
       static_cast<void>(cudaGetLastError());
     }
   }
-  ~Scratch() {
+  ~DriverMemory() {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     static_cast<void>(cudaFree(data_));
   }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  DriverMemory(const DriverMemory&) = delete;
+  DriverMemory& operator=(const DriverMemory&) = delete;
 
   char* data() const { return static_cast<char*>(data_); }
 

@@ -62,12 +62,12 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
   return false;
 }
 
-void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStream_t stream) {
+void own_small(const PassCall& call, kernels::SmallGradients* deferred, cudaStream_t stream) {
   const auto& p = call.problem;
-  explain::append(call.layers.empty() ? "own small kernel" : "own small kernel of all layers");
-  if (!call.layers.empty()) {
+  explain::append(call.layers == nullptr ? "own small kernel" : "own small kernel of all layers");
+  if (call.layers != nullptr) {
     kernels::SmallNetwork network;
-    for (const auto& layer : call.layers) network.layers[network.count++] = small_product(layer);
+    for (const auto& layer : *call.layers) network.layers[network.count++] = small_product(layer);
     kernels::small_network(network, stream);
     return;
   }
@@ -77,14 +77,14 @@ void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStrea
     return;
   }
   kernels::SmallGradients alone;
-  auto& gradients = waiting != nullptr ? *waiting : alone;
+  auto& gradients = deferred != nullptr ? *deferred : alone;
   (p.pass == gemm::Pass::wgrad ? gradients.of_weight : gradients.of_input) = product;
-  if (waiting == nullptr) kernels::small_backward(alone, stream);
+  if (deferred == nullptr) kernels::small_backward(alone, stream);
 }
 
 // As measuring compares them, for which all have their plans.
 bool run_layers(const PassCall& call, cudaStream_t stream) {
-  return std::ranges::all_of(call.layers, [stream](const PassCall& layer) {
+  return std::ranges::all_of(*call.layers, [stream](const PassCall& layer) {
     auto* plan = take_plan(layer.problem);
     if (plan == nullptr) return false;
     const Workspace workspace(plan->algorithm.workspace);
@@ -103,7 +103,7 @@ kernels::SmallProduct small_product(const PassCall& call) {
   product.left = call.left.data, product.ld_left = call.left.ld;
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
-  if (!p.mask) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
+  if (p.keeps == Keeps::values) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
   if (gemm::is_forward(p.pass)) {
     product.bias = call.bias;
   } else {
@@ -131,7 +131,7 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
 }
 
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
-             kernels::SmallGradients* waiting) {
+             kernels::SmallGradients* deferred) {
   const auto& p = call.problem;
   if (const auto bytes = missing_preactivations(call, *plan.strategy); bytes > 0) {
     const Workspace memory(bytes);
@@ -150,7 +150,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         if (!run_matmul(of_up(call), plan, workspace, stream)) return false;
         break;
       case Step::own_small:
-        own_small(call, waiting, stream);
+        own_small(call, deferred, stream);
         break;
       case Step::layers:
         if (!run_layers(call, stream)) return false;
@@ -164,7 +164,8 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       }
       case Step::own_one_pass:
         if (active) {
-          one_pass(call.result, call.aux, p.mask, p.activation, type, call.result.data, call.bias);
+          one_pass(call.result, call.aux, p.keeps == Keeps::mask, p.activation, type,
+                   call.result.data, call.bias);
         }
         break;
       case Step::own_column_sum:

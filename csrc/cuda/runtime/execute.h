@@ -11,10 +11,10 @@
 namespace fused::cuda {
 
 // Runs the steps of `plan`; false where the product does not run, and nothing after it has then.
-// A gradient that our small kernels make is left in `waiting`, if there is one, to share a launch
+// A gradient that our small kernels make is left in `deferred`, if there is one, to share a launch
 // with the layer's other one.
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
-             kernels::SmallGradients* waiting = nullptr);
+             kernels::SmallGradients* deferred = nullptr);
 
 // The pass as our kernels for small networks have it.
 kernels::SmallProduct small_product(const PassCall& call);

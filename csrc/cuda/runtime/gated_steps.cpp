@@ -39,14 +39,6 @@ PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes) 
   return own;
 }
 
-PassCall of_up(const PassCall& call) {
-  PassCall own = call;
-  own.right.data = const_cast<void*>(call.up.weight), own.right.ld = call.up.ld;
-  own.bias = const_cast<void*>(call.up.bias);
-  own.aux.data = call.up.preactivation;
-  return own;
-}
-
 void own_glu(const PassCall& call) {
   kernels::Gating args;
   describe(args, call, call.up.preactivation, call.aux.ld);

@@ -12,9 +12,6 @@ namespace fused::cuda {
 int64_t missing_preactivations(const PassCall& call, const Strategy& strategy);
 PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes);
 
-// The call of up's product, whose pre-activation is its aux as gate's is of `call`.
-PassCall of_up(const PassCall& call);
-
 // h of the pre-activations, in call.aux and call.up.
 void own_glu(const PassCall& call);
 void aten_glu(const PassCall& call);

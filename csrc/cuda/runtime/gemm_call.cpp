@@ -8,24 +8,6 @@
 
 namespace fused::cuda {
 
-const Matrix& matmul_result(const PassCall& call, const Strategy& strategy) {
-  const bool is_glu = call.problem.pass == Pass::glu;
-  const bool apart = !strategy.fuses_activation &&
-                     (is_glu || (call.problem.pass == Pass::fprop && call.problem.aux));
-  return apart ? call.aux : call.result;
-}
-
-// A weight gradient's left operand is dz, transposed.
-Matrix summed(const PassCall& call) {
-  return call.problem.pass == gemm::Pass::wgrad ? transposed(call.left) : call.result;
-}
-
-gemm::Operands operands_of(const PassCall& call, const Strategy& strategy) {
-  return {call.right.data, call.left.data, matmul_result(call, strategy).data,
-          call.bias,       call.aux.data,  call.gating,
-          call.up};
-}
-
 Operand rows_of(const Tensor& tensor) {
   const auto dim = tensor.dim();
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -61,15 +43,10 @@ Operand plain_rows(const Tensor& tensor) {
   return operand;
 }
 
-Matrix transposed(const Matrix& matrix) {
-  return {matrix.cols, matrix.rows, matrix.ld, !matrix.transposed, matrix.data};
-}
-
 Tensor bias_for_epilogue(const std::optional<Tensor>& bias) {
   if (!bias || !bias->defined()) return {};
   auto dense = bias->contiguous();
-  const auto alignment = gemm::alignment_class(dense.const_data_ptr());
-  return gemm::is_aligned_to_16_bytes(alignment) ? dense : dense.clone();
+  return gemm::is_aligned(dense.const_data_ptr()) ? dense : dense.clone();
 }
 
 Matrix matrix_of(const Tensor& result) {
@@ -79,13 +56,12 @@ Matrix matrix_of(const Tensor& result) {
 }
 
 PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
-                   void* bias, Activation activation, const Matrix& aux, bool mask) {
+                   void* bias, Activation activation, const Matrix& aux, Keeps keeps) {
   PassCall call{{}, left, right, result, aux, bias};
   call.problem.pass = pass;
   call.problem.activation = activation;
-  call.problem.aux = pass == Pass::fprop && aux.data != nullptr;
-  call.problem.mask = mask;
-  call.problem.literal = policy() == Policy::cublaslt;
+  call.problem.keeps = keeps;
+  call.problem.library_only = policy() == Policy::cublaslt;
   return call;
 }
 
@@ -94,20 +70,22 @@ void complete(PassCall& call, gemm::Type type, int device) {
   // A mask's leading dimension counts bits. A single row has no stride to speak of.
   // Whoever makes an aux buffer for the library pads it; a tensor of one row that was saved in some
   // other way has nothing behind its end.
-  const bool padded = gemm::is_forward(call.problem.pass) || call.problem.literal;
+  const auto keeps = call.problem.keeps;
+  const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
   const int64_t ld_aux = !has_aux                       ? 0
-                         : call.problem.mask            ? call.aux.ld * 8
+                         : keeps != Keeps::values       ? call.aux.ld * 8
                          : call.aux.rows == 1 && padded ? padded_features(call.aux.cols)
                                                         : call.aux.ld;
-  call.problem.matmul =
-      gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
-                           nullptr, nullptr, 0, gemm_settings(device, type));
-  call.problem.matmul.adds = call.adds;
-  call.problem.matmul.to_f32 = call.is_wide;
-  if (call.bias != nullptr) call.problem.matmul.align_bias = gemm::alignment_class(call.bias);
+  auto& matmul = call.problem.matmul;
+  const bool adds = matmul.adds, to_f32 = matmul.to_f32;
+  matmul = gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
+                                nullptr, nullptr, 0, gemm_settings(device, type));
+  matmul.adds = adds;
+  matmul.to_f32 = to_f32;
+  if (call.bias != nullptr) matmul.aligned_bias = gemm::is_aligned(call.bias);
   if (has_aux) {
-    call.problem.matmul.align_aux = gemm::alignment_class(call.aux.data);
-    call.problem.matmul.ld_aux = ld_aux;
+    matmul.aligned_aux = gemm::is_aligned(call.aux.data);
+    matmul.ld_aux = ld_aux;
   }
   call.problem.bias = call.bias != nullptr;
   call.problem.deterministic = at::globalContext().deterministicAlgorithms();

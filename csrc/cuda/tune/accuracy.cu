@@ -7,7 +7,7 @@
 namespace fused::cuda::tune {
 namespace {
 
-using gemm::Matrix;
+using gemm::Keeps, gemm::Matrix, gemm::Pass;
 using kernels::Accumulator, kernels::narrow, kernels::widen, kernels::with_type;
 using plans::TrialErrors;
 
@@ -85,7 +85,8 @@ __device__ double value(const Matrix& m, int64_t row, int64_t col) {
 // Of the result.
 template <typename T>
 __device__ double result_of(const TrialData& d, int64_t row, int64_t col) {
-  return d.is_wide ? value<float>(d.result, row, col) : value<T>(d.result, row, col);
+  const auto& result = d.call.result;
+  return d.call.problem.matmul.to_f32 ? value<float>(result, row, col) : value<T>(result, row, col);
 }
 
 __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
@@ -93,7 +94,7 @@ __device__ bool bit(const Matrix& mask, int64_t row, int64_t col) {
 }
 
 int samples_of(const TrialData& d) {
-  return static_cast<int>(std::min<int64_t>(d.result.rows * d.result.cols, most_samples));
+  return static_cast<int>(std::min<int64_t>(d.call.result.rows * d.call.result.cols, most_samples));
 }
 
 template <size_t k = 0>
@@ -153,8 +154,20 @@ __global__ void put_kernel(Matrix matrix, bool columns, double value) {
 
 // ---- exact results -----------------------------------------------------------------------------
 
-__device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.result.cols; }
-__device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.result.cols; }
+__device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.call.result.cols; }
+__device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.call.result.cols; }
+__device__ Activation activation_of(const TrialData& d) { return d.call.problem.activation; }
+__host__ __device__ bool is_forward(const TrialData& d) {
+  return gemm::is_forward(d.call.problem.pass);
+}
+// Whether the pass keeps, or finds, ReLU's bits.
+__device__ bool is_mask(const TrialData& d) {
+  return d.call.problem.keeps == Keeps::mask || d.call.problem.keeps == Keeps::bits;
+}
+// A backward's column sums, if they are wanted, and whether they are of its result, which may be
+// summed before it is rounded.
+__device__ const void* sums_of(const TrialData& d) { return is_forward(d) ? nullptr : d.call.bias; }
+__device__ bool sums_results(const TrialData& d) { return d.call.problem.pass != Pass::wgrad; }
 
 struct Sum {
   double value, scale;
@@ -179,13 +192,14 @@ template <typename T>
 __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
-  const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
+  const int64_t cell = drawn(sample, samples, d.call.result.rows * d.call.result.cols);
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
-  const auto sum = exact_sum<T>(d.left, d.right, d.bias, row, col, lane);
-  const double before = d.adds ? result_of<T>(d, row, col) : 0;
+  const auto& c = d.call;
+  const auto sum = exact_sum<T>(c.left, c.right, is_forward(d) ? c.bias : nullptr, row, col, lane);
+  const double before = c.problem.matmul.adds ? result_of<T>(d, row, col) : 0;
   Sum up{0, 0};
-  if (d.up.weight != nullptr) {
-    up = exact_sum<T>(d.left, d.right_of_up, d.up.bias, row, col, lane);
+  if (c.up.weight != nullptr) {
+    up = exact_sum<T>(c.left, right_of_up(c), c.up.bias, row, col, lane);
   }
   if (lane == 0) exact[sample] = {sum.value + before, sum.scale + fabs(before), up.value, up.scale};
 }
@@ -197,13 +211,13 @@ struct Curve {
   double value, slope;
 };
 __device__ Curve curve(const TrialData& d, double z, double magnitude) {
-  if (d.of_sum || d.activation == Activation::none) return {0, 1};
+  if (d.of_sum || activation_of(d) == Activation::none) return {0, 1};
   const double reach = d.sign_error * magnitude;
   double slope = 0;
   for (const double at : {z - reach, z, z + reach}) {
-    slope = fmax(slope, fabs(gradient(d.activation, 1, at)));
+    slope = fmax(slope, fabs(gradient(activation_of(d), 1, at)));
   }
-  return {activated(d.activation, z), slope};
+  return {activated(activation_of(d), z), slope};
 }
 
 // Of sum · act'(at).
@@ -215,28 +229,28 @@ template <typename T>
 __device__ void add_forward(const TrialData& d, int64_t row, int64_t col, const Exact& exact,
                             TrialErrors* errors) {
   const auto [z, magnitude, up_z, magnitude_of_up] = exact;
-  const double active = activated(d.activation, z), got = value<T>(d.result, row, col);
+  const double active = activated(activation_of(d), z), got = value<T>(d.call.result, row, col);
   const auto at = curve(d, z, magnitude);
   const double unit = unit_of_value(d.unit, at.value, at.slope, z, magnitude);
   const double unit_of_z = d.unit.of_type * magnitude;
-  const bool gated = d.up.weight != nullptr;
+  const bool gated = d.call.up.weight != nullptr;
   if (gated) {
     add(errors, &TrialErrors::elements, got - active * up_z,
         unit * fabs(up_z) + d.unit.of_type * fabs(active) * magnitude_of_up);
   } else {
     add(errors, &TrialErrors::elements, got - active, unit);
   }
-  if (d.aux.data == nullptr) return;
-  if (!d.mask) {
-    add(errors, &TrialErrors::aux, value<T>(d.aux, row, col) - z, unit_of_z);
-  } else if (d.of_result) {
-    if (bit(d.aux, row, col) == (got <= 0)) atomicAdd(&errors->missed, 1.0);
-  } else if (bit(d.aux, row, col) != (z > 0) && fabs(z) > d.sign_error * magnitude) {
+  if (d.call.aux.data == nullptr) return;
+  if (!is_mask(d)) {
+    add(errors, &TrialErrors::aux, value<T>(d.call.aux, row, col) - z, unit_of_z);
+  } else if (gemm::wants_bits(d.call.problem)) {
+    if (bit(d.call.aux, row, col) == (got <= 0)) atomicAdd(&errors->missed, 1.0);
+  } else if (bit(d.call.aux, row, col) != (z > 0) && fabs(z) > d.sign_error * magnitude) {
     atomicAdd(&errors->missed, 1.0);
   }
   if (!gated) return;
-  const auto* kept = static_cast<const T*>(d.up.preactivation);
-  add(errors, &TrialErrors::sums, widen(kept[row * d.aux.ld + col]) - up_z,
+  const auto* kept = static_cast<const T*>(d.call.up.preactivation);
+  add(errors, &TrialErrors::sums, widen(kept[row * d.call.aux.ld + col]) - up_z,
       d.unit.of_type * magnitude_of_up);
 }
 
@@ -247,14 +261,15 @@ __device__ void add_gating(const TrialData& d, int64_t row, int64_t col, const E
   const auto at = [row, col](const void* data, int64_t ld) {
     return widen(static_cast<const T*>(data)[row * ld + col]);
   };
-  const auto& g = d.gating;
-  const double gate = value<T>(d.aux, row, col), up = at(g.up, g.ld_up);
-  const double active = activated(d.activation, gate), slope = gradient(d.activation, 1, gate);
-  add(errors, &TrialErrors::elements, value<T>(d.result, row, col) - grad * up * slope,
+  const auto& g = d.call.gating;
+  const double gate = value<T>(d.call.aux, row, col), up = at(g.up, g.ld_up);
+  const double active = activated(activation_of(d), gate),
+               slope = gradient(activation_of(d), 1, gate);
+  add(errors, &TrialErrors::elements, value<T>(d.call.result, row, col) - grad * up * slope,
       gradient_unit(d, slope * up, grad * up, magnitude));
-  add(errors, &TrialErrors::aux, at(g.grad_up, d.result.ld) - grad * active,
+  add(errors, &TrialErrors::aux, at(g.grad_up, d.call.result.ld) - grad * active,
       gradient_unit(d, active, grad * gate, magnitude));
-  add(errors, &TrialErrors::sums, at(g.hidden, d.result.cols) - active * up,
+  add(errors, &TrialErrors::sums, at(g.hidden, d.call.result.cols) - active * up,
       unit_of_value(d.unit, active * up, 0, gate * up, 0));
 }
 
@@ -262,9 +277,9 @@ template <typename T>
 __device__ void add_backward(const TrialData& d, int64_t row, int64_t col, const Exact& exact,
                              TrialErrors* errors) {
   const double sum = exact.value;
-  const double slope = d.activation == Activation::none ? 1
-                       : d.mask                         ? bit(d.aux, row, col)
-                                : gradient(d.activation, 1, value<T>(d.aux, row, col));
+  const double slope = activation_of(d) == Activation::none ? 1
+                       : is_mask(d)                         ? bit(d.call.aux, row, col)
+                                    : gradient(activation_of(d), 1, value<T>(d.call.aux, row, col));
   add(errors, &TrialErrors::elements, result_of<T>(d, row, col) - sum * slope,
       gradient_unit(d, slope, sum, exact.scale));
 }
@@ -273,11 +288,11 @@ template <typename T>
 __global__ void elements_kernel(TrialData d, int samples, const Exact* exact, TrialErrors* errors) {
   const int sample = blockIdx.x * blockDim.x + threadIdx.x;
   if (sample >= samples) return;
-  const int64_t cell = drawn(sample, samples, d.result.rows * d.result.cols);
+  const int64_t cell = drawn(sample, samples, d.call.result.rows * d.call.result.cols);
   const int64_t row = row_of(d, cell), col = col_of(d, cell);
-  if (d.forward) {
+  if (is_forward(d)) {
     add_forward<T>(d, row, col, exact[sample], errors);
-  } else if (d.gating.up != nullptr) {
+  } else if (d.call.gating.up != nullptr) {
     add_gating<T>(d, row, col, exact[sample], errors);
   } else {
     add_backward<T>(d, row, col, exact[sample], errors);
@@ -288,20 +303,21 @@ template <typename T>
 __global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
-  const int64_t col = drawn(sample, samples, d.summed.cols);
+  const auto summed = gemm::summed(d.call);
+  const int64_t col = drawn(sample, samples, summed.cols);
   double sum = 0, magnitude = 0, squares = 0;
-  for (int64_t row = lane; row < d.summed.rows; row += warp) {
-    const double x = value<T>(d.summed, row, col);
+  for (int64_t row = lane; row < summed.rows; row += warp) {
+    const double x = value<T>(summed, row, col);
     sum += x, magnitude += fabs(x), squares += x * x;
   }
   sum = sum_over_warp(sum);
   magnitude = sum_over_warp(magnitude);
   squares = sum_over_warp(squares);
   if (lane != 0 || magnitude == 0) return;
-  const double got = widen(static_cast<const T*>(d.sums)[col]);
+  const double got = widen(static_cast<const T*>(sums_of(d))[col]);
   add(errors, &TrialErrors::sums, got - sum, d.unit.of_type * magnitude);
   // Each element has been rounded by up to a unit of its own size, evenly spread.
-  if (d.sums_results) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
+  if (sums_results(d)) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
 // Whether a mark of the operand did not reach what is made of this element.
@@ -312,30 +328,30 @@ __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64
   const auto lost_at = [&](const void* data, int64_t place) {
     return lost(widen(static_cast<const T*>(data)[place]));
   };
-  const auto is_zero = [&](int64_t c) { return value<T>(d.result, row, c) == 0; };
+  const auto is_zero = [&](int64_t c) { return value<T>(d.call.result, row, c) == 0; };
   const auto operand = mark.operand;
-  if (!d.forward && d.activation == Activation::relu) {
+  if (!is_forward(d) && activation_of(d) == Activation::relu) {
     // Where the output is NaN the gradient passes; a single product may be 0 all the same.
-    if (operand == saved) return is_zero(col) && is_zero((col + 1) % d.result.cols);
-    const bool passes = d.mask ? bit(d.aux, row, col) : value<T>(d.aux, row, col) > 0;
+    if (operand == saved) return is_zero(col) && is_zero((col + 1) % d.call.result.cols);
+    const bool passes = is_mask(d) ? bit(d.call.aux, row, col) : value<T>(d.call.aux, row, col) > 0;
     if (!passes) return false;
   }
   const bool of_up = operand == up_weight || operand == up_bias;
   bool any = lost(result_of<T>(d, row, col));
-  if (d.of_result) any |= !bit(d.aux, row, col);
-  if (d.forward && d.aux.data != nullptr && !d.mask && !of_up) {
-    any |= lost(value<T>(d.aux, row, col));
+  if (gemm::wants_bits(d.call.problem)) any |= !bit(d.call.aux, row, col);
+  if (is_forward(d) && d.call.aux.data != nullptr && !is_mask(d) && !of_up) {
+    any |= lost(value<T>(d.call.aux, row, col));
   }
-  if (d.up.preactivation != nullptr && (of_up || operand == left)) {
-    any |= lost_at(d.up.preactivation, row * d.aux.ld + col);
+  if (d.call.up.preactivation != nullptr && (of_up || operand == left)) {
+    any |= lost_at(d.call.up.preactivation, row * d.call.aux.ld + col);
   }
-  if (const auto& g = d.gating; g.up != nullptr) {
-    if (operand != up) any |= lost_at(g.grad_up, row * d.result.ld + col);
-    if (operand == up || operand == saved) any |= lost_at(g.hidden, row * d.result.cols + col);
+  if (const auto& g = d.call.gating; g.up != nullptr) {
+    if (operand != up) any |= lost_at(g.grad_up, row * d.call.result.ld + col);
+    if (operand == up || operand == saved) any |= lost_at(g.hidden, row * d.call.result.cols + col);
   }
   // A weight gradient's bias gradient sums the left operand itself.
-  if (d.sums != nullptr && (d.sums_results || operand == left)) {
-    any |= lost_at(d.sums, d.sums_results ? col : row);
+  if (sums_of(d) != nullptr && (sums_results(d) || operand == left)) {
+    any |= lost_at(sums_of(d), sums_results(d) ? col : row);
   }
   return any;
 }
@@ -343,8 +359,8 @@ __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64
 template <typename T>
 __global__ void lost_kernel(TrialData d, Mark mark, TrialErrors* errors) {
   const bool columns = by_columns(mark.operand);
-  const int64_t lines = columns ? d.result.cols : d.result.rows;
-  for_all(columns ? d.result.rows : d.result.cols, [&](int64_t i) {
+  const int64_t lines = columns ? d.call.result.cols : d.call.result.rows;
+  for_all(columns ? d.call.result.rows : d.call.result.cols, [&](int64_t i) {
     for (int n = 0; n < most_lines; ++n) {
       const int64_t line = line_of(n, lines);
       const bool lost = columns ? is_lost<T>(d, mark, i, line) : is_lost<T>(d, mark, line, i);
@@ -384,7 +400,7 @@ void put(const Mark& mark, gemm::Type type, const Matrix& matrix, cudaStream_t s
 
 void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream) {
   const int samples = samples_of(data);
-  with_type(data.type, [&](auto element) {
+  with_type(data.call.problem.matmul.type, [&](auto element) {
     launch(exact_kernel<decltype(element)>, int64_t{samples} * warp, stream, data, samples, exact);
   });
 }
@@ -392,18 +408,19 @@ void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream) {
 void add_errors(const TrialData& data, const Exact* exact, TrialErrors* errors,
                 cudaStream_t stream) {
   const int samples = samples_of(data);
-  with_type(data.type, [&](auto element) {
+  with_type(data.call.problem.matmul.type, [&](auto element) {
     using T = decltype(element);
     launch(elements_kernel<T>, samples, stream, data, samples, exact, errors);
-    if (data.sums == nullptr) return;
-    const auto sums = static_cast<int>(std::min<int64_t>(data.summed.cols, most_samples));
+    if (is_forward(data) || data.call.bias == nullptr) return;
+    const auto sums =
+        static_cast<int>(std::min<int64_t>(gemm::summed(data.call).cols, most_samples));
     launch(sums_kernel<T>, int64_t{sums} * warp, stream, data, sums, errors);
   });
 }
 
 void add_lost(const Mark& mark, const TrialData& data, TrialErrors* errors, cudaStream_t stream) {
-  const auto length = by_columns(mark.operand) ? data.result.rows : data.result.cols;
-  with_type(data.type, [&](auto element) {
+  const auto length = by_columns(mark.operand) ? data.call.result.rows : data.call.result.cols;
+  with_type(data.call.problem.matmul.type, [&](auto element) {
     launch(lost_kernel<decltype(element)>, length, stream, data, mark, errors);
   });
 }

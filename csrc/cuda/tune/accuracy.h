@@ -3,8 +3,8 @@
 // The kernels of a trial: synthetic operands, exact results of some elements in fp64, and how far a
 // pass's results are from them.
 
-#include "core/activation.h"
 #include "cuda/tune/error_unit.h"
+#include "gemm/pass_call.h"
 #include "plans/select.h"
 
 #include <cuda_runtime_api.h>
@@ -13,27 +13,10 @@ namespace fused::cuda::tune {
 
 // A pass on synthetic operands, as it has been run.
 struct TrialData {
-  gemm::Type type = gemm::Type::f32;
-  gemm::Matrix left, right, result;
-  bool adds = false;     // the product to the result, which the exact ones are taken of before
-  bool is_wide = false;  // the result is in fp32
-  bool forward = true;   // result = act(left · right + bias), else
-  Activation activation = Activation::none;  // result = left · right · act'(aux)
-  const void* bias = nullptr;                // [cols]; forward only
-  // Backward: read. Forward: written, if at all: the pre-activation, or the mask.
-  gemm::Matrix aux;
-  bool mask = false;
-  bool of_result = false;    // the mask's bits tell where the result is not <= 0
-  gemm::Gating gating;       // backward: up null where there is none
-  gemm::Up up;               // forward: weight null where there is none,
-  gemm::Matrix right_of_up;  // and that as an operand
-  // Backward: column sums of a matrix, if they are there.
-  gemm::Matrix summed;
-  const void* sums = nullptr;
-  bool sums_results = false;  // the matrix is the result, and may have been summed unrounded
+  gemm::PassCall call;
   Roundoff unit;
-  bool of_sum = false;    // errors are counted in the sum's unit, whatever is behind it
   double sign_error = 0;  // of a sum, as a part of Σ|aₖbₖ|: a mask's bit may be either below it
+  bool of_sum = false;    // errors are counted in the sum's unit, whatever is behind it
 };
 
 // Of one sampled element: what comes before the activation, and Σ|aₖbₖ| + |bias|; the same of up.

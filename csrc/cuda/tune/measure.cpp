@@ -47,7 +47,8 @@ std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_r
   for (const auto& strategy : gemm::strategies) {
     if (gemm::objection(call.problem, strategy, available(call.problem))) continue;
     const bool of_library = strategy.provider == Provider::cublaslt;
-    if (of_library && call.problem.literal && by_rule != nullptr && &strategy != by_rule) continue;
+    if (of_library && call.problem.library_only && by_rule != nullptr && &strategy != by_rule)
+      continue;
     for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
       result.push_back(candidate(call, strategy, algorithm));
     }
@@ -119,7 +120,7 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
                                 const char* what) {
   const Clock clock;
   const auto bytes = workspace_of(candidates);
-  const Scratch workspace(std::max<int64_t>(bytes, 1));
+  const DriverMemory workspace(std::max<int64_t>(bytes, 1));
   if (workspace.data() == nullptr) return std::nullopt;
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   // On the call's own operands, into its own results, which the call itself writes afterwards.
@@ -138,7 +139,7 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   for (const size_t i : order) {
     const bool needed = i == field.incumbent || i == yardstick;
     const bool wanted =
-        !call.problem.literal || candidates[i].decision.strategy == incumbent.strategy;
+        !call.problem.library_only || candidates[i].decision.strategy == incumbent.strategy;
     const bool in_time = clock() < share * budget_for(call);
     field.eligible[i] = (wanted && (needed || in_time) && stopwatch.once(i));
   }
@@ -170,7 +171,7 @@ PassCall shortened(const PassCall& call) {
       static_cast<double>(call.problem.pass == Pass::wgrad ? call.result.rows : call.left.cols);
   const auto most = std::max<int64_t>(256, static_cast<int64_t>(operations / per_token));
   PassCall own = call;
-  if (call.right.data == nullptr || gemm::tokens_of(call.problem) <= most) return own;
+  if (gemm::tokens_of(call.problem) <= most) return own;
   if (call.problem.pass == Pass::wgrad) {
     own.left.cols = own.right.rows = own.problem.matmul.k = most;
   } else {
@@ -190,8 +191,8 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
 
   auto call = shortened(whole);
   // What is there must not be added to by every run.
-  std::optional<Scratch> result;
-  if (call.adds) {
+  std::optional<DriverMemory> result;
+  if (call.problem.matmul.adds) {
     result.emplace(call.result.rows * call.result.ld *
                    size_of(gemm::result_type(call.problem.matmul)));
     call.result.data = result->data();

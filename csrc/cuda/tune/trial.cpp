@@ -104,7 +104,7 @@ class Trial::Errors {
       for (const bool infinite : {false, true}) {
         const Mark mark{read.operand, infinite};
         if (infinite && read.operand != Operand::bias) continue;
-        if (is_literal() && (infinite || read.operand != Operand::left)) continue;
+        if (is_library_only() && (infinite || read.operand != Operand::left)) continue;
         put(mark, end.call.problem.matmul.type, read.matrix, stream);
         operands_.renew_result(end.call, /*seed=*/0);
         if (!run(end).value_or(false)) return false;
@@ -116,10 +116,10 @@ class Trial::Errors {
   }
 
   // What the library does behind a product is as it is, where its epilogues are asked for.
-  bool is_literal() const { return operands_.ends().front().call.problem.literal; }
+  bool is_library_only() const { return operands_.ends().front().call.problem.library_only; }
   TrialData described(const PassCall& call) const {
     auto data = describe(call);
-    data.of_sum = is_literal();
+    data.of_sum = is_library_only();
     return data;
   }
 
@@ -165,7 +165,7 @@ std::optional<Verdict> Trial::known(const plans::Decision& decision) const {
 Verdict Trial::judge_layers(const plans::Decision& decision) {
   plans::Decision alone;
   alone.strategy = gemm::find_strategy(gemm::Pass::fprop, decision.strategy->name);
-  for (const auto& layer : call_.layers) {
+  for (const auto& layer : *call_.layers) {
     const auto bucket = gemm::bucket_of(layer.problem, bucket_.matmul.device);
     Trial trial(layer, bucket);
     const auto verdict = trial.judge(alone);
@@ -176,7 +176,7 @@ Verdict Trial::judge_layers(const plans::Decision& decision) {
 }
 
 Verdict Trial::judge(const plans::Decision& decision) {
-  if (!call_.layers.empty()) return judge_layers(decision);
+  if (call_.layers != nullptr) return judge_layers(decision);
   if (const auto verdict = known(decision)) return *verdict;
   auto verdict = Verdict::failed;
   try {

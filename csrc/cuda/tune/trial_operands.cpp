@@ -1,7 +1,6 @@
 #include "cuda/tune/trial_operands.h"
 
 #include "cuda/hopper/hopper.h"
-#include "cuda/runtime/gated_steps.h"
 
 #include <ATen/cuda/CUDAContext.h>
 
@@ -21,10 +20,8 @@ int64_t stored_cols(const Matrix& m) { return m.transposed ? m.rows : m.cols; }
 // As many rows of the result as take a fraction of a millisecond, on a GPU of today.
 int64_t rows_enough(const PassCall& call) {
   const double operations = size_of(call.problem.matmul.type) == 2 ? 1e11 : 1e10;
-  constexpr int64_t as_if = 64;  // for an element that is no sum
-  const int64_t inner = call.right.data == nullptr ? as_if : call.left.cols;
   const double per_row = 2.0 * static_cast<double>(call.result.cols) *
-                         static_cast<double>(std::max<int64_t>(inner, 1));
+                         static_cast<double>(std::max<int64_t>(call.left.cols, 1));
   return std::max<int64_t>(256, std::bit_floor(static_cast<uint64_t>(operations / per_row) + 1));
 }
 
@@ -73,8 +70,6 @@ PassCall resized(const PassCall& call, int64_t tokens, int64_t most_rows) {
   return own;
 }
 
-Matrix right_of_up(const PassCall& call) { return of_up(call).right; }
-
 // Of a sum whose products are exact, as a part of the sum of their magnitudes; generously.
 double sign_error(const gemm::Problem& matmul) {
   if (matmul.type == gemm::Type::f64) return 0x1p-46;
@@ -94,8 +89,8 @@ int64_t aux_bytes(const PassCall& call) {
   if (call.aux.data == nullptr) return 0;
   const auto& p = call.problem;
   const int64_t element = size_of(p.matmul.type);
-  const int64_t row = p.mask ? std::max(call.aux.ld, p.matmul.ld_aux / 8)
-                             : std::max(call.aux.ld, p.matmul.ld_aux) * element;
+  const int64_t row = p.keeps == Keeps::values ? std::max(call.aux.ld, p.matmul.ld_aux) * element
+                                               : std::max(call.aux.ld, p.matmul.ld_aux / 8);
   return call.aux.rows * row;
 }
 
@@ -103,105 +98,88 @@ int64_t aux_bytes(const PassCall& call) {
 
 // ---- memory ------------------------------------------------------------------------------------
 
-TrialOperands::Memory::Memory(int64_t bytes) : scratch(bytes) {
-  if (scratch.data() == nullptr) instead.emplace(bytes);
-}
-
-char* TrialOperands::Memory::data() const {
-  return scratch.data() ? scratch.data() : static_cast<char*>(instead->data());
+void* TrialOperands::Arena::take(int64_t size, int64_t offset) {
+  const auto begin = bytes + offset;
+  bytes += (size + offset + 511) / 512 * 512;
+  return memory + begin;
 }
 
 TrialOperands::TrialOperands(const PassCall& call) : stream_(at::cuda::getCurrentCUDAStream()) {
   const auto ends_of_bucket = bucket_ends(call);
   const auto enough = rows_enough(call);
-  places_ = lay_out(resized(call, ends_of_bucket.back().tokens, enough));
-  memory_.emplace(places_.bytes);
+  const auto largest = resized(call, ends_of_bucket.back().tokens, enough);
+  const auto take_common = [&](Arena& arena) {
+    exact_ = static_cast<Exact*>(
+        arena.take(most_ends * most_seeds * most_samples * int64_t{sizeof(Exact)}));
+    errors_ = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
+    const auto of_library = largest.problem.matmul.workspace_limit;
+    workspace_ = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
+  };
+  Arena counted;
+  take_common(counted);
+  place(largest, true, counted);
+  memory_.emplace(counted.bytes);
+  if (memory_->data() == nullptr) instead_.emplace(counted.bytes);
+  char* const memory = instead_ ? static_cast<char*>(instead_->data()) : memory_->data();
+  Arena common{memory};
+  take_common(common);
   int64_t elements = 0;
   for (const auto& [tokens, needed] : ends_of_bucket) {
-    auto own = resized(call, tokens, enough);
-    if (!ends_.empty() && own.problem.matmul == ends_.back().call.problem.matmul) break;
-    place(own);
-    ends_.push_back({own, for_eager(own), needed});
-    elements += std::min<int64_t>(own.result.rows * own.result.cols, most_samples);
+    const auto at_end = resized(call, tokens, enough);
+    const auto& matmul = at_end.problem.matmul;
+    if (!ends_.empty() && matmul == ends_.back().call.problem.matmul) break;
+    Arena arena = common;
+    ends_.push_back(place(at_end, needed, arena));
+    elements += std::min<int64_t>(at_end.result.rows * at_end.result.cols, most_samples);
   }
   seeds_ = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
 }
 
-Exact* TrialOperands::exact(size_t end, int64_t seed) const {
-  auto* values = reinterpret_cast<Exact*>(at(places_.exact));
-  return values + (end * most_seeds + seed) * most_samples;
-}
-
-TrialErrors* TrialOperands::errors() const {
-  return reinterpret_cast<TrialErrors*>(at(places_.errors));
-}
-
-void* TrialOperands::workspace() const { return at(places_.workspace); }
-
-TrialOperands::Places TrialOperands::lay_out(const PassCall& call) {
-  Places places;
-  const int64_t element = size_of(call.problem.matmul.type);
-  const auto take = [&places](int64_t bytes) {
-    const auto begin = places.bytes;
-    places.bytes += (bytes + 1023) / 512 * 512;  // and room for the operand's alignment
-    return begin;
+TrialOperands::End TrialOperands::place(PassCall call, bool needed, Arena& arena) {
+  const auto& p = call.problem;
+  const auto& matmul = p.matmul;
+  const int64_t element = size_of(matmul.type), result_element = size_of(result_type(matmul));
+  // No better aligned than the user's.
+  const auto take = [&](int64_t bytes, bool is_aligned = true) {
+    return arena.take(bytes, is_aligned ? 16 : element);
   };
-  places.left = take(bytes_of(call.left, element));
-  places.right = take(call.right.data ? bytes_of(call.right, element) : 0);
-  places.result = take(bytes_of_result(call));
-  places.aux = take(aux_bytes(call));
-  // A mask's columns are bytes, the values that are made of it for eager are the result's.
-  places.dense = take(call.aux.data ? call.result.rows * call.result.cols * element : 0);
-  places.bias = take(std::max(call.result.rows, call.result.cols) * element);
-  const auto of_gating = [&](int64_t ld) {
-    return take(call.gating.up ? call.result.rows * ld * element : 0);
-  };
-  places.up = of_gating(call.gating.ld_up);
-  places.grad_up = of_gating(call.result.ld);
-  places.hidden = of_gating(call.result.cols);
-  const bool has_up = call.up.weight != nullptr;
-  places.up_weight = take(has_up ? bytes_of(right_of_up(call), element) : 0);
-  places.up_bias = take(has_up && call.up.bias ? call.result.cols * element : 0);
-  places.up_z = take(has_up ? aux_bytes(call) : 0);
-  places.dense_up_z = take(has_up && call.aux.data ? bytes_of(call.result, element) : 0);
-  places.exact = take(most_ends * most_seeds * most_samples * sizeof(Exact));
-  places.errors = take(sizeof(TrialErrors));
-  places.workspace =
-      take(std::max(call.problem.matmul.workspace_limit, hopper::workspace_bytes(call.problem)));
-  return places;
-}
-
-void TrialOperands::place(PassCall& call) const {
-  const auto& matmul = call.problem.matmul;
-  call.left.data = at(places_.left, matmul.align_b);
-  if (call.right.data != nullptr) call.right.data = at(places_.right, matmul.align_a);
-  call.result.data = at(places_.result, matmul.align_d);
-  if (call.aux.data != nullptr) call.aux.data = at(places_.aux, matmul.align_aux);
-  if (call.bias != nullptr) call.bias = at(places_.bias, matmul.align_bias);
+  const int64_t of_aux = aux_bytes(call), of_dense = bytes_of(call.result, element);
+  const int64_t of_bias = std::max(call.result.rows, call.result.cols) * element;
+  call.left.data = take(bytes_of(call.left, element), matmul.aligned_b);
+  call.right.data = take(bytes_of(call.right, element), matmul.aligned_a);
+  call.result.data = arena.take(bytes_of_result(call), matmul.aligned_d ? 16 : result_element);
+  if (call.bias != nullptr) call.bias = take(of_bias, matmul.aligned_bias);
+  void *dense = nullptr, *dense_of_up = nullptr;
+  if (call.aux.data != nullptr) {
+    call.aux.data = take(of_aux, matmul.aligned_aux);
+    dense = take(of_dense);
+  }
   if (auto& up = call.up; up.weight != nullptr) {
-    up.weight = at(places_.up_weight, matmul.align_a);
-    if (up.bias != nullptr) up.bias = at(places_.up_bias, matmul.align_bias);
-    if (up.preactivation != nullptr) up.preactivation = at(places_.up_z, matmul.align_aux);
+    up.weight = take(bytes_of(right_of_up(call), element), matmul.aligned_a);
+    if (up.bias != nullptr) up.bias = take(of_bias, matmul.aligned_bias);
+    if (up.preactivation != nullptr) {
+      up.preactivation = take(of_aux, matmul.aligned_aux);
+      dense_of_up = take(of_dense);
+    }
   }
-  if (call.gating.up == nullptr) return;
-  call.gating = {at(places_.up), call.gating.ld_up, at(places_.grad_up), at(places_.hidden)};
-}
+  if (auto& gating = call.gating; gating.up != nullptr) {
+    const int64_t rows = call.result.rows * element;
+    gating = {take(rows * gating.ld_up), gating.ld_up, take(rows * call.result.ld),
+              take(rows * call.result.cols)};
+  }
 
-PassCall TrialOperands::for_eager(const PassCall& call) const {
-  PassCall own = call;
-  auto& p = own.problem;
-  p.literal = false;
-  if (gemm::wants_bits(p)) return own;  // made of its output
-  if (p.pass == Pass::fprop && p.mask) {
-    own.aux = {};
-    p.aux = false;
-  } else if (own.aux.data != nullptr && (p.mask || gemm::is_forward(p.pass))) {
-    own.aux = {call.aux.rows, call.result.cols, call.result.cols, false, at(places_.dense)};
-    if (own.up.preactivation != nullptr) own.up.preactivation = at(places_.dense_up_z);
-    p.matmul.ld_aux = own.aux.ld;
+  PassCall eager = call;
+  auto& q = eager.problem;
+  q.library_only = false;
+  if (p.pass == Pass::fprop && p.keeps == Keeps::mask) {
+    eager.aux = {}, q.keeps = Keeps::nothing;
+  } else if (!gemm::wants_bits(p) && dense != nullptr &&  // ReLU's bits are made of its output
+             (p.keeps == Keeps::mask || gemm::is_forward(p.pass))) {
+    eager.aux = {call.aux.rows, call.result.cols, call.result.cols, false, dense};
+    eager.up.preactivation = dense_of_up;
+    q.matmul.ld_aux = eager.aux.ld, q.keeps = Keeps::values;
   }
-  p.mask = false;
-  return own;
+  return {call, eager, needed};
 }
 
 // ---- values ------------------------------------------------------------------------------------
@@ -220,7 +198,7 @@ std::vector<TrialOperands::Read> TrialOperands::reads_of(const PassCall& call) {
     all.push_back({Operand::up_bias, vector(call.up.bias), 1});
   } else {
     const bool relu = call.problem.activation == Activation::relu;
-    if (!call.problem.mask) all.push_back({Operand::saved, call.aux, 3, relu});
+    if (call.problem.keeps == Keeps::values) all.push_back({Operand::saved, call.aux, 3, relu});
     all.push_back({Operand::up, along(call.gating.up, call.result.rows, call.gating.ld_up), 3});
   }
   std::erase_if(all, [](const Read& read) { return read.matrix.data == nullptr; });
@@ -235,7 +213,7 @@ void TrialOperands::fill_again(const Read& read, int64_t seed) const {
 
 void TrialOperands::renew_result(const PassCall& call, int64_t seed) const {
   const auto bytes = bytes_of_result(call);
-  if (!call.adds) {
+  if (!call.problem.matmul.adds) {
     C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream_));
     return;
   }
@@ -262,35 +240,14 @@ void TrialOperands::prepare(const End& end, int64_t seed) const {
   spoil(call.bias, std::max(call.result.rows, call.result.cols) * element);
   spoil(call.gating.grad_up, bytes_of(call.result, element));
   spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
-  if (call.aux.data == nullptr || !call.problem.mask) return;
+  if (call.problem.keeps != Keeps::mask) return;
   fill_bits(call.aux.data, aux_bytes(call), first_of(seed), stream_);
   spread_bits(call.problem.matmul.type, call.aux, end.eager.aux, stream_);
 }
 
 TrialData describe(const PassCall& call) {
-  const auto& p = call.problem;
-  TrialData data;
-  data.type = p.matmul.type;
-  data.adds = call.adds, data.is_wide = p.matmul.to_f32;
-  data.left = call.left, data.right = call.right, data.result = call.result;
-  data.forward = gemm::is_forward(p.pass), data.activation = p.activation;
-  data.mask = p.mask;
-  if (data.forward) {
-    data.bias = call.bias;
-    data.of_result = gemm::wants_bits(p);
-    if (p.aux || data.of_result) data.aux = call.aux;
-    if (call.up.weight != nullptr) data.right_of_up = right_of_up(call);
-    data.up = call.up;
-  } else {
-    data.aux = call.aux;
-    data.gating = call.gating;
-    data.sums = call.bias;
-    data.summed = summed(call);
-    data.sums_results = p.pass != Pass::wgrad;
-  }
-  data.unit = Roundoff(data.type);
-  data.sign_error = sign_error(p.matmul);
-  return data;
+  const auto& matmul = call.problem.matmul;
+  return {call, Roundoff(matmul.type), sign_error(matmul)};
 }
 
 }  // namespace fused::cuda::tune

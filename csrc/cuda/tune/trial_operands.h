@@ -51,35 +51,32 @@ class TrialOperands {
   void renew_result(const PassCall& call, int64_t seed) const;
 
   // Room for an end's exact results, for errors, and for algorithms.
-  Exact* exact(size_t end, int64_t seed) const;
-  plans::TrialErrors* errors() const;
-  void* workspace() const;
+  Exact* exact(size_t end, int64_t seed) const {
+    return exact_ + (static_cast<int64_t>(end) * most_seeds + seed) * most_samples;
+  }
+  plans::TrialErrors* errors() const { return errors_; }
+  void* workspace() const { return workspace_; }
 
  private:
-  // Memory from the driver, or else from PyTorch's allocator, which may hold all that there is.
-  struct Memory {
-    explicit Memory(int64_t bytes);
-    char* data() const;
-    Scratch scratch;
-    std::optional<Workspace> instead;
-  };
-  struct Places {
-    int64_t left, right, result, aux, dense, bias, up, grad_up, hidden, up_weight, up_bias, up_z,
-        dense_up_z, exact, errors, workspace, bytes = 0;
+  // Hands out parts of a piece of memory; of none it only counts the bytes.
+  struct Arena {
+    char* memory = nullptr;
+    int64_t bytes = 0;
+
+    // No better aligned than at `offset` behind a multiple of 512.
+    void* take(int64_t size, int64_t offset = 0);
   };
 
-  static Places lay_out(const PassCall& call);
-  char* at(int64_t place) const { return memory_->data() + place; }
-  // No better aligned than the user's.
-  void* at(int64_t place, uint8_t alignment) const {
-    return at(place) + (alignment < 8 ? int64_t{1} << alignment : 0);
-  }
-  void place(PassCall& call) const;
-  PassCall for_eager(const PassCall& call) const;
+  // Gives an end of the problem, of these sizes, its places.
+  End place(PassCall call, bool needed, Arena& arena);
 
   c10::cuda::CUDAStream stream_;
-  Places places_;
-  std::optional<Memory> memory_;
+  // From the driver, or else from PyTorch's allocator, which may hold all that there is.
+  std::optional<DriverMemory> memory_;
+  std::optional<Workspace> instead_;
+  Exact* exact_ = nullptr;
+  plans::TrialErrors* errors_ = nullptr;
+  void* workspace_ = nullptr;
   std::vector<End> ends_;
   int64_t seeds_ = 1;
 };

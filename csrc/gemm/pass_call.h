@@ -1,0 +1,64 @@
+#pragma once
+
+// A pass of a layer with its operands, as matrices.
+
+#include "gemm/pass_problem.h"
+#include "gemm/strategy.h"
+
+#include <vector>
+
+namespace fused::gemm {
+
+struct PassCall {
+  PassProblem problem;
+  Matrix left, right;  // of the product, as meant
+  Matrix result;       // rows of unit stride
+  Matrix aux;          // forward: what is kept is written there; backward: what act' is read from
+  void* bias;          // read forward, its gradient written backward; or nullptr
+  Gating gating = {};
+  Up up = {};
+  bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided
+  const std::vector<PassCall>* layers = nullptr;  // of a chain
+};
+
+constexpr Matrix transposed(const Matrix& m) {
+  return {m.cols, m.rows, m.ld, !m.transposed, m.data};
+}
+
+// The matrix whose column sums are the pass's bias gradient. A weight gradient's left operand is
+// dz, transposed.
+constexpr Matrix summed(const PassCall& call) {
+  return call.problem.pass == Pass::wgrad ? transposed(call.left) : call.result;
+}
+
+constexpr Matrix right_of_up(const PassCall& call) {
+  auto right = call.right;
+  right.data = const_cast<void*>(call.up.weight), right.ld = call.up.ld;
+  return right;
+}
+
+// The call of up's product, whose pre-activation is its aux as gate's is of `call`.
+constexpr PassCall of_up(PassCall call) {
+  call.right = right_of_up(call);
+  call.bias = const_cast<void*>(call.up.bias);
+  call.aux.data = call.up.preactivation;
+  return call;
+}
+
+// Where the matrix product leaves its result: the pre-activation, if it is kept, is not overwritten
+// by the activation.
+inline const Matrix& matmul_result(const PassCall& call, const Strategy& strategy) {
+  const auto& p = call.problem;
+  const bool apart = !strategy.fuses_activation &&
+                     (p.pass == Pass::glu || (p.pass == Pass::fprop && writes_aux(p)));
+  return apart ? call.aux : call.result;
+}
+
+// The product's operands under a strategy.
+inline Operands operands_of(const PassCall& call, const Strategy& strategy) {
+  return {call.right.data, call.left.data, matmul_result(call, strategy).data,
+          call.bias,       call.aux.data,  call.gating,
+          call.up};
+}
+
+}  // namespace fused::gemm
