@@ -9,6 +9,8 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <vector>
+
 namespace {
 
 using namespace fused;
@@ -16,7 +18,7 @@ using namespace fused::cuda;
 using plans::TrialErrors;
 
 struct Case {
-  at::IntArrayRef image, weight;
+  std::vector<int64_t> image, weight;
   int64_t stride = 1, padding = 0, dilation = 1, groups = 1;
 };
 

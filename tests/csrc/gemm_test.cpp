@@ -185,8 +185,8 @@ const Problem sample{0,          90,         Epilogue::relu_bias,
                      true,       false,      64,
                      32,         16,         16,
                      16,         64,         128,
-                     8,          8,          8,
-                     8,          8,          1 << 20};
+                     true,       true,       true,
+                     true,       true,       1 << 20};
 
 // Every field is part of the key.
 std::vector<Problem> variations() {

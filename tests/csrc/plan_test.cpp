@@ -438,9 +438,10 @@ void the_budget_is_kept() {
 void long_laps_are_fewer() {
   // Each is told apart by its first, so that another lap of the slower ones is none too few.
   Track quick{{100, 110, 120, 150}}, slow{{1000, 1100, 1200, 1500}};
-  TuningRules none_left;
-  none_left.budget_us = 0;
-  EXPECT(quick.run(0, none_left).rounds == 3 && slow.run(0, none_left).rounds == 2);
+  TuningRules rules;
+  rules.budget_us = 10;
+  quick.lap_cost = 4, slow.lap_cost = 6;  // over the budget after as many laps as are least
+  EXPECT(quick.run(0, rules).rounds == 3 && slow.run(0, rules).rounds == 2);
   EXPECT(quick.rounds[2] == 2 && quick.rounds[3] == 2);
   EXPECT(slow.rounds[1] == 2 && slow.rounds[2] == 1 && slow.rounds[3] == 1);
   EXPECT((Track{{1000, 900, 1200}}.winner(0)) == 1);
