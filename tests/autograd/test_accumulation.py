@@ -441,6 +441,7 @@ def test_another_stream_is_torchs(cuda):
     layer = tfl.FusedLinearReLU(16, 16, device=cuda)
     x = torch.ones(4, 16, device=cuda)
     layer(x).sum().backward()
+    _kept = layer(x)  # the nodes that accumulate stay, and their stream with them
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with tfl.accumulate_gradients(layer), tfl.explain() as report, torch.cuda.stream(side):

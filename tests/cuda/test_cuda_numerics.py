@@ -72,7 +72,7 @@ NEW_SWITCH = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from helpers import LINEAR, random_case
+from operators import LINEAR
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors
 
 import torch_fused_linear as tfl

@@ -41,6 +41,8 @@ def built(cuda):
 
 
 def is_ours(plan):
+    if plan.what == "chain":
+        return "layers"
     is_product = plan.what in ("fprop", "dgrad", "gating", "glu")
     is_gate_of_relu = plan.what in ("gating", "glu") and plan.activation == "relu"
     return is_product and plan.activation != "none" and not plan.mask and not is_gate_of_relu

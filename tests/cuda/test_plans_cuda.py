@@ -442,7 +442,7 @@ def test_an_unaligned_view_has_plans_of_its_own():
         assert_same([GELU_TANH.call(x, w, b)], [GELU_TANH.eager(x, w, b)])
         assert_same([GELU_ERF.call(x, w, b)], [GELU_ERF.eager(x, w, b)])
         assert_same([LINEAR.call(x, w, b)], [LINEAR.eager(x, w, b)])
-    assert len(lines("measured")) == 9
+    assert len(lines("measured")) == 6  # for both that are not aligned the same
 
 
 @pytest.mark.parametrize("name", ["auto", "cublaslt"])

@@ -51,21 +51,25 @@ def write_forced(step, path, strategy, takes, algorithm=0):
     """A file of step's plans, as they are measured, where those that `takes` says yes to are of
     that strategy, or of the one that it names."""
     plans.clear()
-    step()
-    plans.save(path)
-    _, *lines, _ = path.read_text().splitlines()
-    for i, line in enumerate(lines):
-        *origin, plan = line.split("\t")
-        words = plan.split(" ")
-        taken = takes(
-            Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[4] in ("2", "3"))
-        )
-        if taken:
-            words[0] = taken if isinstance(taken, str) else strategy
-            words[ALGORITHM] = [str(algorithm), *"0000000"]
-            lines[i] = "\t".join([*origin, " ".join(words)])
-    path.write_text(file_text(*lines))
-    plans.clear()
+    known = 0
+    while True:  # what is forced may lead to further problems
+        step()
+        plans.save(path)
+        _, *lines, _ = path.read_text().splitlines()
+        for i, line in enumerate(lines):
+            *origin, plan = line.split("\t")
+            words = plan.split(" ")
+            problem = PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[4] in ("2", "3")
+            if taken := takes(Plan(*problem)):
+                words[0] = taken if isinstance(taken, str) else strategy
+                words[ALGORITHM] = [str(algorithm), *"0000000"]
+                lines[i] = "\t".join([*origin, " ".join(words)])
+        path.write_text(file_text(*lines))
+        plans.clear()
+        if len(lines) == known:
+            return
+        known = len(lines)
+        plans.load(path)
 
 
 def run_with(path, step):

@@ -26,6 +26,7 @@ Launch kernel_for(const PassProblem& p) {
     case Pass::glu:
       return kernel_of<Kind::glu, type, transposed>(p.activation);
     case Pass::wgrad:
+    case Pass::chain:
       break;
   }
   return nullptr;

@@ -320,6 +320,14 @@ __global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   if (sums_results(d)) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
+// Where act' is 0, whatever else is multiplied; elsewhere it is by chance alone.
+template <typename T>
+__device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
+  if (d.call.aux.data == nullptr || activation_of(d) == Activation::none) return false;
+  if (is_mask(d)) return !bit(d.call.aux, row, col);
+  return gradient(activation_of(d), 1, value<T>(d.call.aux, row, col)) == 0;
+}
+
 // Whether a mark of the operand did not reach what is made of this element.
 template <typename T>
 __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64_t col) {
@@ -330,12 +338,11 @@ __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64
   };
   const auto is_zero = [&](int64_t c) { return value<T>(d.call.result, row, c) == 0; };
   const auto operand = mark.operand;
-  if (!is_forward(d) && activation_of(d) == Activation::relu) {
+  if (!is_forward(d) && operand == saved && activation_of(d) == Activation::relu) {
     // Where the output is NaN the gradient passes; a single product may be 0 all the same.
-    if (operand == saved) return is_zero(col) && is_zero((col + 1) % d.call.result.cols);
-    const bool passes = is_mask(d) ? bit(d.call.aux, row, col) : value<T>(d.call.aux, row, col) > 0;
-    if (!passes) return false;
+    return is_zero(col) && is_zero((col + 1) % d.call.result.cols);
   }
+  if (!is_forward(d) && operand != saved && stops_gradient<T>(d, row, col)) return false;
   const bool of_up = operand == up_weight || operand == up_bias;
   bool any = lost(result_of<T>(d, row, col));
   if (gemm::wants_bits(d.call.problem)) any |= !bit(d.call.aux, row, col);
