@@ -5,18 +5,16 @@ eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and `
 eager mode they take a microsecond less than ``torch.ops`` does.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._jit_internal import BroadcastingList2
 from torch.compiler import is_dynamo_compiling
-from torch.jit import is_scripting
+from torch.jit._builtins import _register_builtin
 
 from . import subclasses
+from ._arguments import Activation, Approximate, Memory
 from ._library import direct
-from .activations import ACTIVATIONS
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,18 +39,17 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: shapes, dtypes or devices do not fit: as torch's own function raises it.
         NotImplementedError: torch's own has no kernel for a dtype or layout either.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear(input, weight, bias)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear", None, input, weight, bias)
+    if not is_dynamo_compiling():
+        result = direct.linear(input, weight, bias)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear", input, weight, bias)
     return torch.ops.fused.linear(input, weight, bias)
 
 
 def linear_relu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
 
@@ -78,13 +75,12 @@ def linear_relu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_relu(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear_relu", F.relu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_relu(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_relu", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -92,8 +88,9 @@ def linear_gelu(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    approximate: str = "tanh",
-    memory: str = "default",
+    *,
+    approximate: Approximate = "tanh",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
 
@@ -125,19 +122,18 @@ def linear_gelu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_gelu(input, weight, bias, approximate, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            gelu = partial(F.gelu, approximate=approximate)
-            return subclasses.layer("linear_gelu", gelu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_gelu(input, weight, bias, approximate, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        how = {"approximate": approximate, "memory": memory}
+        return subclasses.layer("linear_gelu", input, weight, bias, **how)
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
 def linear_silu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
 
@@ -160,18 +156,17 @@ def linear_silu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_silu(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear_silu", F.silu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_silu(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_silu", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_silu(input, weight, bias, memory=memory)
 
 
 def linear_relu2(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
 
@@ -195,14 +190,12 @@ def linear_relu2(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_relu2(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            relu2 = ACTIVATIONS["relu2"]
-            return subclasses.layer("linear_relu2", relu2, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_relu2(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_relu2", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_relu2(input, weight, bias, memory=memory)
 
 
@@ -210,8 +203,9 @@ def mlp(
     input: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    activation: str = "relu",
-    memory: str = "default",
+    activation: Activation = "relu",
+    *,
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies linear layers in a chain, with the activation between them and none after the last.
 
@@ -244,13 +238,12 @@ def mlp(
         ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
             of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.mlp(input, weights, biases, activation, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, [input, *weights, *biases])):
-            return subclasses.mlp(input, weights, biases, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.mlp(input, weights, biases, activation, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, [input, *weights, *biases])):
+        return subclasses.mlp(input, weights, biases, activation, memory=memory)
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
@@ -260,8 +253,9 @@ def linear_glu(
     up: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
-    activation: str = "silu",
-    memory: str = "default",
+    *,
+    activation: Activation = "silu",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
     (xW_\text{up}^T + b_\text{up})`, a gated linear unit.
@@ -301,13 +295,13 @@ def linear_glu(
         ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` cannot
             be halved or ``up_bias`` is given.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, gate, up, gate_bias, up_bias))):
-            return subclasses.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
+        if result is not None:
+            return result
+    tensors = (input, gate, up, gate_bias, up_bias)
+    if any(map(subclasses.is_foreign, tensors)):
+        return subclasses.linear_glu(*tensors, activation=activation, memory=memory)
     return torch.ops.fused.linear_glu(
         input, gate, up, gate_bias, up_bias, activation=activation, memory=memory
     )
@@ -321,8 +315,9 @@ def gated_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    memory: str = "default",
+    *,
+    activation: Activation = "silu",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
 
@@ -351,16 +346,15 @@ def gated_mlp(
     Raises:
         RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.gated_mlp(
-                input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
-            )
-            if result is not None:
-                return result
-        tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
-        if any(map(subclasses.is_foreign, tensors)):
-            return subclasses.gated_mlp(*tensors, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.gated_mlp(
+            input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
+        )
+        if result is not None:
+            return result
+    tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
+    if any(map(subclasses.is_foreign, tensors)):
+        return subclasses.gated_mlp(*tensors, activation=activation, memory=memory)
     return torch.ops.fused.gated_mlp(
         input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation, memory=memory
     )
@@ -370,9 +364,9 @@ def conv2d_relu(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: BroadcastingList2[int] = 1,
-    padding: BroadcastingList2[int] = 0,
-    dilation: BroadcastingList2[int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
     r"""Applies :math:`y = \max(\text{conv2d}(x, W) + b, 0)`.
@@ -407,26 +401,26 @@ def conv2d_relu(
     """
     stride, padding = _pair("stride", stride), _pair("padding", padding)
     dilation = _pair("dilation", dilation)
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+    if not is_dynamo_compiling():
+        result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
     return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _pair(name: str, value: BroadcastingList2[int]) -> list[int]:
-    # TorchScript has made a list of one number already
-    if is_scripting():
-        return value
-    return _two(name, value)
-
-
-def _two(name: str, value: int | list[int]) -> list[int]:
+def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     if isinstance(value, (int, torch.SymInt)):
         return [value, value]
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"conv2d_relu: {name} must be an int or two of them, got {value!r}")
     return list(value)
+
+
+# TorchScript takes the operators for them; it knows no arguments by name alone.
+for _function in (
+    *(linear, linear_relu, linear_gelu, linear_silu, linear_relu2),
+    *(mlp, linear_glu, gated_mlp, conv2d_relu),
+):
+    _register_builtin(_function, f"fused::{_function.__name__}")

@@ -72,3 +72,8 @@ class handover(Switch):
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)
+
+
+def get_handover() -> bool:
+    """Whether separate fused layers hand gradients over to each other."""
+    return torch.ops.fused._handover()

@@ -23,7 +23,7 @@ ROOT = Path(tfl.__file__).parents[1]
 
 
 def layers(x, w, b, v, c):
-    return tfl.linear(tfl.linear_gelu(tfl.linear_relu(x, w, b), v, c, "tanh"), w)
+    return tfl.linear(tfl.linear_gelu(tfl.linear_relu(x, w, b), v, c), w)
 
 
 def chain(x, w, b, v, c):

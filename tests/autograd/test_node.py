@@ -261,7 +261,7 @@ def test_second_derivatives_under_compiled_autograd(compiled, kind, fresh_compil
     """Of gradients asked for with create_graph, by some of the parameters or all."""
     calls = {
         "linear": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b), w[1], b),
-        "low": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b, "tanh", "low"), w[1], b),
+        "low": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b, memory="low"), w[1], b),
         "glu": lambda x, w, b: tfl.linear(tfl.linear_glu(x, w[0], w[1], b), w[2]),
         "block": lambda x, w, b: tfl.gated_mlp(x, *w, b, b, b),
         "mlp": lambda x, w, b: tfl.mlp(x, w, [b, None, b], "gelu_tanh"),

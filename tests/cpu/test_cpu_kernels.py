@@ -71,7 +71,9 @@ def test_which_way_is_taken():
     case = random_case(*SHAPES[0], torch.float32)
     assert paths(lambda: run(RELU.call, case)) == [
         f"{PRODUCT} + ATen activation",
-        " + ".join(["reference", PRODUCT, PRODUCT]),  # too few elements for one pass
+        " + ".join(
+            ["PyTorch's own (not fused)", PRODUCT, PRODUCT]
+        ),  # too few elements for one pass
     ]
     many = random_case(16_001, 40, 264, torch.float32)
     assert paths(lambda: run(GELU_ERF.call, many)) == [
@@ -80,7 +82,7 @@ def test_which_way_is_taken():
     ]
     assert paths(lambda: LINEAR.call(*case.inputs)) == [PRODUCT]
     few = random_case(32, 784, 1500, torch.float32)
-    assert paths(lambda: LINEAR.call(*few.inputs)) == ["reference"]
+    assert paths(lambda: LINEAR.call(*few.inputs)) == ["PyTorch's own (not fused)"]
 
 
 @needs_products
@@ -91,11 +93,11 @@ def test_switches_of_torch_are_obeyed():
         return paths(lambda: RELU.call(*case.inputs))
 
     with torch.backends.mkldnn.flags(enabled=False):
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
     finally:
         torch.set_float32_matmul_precision(before)
     matmul = torch.backends.mkldnn.matmul
@@ -103,18 +105,18 @@ def test_switches_of_torch_are_obeyed():
     try:
         for lower in ("tf32", "bf16"):  # which the older switch cannot tell, and says so
             matmul.fp32_precision = lower
-            assert path() == ["reference"]
+            assert path() == ["PyTorch's own (not fused)"]
     finally:
         matmul.fp32_precision = before
     cuda = torch.backends.cuda.matmul
     before = cuda.fp32_precision
     try:
         cuda.fp32_precision = "tf32"  # no concern of a CPU
-        assert path() != ["reference"]
+        assert path() != ["PyTorch's own (not fused)"]
     finally:
         cuda.fp32_precision = before
     with policy("eager"):
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
 
 
 @op_param
@@ -347,7 +349,9 @@ def test_one_pass_against_fp64(activation, dtype):
         grad, saved = gradient_case(shape, dtype)
         with tfl.explain() as report:
             dz, grad_bias = backward(grad, saved, activation)
-        assert report.calls[0].path == (ONE_PASS if dtype in ONE_PASS_DTYPES else "reference")
+        assert report.calls[0].path == (
+            ONE_PASS if dtype in ONE_PASS_DTYPES else "PyTorch's own (not fused)"
+        )
         with policy("eager"):
             torch_dz, torch_bias = backward(grad, saved, activation)
         eps = torch.finfo(dtype).eps

@@ -79,7 +79,8 @@ def test_meta_tells_shape_dtype_and_strides(dtype, device):
 
 def test_schema_and_registrations():
     schema = (
-        "fused::mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, "
+        "fused::mlp(Tensor input, Tensor[] weights, Tensor?[] biases, "
+        'str activation="relu", *, '
         'str memory="default") -> Tensor'
     )
     assert str(mlp.default._schema) == schema

@@ -224,5 +224,5 @@ def test_functional_forms(device):
     assert kept_bytes(layers) == net.hidden_bytes
     assert kept_bytes(lambda: tfl.mlp(x, w, b, "gelu_tanh", memory="low")) == net.hidden_bytes
     assert kept_bytes(lambda: tfl.linear_relu(x, w[0], memory="low")) == ROWS * 256 // 8
-    erf = tfl.linear_gelu(x, w[0], b[0], "none", "low")
+    erf = tfl.linear_gelu(x, w[0], b[0], approximate="none", memory="low")
     assert_same([erf], [GELU_ERF.eager(x, w[0], b[0])])

@@ -277,7 +277,7 @@ class Network(nn.Module):
 
     def forward(self, x):
         gate, up = self.last.weight.chunk(2)
-        h = tfl.linear_glu(self.block(x), gate, up, None, None, "gelu_tanh", self.memory)
+        h = tfl.linear_glu(self.block(x), gate, up, activation="gelu_tanh", memory=self.memory)
         return tfl.linear(h, gate[:, :5])
 
 

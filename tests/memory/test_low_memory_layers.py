@@ -59,7 +59,10 @@ def test_a_chain_of_layers():
     x = torch.randn(5, 6)
     assert saved_bytes(lambda: chain(x), list(chain.parameters())) == 4 * 5 * (6 + 8)
     assert "memory" not in repr(tfl.FusedMLP(6, 8, 4))
-    for make in (lambda m: tfl.FusedMLP(6, 4, memory=m), lambda m: chain.from_sequential(chain, m)):
+    for make in (
+        lambda m: tfl.FusedMLP(6, 4, memory=m),
+        lambda m: chain.from_sequential(chain, memory=m),
+    ):
         with pytest.raises(ValueError, match=r"FusedMLP.*memory must be .*got 'less'"):
             make("less")
 

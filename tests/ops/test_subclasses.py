@@ -27,7 +27,8 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "eager": lambda: tfl.set_policy("eager"),
 }
-ROW = "(no kernel: tensor subclass) + reference"
+NOT_FUSED = "PyTorch's own (not fused)"
+ROW = f"(no kernel: tensor subclass) + {NOT_FUSED}"
 
 
 @pytest.fixture(autouse=True)
@@ -178,15 +179,16 @@ def test_wrong_arguments_are_noticed():
         with pytest.raises(ValueError, match=r"activation must be 'relu', .*got 'swish'"):
             call(x, [Scaled(w)], [None], "swish")
     for call in (tfl.linear_gelu, torch.ops.fused.linear_gelu):
-        with pytest.raises(RuntimeError, match="approximate"):
-            call(x, Scaled(w), approximate="erf")
+        for weight in (w, Scaled(w)):
+            with pytest.raises(ValueError, match="approximate must be 'tanh' or 'none', got 'erf'"):
+                call(x, weight, approximate="erf")
 
 
 def test_modes_see_the_operator():
     """A mode is not a subclass: plain tensors under it run the operator."""
     with torch.device("cpu"), tfl.explain() as report:
         tfl.linear_relu(*arguments())
-    assert [row.path for row in report.calls] == ["reference"]
+    assert [row.path for row in report.calls] == [NOT_FUSED]
 
 
 @pytest.fixture

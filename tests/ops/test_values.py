@@ -253,7 +253,7 @@ def test_functional_forms_are_the_operators():
     assert torch.equal(tfl.linear(x, w, b), LINEAR.call(x, w, b))
     assert torch.equal(tfl.linear_relu(x, w, b), RELU.call(x, w, b))
     assert torch.equal(tfl.linear_gelu(x, w, b), GELU_TANH.call(x, w, b))
-    assert torch.equal(tfl.linear_gelu(x, w, b, "none"), GELU_ERF.call(x, w, b))
+    assert torch.equal(tfl.linear_gelu(x, w, b, approximate="none"), GELU_ERF.call(x, w, b))
     assert torch.equal(tfl.linear_gelu(input=x, weight=w, approximate="none"), GELU_ERF.call(x, w))
     assert torch.equal(torch.ops.fused.linear_gelu(x, w, b), GELU_TANH.call(x, w, b))
     torch.testing.assert_close(tfl.linear(x, w), F.linear(x, w))

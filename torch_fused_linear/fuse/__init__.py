@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..nn.linear import check_memory
+from .._arguments import check
 from .model import frozen_reason
 from .plain import MARK
 from .plan import Plan
@@ -89,7 +89,7 @@ def fuse_(
             f"fuse_: expected filter_fn(name, module) -> bool or None, got "
             f"{type(filter_fn).__name__}"
         )
-    check_memory("fuse_", memory)
+    check("fuse_", memory=memory)
     return Plan(model, filter_fn).apply(memory, dry_run)
 
 
