@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch_fused_linear.timing import Number
 # Slower than this part of eager's speed is called a loss; what is nearer may be noise.
 LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
-YARDSTICKS = ("mm", "linear", "conv")
+YARDSTICKS = ("mm", "linear", "conv", "copy")
 # What a way of ours is compared with; all others with eager.
 REFERENCES = {"compile+pass": "compile"}
 
@@ -29,7 +29,6 @@ class Record:
     unit: str  # "us" or "ms" per call, "MiB", or "B" for each element
     numbers: dict[str, Number] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    bytes_moved: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
     # Of whole models: blocks that fuse_ found, and operators that the pass put in.
     replaced: dict[str, int] = field(default_factory=dict)
@@ -50,17 +49,11 @@ class Record:
         return name in self.failed and REFERENCES.get(name, "eager") not in self.failed
 
     def fraction(self, name: str) -> float | None:
-        """The part that is reached of the speed of the bare products, or of a copy's bandwidth."""
-        if name not in self.numbers or name in ("copy", *YARDSTICKS):
+        """The part that is reached of the speed of the bare products."""
+        if name not in self.numbers or name in YARDSTICKS:
             return None
-        if "copy" in self.numbers:
-            return self.bandwidth(name) / self.bandwidth("copy")
         bare = [self.numbers[n].median for n in YARDSTICKS if n in self.numbers]
         return min(bare) / self.numbers[name].median if bare else None
-
-    def bandwidth(self, name: str) -> float:
-        """GB/s, bytes read and written."""
-        return self.bytes_moved[name] / self.numbers[name].median / 1e3
 
     def lost(self, name: str = "ours") -> bool:
         speedup = self.speedup(name)
@@ -80,7 +73,9 @@ class Record:
         if "conv" in case:
             case["conv"] = Convolution(**case["conv"])
         numbers = {name: Number(**number) for name, number in value.get("numbers", {}).items()}
-        return cls(**{**value, "case": Case(**case), "numbers": numbers})
+        known = {f.name for f in fields(cls)}  # of older files not all
+        rest = {key: held for key, held in value.items() if key in known}
+        return cls(**{**rest, "case": Case(**case), "numbers": numbers})
 
 
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:

@@ -54,5 +54,6 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {
 }
 
 
-def applies(name: str, activation: str) -> bool:
-    return activation == "gelu" or name not in ("flash-attn-fused", "apex")
+def fits(name: str, sizes: Sequence[int], activation: str) -> bool:
+    known = ("gelu",) if name in ("flash-attn-fused", "apex") else ("relu", "gelu")
+    return name in BLOCKS and len(sizes) == 3 and activation in known
