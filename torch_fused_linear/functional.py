@@ -1,8 +1,6 @@
-"""Functional forms, under the names of the operators.
+"""The operators ``torch.ops.fused.<name>`` as functions, a microsecond quicker in eager mode.
 
-Each is the operator ``torch.ops.fused.<name>``; use whichever reads better. All of them work in
-eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``. In
-eager mode they take a microsecond less than ``torch.ops`` does.
+They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` and in TorchScript.
 """
 
 from collections.abc import Sequence
@@ -20,12 +18,12 @@ from ._library import direct
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Applies :math:`y = xW^T + b`.
 
-    The same as :func:`torch.nn.functional.linear`. As the layer after a fused one it takes part in
-    the fused backward, which torch's own does not.
+    The same as :func:`torch.nn.functional.linear`. After a fused layer use this one: it takes part
+    in the fused backward.
 
-    What the kernels do not take (other dtypes and layouts, a one-dimensional weight, a bias that is
-    broadcast, nested and quantised tensors, any subclass of tensors) goes the way of torch's own
-    functions, with their result; :class:`explain` says so.
+    Where there is no kernel (other dtypes and layouts, a one-dimensional weight, a bias that is
+    broadcast, nested and quantised tensors, other subclasses of tensors) torch's own functions run;
+    :class:`explain` says so.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -54,13 +52,12 @@ def linear_relu(
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
 
     On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
-    :math:`y = 0` is 0 and NaN is passed on, as in torch; under
-    ``set_policy("cublaslt")`` the library's bit mask is used instead, whose gradient is 1 where
-    the pre-activation is exactly 0.
+    :math:`y = 0` is 0 and NaN is passed on, as in torch; under ``set_policy("cublaslt")`` the
+    gradient where the pre-activation is exactly 0 is 1, as the library's bit mask has it.
 
-    The backward keeps the output. With ``memory='low'`` it keeps one bit for each element, set by
-    torch's rule: less where nobody else keeps the output (dropout, pooling or a sum follows), more
-    where the next layer does, as a linear one.
+    The backward keeps the output. With ``memory='low'`` it keeps one bit for each element instead.
+    That is less where nothing else keeps the output (dropout, pooling or a sum follows), and more
+    where the next layer does, as a linear one does.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -94,19 +91,16 @@ def linear_gelu(
 ) -> Tensor:
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
 
-    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``, but note the
-    default: ``'tanh'``, the form that cuBLASLt computes in its epilogue, where torch's default is
-    ``'none'``. The exact form is computed exactly when asked for (product with bias, then one
-    kernel); neither is ever put in the place of the other. See
+    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``. Mind the
+    default: ``'tanh'``, which cuBLASLt computes in its epilogue; torch's default is ``'none'``.
+    Neither form is ever computed in the place of the other. See
     `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
 
-    The backward keeps the pre-activation :math:`z`, and the layer after keeps :math:`y`, its input:
-    two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu`,
-    :func:`linear_gelu` or :func:`linear_silu` with :math:`y` itself for input keeps nothing more,
-    and its backward computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its
-    dtype before the activation is applied, as in torch, and not inside of the product. What is
-    written to :math:`y` before that layer without a count of torch's (``y.data``, NumPy, DLPack,
-    its storage, collectives) goes unseen: docs/memory.md.
+    The backward keeps the pre-activation :math:`z`, and the layer after keeps its input :math:`y`:
+    two tensors, as in torch. With ``memory='low'`` a fused linear layer whose input is :math:`y`
+    itself does not keep it; its backward computes :math:`y` again from :math:`z`, bit for bit.
+    Writes to :math:`y` between the two layers that torch does not count (``y.data``, NumPy, DLPack,
+    its storage, collectives) are then not seen: docs/memory.md lists them.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -137,11 +131,11 @@ def linear_silu(
 ) -> Tensor:
     r"""Applies :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
 
-    Equivalent to ``F.silu(F.linear(input, weight, bias))``. cuBLASLt has no epilogue for SiLU (also
-    called Swish): on a GPU it is a product with bias, then one kernel.
+    Equivalent to ``F.silu(F.linear(input, weight, bias))``; SiLU is also called Swish. cuBLASLt has
+    no epilogue for it: on a GPU it is a product with bias, then one kernel, or on Hopper GPUs one
+    kernel of our own.
 
-    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
-    :func:`linear_gelu`, with the same writes that go unseen.
+    The backward keeps :math:`z`. ``memory='low'`` means what it means for :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -170,12 +164,11 @@ def linear_relu2(
 ) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
 
-    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``. On a GPU it is a product with
-    bias, then one kernel, or one kernel of ours for Hopper. The gradient where :math:`y = 0` is 0.
+    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``; done as :func:`linear_silu`.
     See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
 
-    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
-    :func:`linear_gelu`, with the same writes that go unseen.
+    The backward keeps :math:`xW^T + b`. ``memory='low'`` means what it means for
+    :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -215,13 +208,13 @@ def mlp(
             input = F.relu(F.linear(input, weight, bias))
         return F.linear(input, weights[-1], biases[-1])
 
-    As one operator it is one node of the graph: the backward applies every hidden layer's
-    activation derivative, and sums its bias gradient, together with the next layer's product
-    (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
+    It is one node of the graph. The backward applies every hidden layer's activation derivative,
+    and sums its bias gradient, together with the next layer's product (cuBLASLt's ``DRELU_BGRAD``
+    and ``DGELU_BGRAD``, or what is faster).
 
-    With ``memory='low'`` one tensor is kept for each hidden layer, not two: its output is
-    recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU keeps one in any
-    case, the output, or one bit for each element where the weight after it is frozen.
+    With ``memory='low'`` one tensor is kept for each hidden layer instead of two: the backward
+    computes its output again, bit for bit. ReLU keeps one in any case: the output, or where the
+    weight after it is frozen one bit for each element.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
@@ -264,18 +257,14 @@ def linear_glu(
 
         F.silu(F.linear(input, gate, gate_bias)) * F.linear(input, up, up_bias)
 
-    Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases;
-    of a weight with up's rows first pass the halves. Weights that lie next to each other in memory,
-    gate first, such as the halves of one, are multiplied with in one product.
-
-    The backward keeps the input and the two pre-activations. One pass over memory reads them with
-    the gradient that arrives, and writes both gradients and the biases' sums. See
+    Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases.
+    (Where up's rows come first pass the two halves.) Weights that lie next to each other in memory,
+    gate first, such as the halves of one, take one product. See
     `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
 
-    With ``memory='low'`` :func:`linear`, :func:`linear_relu`, :func:`linear_gelu` or
-    :func:`linear_silu` with :math:`y` itself for input keeps nothing more, and has :math:`y` again,
-    bit for bit, from that pass. Writes to :math:`y` that torch does not count go unseen, as for
-    :func:`linear_gelu`.
+    The backward keeps the input and the two pre-activations, and makes both gradients and the sums
+    for the biases in one pass over memory. With ``memory='low'`` a fused linear layer whose input
+    is :math:`y` itself does not keep it, as after :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -321,13 +310,12 @@ def gated_mlp(
 ) -> Tensor:
     r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
 
-    Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one operator
-    and one node of the graph: what lies between the two layers is not kept either, the backward
-    computes it again in the pass that it makes over memory anyway. It keeps two tensors of the
-    hidden size, where torch keeps four.
+    Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one node of
+    the graph. It keeps two tensors of the hidden size, where torch keeps four: what lies between
+    the two layers is computed again in the backward, in a pass over memory that it makes anyway.
 
-    With ``memory='low'`` it keeps one: the product with ``up`` is made again in the backward, one
-    more to the nine of a training step. (Where ``gate`` is both weights it keeps both.)
+    With ``memory='low'`` it keeps one, and the backward makes the product with ``up`` again, a
+    tenth one in a training step. (Where ``gate`` is both weights it keeps both.)
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -373,10 +361,9 @@ def conv2d_relu(
 
     Equivalent to ``F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))``. On a
     GPU it is cuDNN's convolution with bias and ReLU in one call where a trial, made once for each
-    problem, finds that quicker and right (torch's ReLU passes NaN on), else cuDNN's convolution and
-    one pass over memory for both. The backward keeps the output and not what was before ReLU; one
-    pass gives the gradients of ReLU and of the bias, then cuDNN's two products follow. The gradient
-    where :math:`y = 0` is 0 under every policy.
+    problem, finds that quicker and right, else cuDNN's convolution and one pass over memory for
+    both. The backward keeps the output; one pass gives the gradients of ReLU and of the bias, then
+    cuDNN's two products follow. The gradient where :math:`y = 0` is 0 under every policy.
 
     Args:
         input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, any strides; fp64,

@@ -97,7 +97,7 @@ def _with_annotations(writer: Callable, arguments, types: dict[str, Any]) -> Cal
 
 
 class _Operators:
-    """What is written for each operator; what is kept for a backward is no matter here."""
+    """The functions that write the operators. ``memory`` changes nothing in a forward."""
 
     def __init__(self, onnxscript, has_gelu: bool) -> None:
         self.op, self.newer = onnxscript.opset18, onnxscript.opset20

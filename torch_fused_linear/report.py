@@ -52,11 +52,11 @@ class explain:
             loss(model(x), y).backward()
         print(report)
 
-    The report is a list of :class:`~torch_fused_linear.report.Call` (``report.calls``), printed as
-    a table. Recording is process-wide; outside of a block it costs nothing. Blocks may lie within
-    each other and in several threads: each has all that ran while it was open. Entered again, the
-    object has what ran in the last block. A call replayed from a CUDA graph, or compiled into one
-    kernel with others, does not show.
+    ``report.calls`` is a list of :class:`~torch_fused_linear.report.Call`; printed, the report is a
+    table. Recording is process-wide, and costs nothing outside of a block. Blocks may be nested and
+    open in several threads: each has all that ran while it was open. An object entered again has
+    what ran in the last block. A call replayed from a CUDA graph, or compiled into one kernel with
+    others, does not show.
     """
 
     def __init__(self) -> None:

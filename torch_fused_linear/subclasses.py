@@ -61,7 +61,7 @@ def layer(
     return output if activation is None else activation(output)
 
 
-def mlp(input, weights, biases, activation, *, memory="default") -> Tensor:
+def mlp(input, weights, biases, activation="relu", *, memory="default") -> Tensor:
     _begin("mlp", input, weights[0], activation=activation, memory=memory)
     for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
         input = ACTIVATIONS[activation](F.linear(input, weight, bias))

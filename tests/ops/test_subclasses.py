@@ -165,9 +165,10 @@ def test_what_explain_says():
             assert (row.operator, row.path, row.dtype) == (name, ROW, "Float")
             assert (row.shapes, row.device) == ("[5, 4] x [6, 4]", "cpu")
     with tfl.explain() as report:
-        tfl.mlp(x, [Scaled(w), torch.randn(3, 6)], [b, None])
+        for call in (tfl.mlp, torch.ops.fused.mlp):
+            call(x, [Scaled(w), torch.randn(3, 6)], [b, None])
         torch.compile(tfl.linear_relu, backend="aot_eager")(x, Scaled(w), b)
-    assert [row.operator for row in report.calls] == ["mlp"], "tracing runs nothing"
+    assert [row.operator for row in report.calls] == ["mlp"] * 2, "tracing runs nothing"
 
 
 def test_wrong_arguments_are_noticed():

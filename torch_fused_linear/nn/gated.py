@@ -14,7 +14,7 @@ from .taking_over import check_plain
 
 
 class FusedGatedMLP(nn.Module):
-    r"""Applies :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)` in one.
+    r"""One operator for :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)`.
 
     It is the ``gate_proj``, ``up_proj`` and ``down_proj`` of LLaMA, Qwen, Mistral or Gemma, with
     their ``state_dict``, but runs as :func:`torch_fused_linear.gated_mlp`. Where a child has been
@@ -56,7 +56,7 @@ class FusedGatedMLP(nn.Module):
 
     __constants__ = ("activation", "memory")
     activation: Activation
-    memory: Memory = "default"
+    memory: Memory
 
     def __init__(
         self,

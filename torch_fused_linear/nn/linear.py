@@ -114,7 +114,7 @@ class _WithActivation(FusedLinear):
     """What the layers with an activation have in common."""
 
     __constants__ = (*nn.Linear.__constants__, "memory")
-    memory: Memory = "default"
+    memory: Memory
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class FusedMLP(nn.Sequential):
 
     __constants__ = ("activation", "memory")
     activation: Activation
-    memory: Memory = "default"
+    memory: Memory
 
     def __init__(
         self,
