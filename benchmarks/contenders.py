@@ -35,8 +35,6 @@ POLICIES = {
     **dict.fromkeys(("low", "mlp-low", "fused-low", "packed"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
-
-
 FUSED_LAYERS = {
     "linear_relu": tfl.FusedLinearReLU,
     "linear_gelu": tfl.FusedLinearGELU,

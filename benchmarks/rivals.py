@@ -56,4 +56,5 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {
 
 def fits(name: str, sizes: Sequence[int], activation: str) -> bool:
     known = ("gelu",) if name in ("flash-attn-fused", "apex") else ("relu", "gelu")
-    return name in BLOCKS and len(sizes) == 3 and activation in known
+    is_block = len(sizes) == 3 and sizes[0] == sizes[-1]
+    return name in BLOCKS and is_block and activation in known

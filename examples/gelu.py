@@ -108,7 +108,7 @@ def contenders_for(x: Tensor, w: Tensor, b: Tensor) -> list[Contender]:
         return F.gelu(F.linear(x, w, b), approximate=kind)
 
     def fused(kind: str) -> Tensor:
-        return linear_gelu(x, w, b, kind)
+        return linear_gelu(x, w, b, approximate=kind)
 
     return [
         Contender(f"{name} {way.__name__}", partial(way, kind))

@@ -211,8 +211,8 @@ def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool
 
 def _mlp(op, args, kwargs):
     """A chain without autograd: layer by layer, each of which chooses its own placements."""
-    hidden, weights, biases, activation = args[:4]
-    act = ACTIVATIONS[activation]
+    hidden, weights, biases, *rest = args
+    act = ACTIVATIONS[rest[0] if rest else kwargs.get("activation", "relu")]
     layer = getattr(torch.ops.fused, act.operator)
     for weight, bias in zip(weights[:-1], biases[:-1]):
         hidden = layer(hidden, weight, bias, **act.options)
