@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import machine, results
-from benchmarks.cases import DTYPES, SUITES, Case, cases_of, worth_compiling
+from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of, worth_compiling
 from benchmarks.chart import COLOURS, chart
 from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
-    add("--dtypes", nargs="+", choices=DTYPES, help="default: each suite's own")
+    add("--dtypes", nargs="+", choices=(*DTYPES, AUTOCAST), help="default: each suite's own")
     add("--baselines", choices=BASELINES, help=more, **several)
     add("--without", choices=sorted({*BASELINES, *ours}), help=less, **several)
     add("--compile-all", action="store_true", help="torch.compile for all cases, not for some")

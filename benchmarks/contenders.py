@@ -29,9 +29,9 @@ COMPILE_MODES = {
     "max-autotune": "max-autotune-no-cudagraphs",
     "reduce-overhead": "reduce-overhead",
 }
-COMPILED = (*COMPILE_MODES, "compile+pass")
+COMPILED = (*COMPILE_MODES, "compile+pass", "reduce-overhead+pass", "compile again")
 POLICIES = {
-    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
+    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass", "reduce-overhead+pass"), "auto"),
     **dict.fromkeys(("low", "mlp-low", "fused-low", "packed"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
@@ -186,7 +186,7 @@ WORK = {
     "edge": Work(steps.Edge, {}, steps.EDGE),
     "one pass": Work(steps.OnePass, {}, steps.ONE_PASS),
 }
-OF_MODELS = ("fused", "fused-low", "compile+pass", "eager", "compile")  # in models.py
+OF_MODELS = {"fused", "fused-low", "eager", *COMPILED} - {"max-autotune"}  # in models.py
 BASELINES = tuple(
     dict.fromkeys(
         name
@@ -200,7 +200,8 @@ BASELINES = tuple(
 def applies(name: str, case: Case, device: torch.device) -> bool:
     """Whether contender `name` can do what `case` asks for."""
     if case.model:
-        return name in OF_MODELS
+        needs_gpu = name.startswith("reduce-overhead")  # CUDA graphs
+        return name in OF_MODELS and (device.type == "cuda" or not needs_gpu)
     work, on_gpu = WORK[case.kind], device.type == "cuda"
     if name not in work.networks and name not in work.calls:
         return False

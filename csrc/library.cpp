@@ -29,6 +29,8 @@ TORCH_LIBRARY(fused, m) {
   for_each_row<Public>(define);
   for_each_row<Steps>(define);
   define(Conv2dBackward());
+  define(MlpInOne());
+  define(EnsembleLinear());
 
   for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
 

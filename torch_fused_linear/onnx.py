@@ -30,7 +30,7 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
         )
 
     The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
-    then ``Relu``, ``Relu`` and ``Pow``, ``Gelu``, or ``Sigmoid`` and ``Mul``; ``Conv``, then
+    then ``Relu``, ``Relu`` and ``Mul``, ``Gelu``, or ``Sigmoid`` and ``Mul``; ``Conv``, then
     ``Relu``. Before opset 20, which brought ``Gelu``, its formula is written out, of the kind that
     was asked for; ONNX Runtime puts it together again.
 
@@ -114,12 +114,10 @@ class _Operators:
         op, approximate = self.op, ACTIVATIONS[name].approximate
         if approximate is not None:
             return self._gelu(x, approximate)
-        written = {
-            "relu": lambda: op.Relu(x),
-            "silu": lambda: op.Mul(x, op.Sigmoid(x)),
-            "relu2": lambda: op.Pow(op.Relu(x), op.CastLike(op.Constant(value_float=2.0), x)),
-        }
-        return written[name]()
+        if name == "silu":
+            return op.Mul(x, op.Sigmoid(x))
+        rectified = op.Relu(x)
+        return {"relu": rectified, "relu2": op.Mul(rectified, rectified)}[name]
 
     def _gelu(self, x, approximate: str):
         op = self.op

@@ -14,11 +14,13 @@ OURS = {
     "mlp": ("`FusedMLP`", "eager"),
     "fused": ("`fuse_`", "eager"),
     "compile+pass": ("our pass", "compile"),
+    "reduce-overhead+pass": ("our pass, CUDA graphs", "reduce-overhead"),
 }
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
 MODEL_HEADS = {
     "fused": ["eager", "`fuse_`", "times", "blocks"],
     "compile+pass": ["compile", "with our pass", "times", "operators"],
+    "reduce-overhead+pass": ["reduce-overhead", "with our pass", "times", "operators"],
 }
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
@@ -105,10 +107,11 @@ def models(results: Iterable[Result]) -> list[str]:
             run, case = latest_with(result, [name], [beside]), result["case"]
             if run is None:
                 continue
+            mode = {"forward": "inference", "train": "step, AdamW"}.get(case["mode"], "step")
             words = [case["model"], case["activation"]]
             words += [case["dtype"]] * (case["dtype"] != "bf16")
             row = [", ".join(words), "×".join(map(str, case["sizes"]))]
-            row += ["inference" if case["mode"] == "forward" else "step"]
+            row += [mode]
             row += [medians(beside)(run), medians(name)(run), times(run, name, beside)]
             rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
         if rows:
