@@ -6,15 +6,14 @@ gated.py        the same of gated blocks
 rivals.py       feed-forward blocks of other libraries
 operands.py     the data that all contenders of a case run on
 contenders.py   what runs for a case: ours, eager, the bare products, torch.compile, ...
-steps.py        the suite `activation` and the mode `edge`: parts of a backward
+steps.py        the suites `activation` and `accumulation`, the mode `edge`: parts of a backward
 memory.py       the suites that count bytes
 models.py       the suite `models`: whole models, untouched, fused and compiled
 results.py      one record a case, and the JSON file
 machine.py      GPU, clocks and versions, for the header
 table.py        the table on the terminal
-chart.py        bars of times as fast as eager
 __main__.py     the command line
 pages           the tables and the chart of the docs
 
-Commands of their own: first_calls.py, distributed.py, tune_hopper.py.
+Commands of their own: first_calls.py, distributed.py; build_tools/tune_hopper.py.
 """

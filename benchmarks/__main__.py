@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from benchmarks import machine, results
 from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of, worth_compiling
-from benchmarks.chart import COLOURS, chart
 from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
@@ -93,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kernels", action="store_true", help="name the kernels that one call runs")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--json", type=Path, metavar="FILE", help="numbers; default: DIR/bench.json with --out")
-    add("--out", type=Path, metavar="DIR", help="numbers and charts; default: none")
+    add("--out", type=Path, metavar="DIR", help="the folder of bench.json; default: none")
     return parser
 
 
@@ -155,7 +154,8 @@ def run_suite(
     for case, names in plan.items():
         progress.set_description(str(case))
         seconds = settings.seconds_for(suite)
-        record = measure_case(case, names, settings.device, seconds, settings.kernels)
+        kernels = settings.kernels or SUITES[suite].kernels
+        record = measure_case(case, names, settings.device, seconds, kernels)
         here.append(record)
         records.append(record)
         if settings.json is not None:
@@ -164,23 +164,6 @@ def run_suite(
         progress.update()
     say(table.foot(here))
     header["clocks"].update({suite: now} if (now := machine.clocks(settings.device)) else {})
-
-
-def draw(settings: Settings, records: Sequence[Record]) -> None:
-    """A chart for each suite, of the first contenders for whom there are colours."""
-    for suite in settings.suites:
-        rows = {}
-        for record in records:
-            if record.case.suite == suite and record.unit == "us":
-                times = {name: record.times(name) for name in record.numbers if name != "eager"}
-                rows[str(record.case)] = {name: ratio for name, ratio in times.items() if ratio}
-        taking_part = {name for row in rows.values() for name in row}
-        names = [name for name in settings.names(suite) if name in taking_part][: len(COLOURS)]
-        if names:
-            shown = {label: {n: row[n] for n in names if n in row} for label, row in rows.items()}
-            path = settings.out / f"{suite}.svg"
-            path.write_text(chart(shown, {name: name for name in names}, left=400))
-            say(f"chart    {path.resolve()}")
 
 
 def run(settings: Settings) -> int:
@@ -207,8 +190,6 @@ def run(settings: Settings) -> int:
     if settings.json is not None and records:
         results.save(settings.json, header, records)  # with the clocks after the last suite
         say(f"numbers  {settings.json.resolve()}")
-    if settings.out is not None:
-        draw(settings, records)
     ours_failed = any(r.failed_alone(name) for r in records for name in SUITES[r.case.suite].ours)
     return status or (EXIT_FAILED if ours_failed else 0)
 

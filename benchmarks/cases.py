@@ -27,7 +27,7 @@ ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
-MEMORY_MODES = ("saved", "B/element", "peak")
+MEMORY_MODES = ("saved", "peak")
 
 # Name, its activation, and how much of it at once: the batch, and of each the tokens or the height
 # and width (models.py has the rest).
@@ -79,9 +79,8 @@ class Case:
       included; sizes are those of the later layer, from its output to its input
     - graph: a step captured into a CUDA graph and replayed
     - saved, peak: the memory that a step keeps for its backward, and takes at most
-    - B/element: what is kept beside the input, in bytes for each element of the hidden activations,
-      of a single layer for each of its output
     - from output, from mask, from input: the gradient of the activation alone, by what it reads
+    - grad, fp32 grad: the weight's gradient alone, of four micro-batches of so many tokens
     """
 
     suite: str
@@ -115,6 +114,7 @@ class Case:
         """By which contenders and data differ."""
         named = {"model": self.model, "conv": self.conv, "gated": self.is_gated}
         named |= {"edge": self.mode == "edge", "one pass": self.suite == "activation"}
+        named |= {"accumulation": self.suite == "accumulation"}
         return next((kind for kind, is_it in named.items() if is_it), "layers")
 
     @property
@@ -142,6 +142,7 @@ class Suite:
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
     ours: tuple[str, ...] = ("ours", "mlp")
+    kernels: bool = False  # whether those of one call are named unasked
     # Instead of sizes, tokens and activations.
     models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     quick_models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -306,6 +307,18 @@ SUITES = {
         activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((128,),),
     ),
+    "accumulation": Suite(
+        about="gradient of a layer's weight, added up over four micro-batches",
+        sizes=LAYERS[2:],
+        tokens=(1024, 8192),
+        modes=("grad", "fp32 grad"),
+        ours=("ours",),
+        baselines=("eager",),
+        seconds=0.6,
+        dtypes=("bf16",),
+        activations=("none",),
+        kernels=True,
+    ),
     "models": Suite(
         about="whole models, inference and training step",
         modes=("forward", "step", "train"),
@@ -331,8 +344,6 @@ def makes_sense(case: Case, device: torch.device) -> bool:
     if case.mode == "train" or case.dtype == AUTOCAST:
         is_step = case.mode == ("train" if case.dtype != AUTOCAST else "step")
         return is_step and case.model.startswith("GPT-2")
-    if case.conv and case.mode == "B/element":  # no activation of it is hidden
-        return False
     if case.mode in ("graph", "peak"):
         return device.type == "cuda"
     if case.suite == "cpu":

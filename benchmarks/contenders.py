@@ -127,6 +127,8 @@ def products(case: Case, data: Operands) -> Call:
     weights = [layer.weight.detach() for layer in data.layers]
     hidden = [data.input.new_empty(case.tokens, n).normal_() for n in case.sizes[1:-1]]
     inputs, grads = [data.input.detach(), *hidden], [*hidden, data.grad_output]
+    if case.is_gated:  # gate and up read the same input
+        inputs, grads = [inputs[0], *inputs], [grads[0], *grads]
 
     def run() -> None:
         if case.mode != "backward":
@@ -181,10 +183,11 @@ LAYERS = {
 GATED, CONVOLUTIONS = of_layers(gated.BLOCKS), of_layers(convolutions.LAYERS)
 WORK = {
     "layers": Work(Operands.random, LAYERS | BY_COMPILER, {"mm": products}),
-    "gated": Work(Operands.random, GATED | BY_COMPILER, {"mm": gated.products}),
+    "gated": Work(Operands.random, GATED | BY_COMPILER, {"mm": products}),
     "conv": Work(Operands.random, CONVOLUTIONS | BY_COMPILER, {"conv": convolutions.bare}),
     "edge": Work(steps.Edge, {}, steps.EDGE),
     "one pass": Work(steps.OnePass, {}, steps.ONE_PASS),
+    "accumulation": Work(steps.MicroBatches, {}, steps.ACCUMULATION),
 }
 OF_MODELS = {"fused", "fused-low", "eager", *COMPILED} - {"max-autotune"}  # in models.py
 BASELINES = tuple(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import torch_fused_linear as tfl
 from benchmarks import machine
 from benchmarks.cases import DTYPES, KINDS
+from benchmarks.pages import tables
 from benchmarks.results import write
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Number
@@ -177,12 +178,6 @@ def of_passes(program: str, repeats: int, tiny: bool) -> list[dict]:
     return results
 
 
-def describe(result: dict) -> str:
-    values = {name: number["median"] for name, number in result["numbers"].items()}
-    times = ", ".join(f"{name} {value:.3g} {result['unit']}" for name, value in values.items())
-    return f"{', '.join(map(str, result['case'].values()))}: {times}"
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="a file for the numbers")
@@ -196,7 +191,7 @@ def main(arguments: list[str]) -> None:
     results = of_problems(given.tiny)
     for program in PASSES:
         results += of_passes(program, given.repeats, given.tiny)
-    print(*map(describe, results), sep="\n")
+    print(*tables.first_calls(results), "", *tables.cold_start(results), sep="\n")
     if given.json:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         write(given.json, machine.header(device, arguments), results)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
@@ -83,20 +82,3 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], nn.Module]] = {
     "quack-tuned": partial(quack, tuned=True),
 }
 OTHERS = ("liger", "quack", "quack-tuned")  # which need a GPU
-
-
-def products(case: Any, data: Any) -> Callable:
-    """The matrix products alone."""
-    gate, up, down = (layer.weight.detach() for layer in data.layers)
-    x, grad = data.input.detach(), data.grad_output
-    hidden = F.linear(x, gate)
-
-    def run() -> None:
-        for left, weight in ((x, gate), (x, up), (hidden, down)):
-            torch.mm(left, weight.t())
-        if case.mode != "forward":
-            for left, weight, g in ((hidden, down, grad), (x, up, hidden), (x, gate, hidden)):
-                torch.mm(g, weight)
-                torch.mm(g.t(), left)
-
-    return run

@@ -50,19 +50,12 @@ def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def hidden_elements(case: Case) -> int:
-    return case.tokens * sum(case.sizes[1:-1] or case.sizes[1:])
-
-
 def of_network(name: str, case: Case, data: Operands) -> float:
     """In bytes."""
     with conditions_of(name, case):
         network, leaves = network_of(name, case, data), data.leaves
         if case.mode == "peak":
             return peak_bytes(step_of(network, data), leaves)
-        if case.mode == "B/element":
-            kept = saved_bytes(lambda: network(data.input), data.input.device)
-            return kept / hidden_elements(case)
         # The input is new each time, as the output of a layer before would be.
         return saved_bytes(
             lambda: network(data.input.detach().clone().requires_grad_()), data.input.device

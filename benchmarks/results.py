@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.convolutions import Convolution
 from torch_fused_linear.timing import Number
 
 # Slower than this part of eager's speed is called a loss; what is nearer may be noise.
@@ -27,7 +26,7 @@ class Record:
     """What was measured for one case; in every unit, less is better."""
 
     case: Case
-    unit: str  # "us" or "ms" per call, "MiB", or "B" for each element
+    unit: str  # "us" or "ms" per call, or "MiB"
     numbers: dict[str, Number] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
@@ -37,16 +36,10 @@ class Record:
     # call; "peak", in MiB; and over all its turns the medians of clock, "MHz", and power, "W".
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def times(self, name: str, reference: str = "eager") -> float | None:
-        """How many times better than the reference."""
-        if name not in self.numbers or reference not in self.numbers:
-            return None
-        mine, other = self.numbers[name].median, self.numbers[reference].median
-        return other / mine if mine else None
-
     def speedup(self, name: str) -> float | None:
         """How many times better than what it is compared with."""
-        return self.times(name, REFERENCES.get(name, "eager"))
+        mine, other = (self.numbers.get(n) for n in (name, REFERENCES.get(name, "eager")))
+        return other.median / mine.median if mine and other and mine.median else None
 
     def failed_alone(self, name: str) -> bool:
         """Whether it failed where its reference did not: that is a failure of ours."""
@@ -70,17 +63,6 @@ class Record:
                 del value["case"][key]  # as in files from before there were any
         return value
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Record:
-        case = dict(value["case"])
-        case["sizes"] = tuple(case["sizes"])
-        if "conv" in case:
-            case["conv"] = Convolution(**case["conv"])
-        numbers = {name: Number(**number) for name, number in value.get("numbers", {}).items()}
-        known = {f.name for f in fields(cls)}  # of older files not all
-        rest = {key: held for key, held in value.items() if key in known}
-        return cls(**{**rest, "case": Case(**case), "numbers": numbers})
-
 
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:
     write(path, header, [record.as_json() for record in records])
@@ -95,8 +77,3 @@ def write(path: Path, header: Mapping[str, Any], results: list[dict[str, Any]]) 
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    content = json.loads(path.read_text())
-    return content["header"], [Record.from_json(value) for value in content["results"]]

@@ -18,8 +18,7 @@ from torch_fused_linear.timing import Contender, Number, clock_for, in_one_line,
 
 
 def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
-    per_element = case.mode == "B/element"
-    record = Record(case, unit="B" if per_element else "MiB")
+    record = Record(case, unit="MiB")
     models = Models(case, device) if case.model else None
     (data,) = [None] if models else contenders.data_sets(case, device)
     for name in names:
@@ -29,7 +28,7 @@ def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Rec
                 models.copies.clear()  # of each but the original
             else:
                 kept = memory.of_network(name, case, data)
-            record.numbers[name] = Number.once(kept if per_element else kept / 2**20)
+            record.numbers[name] = Number.once(kept / 2**20)
         except Exception as failure:
             record.failed[name] = in_one_line(failure)
     record.replaced = models.replaced() if models else {}

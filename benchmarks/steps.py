@@ -1,13 +1,15 @@
-"""Parts of a backward by themselves: the gradient of an activation in one pass over memory, and the
-gradient of a ReLU layer through the layer after it."""
+"""Parts of a backward by themselves: the gradient of an activation in one pass over memory, that of
+a ReLU layer through the layer after it, and a weight's over several micro-batches."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import torch_fused_linear as tfl
 from benchmarks.cases import DTYPES, KINDS, Case
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Call
@@ -120,4 +122,42 @@ EDGE = {
     "eager": eager_through,
     "mm": product_alone,
     "nvmath": nvmath_through,
+}
+
+
+# ---------------------------------------------------------------------- over micro-batches
+
+
+class MicroBatches:
+    """A weight, and of each micro-batch the input and the gradient of the output."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        i, o = case.sizes
+        normal = partial(torch.randn, device=device, dtype=DTYPES[case.dtype])
+        self.weight = normal(o, i)
+        self.batches = [(normal(case.tokens, i), normal(case.tokens, o)) for _ in range(4)]
+        self.nbytes = self.weight.nbytes + sum(x.nbytes + g.nbytes for x, g in self.batches)
+
+
+def accumulated(case: Case, data: MicroBatches, by_product: bool) -> Call:
+    """As after ``zero_grad()``: the first micro-batch makes ``.grad``, the others add to it."""
+    weight = data.weight.detach().requires_grad_()  # the same memory, a gradient of its own
+    weight.grad_dtype = torch.float32 if case.mode == "fp32 grad" else weight.dtype
+    if by_product:
+        tfl.accumulate_gradients(weight)  # for as long as there is the weight
+    layer = tfl.linear if by_product else F.linear
+    outputs = [layer(x, weight) for x, _ in data.batches]
+
+    def run() -> Tensor:
+        weight.grad = None
+        for y, (_, grad) in zip(outputs, data.batches):
+            y.backward(grad, retain_graph=True)
+        return weight.grad
+
+    return run
+
+
+ACCUMULATION = {
+    "ours": partial(accumulated, by_product=True),
+    "eager": partial(accumulated, by_product=False),
 }

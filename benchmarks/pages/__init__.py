@@ -4,6 +4,6 @@ results.py     the files beside this, and what a table writes of one result
 everything.py  the tables that list all GPU results
 tables.py      the others, by name
 records.py     those of the reliability page, of the records in tests
-readme.py      what README's chart shows
+chart.py       README's chart
 __main__.py    puts them into the pages, or says which is out of date
 """

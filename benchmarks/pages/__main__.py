@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import records, tables
-from .readme import readme_chart
+from .chart import readme_chart
 from .results import Result, by_machine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -110,8 +110,7 @@ def models(results: Iterable[Result]) -> list[str]:
             mode = {"forward": "inference", "train": "step, AdamW"}.get(case["mode"], "step")
             words = [case["model"], case["activation"]]
             words += [case["dtype"]] * (case["dtype"] != "bf16")
-            row = [", ".join(words), "×".join(map(str, case["sizes"]))]
-            row += [mode]
+            row = [", ".join(words), "×".join(map(str, case["sizes"])), mode]
             row += [medians(beside)(run), medians(name)(run), times(run, name, beside)]
             rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
         if rows:
@@ -160,22 +159,19 @@ def measured(results: Iterable[Result]) -> str:
 def everything(results: Sequence[Result]) -> list[str]:
     """Of one machine: what all suites say of layers, models and convolutions."""
     # What the others say is told by pages of their own.
-    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu")
+    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu", "accumulation")
     of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     of_models, convs = find(results, suite="models"), find(results, suite="conv")
-    parts = []
-    if of_models:
-        lost = losses(of_models, "whole models")
-        parts.append(["## Whole models", "", f"{measured(of_models)} {MODELS_ABOUT}", ""])
-        parts[-1] += [*models(of_models), "", *lost]
-    if of_layers:
-        tables = selection(of_layers, is_selected, ["layers", "tokens"])
-        lost = losses(of_layers, "layers and blocks")
-        parts.append(["## Blocks and layers", "", f"{measured(of_layers)} {LAYERS_ABOUT}", ""])
-        parts[-1] += [*tables, "", *lost]
-    if convs:
-        tables = selection(convs, is_selected_convolution, ["layer", "images"])
-        lost = losses(convs, "convolutions")
-        parts.append(["## Convolutions", "", f"{measured(convs)} {CONVOLUTIONS_ABOUT}", ""])
-        parts[-1] += [*tables, "", *lost]
-    return ["\n\n".join("\n".join(part) for part in parts)] if parts else []
+    blocks = selection(of_layers, is_selected, ["layers", "tokens"])
+    of_convs = selection(convs, is_selected_convolution, ["layer", "images"])
+    parts = (
+        ("Whole models", of_models, MODELS_ABOUT, models(of_models), "whole models"),
+        ("Blocks and layers", of_layers, LAYERS_ABOUT, blocks, "layers and blocks"),
+        ("Convolutions", convs, CONVOLUTIONS_ABOUT, of_convs, "convolutions"),
+    )
+    lines = []
+    for title, here, about, tables, what in parts:
+        if here:
+            lines += [""] * bool(lines) + [f"## {title}", "", f"{measured(here)} {about}", ""]
+            lines += [*tables, "", *losses(here, what)]
+    return lines

@@ -36,6 +36,10 @@ def where(record: Record) -> str:
     return f"{record['machine']}, torch {record['torch']}, {record['date'][:10]}, {tree(record)}"
 
 
+def below(record: Record, lines: Sequence[str]) -> list[str]:
+    return [f"{where(record)}:", "", *lines, ""]
+
+
 def how_often(record: Record) -> str:
     done, asked, unit = record["done"], record["asked"]["count"], record["unit"]
     return f"{done:,} {unit}" if done == asked else f"{done:,} of {asked:,} {unit}, then stopped"
@@ -72,7 +76,7 @@ def fuzz(records: Sequence[Record]) -> list[str]:
             for dtype, counts in dtypes.items()
         ]
         head = ["policy, dtype", "cases", "ours worse", "eager worse", *GRADIENTS.values()]
-        lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=1), ""]
+        lines += below(r, table(head, sorted(rows), words=1))
         if crashed := r.get("torch_crashed"):
             lines += [f"Plain torch ended the process: {', '.join(crashed)}.", ""]
     return lines[:-1]
@@ -87,7 +91,7 @@ def faults(records: Sequence[Record]) -> list[str]:
             [name if " " in name else f"`{name}`", *(str(c.get(name, "")) for c in counts)]
             for name in counts[0]
         ]
-        lines += [f"{where(r)}:", "", *table(head, rows, words=1), ""]
+        lines += below(r, table(head, rows, words=1))
     return lines[:-1]
 
 
@@ -162,7 +166,7 @@ def checks(records: Sequence[Record]) -> list[str]:
     lines = []
     for r in of_part("torch", records):
         rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
-        lines += [f"{where(r)}:", "", *table(["check", "times"], rows, words=1), ""]
+        lines += below(r, table(["check", "times"], rows, words=1))
     for r in of_part("configs", records):
         found = r["found"]
         replaced = ", ".join(f"`{name}` {n}" for name, n in sorted(found["replaced"].items()))

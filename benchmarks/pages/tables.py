@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -223,6 +224,18 @@ def cold_start(results: Sequence[Result]) -> list[str]:
     return listing(find(results, suite="cold-start"), words, [*numbers, ("times", times)])
 
 
+def accumulation(results: Sequence[Result]) -> list[str]:
+    def kernels(name: str, result: Result) -> str:
+        """Launches: a name that runs several times stands once, with "3 x " before it."""
+        counts = [re.match(r"(\d+) x ", kernel) for kernel in result["kernels"][name]]
+        return str(sum(int(count[1]) if count else 1 for count in counts))
+
+    words = [("I→O", layers), ("T each", of_case("tokens")), ("", of_case("mode"))]
+    numbers = [("ours", medians("ours")), ("eager", medians("eager")), ("times", times)]
+    numbers += [(f"kernels, {name}", partial(kernels, name)) for name in ("ours", "eager")]
+    return listing(find(results, suite="accumulation"), words, numbers)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     EVERYTHING: everything,
     "by inner size": by_inner_size,
@@ -244,6 +257,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,
     "own products": own_products,
+    "accumulation": accumulation,
     "first calls": first_calls,
     "cold start": cold_start,
 }
