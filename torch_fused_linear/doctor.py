@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
     if built["cuda"] and "9.0" in built["arch_list"]:
         there = "with" if built["hopper"] else "without"
-        say("Hopper", f"{there} products of our own ({built['why_hopper']})")
+        say("Hopper", f"{there} our own kernels ({built['why_hopper']})")
     say("calls", calls_path())
     say("oneDNN", onednn_path())
     say("cuBLASLt", cublaslt_path(built["cuda"]))

@@ -45,42 +45,25 @@ def toolkit(folder, version):
     return folder
 
 
-def test_the_first_nvcc_of_torchs_cuda_is_taken(tmp_path):
-    old, new = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "new", "13.2")
-    newer = toolkit(tmp_path / "newer", "13.3")
-    home, version, why = build.choose_cuda("13.0", [tmp_path / "empty", old, new, newer])
-    assert (home, version) == (new, "13.2")
-    assert str(new) in why
+# torch's CUDA, the versions of the toolkits that are there, what is wished; the one that is taken,
+# and what is said
+CHOICES = {
+    "the first of torch's CUDA": ("13.0", ("12.4", "13.2", "13.3"), None, 1, ["/1"]),
+    "none of torch's CUDA": ("13.0", ("12.4",), None, None, ["12.4", "13.0"]),
+    "no answer": ("13.0", ("",), None, None, ["unknown"]),
+    "torch without CUDA": (None, ("13.0",), None, None, ["this torch is built without CUDA"]),
+    "no nvcc": ("13.0", (), None, None, ["no nvcc was found"]),
+    "CUDA is not wished": ("13.0", ("13.0",), "0", None, ["TORCH_FUSED_LINEAR_CUDA=0"]),
+}
 
 
-def test_an_nvcc_of_another_cuda_is_refused_with_both_versions(tmp_path):
-    home, version, why = build.choose_cuda("13.0", [toolkit(tmp_path, "12.4")])
-    assert home is None and version is None
-    assert "12.4" in why and "13.0" in why
-
-
-def test_an_nvcc_that_does_not_answer_is_refused(tmp_path):
-    toolkit(tmp_path, "13.0")
-    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
-    home, _, why = build.choose_cuda("13.0", [tmp_path])
-    assert home is None and "unknown" in why
-
-
-def test_a_torch_without_cuda_gets_a_cpu_library(tmp_path):
-    assert build.choose_cuda(None, [toolkit(tmp_path, "13.0")]) == (
-        None,
-        None,
-        "this torch is built without CUDA",
-    )
-
-
-def test_no_nvcc_gives_a_cpu_library(tmp_path):
-    assert build.choose_cuda("13.0", [tmp_path]) == (None, None, "no nvcc was found")
-
-
-def test_the_wish_for_no_cuda_wins(tmp_path):
-    home, _, why = build.choose_cuda("13.0", [toolkit(tmp_path, "13.0")], "0")
-    assert home is None and "TORCH_FUSED_LINEAR_CUDA=0" in why
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_nvcc_is_taken(name, tmp_path):
+    cuda, versions, wish, taken, words = CHOICES[name]
+    folders = [toolkit(tmp_path / str(k), version) for k, version in enumerate(versions)]
+    home, version, why = build.choose_cuda(cuda, [tmp_path / "empty", *folders], wish)
+    want = (None, None) if taken is None else (folders[taken], versions[taken])
+    assert (home, version) == want and all(word in why for word in words), why
 
 
 def test_a_wish_for_cuda_that_cannot_be_met_is_an_error(tmp_path):
@@ -387,15 +370,17 @@ def test_a_library_for_another_torch_names_both_versions_and_the_command(package
     assert f"cd {package.parent} && {sys.executable} setup.py build_ext --inplace" in message
 
 
-def test_outside_a_source_tree_the_command_is_pips(package):
-    (package / "_C.json").unlink()
-    assert f"{sys.executable} -m pip install --no-deps" in import_error(package)
-
-
-def test_a_missing_library_is_told(package):
-    (library_copy,) = package.glob("_C*.so")
-    library_copy.unlink()
-    assert "has not been built" in import_error(package)
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("_C.json", f"{sys.executable} -m pip install --no-deps"),  # outside of a source tree
+        ("_C.json", "a build that did not finish"),
+        ("_C.abi3.so", "has not been built"),
+    ],
+)
+def test_what_is_missing_is_told(package, missing, words):
+    (package / missing).unlink()
+    assert words in import_error(package)
 
 
 def test_an_installed_copy_that_the_sources_hide_is_named(package, tmp_path):
@@ -404,11 +389,6 @@ def test_an_installed_copy_that_the_sources_hide_is_named(package, tmp_path):
     (package / "_C.json").unlink()
     assert "hides" not in import_error(package)
     assert f"{installed}: work in another folder" in import_error(package, tmp_path / "site")
-
-
-def test_an_interrupted_build_is_told(package):
-    (package / "_C.json").unlink()
-    assert "a build that did not finish" in import_error(package)
 
 
 def test_a_library_that_does_not_link_names_the_symbol_and_both_versions(package):
@@ -431,18 +411,21 @@ print(type(tfl._library.direct).__name__)
 """
 
 
-def spoil(package, how):
-    if how == "missing":
-        (package / f"_direct{SUFFIX}").unlink()
-    elif how == "of another torch":
-        (package / "_direct.json").write_text('{"torch": "1.2.3"}')
-    elif how == "of no use":
-        (package / f"_direct{SUFFIX}").write_text("no library")
-
-
-@pytest.mark.parametrize("how", ["", "missing", "of another torch", "of no use"])
-def test_torch_ops_stands_in_for_the_direct_calls(package, how):
-    spoil(package, how)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (None, None),
+        (f"_direct{SUFFIX}", None),
+        ("_direct.json", '{"torch": "1.2.3"}'),
+        (f"_direct{SUFFIX}", "no library"),
+    ],
+    ids=["whole", "missing", "of another torch", "of no use"],
+)
+def test_torch_ops_stands_in_for_the_direct_calls(package, name, content):
+    if name and content is None:
+        (package / name).unlink()
+    elif name:
+        (package / name).write_text(content)
     result = subprocess.run(
         [sys.executable, "-c", IMPORTED],
         env={**os.environ, "PYTHONPATH": str(package.parent)},
@@ -451,7 +434,7 @@ def test_torch_ops_stands_in_for_the_direct_calls(package, how):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ("_NotDirect" if how else "module")
+    assert result.stdout.strip() == ("_NotDirect" if name else "module")
 
 
 # --- the record of the last run on a GPU ------------------------------------------------------
