@@ -163,20 +163,29 @@ class WarpProduct {
 template <typename Shape>
 class WarpProduct<float, Shape> {
  public:
+  // Sums of short sums: a long one loses more to rounding.
   __device__ void add(const float* left, const float* right) {
+    float of_tile[down][across] = {};
 #pragma unroll
     for (int k = 0; k < tile; k += width) {
       float a[width][down], b[width][across];
       load<Shape::left_by_inner, Shape::ld_left>(left, lane() / groups, k, a);
       load<Shape::right_by_inner, Shape::ld_right>(right, lane() % groups, k, b);
 #pragma unroll
-      for (int inner = 0; inner < width; ++inner) {
+      for (int r = 0; r < down; ++r) {
 #pragma unroll
-        for (int r = 0; r < down; ++r) {
+        for (int c = 0; c < across; ++c) {
+          float part = 0.0f;
 #pragma unroll
-          for (int c = 0; c < across; ++c) sums_[r][c] += a[inner][r] * b[inner][c];
+          for (int inner = 0; inner < width; ++inner) part += a[inner][r] * b[inner][c];
+          of_tile[r][c] += part;
         }
       }
+    }
+#pragma unroll
+    for (int r = 0; r < down; ++r) {
+#pragma unroll
+      for (int c = 0; c < across; ++c) sums_[r][c] += of_tile[r][c];
     }
   }
 
@@ -226,6 +235,17 @@ class WarpProduct<float, Shape> {
 
   float sums_[down][across] = {};
 };
+
+// The sum of `count` numbers, a power of two of them, by the sums of halves.
+template <int count>
+__device__ float pairwise(const float* numbers, int apart) {
+  if constexpr (count == 1) {
+    return *numbers;
+  } else {
+    return pairwise<count / 2>(numbers, apart) +
+           pairwise<count / 2>(numbers + count / 2 * apart, apart);
+  }
+}
 
 // One block of a product. A gradient of the input whose columns are summed is made by clusters of
 // blocks, each of which have all rows of some columns.
@@ -348,11 +368,7 @@ class SmallBlock {
       Row value;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        value[j] = values[j];
-#pragma unroll
-        for (int other = 1; other < Shape::split; ++other) {
-          value[j] += values[other * Shape::rows * Shape::ld_products + j];
-        }
+        value[j] = pairwise<Shape::split>(values + j, Shape::rows * Shape::ld_products);
         if constexpr (Shape::forward) value[j] += around[j];
         if constexpr (reads_aux) {
           value[j] = activation_gradient<activation, quick>(value[j], around[j]);
@@ -386,10 +402,7 @@ class SmallBlock {
     partial_sums[threadIdx.x] = sum;
     __syncthreads();
     if (share() == 0) {
-#pragma unroll
-      for (int other = 1; other < Shape::parts; ++other) {
-        sum += partial_sums[other * tile + summed()];
-      }
+      sum = pairwise<Shape::parts>(partial_sums + summed(), tile);
       partial_sums[summed()] = sum;
     }
     const bool is_shared = sums_results() && p.cluster > 1;
