@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._contextlib import _DecoratorContextManager
+
+from ._torch_internals import DecoratorContextManager
 
 
-class Switch(_DecoratorContextManager):
+class Switch(DecoratorContextManager):
     """A setting: made, it is set. A ``with`` or a decorated call sets it anew, for its length.
 
     What was in force before the object was made comes back at the end of the first ``with``, if it

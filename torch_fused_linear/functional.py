@@ -10,12 +10,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._jit_internal import BroadcastingList2
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_scripting
 
 from . import subclasses
 from ._library import direct
+from ._torch_internals import BroadcastingList2
 from .activations import ACTIVATIONS
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from . import report
+from ._torch_internals import FakeTensor, FunctionalTensor
 from .activations import ACTIVATIONS, check_activation
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.

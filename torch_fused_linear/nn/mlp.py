@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.types import Device
 
+from .._torch_internals import has_any_global_hook
 from ..activations import ACTIVATIONS, CHOICE, name_of_module
 from ..functional import mlp
 from .linear import check_memory, memory_repr
@@ -179,7 +179,7 @@ class FusedMLP(nn.Sequential):
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
-        if len(self) % 2 == 0 or _has_any_global_hook():
+        if len(self) % 2 == 0 or has_any_global_hook():
             return False
         return all(
             is_plain(module)
