@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import machine, results
-from benchmarks.cases import (
-    AUTOCAST,
-    DTYPES,
-    SUITES,
-    Case,
-    cases_of,
-    worth_compiling,
-)
+from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of, worth_compiling
 from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
-from benchmarks.table import Table
+from benchmarks.table import Table, details
 from torch_fused_linear._command_line import (
     EXIT_INTERRUPTED,
     OneLineParser,
@@ -41,24 +32,8 @@ RUNNING_TIME = f"seconds of rounds; default: {SECONDS[0]:g} to {SECONDS[-1]:g}, 
 JSON_NAME = "bench.json"
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(argparse.Namespace):
     """What the user asked for, checked."""
-
-    suites: list[str]
-    device: torch.device
-    threads: int | None
-    dtypes: list[str] | None
-    baselines: list[str]
-    without: list[str]
-    only: list[str]
-    seconds: float | None
-    quick: bool
-    compile_all: bool
-    cudnn_benchmark: bool
-    kernels: bool
-    json: Path | None
-    out: Path | None
 
     def cases(self, suite: str) -> list[Case]:
         found = cases_of(suite, self.device, self.quick, self.dtypes)
@@ -76,7 +51,7 @@ class Settings:
         return entrants(case, names, self.device)
 
     def seconds_for(self, suite: str) -> float:
-        return self.seconds or (QUICK_SECONDS if self.quick else SUITES[suite].seconds)
+        return self.seconds_per_case or (QUICK_SECONDS if self.quick else SUITES[suite].seconds)
 
 
 def suite_name(text: str) -> str:
@@ -85,8 +60,7 @@ def suite_name(text: str) -> str:
     return text
 
 
-def parse(arguments: Sequence[str] | None) -> Settings:
-    """Read the command line; bad arguments end the program with one line."""
+def make_parser() -> argparse.ArgumentParser:
     about = "\n".join(f"  {name:<13} {suite.about}" for name, suite in SUITES.items())
     parser = OneLineParser(
         prog="python -m benchmarks",
@@ -99,79 +73,46 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    several = {"nargs": "+", "default": [], "metavar": "NAME"}
+    ours = {name for suite in SUITES.values() for name in suite.ours}
+    more = f"measure these too; default: each suite's own; there are {', '.join(BASELINES)}"
+    less = "leave these out, such as compile, which takes long; default: none"
+    only = 'only cases with TEXT in their name, such as "T=8192"; may be repeated; default: all'
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
     add("--dtypes", nargs="+", choices=(*DTYPES, AUTOCAST), help="default: each suite's own")
-    add(
-        "--baselines",
-        nargs="+",
-        choices=BASELINES,
-        default=[],
-        metavar="NAME",
-        help=f"measure these too; default: each suite's own; there are {', '.join(BASELINES)}",
-    )
-    add(
-        "--without",
-        nargs="+",
-        choices=sorted({*BASELINES, *(name for s in SUITES.values() for name in s.ours)}),
-        default=[],
-        metavar="NAME",
-        help="leave these out, such as compile, which takes long; default: none",
-    )
-    add(
-        "--compile-all",
-        action="store_true",
-        help="run the torch.compile baselines for every case, not for chosen ones",
-    )
-    add(
-        "--only",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help='only cases whose name has TEXT in it, such as "T=8192"; may be given several times; '
-        "default: all",
-    )
+    add("--baselines", choices=BASELINES, help=more, **several)
+    add("--without", choices=sorted({*BASELINES, *ours}), help=less, **several)
+    add("--compile-all", action="store_true", help="torch.compile for all cases, not for some")
+    add("--only", action="append", default=[], metavar="TEXT", help=only)
     add("--seconds-per-case", type=positive(float), metavar="S", help=RUNNING_TIME)
-    add(
-        "--cudnn-benchmark",
-        action="store_true",
-        help="torch.backends.cudnn.benchmark: cuDNN's convolutions by trial, for all contenders",
-    )
+    add("--cudnn-benchmark", action="store_true", help="cuDNN's convolutions by trial, for all")
     add("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     add("--kernels", action="store_true", help="name the kernels that one call runs")
     add("--list", action="store_true", help="print the names of the cases and stop")
-    add("--json", type=Path, metavar="FILE", help=f"default: {JSON_NAME} in --out")
-    add("--out", type=Path, metavar="DIR", help="folder for pictures and numbers; default: none")
-    given = parser.parse_args(arguments)
+    add("--json", type=Path, metavar="FILE", help="numbers; default: DIR/bench.json with --out")
+    add("--out", type=Path, metavar="DIR", help="the folder of bench.json; default: none")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Read the command line; bad arguments end the program with one line."""
+    parser = make_parser()
+    settings = parser.parse_args(arguments, namespace=Settings())
+    settings.suites = list(dict.fromkeys(settings.suites)) or list(SUITES)
     try:
-        out = None if given.out is None else output_directory(given.out)
-        if out is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--out: the pictures need matplotlib; --json alone does not")
-        if given.json is not None and not given.json.parent.is_dir():
-            raise ValueError(f"--json {given.json}: no such directory")
-        settings = Settings(
-            suites=list(dict.fromkeys(given.suites)) or list(SUITES),
-            device=chosen_device(given.device),
-            threads=given.threads,
-            dtypes=given.dtypes,
-            baselines=given.baselines,
-            without=given.without,
-            only=given.only,
-            seconds=given.seconds_per_case,
-            quick=given.quick,
-            compile_all=given.compile_all,
-            cudnn_benchmark=given.cudnn_benchmark,
-            kernels=given.kernels,
-            json=given.json or (out and out / JSON_NAME),
-            out=out,
-        )
+        settings.device = chosen_device(settings.device)
+        if settings.out is not None:
+            settings.json = settings.json or output_directory(settings.out) / JSON_NAME
+        if settings.json is not None and not settings.json.parent.is_dir():
+            raise ValueError(f"--json {settings.json}: no such directory")
     except ValueError as error:
         parser.error(str(error))
     cases = [case for suite in settings.suites for case in settings.cases(suite)]
     if not cases:
         parser.error("no case is left to measure; see --list without --only")
-    if given.list:
+    if settings.list:
         parser.exit(0, "".join(f"{case}\n" for case in cases))
     return settings
 
@@ -189,13 +130,10 @@ def introduce(header: dict[str, Any]) -> None:
         f"cuBLASLt {header['cublaslt']}"
     )
     if header["clocks"]:
-        say(f"clocks   {describe(header['clocks']['start'])}")
+        clocks = header["clocks"]["start"].items()
+        say("clocks   " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in clocks))
     say(f"policy   ours, mlp, fused, compile+pass: auto; the process: {header['policy']}")
     say("times    medians over interleaved rounds; spread: distance of the quartiles, of ours")
-
-
-def describe(clocks: dict[str, str]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in clocks.items())
 
 
 def run_suite(
@@ -206,37 +144,26 @@ def run_suite(
     progress: tqdm,
 ) -> None:
     """Adds a record a case to `records`; whatever happens, those that were measured are saved."""
-    cases = settings.cases(suite)
-    if not cases:
+    plan = {case: settings.entrants(case) for case in settings.cases(suite)}
+    if not plan:
         return
     here: list[Record] = []
-    plan = {case: settings.entrants(case) for case in cases}
     present = {name for names in plan.values() for name in names}
-    table = Table(cases, [name for name in settings.names(suite) if name in present])
+    table = Table(list(plan), [name for name in settings.names(suite) if name in present])
     say(f"\n{suite}: {SUITES[suite].about}\n{table.head()}")
     for case, names in plan.items():
         progress.set_description(str(case))
         seconds = settings.seconds_for(suite)
-        record = measure_case(case, names, settings.device, seconds, settings.kernels)
+        kernels = settings.kernels or SUITES[suite].kernels
+        record = measure_case(case, names, settings.device, seconds, kernels)
         here.append(record)
         records.append(record)
         if settings.json is not None:
             results.save(settings.json, header, records)
-        say("\n".join([table.line(record), *table.details(record)]))
+        say("\n".join([table.line(record), *details(record)]))
         progress.update()
     say(table.foot(here))
     header["clocks"].update({suite: now} if (now := machine.clocks(settings.device)) else {})
-
-
-def draw(settings: Settings, header: dict[str, Any], records: Sequence[Record]) -> None:
-    from benchmarks import pictures
-
-    for suite in settings.suites:
-        here = [r for r in records if r.case.suite == suite and r.unit == "us"]
-        path = settings.out / f"{suite}.png"
-        title = f"{SUITES[suite].about}\n{header['machine']}, torch {header['torch']}"
-        if here and pictures.draw(path, title, here):
-            say(f"picture  {path.resolve()}")
 
 
 def run(settings: Settings) -> int:
@@ -263,8 +190,6 @@ def run(settings: Settings) -> int:
     if settings.json is not None and records:
         results.save(settings.json, header, records)  # with the clocks after the last suite
         say(f"numbers  {settings.json.resolve()}")
-    if settings.out is not None:
-        draw(settings, header, records)
     ours_failed = any(r.failed_alone(name) for r in records for name in SUITES[r.case.suite].ours)
     return status or (EXIT_FAILED if ours_failed else 0)
 

@@ -16,7 +16,6 @@ from benchmarks.convolutions import (
     TINY_CONVOLUTIONS,
     Convolution,
 )
-from benchmarks.problems import problems
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUTOCAST = "amp"  # fp32 weights under bf16 autocast; of whole models only
@@ -28,7 +27,7 @@ ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
 SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
-MEMORY_MODES = ("saved", "B/element", "peak")
+MEMORY_MODES = ("saved", "peak")
 
 # Name, its activation, and how much of it at once: the batch, and of each the tokens or the height
 # and width (models.py has the rest).
@@ -74,16 +73,14 @@ class Case:
 
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
-    - first step: the same before there are any plans
     - train: a step and that of the optimizer, AdamW
     - backward: only the latter half of a step
     - edge: the gradient of the layer before through this one, its ReLU's derivative and bias sum
       included; sizes are those of the later layer, from its output to its input
     - graph: a step captured into a CUDA graph and replayed
     - saved, peak: the memory that a step keeps for its backward, and takes at most
-    - B/element: what is kept beside the input, in bytes for each element of the hidden activations,
-      of a single layer for each of its output
     - from output, from mask, from input: the gradient of the activation alone, by what it reads
+    - grad, fp32 grad: the weight's gradient alone, of four micro-batches of so many tokens
     """
 
     suite: str
@@ -113,6 +110,14 @@ class Case:
         return self.suite.startswith("gated")
 
     @property
+    def kind(self) -> str:
+        """By which contenders and data differ."""
+        named = {"model": self.model, "conv": self.conv, "gated": self.is_gated}
+        named |= {"edge": self.mode == "edge", "one pass": self.suite == "activation"}
+        named |= {"accumulation": self.suite == "accumulation"}
+        return next((kind for kind, is_it in named.items() if is_it), "layers")
+
+    @property
     def with_gradients(self) -> bool:
         return self.mode not in ("forward", "edge")
 
@@ -126,17 +131,18 @@ class Suite:
     """Which cases, beside whom, and for how long each."""
 
     about: str
-    sizes: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]
     modes: tuple[str, ...]
     baselines: tuple[str, ...]
     seconds: float
+    sizes: tuple[tuple[int, ...], ...] = ()
+    tokens: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     activations: tuple[str, ...] = ACTIVATIONS
     # What --quick takes instead, to see in seconds that everything runs.
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
     ours: tuple[str, ...] = ("ours", "mlp")
+    kernels: bool = False  # whether those of one call are named unasked
     # Instead of sizes, tokens and activations.
     models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     quick_models: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
@@ -150,6 +156,18 @@ def block(width: int) -> tuple[int, int, int]:
     return (width, 4 * width, width)
 
 
+GATED = Suite(
+    about="gated block of a language model with SiLU, inference and training step",
+    sizes=gated.SIZES,
+    tokens=(1, 8, 64, 8192),  # few for inference only: see worth_the_time
+    modes=("forward", "step"),
+    baselines=("low", "eager", "mm", "compile", "liger", "quack", "quack-tuned"),
+    seconds=1.0,
+    dtypes=("bf16",),
+    activations=("silu",),
+    quick_sizes=((16, 24, 16),),
+    ours=("ours", "fused"),
+)
 SUITES = {
     "layer": Suite(
         about="one layer, forward and training step",
@@ -210,75 +228,38 @@ SUITES = {
         baselines=("eager", "addmm"),
         seconds=0.4,
     ),
-    "first-calls": Suite(
-        about="the first training step of problems drawn by a seed, in which plans are made",
-        sizes=(),
-        tokens=(),
-        modes=("first step",),
-        ours=("ours",),
-        baselines=("eager",),
-        seconds=0.0,
-        dtypes=("bf16", "fp16", "fp32"),
-        activations=("relu", "gelu", "silu"),
-    ),
-    "gated": Suite(
-        about="gated block of a language model with SiLU, inference and training step",
-        sizes=gated.SIZES,
-        tokens=(1, 8, 64, 8192),  # few for inference only: see worth_the_time
-        modes=("forward", "step"),
-        baselines=("low", "eager", "mm", "compile", "liger", "quack", "quack-tuned"),
-        seconds=1.0,
-        dtypes=("bf16",),
-        activations=("silu",),
-        quick_sizes=((16, 24, 16),),
-        ours=("ours", "fused"),
-    ),
-    "gated-cpu": Suite(
+    "gated": GATED,
+    "gated-cpu": replace(
+        GATED,
         about="gated block on a CPU, inference and training step",
         sizes=gated.SIZES[:1],
         tokens=(1, 32, 256),
-        modes=("forward", "step"),
         baselines=("eager",),
-        seconds=1.0,
         dtypes=("fp32", "bf16"),
-        activations=("silu",),
-        quick_sizes=((16, 24, 16),),
-        ours=("ours", "fused"),
     ),
-    "gated-host": Suite(
+    "gated-host": replace(
+        GATED,
         about="CPU time per call of a gated block, the GPU not waited for",
         sizes=gated.SIZES[:1],
         tokens=(1, 64),
-        modes=("forward", "step"),
         baselines=("eager", "liger"),
         seconds=0.4,
-        dtypes=("bf16",),
-        activations=("silu",),
-        quick_sizes=((16, 24, 16),),
-        ours=("ours", "fused"),
     ),
-    "gated-memory": Suite(
+    "gated-memory": replace(
+        GATED,
         about="memory that a gated block keeps for its backward, and takes at most",
-        sizes=gated.SIZES,
         tokens=(8192,),
         modes=("saved", "peak"),
         baselines=("low", "eager", "liger", "quack"),
         seconds=0.0,
-        dtypes=("bf16",),
-        activations=("silu",),
-        quick_sizes=((16, 24, 16),),
-        ours=("ours", "fused"),
     ),
     "conv": Suite(
         about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
-        sizes=(),
-        tokens=(),
         modes=("forward", "step", "graph"),  # the last for a part only: see worth_the_time
         ours=("ours", "compile+pass"),
         baselines=("eager", "conv", "compile"),
         seconds=0.4,
         dtypes=("bf16", "fp16", "fp32"),
-        quick_sizes=(),
         convolutions=CONVOLUTIONS,
         quick_convolutions=TINY_CONVOLUTIONS,
     ),
@@ -307,8 +288,6 @@ SUITES = {
     ),
     "memory-models": Suite(
         about="memory that a step of a whole model keeps for its backward, and takes at most",
-        sizes=(),
-        tokens=(),
         modes=("saved", "peak"),
         ours=("fused", "fused-low"),
         baselines=("eager",),
@@ -328,10 +307,20 @@ SUITES = {
         activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((128,),),
     ),
+    "accumulation": Suite(
+        about="gradient of a layer's weight, added up over four micro-batches",
+        sizes=LAYERS[2:],
+        tokens=(1024, 8192),
+        modes=("grad", "fp32 grad"),
+        ours=("ours",),
+        baselines=("eager",),
+        seconds=0.6,
+        dtypes=("bf16",),
+        activations=("none",),
+        kernels=True,
+    ),
     "models": Suite(
         about="whole models, inference and training step",
-        sizes=(),
-        tokens=(),
         modes=("forward", "step", "train"),
         ours=("fused", "compile+pass", "reduce-overhead+pass", "compile again"),
         baselines=("eager", "compile", "reduce-overhead"),
@@ -355,8 +344,6 @@ def makes_sense(case: Case, device: torch.device) -> bool:
     if case.mode == "train" or case.dtype == AUTOCAST:
         is_step = case.mode == ("train" if case.dtype != AUTOCAST else "step")
         return is_step and case.model.startswith("GPT-2")
-    if case.conv and case.mode == "B/element":  # no activation of it is hidden
-        return False
     if case.mode in ("graph", "peak"):
         return device.type == "cuda"
     if case.suite == "cpu":
@@ -420,27 +407,15 @@ def cases_of(
     name: str, device: torch.device, quick: bool = False, dtypes: Iterable[str] | None = None
 ) -> list[Case]:
     """The cases of suite `name` in the order in which they run; `dtypes` instead of its own."""
-    suite = SUITES[name]
-    if models := suite.quick_models if quick else suite.models:
-        some = itertools.product(models, dtypes or suite.dtypes, suite.modes)
-        cases = [
-            Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
-            for (model, activation, sizes), dtype, mode in some
-        ]
-        return [case for case in cases if makes_sense(case, device)]
-    names = dtypes or suite.dtypes
-    if name == "first-calls":
-        if device.type != "cuda" and not quick:  # where nothing is measured
-            return []
-        drawn = problems(quick, tuple(names), suite.activations)
-        return [Case(name, *problem, suite.modes[0]) for problem in drawn]
-    grid = itertools.product(
-        suite.quick_sizes if quick else suite.sizes,
-        QUICK_TOKENS if quick else suite.tokens,
-        names,
-        suite.activations,
-        suite.modes,
-    )
-    cases = [Case(name, *point) for point in grid]
+    suite, names = SUITES[name], dtypes or SUITES[name].dtypes
+    models = suite.quick_models if quick else suite.models
+    cases = [
+        Case(name, sizes, math.prod(sizes), dtype, activation, mode, model)
+        for (model, activation, sizes), dtype, mode in itertools.product(models, names, suite.modes)
+    ]
+    sizes = suite.quick_sizes if quick and suite.sizes else suite.sizes
+    tokens = QUICK_TOKENS if quick else suite.tokens
+    grid = itertools.product(sizes, tokens, names, suite.activations, suite.modes)
+    cases += [Case(name, *point) for point in grid]
     cases += convolution_cases(name, device, quick, names)
     return [c for c in cases if makes_sense(c, device) and (quick or worth_the_time(c))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+import torch_fused_linear as tfl
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,6 @@ class Convolution:
     @property
     def out_size(self) -> int:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
-
-    def elements(self, batch: int) -> int:
-        """Of image, kernel and result."""
-        kernel = self.out * self.channels // self.groups * self.kernel**2
-        pixels = self.channels * self.size**2 + self.out * self.out_size**2
-        return kernel + batch * pixels
 
     def __str__(self) -> str:
         words = [f"{self.channels}→{self.out}", f"{self.kernel}x{self.kernel}"]
@@ -103,7 +100,32 @@ def memory_format(conv: Convolution) -> torch.memory_format:
     return torch.channels_last if conv.last else torch.contiguous_format
 
 
-def eager(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
+def eager(layers: Sequence[nn.Conv2d], activation: str) -> Callable[[Tensor], Tensor]:
     """As ResNets have it: ReLU writes over the convolution's result."""
-    relu = nn.ReLU(inplace=True)
+    (layer,), relu = layers, nn.ReLU(inplace=True)
     return lambda x: relu(layer(x))
+
+
+def ours(layers: Sequence[nn.Conv2d], activation: str) -> nn.Module:
+    return tfl.FusedConv2dReLU.from_conv(*layers)
+
+
+LAYERS = {"ours": ours, "eager": eager}
+
+
+def bare(case: Any, data: Any) -> Callable[[], None]:
+    """The convolution alone, without bias and ReLU: what no fusing can be faster than."""
+    conv, backward = case.conv, case.mode != "forward"
+    x, weight, grad = data.input.detach(), data.layers[0].weight.detach(), data.grad_output
+    stride, padding, one = [conv.stride] * 2, [conv.padding] * 2, [1, 1]
+    gradient = torch.ops.aten.convolution_backward
+
+    def run() -> None:
+        F.conv2d(x, weight, None, stride, padding, one, conv.groups)
+        if backward:
+            wanted = [not conv.is_stem, True, False]
+            gradient(
+                grad, x, weight, None, stride, padding, one, False, [0, 0], conv.groups, wanted
+            )
+
+    return run

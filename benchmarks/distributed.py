@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
-import random
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,15 +40,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_fused_linear as tfl
 from benchmarks.machine import header, warm_up
+from benchmarks.memory import peak_bytes
 from benchmarks.pages.tables import several_gpus
 from benchmarks.results import write
-from torch_fused_linear.timing import Number, no_garbage_collection
+from torch_fused_linear.timing import Call, Clock, Contender, clock_for, measure
 
 ARRANGEMENTS = ("DDP", "FSDP2", "TP", "TP + sequence parallel")
 CONTENDERS = ("plain", "layers", "fuse_")
 PARTS = ("feed-forward", "whole")
-MIN_ROUNDS, MAX_ROUNDS, TINY_ROUNDS = 5, 31, 2
-BATCH_SECONDS = 0.03
 
 
 class FeedForward(nn.Module):
@@ -161,13 +158,13 @@ class Step:
             tfl.fuse_(model)
         self.model = arranged(model, arrangement, mesh, is_fused)
 
-    def clear(self) -> None:
-        self.x.grad = None
-        for parameter in self.model.parameters():
-            parameter.grad = None
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.x, *self.model.parameters()]
 
     def __call__(self) -> Tensor:
-        self.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
         output = self.model(self.x)
         output = output.to_local() if isinstance(output, DTensor) else output
         output.backward(self.grad)
@@ -177,62 +174,22 @@ class Step:
 # --- measuring --------------------------------------------------------------------------------
 
 
-def slowest(values: list[float], device: torch.device) -> list[float]:
-    """Of each value the largest of all ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+def slowest(value: float, device: torch.device) -> float:
+    """The largest of all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
+    return tensor.item()
 
 
-def seconds_of(step: Callable[[], object], calls: int, device: torch.device) -> float:
-    dist.barrier()
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for _ in range(calls):
-            step()
-        return (time.perf_counter() - begin) / calls
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+def slowest_clock(device: torch.device) -> Clock:
+    """As all ranks read the same time, they decide alike how many calls and rounds there are."""
+    clock = clock_for(device)
 
+    def seconds(call: Call, times: int) -> float:
+        dist.barrier()
+        return slowest(clock(call, times), device)
 
-def timed(steps: dict[str, Step], device: torch.device, seconds: float) -> dict[str, Number]:
-    """Microseconds of a step; how many rounds there are is decided by all ranks together."""
-    first = slowest([seconds_of(step, 2, device) for step in steps.values()], device)
-    calls = {
-        name: max(1, min(20, round(BATCH_SECONDS / once)))
-        for name, once in zip(steps, first, strict=True)
-    }
-    rounds: list[dict[str, float]] = []
-    order, shuffle = list(steps), random.Random(0).shuffle
-    begin = time.perf_counter()
-    with no_garbage_collection():
-        while len(rounds) < (MAX_ROUNDS if seconds else TINY_ROUNDS):
-            shuffle(order)
-            mine = [seconds_of(steps[name], calls[name], device) for name in order]
-            *all_times, spent = slowest([*mine, time.perf_counter() - begin], device)
-            rounds.append(dict(zip(order, all_times, strict=True)))
-            if len(rounds) >= MIN_ROUNDS and spent > seconds:
-                break
-    return {
-        name: Number.over([times[name] * 1e6 for times in rounds], calls[name]) for name in steps
-    }
-
-
-def peak_of(step: Step, device: torch.device) -> float:
-    """MiB that a step takes at most, beyond what there is before it."""
-    step.clear()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return slowest([(torch.cuda.max_memory_allocated() - before) / 2**20], device)[0]
+    return seconds
 
 
 def check(outputs: dict[str, Tensor]) -> None:
@@ -250,12 +207,17 @@ def measured(case: dict, shape: list[int], mesh, seconds: float, dtype: torch.dt
     check({name: step() for name, step in steps.items()})
     if device.type == "cuda":
         tfl.plans.broadcast()
-    for step in steps.values():
-        step()
-    numbers = {name: asdict(number) for name, number in timed(steps, device, seconds).items()}
+    contenders = [Contender(name, step) for name, step in steps.items()]
+    numbers, failed = measure(contenders, slowest_clock(device), seconds)
+    if failed:
+        raise RuntimeError(str(failed))
+    numbers = {name: asdict(number) for name, number in numbers.items()}
     result = {"case": case, "unit": "us", "numbers": numbers}
-    if device.type == "cuda":
-        result["memory"] = {name: peak_of(step, device) for name, step in steps.items()}
+    if device.type == "cuda":  # MiB
+        result["memory"] = {
+            name: slowest(peak_bytes(step, step.leaves) / 2**20, device)
+            for name, step in steps.items()
+        }
     return result
 
 
@@ -295,43 +257,45 @@ def main(arguments: list[str]) -> None:
         torchrun(["--standalone", f"--nproc-per-node={given.ranks}", __file__, *arguments])
         return
     device = start()
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
     warm_up(device)
-    sequences, tokens = (2, 8) if given.tiny else (8, 1024)
-    widths = [32] if given.tiny else given.widths
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     about = header(device, arguments)
-    about["machine"] = f"{ranks} x {about['machine']}"
-    results = []
-    for width in widths:
-        for part in PARTS:
-            for arrangement in given.only:
-                case = {
-                    "suite": "distributed",
-                    "part": part,
-                    "width": width,
-                    "blocks": given.blocks,
-                    "tokens": sequences * tokens,
-                    "dtype": "bf16" if dtype == torch.bfloat16 else "fp32",
-                    "activation": "gelu",
-                    "mode": "step",
-                    "arrangement": arrangement,
-                    "ranks": ranks,
-                }
-                count = sequences * (ranks if arrangement.startswith("TP") else 1)
-                seconds = 0 if given.tiny else given.seconds
-                results.append(measured(case, [count, tokens], mesh, seconds, dtype))
-                gc.collect()
-                torch.cuda.empty_cache()
-                if dist.get_rank() == 0:
-                    medians = {n: f"{v['median']:.0f}" for n, v in results[-1]["numbers"].items()}
-                    print(f"{part}, {width}, {arrangement}: us {medians}", flush=True)
+    about["machine"] = f"{dist.get_world_size()} x {about['machine']}"
+    results = all_results(given, device)
     if dist.get_rank() == 0:
         print("\n".join(["", about["machine"], "", *several_gpus(results)]))
         if given.json:
             write(given.json, about, results)
     dist.destroy_process_group()
+
+
+def all_results(given: argparse.Namespace, device: torch.device) -> list[dict]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    sequences, tokens = (2, 8) if given.tiny else (8, 1024)
+    widths, seconds = ([32], 0) if given.tiny else (given.widths, given.seconds)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    results = []
+    for width, part, arrangement in itertools.product(widths, PARTS, given.only):
+        case = {
+            "suite": "distributed",
+            "part": part,
+            "width": width,
+            "blocks": given.blocks,
+            "tokens": sequences * tokens,
+            "dtype": "bf16" if dtype == torch.bfloat16 else "fp32",
+            "activation": "gelu",
+            "mode": "step",
+            "arrangement": arrangement,
+            "ranks": ranks,
+        }
+        count = sequences * (ranks if arrangement.startswith("TP") else 1)
+        results.append(measured(case, [count, tokens], mesh, seconds, dtype))
+        gc.collect()
+        torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            medians = {n: f"{v['median']:.0f}" for n, v in results[-1]["numbers"].items()}
+            print(f"{part}, {width}, {arrangement}: us {medians}", flush=True)
+    return results
 
 
 if __name__ == "__main__":

@@ -1,88 +1,201 @@
-"""The suite `first-calls`: what the first training step takes, in which plans are made."""
+"""Times first calls, in which plans are made, beside eager's, each contender in fresh processes.
+
+    python benchmarks/first_calls.py --json FILE     on a GPU
+    python benchmarks/first_calls.py --tiny          on a CPU, too: does it run?
+
+The first training step of 60 problems: layers and blocks of two, up to 4096→16384 with up to 65536
+tokens, drawn by a seed; the second step, and what the first may take. And a first and a second pass
+over many lengths with a block 1024→4096→1024 and GELU (tanh): training on 300 lengths of 256 to
+8192 tokens in bf16, on 60 in fp32, and inference on 500 batches of 1 to 512 in bf16.
+"""
 
 from __future__ import annotations
 
-import functools
-import statistics
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where not installed
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.cases import Case
-from benchmarks.contenders import conditions_of, network_of, step_of
-from benchmarks.operands import Operands
-from benchmarks.results import Record
-from torch_fused_linear import plans
-from torch_fused_linear.timing import Call, Number, in_one_line
+import torch_fused_linear as tfl
+from benchmarks import machine
+from benchmarks.cases import DTYPES, KINDS
+from benchmarks.pages import tables
+from benchmarks.results import write
+from torch_fused_linear.activations import ACTIVATIONS
+from torch_fused_linear.timing import Number
 
-# What a first call may take: so much of the budget, and so many milliseconds.
+CONTENDERS = ("ours", "eager")
+# What a first step may take: so much of the budget, and so many milliseconds.
 SHARE, MORE = 1.5, 50.0
+# The least and the most of tokens, inputs and outputs; the two of these are multiples of 8.
+BOUNDS = ((64, 65536), (64, 4096), (64, 16384))
+TINY_BOUNDS = ((4, 32), (8, 16), (8, 32))
+# Of a pass: dtype, how many lengths, the least and the most, whether it trains.
+PASSES = {
+    "training, bf16": ("bf16", 300, (256, 8192), True),
+    "training, fp32": ("fp32", 60, (256, 8192), True),
+    "inference, bf16": ("bf16", 500, (1, 512), False),
+}
 
 
-def milliseconds(call: Call, device: torch.device) -> float:
+def drawn(draw: random.Random, bounds: tuple[int, int], multiple: int = 8) -> int:
+    """Between `bounds`, each doubling as likely as another."""
+    value = math.exp(draw.uniform(*map(math.log, bounds)))
+    return min(bounds[1], max(bounds[0], round(value / multiple) * multiple))
+
+
+def problems(count: int, bounds: Sequence[tuple[int, int]] = BOUNDS) -> list[dict]:
+    """Sizes, tokens, dtype and activation of each; the same at every call."""
+    draw, found = random.Random(1), []
+    tokens, inputs, outputs = bounds
+    for index in range(count):
+        i, o = drawn(draw, inputs), drawn(draw, outputs)
+        kind = draw.choice(("relu", "gelu", "silu"))
+        sizes = [i, o, i] if index % 2 else [i, o]
+        case = {"suite": "first-calls", "sizes": sizes, "tokens": drawn(draw, tokens, 1)}
+        case |= {"dtype": draw.choice(("bf16", "fp16", "fp32")), "activation": kind}
+        found.append(case | {"mode": "first step"})
+    return found
+
+
+# --- in a process of its own --------------------------------------------------------------------
+
+
+def network(sizes: Sequence[int], activation: str, name: str, **options) -> nn.Module:
+    first, *rest = (nn.Linear(i, o, **options) for i, o in pairwise(sizes))
+    model = nn.Sequential(first, ACTIVATIONS[KINDS[activation]].module(), *rest)
+    if name == "ours":
+        tfl.fuse_(model)
+    return model
+
+
+def step_of(model: nn.Module, x: Tensor, grad: Tensor | None) -> Callable[[], None]:
+    def step() -> None:
+        with torch.set_grad_enabled(grad is not None):
+            y = model(x)
+        if grad is not None:
+            model.zero_grad()
+            y.backward(grad)
+
+    return step
+
+
+def milliseconds(steps: Sequence[Callable[[], None]], device: torch.device) -> float:
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
     begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    for step in steps:
+        step()
+    synchronize()
     return (time.perf_counter() - begin) * 1e3
 
 
-def two_steps(case: Case, name: str, device: torch.device) -> list[float]:
-    """Milliseconds of the first step and of the second."""
-    data = Operands.random(case, device)
-    with conditions_of(name, case):
-        step = step_of(network_of(name, case, data), data)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return [milliseconds(step, device) for _ in range(2)]
+def single_steps(name: str, device: torch.device, tiny: bool) -> list[list[float]]:
+    """Of each problem the first step, the second, and how many plans were made."""
+    found = []
+    for case in problems(2, TINY_BOUNDS) if tiny else problems(60):
+        options = {"device": device, "dtype": DTYPES[case["dtype"]]}
+        model = network(case["sizes"], case["activation"], name, **options)
+        x = torch.randn(case["tokens"], case["sizes"][0], **options).requires_grad_()
+        grad = torch.randn(case["tokens"], case["sizes"][-1], **options)
+        tfl.plans.clear()
+        with tfl.plans.patience(0):
+            times = [milliseconds([step_of(model, x, grad)], device) for _ in range(2)]
+        found.append([*times, len(tfl.plans.show().splitlines())])
+    return found
 
 
-@functools.cache
-def warm_up(device: torch.device) -> None:
-    """Another problem: what is done once in a process is no matter of the first call."""
-    small = Case("first-calls", (72, 136, 72), 40, "bf16", "relu", "first step")
-    for name in ("eager", "mlp"):
-        two_steps(small, name, device)
+def passes(program: str, name: str, device: torch.device, tiny: bool) -> list[float]:
+    """Of the first pass and of the second."""
+    dtype, count, (low, high), trains = PASSES[program]
+    width, count, high = (16, 4, low + 8) if tiny else (1024, count, high)
+    options = {"device": device, "dtype": DTYPES[dtype]}
+    model = network((width, 4 * width, width), "gelu", name, **options)
+    x = torch.randn(high, width, **options)
+    draw = random.Random(0)
+    parts = [x[: draw.randint(low, high)] for _ in range(count)]
+    steps = [step_of(model, part, part if trains else None) for part in parts]
+    return [milliseconds(steps, device) for _ in range(2)]
 
 
-def first_calls_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
+def run(program: str, name: str, tiny: bool) -> list:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    for width in (8, 16):  # CUDA, cuBLAS and the autograd thread are there
+        small = torch.randn(width, width, device=device, requires_grad=True)
+        nn.functional.linear(small, small).sum().backward()
+    return passes(program, name, device, tiny) if program else single_steps(name, device, tiny)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def in_own_process(program: str, name: str, tiny: bool) -> list:
+    command = [sys.executable, __file__, "--one", program, name, *["--tiny"] * tiny]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def of_problems(tiny: bool) -> list[dict]:
     """`each` is what the first step takes beyond the second, by the number of plans made."""
-    warm_up(device)
-    record = Record(case, unit="ms")
-    record.numbers["limit"] = Number.once(SHARE * plans.get_budget() + MORE)
-    for name in names:
-        plans.clear()
-        is_block = name == "ours" and len(case.sizes) > 2
-        try:
-            with plans.patience(0):
-                first, later = two_steps(case, "mlp" if is_block else name, device)
-        except Exception as failure:
-            record.failed[name] = in_one_line(failure)
-            continue
-        record.numbers[name] = Number.once(first)
-        if name == "ours":
-            made = len(plans.show().splitlines())
-            record.numbers["later"] = Number.once(later)
-            record.numbers["each"] = Number.once(max(0.0, first - later) / max(1, made))
-    return record
+    found = {name: in_own_process("", name, tiny) for name in CONTENDERS}
+    cases = problems(2, TINY_BOUNDS) if tiny else problems(60)
+    results = []
+    for case, (first, later, plans), (eager, *_) in zip(cases, found["ours"], found["eager"]):
+        values = {"ours": first, "later": later, "each": max(0.0, first - later) / max(1, plans)}
+        values |= {"eager": eager, "limit": SHARE * tfl.plans.get_budget() + MORE}
+        numbers = {name: asdict(Number.once(value)) for name, value in values.items()}
+        results.append({"case": case, "unit": "ms", "numbers": numbers})
+    return results
 
 
-def summary(records: Sequence[Record]) -> str:
-    done = [record for record in records if "ours" in record.numbers]
-    if not done:
-        return "no first step was measured"
-    limit = done[0].numbers["limit"].median
-    lines = [
-        f"limit: {SHARE:g} times the budget of {plans.get_budget():g} ms, and {MORE:g} ms; each: "
-        "the first step beyond the second, for each plan made"
+def of_passes(program: str, repeats: int, tiny: bool) -> list[dict]:
+    rounds = [
+        {name: in_own_process(program, name, tiny) for name in CONTENDERS} for _ in range(repeats)
     ]
-    for name, what in (("ours", "first steps"), ("each", "each plan")):
-        times = {record.case: record.numbers[name].median for record in done}
-        worst = max(times, key=times.__getitem__)
-        over = sum(value > limit for value in times.values())
-        lines.append(
-            f"{what}: median {statistics.median(times.values()):.1f} ms, worst "
-            f"{times[worst]:.1f} ms, {over} of {len(done)} above the limit; the worst: {worst}"
-        )
-    return "\n".join(lines)
+    results = []
+    for index, mode in enumerate(("first pass", "second pass")):
+        numbers = {
+            name: asdict(Number.over([times[name][index] / 1e3 for times in rounds], calls=1))
+            for name in CONTENDERS
+        }
+        case = {"suite": "cold-start", "program": program, "mode": mode}
+        results.append({"case": case, "unit": "s", "numbers": numbers})
+    return results
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of a pass; default: 3")
+    parser.add_argument("--tiny", action="store_true", help="does it run?")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.one:
+        print(json.dumps(run(*given.one, given.tiny)))
+        return
+    results = of_problems(given.tiny)
+    for program in PASSES:
+        results += of_passes(program, given.repeats, given.tiny)
+    print(*tables.first_calls(results), "", *tables.cold_start(results), sep="\n")
+    if given.json:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        write(given.json, machine.header(device, arguments), results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

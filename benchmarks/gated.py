@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
@@ -28,7 +27,7 @@ def random_layers(sizes: Sequence[int], **options: Any) -> list[nn.Linear]:
 class Block(nn.Module):
     """As transformers' LlamaMLP is written."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], activation: str = "silu") -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = layers
         self.act_fn = nn.SiLU()
@@ -37,22 +36,18 @@ class Block(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def ours(layers: Sequence[nn.Linear]) -> nn.Module:
-    return tfl.FusedGatedMLP.from_modules(*layers)
+def ours(layers: Sequence[nn.Linear], activation: str, memory: str = "default") -> nn.Module:
+    return tfl.FusedGatedMLP.from_modules(*layers, activation=activation, memory=memory)
 
 
-def low(layers: Sequence[nn.Linear]) -> nn.Module:
-    return tfl.FusedGatedMLP.from_modules(*layers, memory="low")
-
-
-def fused(layers: Sequence[nn.Linear]) -> nn.Module:
+def fused(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
     block = Block(copy.deepcopy(layers))  # as marks are on layers, which others here share
     if not tfl.fuse_(block).fused:
         raise RuntimeError("fuse_ has not found the block")
     return block
 
 
-def liger(layers: Sequence[nn.Linear]) -> nn.Module:
+def liger(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
     from liger_kernel.transformers import LigerSwiGLUMLP
 
     hidden, width = layers[0].weight.shape
@@ -63,7 +58,7 @@ def liger(layers: Sequence[nn.Linear]) -> nn.Module:
     return block
 
 
-def quack(layers: Sequence[nn.Linear], tuned: bool) -> nn.Module:
+def quack(layers: Sequence[nn.Linear], activation: str, tuned: bool) -> nn.Module:
     """With weights of its own: the rows of gate and up take turns in one; `tuned`: as in rivals."""
     from quack.mlp import MLP
 
@@ -77,9 +72,9 @@ def quack(layers: Sequence[nn.Linear], tuned: bool) -> nn.Module:
     return block.requires_grad_(layers[0].weight.requires_grad)
 
 
-BLOCKS: dict[str, Callable[[Sequence[nn.Linear]], nn.Module]] = {
+BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], nn.Module]] = {
     "ours": ours,
-    "low": low,
+    "low": partial(ours, memory="low"),
     "fused": fused,
     "eager": Block,
     "liger": liger,
@@ -87,19 +82,3 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear]], nn.Module]] = {
     "quack-tuned": partial(quack, tuned=True),
 }
 OTHERS = ("liger", "quack", "quack-tuned")  # which need a GPU
-
-
-def products(layers: Sequence[nn.Linear], x: Tensor, grad: Tensor, backward: bool) -> Callable:
-    """The matrix products alone."""
-    gate, up, down = (layer.weight.detach() for layer in layers)
-    x, hidden = x.detach(), F.linear(x.detach(), gate.detach())
-
-    def run() -> None:
-        for data, weight in ((x, gate), (x, up), (hidden, down)):
-            torch.mm(data, weight.t())
-        if backward:
-            for data, weight, g in ((hidden, down, grad), (x, up, hidden), (x, gate, hidden)):
-                torch.mm(g, weight)
-                torch.mm(g.t(), data)
-
-    return run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import convolutions, gated
-from benchmarks.cases import DTYPES, MEMORY_MODES, Case
+from benchmarks.cases import DTYPES, Case
 
 # In a real network other layers run between two calls of this one, and a GPU's cache holds little
 # of it. So small cases take turns with several sets of operands, of this many caches' size.
@@ -51,6 +51,10 @@ class Operands:
     def leaves(self) -> list[Tensor]:
         return [self.input, *(p for layer in self.layers for p in layer.parameters())]
 
+    @property
+    def nbytes(self) -> int:
+        return self.grad_output.nbytes + sum(leaf.nbytes for leaf in self.leaves)
+
 
 def cache_bytes(device: torch.device) -> int:
     if device.type != "cuda":
@@ -58,17 +62,5 @@ def cache_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def sets_needed(bytes_each: int, device: torch.device) -> int:
+def sets_needed(bytes_each: float, device: torch.device) -> int:
     return max(1, min(MAX_SETS, math.ceil(CACHES_TO_FILL * cache_bytes(device) / bytes_each)))
-
-
-def random_sets(case: Case, device: torch.device) -> list[Operands]:
-    if case.conv:
-        elements = case.conv.elements(case.tokens)
-    else:
-        elements = sum(i * o + case.tokens * (i + o) for i, o in itertools.pairwise(case.sizes))
-    count = sets_needed(elements * DTYPES[case.dtype].itemsize, device)
-    # a graph holds its addresses; memory has no cache
-    if case.mode == "graph" or case.mode in MEMORY_MODES:
-        count = 1
-    return [Operands.random(case, device) for _ in range(count)]

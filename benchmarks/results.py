@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.convolutions import Convolution
 from torch_fused_linear.timing import Number
 
 # Slower than this part of eager's speed is called a loss; what is nearer may be noise.
 LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
-YARDSTICKS = ("mm", "linear", "conv")
+YARDSTICKS = ("mm", "linear", "conv", "copy")
 # What a way of ours is compared with; all others with eager.
 REFERENCES = {"compile+pass": "compile", "reduce-overhead+pass": "reduce-overhead"}
 REFERENCES["compile again"] = "compile"  # the same once more: what differs is noise
@@ -27,10 +26,9 @@ class Record:
     """What was measured for one case; in every unit, less is better."""
 
     case: Case
-    unit: str  # "us" or "ms" per call, "MiB", or "B" for each element
+    unit: str  # "us" or "ms" per call, or "MiB"
     numbers: dict[str, Number] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    bytes_moved: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
     # Of whole models: blocks that fuse_ found, and operators that the pass put in.
     replaced: dict[str, int] = field(default_factory=dict)
@@ -38,33 +36,21 @@ class Record:
     # call; "peak", in MiB; and over all its turns the medians of clock, "MHz", and power, "W".
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def times(self, name: str, reference: str = "eager") -> float | None:
-        """How many times better than the reference."""
-        if name not in self.numbers or reference not in self.numbers:
-            return None
-        mine, other = self.numbers[name].median, self.numbers[reference].median
-        return other / mine if mine else None
-
     def speedup(self, name: str) -> float | None:
         """How many times better than what it is compared with."""
-        return self.times(name, REFERENCES.get(name, "eager"))
+        mine, other = (self.numbers.get(n) for n in (name, REFERENCES.get(name, "eager")))
+        return other.median / mine.median if mine and other and mine.median else None
 
     def failed_alone(self, name: str) -> bool:
         """Whether it failed where its reference did not: that is a failure of ours."""
         return name in self.failed and REFERENCES.get(name, "eager") not in self.failed
 
     def fraction(self, name: str) -> float | None:
-        """The part that is reached of the speed of the bare products, or of a copy's bandwidth."""
-        if name not in self.numbers or name in ("copy", *YARDSTICKS):
+        """The part that is reached of the speed of the bare products."""
+        if name not in self.numbers or name in YARDSTICKS:
             return None
-        if "copy" in self.numbers:
-            return self.bandwidth(name) / self.bandwidth("copy")
         bare = [self.numbers[n].median for n in YARDSTICKS if n in self.numbers]
         return min(bare) / self.numbers[name].median if bare else None
-
-    def bandwidth(self, name: str) -> float:
-        """GB/s, bytes read and written."""
-        return self.bytes_moved[name] / self.numbers[name].median / 1e3
 
     def lost(self, name: str = "ours") -> bool:
         speedup = self.speedup(name)
@@ -76,15 +62,6 @@ class Record:
             if not value["case"][key]:
                 del value["case"][key]  # as in files from before there were any
         return value
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Record:
-        case = dict(value["case"])
-        case["sizes"] = tuple(case["sizes"])
-        if "conv" in case:
-            case["conv"] = Convolution(**case["conv"])
-        numbers = {name: Number(**number) for name, number in value.get("numbers", {}).items()}
-        return cls(**{**value, "case": Case(**case), "numbers": numbers})
 
 
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:
@@ -100,8 +77,3 @@ def write(path: Path, header: Mapping[str, Any], results: list[dict[str, Any]]) 
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    content = json.loads(path.read_text())
-    return content["header"], [Record.from_json(value) for value in content["results"]]

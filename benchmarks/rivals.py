@@ -54,5 +54,7 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {
 }
 
 
-def applies(name: str, activation: str) -> bool:
-    return activation == "gelu" or name not in ("flash-attn-fused", "apex")
+def fits(name: str, sizes: Sequence[int], activation: str) -> bool:
+    known = ("gelu",) if name in ("flash-attn-fused", "apex") else ("relu", "gelu")
+    is_block = len(sizes) == 3 and sizes[0] == sizes[-1]
+    return name in BLOCKS and is_block and activation in known

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from benchmarks import contenders, gated, traffic
+from benchmarks import contenders, memory
 from benchmarks.cases import MEMORY_MODES, Case
-from benchmarks.first_calls import first_calls_record
 from benchmarks.models import Models
-from benchmarks.operands import random_sets
 from benchmarks.results import Record
 from torch_fused_linear import plans
-from torch_fused_linear.timing import (
-    Call,
-    Contender,
-    Number,
-    clock_for,
-    in_one_line,
-    measure,
-)
+from torch_fused_linear.timing import Contender, Number, clock_for, in_one_line, measure
 
 
 def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
-    per_element = case.mode == "B/element"
-    record = Record(case, unit="B" if per_element else "MiB")
+    record = Record(case, unit="MiB")
     models = Models(case, device) if case.model else None
-    (data,) = [None] if models else random_sets(case, device)
+    (data,) = [None] if models else contenders.data_sets(case, device)
     for name in names:
         try:
             if models:
-                kept = traffic.memory_of_model(name, models)
+                kept = memory.of_model(name, models)
                 models.copies.clear()  # of each but the original
             else:
-                kept = traffic.memory_of(name, case, data)
-            record.numbers[name] = Number.once(kept if per_element else kept / 2**20)
+                kept = memory.of_network(name, case, data)
+            record.numbers[name] = Number.once(kept / 2**20)
         except Exception as failure:
             record.failed[name] = in_one_line(failure)
     record.replaced = models.replaced() if models else {}
@@ -50,7 +41,10 @@ def timed_record(
     record = Record(case, unit="us")
     ready: list[Contender] = []
     models = Models(case, device) if case.model else None
-    make = models.contender if models else maker(record, device)
+    if models:
+        make = models.contender
+    else:
+        make = partial(contenders.contender, case=case, sets=contenders.data_sets(case, device))
     for name in names:
         try:
             ready.append(make(name))
@@ -69,49 +63,24 @@ def timed_record(
     return record
 
 
-def maker(record: Record, device: torch.device) -> Callable[[str], Contender]:
-    """What makes the contenders of a case, all on the same data."""
-    case = record.case
-    if case.suite != "activation":
-        sets = random_sets(case, device)
-        return lambda name: contenders.contender(name, case, sets)
-
-    def make(name: str) -> Contender:
-        entrant, record.bytes_moved[name] = traffic.activation_contender(name, case, device)
-        return entrant
-
-    return make
-
-
 def kernels_of(entrant: Contender, device: torch.device) -> list[str]:
     """What one call runs on `device`: kernels of the GPU, or operators on the CPU."""
     on_gpu = device.type == "cuda"
-    kind = torch.profiler.ProfilerActivity
+    kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with (
         entrant.conditions(),
-        torch.profiler.profile(
-            activities=[kind.CUDA if on_gpu else kind.CPU], acc_events=True
-        ) as profile,
+        torch.profiler.profile(activities=[kind], acc_events=True) as profile,
     ):
-        synchronized(entrant.call, device)
+        entrant.call()
+        if on_gpu:
+            torch.cuda.synchronize()
     wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     counts = Counter(event.name for event in profile.events() if event.device_type == wanted)
     return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
 
 
-def synchronized(call: Call, device: torch.device) -> None:
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def entrants(case: Case, names: Sequence[str], device: torch.device) -> list[str]:
     """Those of `names` that can do what `case` asks for."""
-    if case.suite == "activation":
-        return [name for name in names if name in ("ours", "eager", "copy")]
-    if case.mode in MEMORY_MODES:
-        known = ("eager", *contenders.POLICIES, *gated.OTHERS)
-        names = [name for name in names if name in known]
     return [name for name in names if contenders.applies(name, case, device)]
 
 
@@ -122,8 +91,6 @@ def measure_case(
     torch.manual_seed(0)
     if case.mode in MEMORY_MODES:
         record = memory_record(case, names, device)
-    elif case.suite == "first-calls":
-        record = first_calls_record(case, names, device)
     else:
         record = timed_record(case, names, device, seconds, kernels)
     clean_up(names, device)

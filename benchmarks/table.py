@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.cases import MEMORY_MODES, SUITES, Case
-from benchmarks.first_calls import summary
 from benchmarks.results import LOSS, REFERENCES, YARDSTICKS, Record
 
 LOSS_MARK = "<"
@@ -27,26 +26,14 @@ class Table:
         self.ours = [name for name in SUITES[cases[0].suite].ours if name in names]
         self.shape_width = max(len(case.shape) for case in cases)
         self.unit = "MiB" if cases[0].mode in MEMORY_MODES else "us"
-        self.is_of_first_calls = cases[0].suite == "first-calls"
-        if self.is_of_first_calls:
-            self.names, self.ours, self.unit = [*names, "later", "each", "limit"], [], "ms"
-        self.with_bandwidth = "copy" in names
-        self.with_fraction = any(name in names for name in ("copy", *YARDSTICKS))
-        self.yardstick = "of copy" if self.with_bandwidth else "of GEMM"
-        if "conv" in names:
-            self.yardstick = "of conv"
-        self.with_replaced = bool(cases[0].model)
+        self.has_models = bool(cases[0].model)
+        yardsticks = [name for name in YARDSTICKS if name in names]
+        titles = {"copy": "of copy", "conv": "of conv"}
+        self.yardstick = titles.get(yardsticks[0], "of GEMM") if yardsticks else None
         self.columns = [*self.names, *(f"{name} x" for name in self.ours)]
-        self.columns += [f"n {name}" for name in self.ours if self.with_replaced]
-        self.columns += ["GB/s"] * self.with_bandwidth
-        self.columns += [self.yardstick] * self.with_fraction
-        self.columns += ["spread"] * (self.unit == "us")
-
-    def _line(self, label: Sequence[object], cells: Sequence[str]) -> str:
-        shape, tokens, dtype, activation, mode = label
-        left = f"{shape:<{self.shape_width}} {tokens:>6} {dtype:<5} {activation:<8} {mode:<11}"
-        widths = (max(8, len(column) + 1) for column in self.columns)
-        return left + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
+        self.columns += [f"n {name}" for name in self.ours if self.has_models]
+        self.columns += [self.yardstick] if self.yardstick else []
+        self.columns += ["spread"] if self.unit == "us" else []
 
     def head(self) -> str:
         return self._line(("shape", "T", "dtype", "act", self.unit), self.columns)
@@ -61,35 +48,35 @@ class Table:
 
         cells = [cell(name) for name in self.names]
         cells += [ratio(record.speedup(name), record.lost(name)) for name in self.ours]
-        if self.with_replaced:
-            cells += [str(record.replaced.get(name, "-")) for name in self.ours]
+        cells += [str(record.replaced.get(name, "-")) for name in self.ours if self.has_models]
         ours = numbers.get(self.ours[0]) if self.ours else None
-        if self.with_bandwidth:
-            cells.append(f"{record.bandwidth('ours'):.0f}" if ours else "-")
-        if self.with_fraction:
-            cells.append(ratio(record.fraction("ours")))
-        if self.unit == "us":
-            cells.append(f"{ours.spread:.1%}" if ours else "-")
+        cells += [ratio(record.fraction("ours"))] if self.yardstick else []
+        cells += [f"{ours.spread:.1%}" if ours else "-"] if self.unit == "us" else []
         label = (case.shape, case.tokens, case.dtype, case.activation, case.mode)
         return self._line(label, cells)
 
-    def details(self, record: Record) -> list[str]:
-        """What does not fit into the line: reasons of failure, kernels."""
-        lines = [f"  {name} failed: {reason}" for name, reason in record.failed.items()]
-        for name, kernels in record.kernels.items():
-            lines += [f"  {name}: {kernel}" for kernel in kernels]
-        for name, seen in record.observed.items():
-            lines.append(f"  {name}: " + ", ".join(f"{what} {n:.0f}" for what, n in seen.items()))
-        return lines
+    def _line(self, label: Sequence[object], cells: Sequence[str]) -> str:
+        shape, tokens, dtype, activation, mode = label
+        left = f"{shape:<{self.shape_width}} {tokens:>6} {dtype:<5} {activation:<8} {mode:<11}"
+        widths = (max(8, len(column) + 1) for column in self.columns)
+        return left + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths))
 
     def foot(self, records: Sequence[Record]) -> str:
-        if self.is_of_first_calls:
-            return summary(records)
         compared = [r for r in records for name in self.ours if r.speedup(name) is not None]
         lost = [r for r in records for name in self.ours if r.lost(name)]
         others = " or ".join(dict.fromkeys(REFERENCES.get(name, "eager") for name in self.ours))
         return (
             f"x: times better than {others}; {len(lost)} of {len(compared)} below {LOSS:.2f}"
             f" (marked {LOSS_MARK})"
-            + ("; n: blocks fused, operators put in" if self.with_replaced else "")
+            + ("; n: blocks fused, operators put in" if self.has_models else "")
         )
+
+
+def details(record: Record) -> list[str]:
+    """What does not fit into the line: reasons of failure, kernels."""
+    lines = [f"  {name} failed: {reason}" for name, reason in record.failed.items()]
+    for name, kernels in record.kernels.items():
+        lines += [f"  {name}: {kernel}" for kernel in kernels]
+    for name, seen in record.observed.items():
+        lines.append(f"  {name}: " + ", ".join(f"{what} {n:.0f}" for what, n in seen.items()))
+    return lines

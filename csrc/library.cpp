@@ -32,9 +32,9 @@ TORCH_LIBRARY(fused, m) {
   define(MlpInOne());
   define(EnsembleLinear());
 
-  // Whether any of the tensors is of a Python class that has to be asked, and whether one is
-  // sharded over devices: Python has the kernels.
-  m.def("_any_foreign(Tensor[] tensors) -> bool");
+  for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
+
+  // Whether it is sharded over devices: Python has the kernel.
   m.def("_is_sharded(Tensor tensor) -> bool");
 
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.

@@ -94,7 +94,7 @@ def what_runs(tokens: int, sizes: tuple[int, int], device: str) -> dict[tuple[st
         for name, approximate in KINDS.items():
             for mode, wanted in (("inference", False), ("training", True)):
                 with explain() as report:
-                    linear_gelu(x, w.requires_grad_(wanted), b, approximate)
+                    linear_gelu(x, w.requires_grad_(wanted), b, approximate=approximate)
                 path = report.calls[0].path
                 paths[f"{name} {str(dtype)[6:]}", mode] = path
                 print(f"  {name:4} {str(dtype)[6:]:8} {mode:9} {path}")
@@ -108,7 +108,7 @@ def contenders_for(x: Tensor, w: Tensor, b: Tensor) -> list[Contender]:
         return F.gelu(F.linear(x, w, b), approximate=kind)
 
     def fused(kind: str) -> Tensor:
-        return linear_gelu(x, w, b, kind)
+        return linear_gelu(x, w, b, approximate=kind)
 
     return [
         Contender(f"{name} {way.__name__}", partial(way, kind))

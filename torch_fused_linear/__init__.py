@@ -1,4 +1,9 @@
-"""Layers with their activation fused in: ``act(x Wᵀ + b)``, trainable, on GPU and CPU."""
+"""Layers with their activation fused in: ``act(x Wᵀ + b)``, trainable, on GPU and CPU.
+
+The import registers the operators and reads the file that ``TORCH_FUSED_LINEAR_PLANS`` names; the
+first call that needs one reads the other environment variables. Rules for torch's FLOP counter and
+for ``DTensor`` are registered when torch's modules for these are imported.
+"""
 
 from typing import NoReturn
 
@@ -35,7 +40,7 @@ if _library.error is None:
     from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
     from .packing import pack_weights, unpack_weights
-    from .policy import get_policy, handover, set_policy
+    from .policy import get_handover, get_policy, handover, set_policy
     from .report import explain
 
     flops.register_when_imported()
@@ -62,6 +67,7 @@ __all__ = [
     "fuse_",
     "fuse_script_",
     "gated_mlp",
+    "get_handover",
     "get_policy",
     "handover",
     "is_fused",

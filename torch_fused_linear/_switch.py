@@ -12,11 +12,11 @@ from ._torch_internals import DecoratorContextManager
 
 
 class Switch(DecoratorContextManager):
-    """A setting: made, it is set. A ``with`` or a decorated call sets it anew, for its length.
+    """A process-wide setting. Making the object sets it; a ``with`` block or a decorated call sets
+    it for its length.
 
-    What was in force before the object was made comes back at the end of the first ``with``, if it
-    is still this object's value that is in force; else, and at every other time, what was in force
-    when the block was entered.
+    The end of a block puts back what was in force when it was entered. The first block puts back
+    what was in force before the object was made, unless the setting was changed in between.
     """
 
     _get: ClassVar[str]

@@ -21,9 +21,10 @@ from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.jit._builtins import _register_builtin as register_builtin
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._contextlib import _DecoratorContextManager as DecoratorContextManager
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 __all__ = [
     "BroadcastingList2",
@@ -40,7 +41,9 @@ __all__ = [
     "TensorType",
     "Value",
     "has_any_global_hook",
+    "register_builtin",
     "tree_flatten",
+    "tree_leaves",
 ]
 
 #: The hooks of every module, by kind.

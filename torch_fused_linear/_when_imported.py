@@ -1,4 +1,4 @@
-"""What is made known to a module of torch's when somebody imports that, and not before."""
+"""Registers something with a module of torch's when that module is first imported."""
 
 import importlib.abc
 import importlib.util

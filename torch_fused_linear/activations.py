@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 class SquaredReLU(nn.Module):
@@ -13,10 +18,7 @@ class SquaredReLU(nn.Module):
     `Primer <https://arxiv.org/abs/2109.08668>`_."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
-
-
-_MODULES = {"relu": nn.ReLU, "silu": nn.SiLU, "relu2": SquaredReLU}
+        return squared_relu(x)
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,16 @@ class Activation:
         name: of the operators' ``activation`` argument.
         operator: the one that applies it after a linear layer.
         label: in reports and pictures.
+        function: computes it alone.
+        layer: the class of the plain layer that computes it.
         approximate: the argument of ``F.gelu`` and ``nn.GELU``; ``None`` for what is no GELU.
     """
 
     name: str
     operator: str
     label: str
+    function: Callable[..., Tensor]
+    layer: type[nn.Module]
     approximate: str | None = None
 
     @property
@@ -41,47 +47,54 @@ class Activation:
         form = self.name.partition("_")[2]
         return f"{self.operator} ({form})" if form else self.operator
 
+    @property
+    def options(self) -> dict[str, str]:
+        """What function, layer and operator take besides the tensors."""
+        return {} if self.approximate is None else {"approximate": self.approximate}
+
     def module(self) -> nn.Module:
-        """The plain layer that computes it."""
-        if self.approximate is None:
-            return _MODULES[self.name]()
-        return nn.GELU(approximate=self.approximate)
+        return self.layer(**self.options)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What torch's own function gives."""
-        return self.module()(x)
+        return self.function(x, **self.options)
 
 
 ACTIVATIONS = {
     activation.name: activation
     for activation in (
-        Activation("relu", "linear_relu", "ReLU"),
-        Activation("gelu_tanh", "linear_gelu", "GELU (tanh)", approximate="tanh"),
-        Activation("gelu_erf", "linear_gelu", "GELU (erf)", approximate="none"),
-        Activation("silu", "linear_silu", "SiLU"),
-        Activation("relu2", "linear_relu2", "ReLU²"),
+        Activation("relu", "linear_relu", "ReLU", F.relu, nn.ReLU),
+        Activation("gelu_tanh", "linear_gelu", "GELU (tanh)", F.gelu, nn.GELU, "tanh"),
+        Activation("gelu_erf", "linear_gelu", "GELU (erf)", F.gelu, nn.GELU, "none"),
+        Activation("silu", "linear_silu", "SiLU", F.silu, nn.SiLU),
+        Activation("relu2", "linear_relu2", "ReLU²", squared_relu, SquaredReLU),
     )
 }
-NAMES = tuple(ACTIVATIONS)
 # Of a linear layer with one of them.
 OPERATORS = tuple(dict.fromkeys(a.operator for a in ACTIVATIONS.values()))
-CHOICE = ", ".join(map(repr, NAMES[:-1])) + f" or {NAMES[-1]!r}"
-_BY_APPROXIMATE = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
 
 
-def check_activation(who: str, activation: object) -> None:
-    """Raises ``ValueError``, which names who was called, for what is none of the names."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{who}: activation must be {CHOICE}, got {activation!r}")
+def of_operator(operator: str, approximate: str = "tanh") -> Activation | None:
+    """The activation that a linear operator applies; ``None`` of ``linear``, which has none.
+    ``approximate`` is of GELU alone."""
+    for activation in ACTIVATIONS.values():
+        if activation.operator == operator and activation.approximate in (None, approximate):
+            return activation
+    return None
 
 
 def name_of_gelu(approximate: object) -> str | None:
     """The operators' name of ``F.gelu(..., approximate=approximate)``."""
-    return _BY_APPROXIMATE.get(approximate) if isinstance(approximate, str) else None
+    known = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
+    return known.get(approximate) if isinstance(approximate, str) else None
 
 
 def name_of_module(module: nn.Module) -> str | None:
     """The operators' name of what ``nn.ReLU``, ``nn.SiLU``, ``nn.GELU`` or ours computes."""
-    if type(module) is nn.GELU:
-        return name_of_gelu(module.approximate)
-    return next((name for name, cls in _MODULES.items() if type(module) is cls), None)
+    for name, activation in ACTIVATIONS.items():
+        approximate = activation.approximate
+        if type(module) is activation.layer and approximate in (
+            None,
+            module.__dict__.get("approximate"),
+        ):
+            return name
+    return None

@@ -1,22 +1,22 @@
 """FLOPs of the operators for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-Counted as torch counts its own: two for each multiplication and addition in a matrix product, none
-for biases and activations. So a fused model has exactly the count of the plain one.
+Counted as torch counts its own, so that a fused model has exactly the count of the plain one: two
+for each multiplication and addition of a matrix product, none for biases and activations.
 
-The names in ``FORMULAS`` are also what a policy of selective activation checkpointing
-(:func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`) needs in order to keep the
-results of products and compute all else anew::
+With selective activation checkpointing
+(:func:`torch.utils.checkpoint.create_selective_checkpoint_contexts`) ``FORMULAS`` names the
+operators whose results are kept where products are, and all else is computed again::
 
     def policy(context, op, *args, **kwargs):
         if op.namespace == "fused" and op.overloadpacket.__name__ in flops.FORMULAS:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-It sees operators below autograd, eager and compiled, and so not ``fused::mlp`` but what the layers
-of a chain run: ``fused::linear`` (no activation), ``fused::linear_relu`` and for the other
-activations, and for ReLU under the policy ``"cublaslt"`` in eager mode, ``fused::_linear_aux``,
-whose second result is what the backward reads (for a width that is no multiple of 8, and with the
-memory ``'low'``, ``fused::linear`` and ATen's activation).
+Such a policy is shown the operators below autograd. Of ``fused::mlp`` it sees those of the layers:
+``fused::linear``, ``fused::linear_relu`` and, for other activations (and for ReLU under the policy
+``"cublaslt"`` in eager mode), ``fused::_linear_aux``, whose second result is what the backward
+reads; or ``fused::linear`` and ATen's activation, where a width is no multiple of 8 or the memory
+is ``'low'``.
 """
 
 from math import prod
@@ -102,6 +102,5 @@ def register() -> None:
 
 
 def register_when_imported() -> None:
-    """Registers once torch's counter is there: its import takes a third of a second (it brings
-    Triton with it), which only those who count should have to wait for."""
+    """Registers when torch's counter is imported, which takes a third of a second."""
     when_imported("torch.utils.flop_counter", register)

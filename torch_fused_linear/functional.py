@@ -1,33 +1,29 @@
-"""Functional forms, under the names of the operators.
+"""The operators ``torch.ops.fused.<name>`` as functions, a microsecond quicker in eager mode.
 
-Each is the operator ``torch.ops.fused.<name>``; use whichever reads better. All of them work in
-eager mode, under autocast, ``torch.compile``, ``torch.func``, TorchScript and ``torch.export``. In
-eager mode they take a microsecond less than ``torch.ops`` does.
+They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` and in TorchScript.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.jit import is_scripting
 
 from . import subclasses
+from ._arguments import Activation, Approximate, Memory
 from ._library import direct
-from ._torch_internals import BroadcastingList2
-from .activations import ACTIVATIONS
+from ._torch_internals import register_builtin
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Applies :math:`y = xW^T + b`.
 
-    The same as :func:`torch.nn.functional.linear`. As the layer after a fused one it takes part in
-    the fused backward, which torch's own does not.
+    The same as :func:`torch.nn.functional.linear`. After a fused layer use this one: it takes part
+    in the fused backward.
 
-    What the kernels do not take (other dtypes and layouts, a one-dimensional weight, a bias that is
-    broadcast, nested and quantised tensors, any subclass of tensors) goes the way of torch's own
-    functions, with their result; :class:`explain` says so.
+    Where there is no kernel (other dtypes and layouts, a one-dimensional weight, a bias that is
+    broadcast, nested and quantised tensors, other subclasses of tensors) torch's own functions run;
+    :class:`explain` says so.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -41,29 +37,27 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: shapes, dtypes or devices do not fit: as torch's own function raises it.
         NotImplementedError: torch's own has no kernel for a dtype or layout either.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear(input, weight, bias)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear", None, input, weight, bias)
+    if not is_dynamo_compiling():
+        result = direct.linear(input, weight, bias)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear", input, weight, bias)
     return torch.ops.fused.linear(input, weight, bias)
 
 
 def linear_relu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
 
     On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
-    :math:`y = 0` is 0 and NaN is passed on, as in torch; under
-    ``set_policy("cublaslt")`` the library's bit mask is used instead, whose gradient is 1 where
-    the pre-activation is exactly 0.
+    :math:`y = 0` is 0 and NaN is passed on, as in torch; under ``set_policy("cublaslt")`` the
+    gradient where the pre-activation is exactly 0 is 1, as the library's bit mask has it.
 
-    The backward keeps the output. With ``memory='low'`` it keeps one bit for each element, set by
-    torch's rule: less where nobody else keeps the output (dropout, pooling or a sum follows), more
-    where the next layer does, as a linear one.
+    The backward keeps the output. With ``memory='low'`` it keeps one bit for each element instead.
+    That is less where nothing else keeps the output (dropout, pooling or a sum follows), and more
+    where the next layer does, as a linear one does.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -78,13 +72,12 @@ def linear_relu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_relu(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear_relu", F.relu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_relu(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_relu", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
 
 
@@ -92,24 +85,22 @@ def linear_gelu(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    approximate: str = "tanh",
-    memory: str = "default",
+    *,
+    approximate: Approximate = "tanh",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
 
-    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``, but note the
-    default: ``'tanh'``, the form that cuBLASLt computes in its epilogue, where torch's default is
-    ``'none'``. The exact form is computed exactly when asked for (product with bias, then one
-    kernel); neither is ever put in the place of the other. See
+    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``. Mind the
+    default: ``'tanh'``, which cuBLASLt computes in its epilogue; torch's default is ``'none'``.
+    Neither form is ever computed in the place of the other. See
     `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
 
-    The backward keeps the pre-activation :math:`z`, and the layer after keeps :math:`y`, its input:
-    two tensors, as in torch. With ``memory='low'`` :func:`linear`, :func:`linear_relu`,
-    :func:`linear_gelu` or :func:`linear_silu` with :math:`y` itself for input keeps nothing more,
-    and its backward computes :math:`y` anew, bit for bit. For that :math:`z` is rounded to its
-    dtype before the activation is applied, as in torch, and not inside of the product. What is
-    written to :math:`y` before that layer without a count of torch's (``y.data``, NumPy, DLPack,
-    its storage, collectives) goes unseen: docs/memory.md.
+    The backward keeps the pre-activation :math:`z`, and the layer after keeps its input :math:`y`:
+    two tensors, as in torch. With ``memory='low'`` a fused linear layer whose input is :math:`y`
+    itself does not keep it; its backward computes :math:`y` again from :math:`z`, bit for bit.
+    Writes to :math:`y` between the two layers that torch does not count (``y.data``, NumPy, DLPack,
+    its storage, collectives) are then not seen: docs/memory.md lists them.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -125,27 +116,26 @@ def linear_gelu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_gelu(input, weight, bias, approximate, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            gelu = partial(F.gelu, approximate=approximate)
-            return subclasses.layer("linear_gelu", gelu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_gelu(input, weight, bias, approximate, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        how = {"approximate": approximate, "memory": memory}
+        return subclasses.layer("linear_gelu", input, weight, bias, **how)
     return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
 
 
 def linear_silu(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
 
-    Equivalent to ``F.silu(F.linear(input, weight, bias))``. cuBLASLt has no epilogue for SiLU (also
-    called Swish): on a GPU it is a product with bias, then one kernel.
+    Equivalent to ``F.silu(F.linear(input, weight, bias))``; SiLU is also called Swish. cuBLASLt has
+    no epilogue for it: on a GPU it is a product with bias, then one kernel, or on Hopper GPUs one
+    kernel of our own.
 
-    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
-    :func:`linear_gelu`, with the same writes that go unseen.
+    The backward keeps :math:`z`. ``memory='low'`` means what it means for :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -160,27 +150,25 @@ def linear_silu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_silu(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.layer("linear_silu", F.silu, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_silu(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_silu", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_silu(input, weight, bias, memory=memory)
 
 
 def linear_relu2(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, memory: str = "default"
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
     r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
 
-    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``. On a GPU it is a product with
-    bias, then one kernel, or one kernel of ours for Hopper. The gradient where :math:`y = 0` is 0.
+    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``; done as :func:`linear_silu`.
     See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
 
-    The backward keeps the pre-activation :math:`z`; ``memory='low'`` is what it is for
-    :func:`linear_gelu`, with the same writes that go unseen.
+    The backward keeps :math:`xW^T + b`. ``memory='low'`` means what it means for
+    :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -195,14 +183,12 @@ def linear_relu2(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_relu2(input, weight, bias, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            relu2 = ACTIVATIONS["relu2"]
-            return subclasses.layer("linear_relu2", relu2, input, weight, bias, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_relu2(input, weight, bias, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.layer("linear_relu2", input, weight, bias, memory=memory)
     return torch.ops.fused.linear_relu2(input, weight, bias, memory=memory)
 
 
@@ -210,8 +196,9 @@ def mlp(
     input: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
-    activation: str = "relu",
-    memory: str = "default",
+    activation: Activation = "relu",
+    *,
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies linear layers in a chain, with the activation between them and none after the last.
 
@@ -221,13 +208,13 @@ def mlp(
             input = F.relu(F.linear(input, weight, bias))
         return F.linear(input, weights[-1], biases[-1])
 
-    As one operator it is one node of the graph: the backward applies every hidden layer's
-    activation derivative, and sums its bias gradient, together with the next layer's product
-    (cuBLASLt's ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or what is faster).
+    It is one node of the graph. The backward applies every hidden layer's activation derivative,
+    and sums its bias gradient, together with the next layer's product (cuBLASLt's ``DRELU_BGRAD``
+    and ``DGELU_BGRAD``, or what is faster).
 
-    With ``memory='low'`` one tensor is kept for each hidden layer, not two: its output is
-    recomputed from the pre-activation, bit for bit (see :func:`linear_gelu`). ReLU keeps one in any
-    case, the output, or one bit for each element where the weight after it is frozen.
+    With ``memory='low'`` one tensor is kept for each hidden layer instead of two: the backward
+    computes its output again, bit for bit. ReLU keeps one in any case: the output, or where the
+    weight after it is frozen one bit for each element.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
@@ -244,13 +231,12 @@ def mlp(
         ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
             of these.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.mlp(input, weights, biases, activation, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, [input, *weights, *biases])):
-            return subclasses.mlp(input, weights, biases, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.mlp(input, weights, biases, activation, memory)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, [input, *weights, *biases])):
+        return subclasses.mlp(input, weights, biases, activation, memory=memory)
     return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
 
 
@@ -260,8 +246,9 @@ def linear_glu(
     up: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
-    activation: str = "silu",
-    memory: str = "default",
+    *,
+    activation: Activation = "silu",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
     (xW_\text{up}^T + b_\text{up})`, a gated linear unit.
@@ -270,18 +257,14 @@ def linear_glu(
 
         F.silu(F.linear(input, gate, gate_bias)) * F.linear(input, up, up_bias)
 
-    Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases;
-    of a weight with up's rows first pass the halves. Weights that lie next to each other in memory,
-    gate first, such as the halves of one, are multiplied with in one product.
-
-    The backward keeps the input and the two pre-activations. One pass over memory reads them with
-    the gradient that arrives, and writes both gradients and the biases' sums. See
+    Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases.
+    (Where up's rows come first pass the two halves.) Weights that lie next to each other in memory,
+    gate first, such as the halves of one, take one product. See
     `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
 
-    With ``memory='low'`` :func:`linear`, :func:`linear_relu`, :func:`linear_gelu` or
-    :func:`linear_silu` with :math:`y` itself for input keeps nothing more, and has :math:`y` again,
-    bit for bit, from that pass. Writes to :math:`y` that torch does not count go unseen, as for
-    :func:`linear_gelu`.
+    The backward keeps the input and the two pre-activations, and makes both gradients and the sums
+    for the biases in one pass over memory. With ``memory='low'`` a fused linear layer whose input
+    is :math:`y` itself does not keep it, as after :func:`linear_gelu`.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -301,13 +284,13 @@ def linear_glu(
         ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` cannot
             be halved or ``up_bias`` is given.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, gate, up, gate_bias, up_bias))):
-            return subclasses.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
+        if result is not None:
+            return result
+    tensors = (input, gate, up, gate_bias, up_bias)
+    if any(map(subclasses.is_foreign, tensors)):
+        return subclasses.linear_glu(*tensors, activation=activation, memory=memory)
     return torch.ops.fused.linear_glu(
         input, gate, up, gate_bias, up_bias, activation=activation, memory=memory
     )
@@ -321,18 +304,18 @@ def gated_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    memory: str = "default",
+    *,
+    activation: Activation = "silu",
+    memory: Memory = "default",
 ) -> Tensor:
     r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
 
-    Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one operator
-    and one node of the graph: what lies between the two layers is not kept either, the backward
-    computes it again in the pass that it makes over memory anyway. It keeps two tensors of the
-    hidden size, where torch keeps four.
+    Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one node of
+    the graph. It keeps two tensors of the hidden size, where torch keeps four: what lies between
+    the two layers is computed again in the backward, in a pass over memory that it makes anyway.
 
-    With ``memory='low'`` it keeps one: the product with ``up`` is made again in the backward, one
-    more to the nine of a training step. (Where ``gate`` is both weights it keeps both.)
+    With ``memory='low'`` it keeps one, and the backward makes the product with ``up`` again, a
+    tenth one in a training step. (Where ``gate`` is both weights it keeps both.)
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
@@ -351,16 +334,15 @@ def gated_mlp(
     Raises:
         RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
     """
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.gated_mlp(
-                input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
-            )
-            if result is not None:
-                return result
-        tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
-        if any(map(subclasses.is_foreign, tensors)):
-            return subclasses.gated_mlp(*tensors, activation, memory)
+    if not is_dynamo_compiling():
+        result = direct.gated_mlp(
+            input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
+        )
+        if result is not None:
+            return result
+    tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
+    if any(map(subclasses.is_foreign, tensors)):
+        return subclasses.gated_mlp(*tensors, activation=activation, memory=memory)
     return torch.ops.fused.gated_mlp(
         input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation, memory=memory
     )
@@ -370,19 +352,18 @@ def conv2d_relu(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: BroadcastingList2[int] = 1,
-    padding: BroadcastingList2[int] = 0,
-    dilation: BroadcastingList2[int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
     r"""Applies :math:`y = \max(\text{conv2d}(x, W) + b, 0)`.
 
     Equivalent to ``F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))``. On a
     GPU it is cuDNN's convolution with bias and ReLU in one call where a trial, made once for each
-    problem, finds that quicker and right (torch's ReLU passes NaN on), else cuDNN's convolution and
-    one pass over memory for both. The backward keeps the output and not what was before ReLU; one
-    pass gives the gradients of ReLU and of the bias, then cuDNN's two products follow. The gradient
-    where :math:`y = 0` is 0 under every policy.
+    problem, finds that quicker and right, else cuDNN's convolution and one pass over memory for
+    both. The backward keeps the output; one pass gives the gradients of ReLU and of the bias, then
+    cuDNN's two products follow. The gradient where :math:`y = 0` is 0 under every policy.
 
     Args:
         input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, any strides; fp64,
@@ -407,26 +388,26 @@ def conv2d_relu(
     """
     stride, padding = _pair("stride", stride), _pair("padding", padding)
     dilation = _pair("dilation", dilation)
-    if not is_scripting():
-        if not is_dynamo_compiling():
-            result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
-            if result is not None:
-                return result
-        if any(map(subclasses.is_foreign, (input, weight, bias))):
-            return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+    if not is_dynamo_compiling():
+        result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+        if result is not None:
+            return result
+    if any(map(subclasses.is_foreign, (input, weight, bias))):
+        return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
     return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
 
 
-def _pair(name: str, value: BroadcastingList2[int]) -> list[int]:
-    # TorchScript has made a list of one number already
-    if is_scripting():
-        return value
-    return _two(name, value)
-
-
-def _two(name: str, value: int | list[int]) -> list[int]:
+def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     if isinstance(value, (int, torch.SymInt)):
         return [value, value]
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"conv2d_relu: {name} must be an int or two of them, got {value!r}")
     return list(value)
+
+
+# TorchScript takes the operators for them; it knows no arguments by name alone.
+for _function in (
+    *(linear, linear_relu, linear_gelu, linear_silu, linear_relu2),
+    *(mlp, linear_glu, gated_mlp, conv2d_relu),
+):
+    register_builtin(_function, f"fused::{_function.__name__}")

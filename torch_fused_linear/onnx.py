@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, OPERATORS, of_operator
 
 # What torch.onnx.export writes unless told otherwise.
 _DEFAULT_OPSET = 20
@@ -30,9 +30,9 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
         )
 
     The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
-    then ``Relu``, ``Gelu`` or ``Sigmoid`` and ``Mul``; ``Conv``, then ``Relu``. Before opset 20,
-    which brought ``Gelu``, its formula is written out (of the kind that was asked for); ONNX
-    Runtime puts it together again.
+    then ``Relu``, ``Relu`` and ``Mul``, ``Gelu``, or ``Sigmoid`` and ``Mul``; ``Conv``, then
+    ``Relu``. Before opset 20, which brought ``Gelu``, its formula is written out, of the kind that
+    was asked for; ONNX Runtime puts it together again.
 
     Args:
         opset_version: the one that ``torch.onnx.export`` is called with; at least 18.
@@ -61,8 +61,7 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
 def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
     fused = torch.ops.fused
     write = _Operators(onnxscript, has_gelu)
-    layers = {activation.operator for activation in ACTIVATIONS.values()}
-    writers = {name: write.layer(name) for name in layers}
+    writers = {name: write.layer(name) for name in OPERATORS}
     writers |= {"linear": write.linear, "mlp": write.mlp, "conv2d_relu": write.conv2d_relu}
     writers |= {"linear_glu": write.linear_glu, "gated_mlp": write.gated_mlp}
     tensor = onnxscript.onnx_types.TensorType
@@ -98,7 +97,7 @@ def _with_annotations(writer: Callable, arguments, types: dict[str, Any]) -> Cal
 
 
 class _Operators:
-    """What is written for each operator; what is kept for a backward is no matter here."""
+    """The functions that write the operators. ``memory`` changes nothing in a forward."""
 
     def __init__(self, onnxscript, has_gelu: bool) -> None:
         self.op, self.newer = onnxscript.opset18, onnxscript.opset20
@@ -112,10 +111,9 @@ class _Operators:
         return result if bias is None else op.Add(result, bias)
 
     def _activate(self, x, name: str):
-        approximate = ACTIVATIONS[name].approximate
+        op, approximate = self.op, ACTIVATIONS[name].approximate
         if approximate is not None:
             return self._gelu(x, approximate)
-        op = self.op
         if name == "silu":
             return op.Mul(x, op.Sigmoid(x))
         rectified = op.Relu(x)
@@ -141,11 +139,10 @@ class _Operators:
 
     def layer(self, operator: str) -> Callable:
         """Of a linear operator with its activation."""
-        kinds = [a for a in ACTIVATIONS.values() if a.operator == operator]
 
-        def written(input, weight, bias=None, approximate=None, memory="default"):
-            name = next(a.name for a in kinds if a.approximate == approximate)
-            return self._activate(self.linear(input, weight, bias), name)
+        def written(input, weight, bias=None, approximate="tanh", memory="default"):
+            activation = of_operator(operator, approximate)
+            return self._activate(self.linear(input, weight, bias), activation.name)
 
         return written
 

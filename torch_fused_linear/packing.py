@@ -11,21 +11,22 @@ from torch import Tensor, nn
 def pack_weights(module: nn.Module) -> int:
     """Lets the frozen weights of a module be kept in the layout that oneDNN multiplies with.
 
-    The copy is made at the first call with each weight: in bf16, above all with few tokens, and in
-    fp32 where oneDNN is used at all (processors with AVX-512 that are not Intel's, from about 128
-    tokens). Parameters and ``state_dict`` stay as they are. It takes the memory of one more copy,
-    until the weight dies or :func:`unpack_weights`.
+    The copy is made at the first call with each weight, and takes the memory of the weight once
+    more, until the weight is freed or :func:`unpack_weights`. It is used in bf16, where it helps
+    most with few tokens, and in fp32 on processors with AVX-512 that are not Intel's, from about
+    128 tokens.
+    Parameters and ``state_dict`` stay as they are.
 
     A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``,
-    ``weight.data = ...``, ``swap_tensors`` and whatever is written in place. One that has been
-    trained since, or another parameter put in its place, is used as it is.
+    ``weight.data = ...``, ``swap_tensors`` and writes in place. One that has been trained since,
+    or another parameter put in its place, is used as it is.
 
     Warning:
         Writes that torch does not count are not noticed, and the old weight is used: through
         ``weight.data``, its storage, NumPy or DLPack, by a collective of ``torch.distributed``, by
         another process, by a kernel that torch does not know, or by a fused optimizer with
         gradients that no backward made. Call :func:`unpack_weights` before, and this function again
-        after. The list with examples is in docs/memory.md.
+        after. docs/memory.md has examples.
 
     Args:
         module: its :class:`torch.nn.Linear` layers, fused ones among them, are meant.

@@ -14,14 +14,11 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
 ROW = 1.0
 # The fused box is as wide as what it stands for, so that the eye sees what went into it.
+LABELS = {a.operator: a.label.partition(" ")[0] for a in ACTIVATIONS.values()}  # without the form
 COLOURS = {
-    "MatMul": "#cfe3f5",
-    "Conv2d": "#cfe3f5",
-    "BiasAdd": "#e3edd2",
-    "ReLU": "#fbe0c3",
-    "GELU": "#fbe0c3",
-    "SiLU": "#fbe0c3",
-    "Mul": "#e3edd2",
+    **dict.fromkeys(("MatMul", "Conv2d"), "#cfe3f5"),
+    **dict.fromkeys(("BiasAdd", "Mul"), "#e3edd2"),
+    **dict.fromkeys(LABELS.values(), "#fbe0c3"),
     "Dropout": "#eceff1",
     "linear": "#2a6f97",
 }
@@ -131,8 +128,7 @@ def hand_over(
 ) -> None:
     """An arrow from the later layer back to the earlier: the gradient with the activation's part
     and the bias's sum done."""
-    labels = {a.operator: a.label.partition(" ")[0] for a in ACTIVATIONS.values()}
-    derivative = f"{labels.get(operator.partition(' ')[0], 'GELU')}′"
+    derivative = f"{LABELS.get(operator.partition(' ')[0], 'act')}′"
     low = y + HEIGHT / 2
     right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
     dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}

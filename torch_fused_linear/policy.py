@@ -24,10 +24,10 @@ class set_policy(Switch):
         policy: one of
 
             - ``"auto"`` (default): the fastest way known that keeps torch's semantics;
-            - ``"cublaslt"``: cuBLASLt's own fused epilogues wherever they exist. ReLU then saves
-              the library's bit mask, whose gradient at a pre-activation of exactly 0 is 1, where
-              torch's is 0, and at NaN, in 16 bits on a GPU, 0, where torch's is 1. What an epilogue
-              makes of a sum is the library's, GELU far from 0 too;
+            - ``"cublaslt"``: cuBLASLt's own fused epilogues wherever they exist, with the library's
+              roundings. The gradient of ReLU is then that of the library's bit mask: at a
+              pre-activation of exactly 0 it is 1, where torch's is 0; at NaN, in 16 bits on a GPU,
+              it is 0, where torch's is 1;
             - ``"eager"``: the plain formula, operator by operator.
 
     Raises:
@@ -52,9 +52,9 @@ class handover(Switch):
 
     In ``loss.backward()`` a fused layer whose input came straight from another fused layer applies
     that layer's activation derivative together with its own matrix product, and sums that layer's
-    bias gradient on the way. It does so only where nobody can tell the difference: no hook,
-    ``retain_grad``, second consumer, ``create_graph`` and so on; :class:`explain` names the reason
-    where it does not. It is on by default.
+    bias gradient on the way. It does not where the difference could be seen (hooks,
+    ``retain_grad``, a second consumer, ``create_graph`` and others); :class:`explain` then names
+    the reason. It is on by default; :func:`get_handover` says whether it is on.
 
     A plain call sets it; as a context manager or a decorator it is put back at the end, as with
     :class:`set_policy`. The environment variable
@@ -72,3 +72,8 @@ class handover(Switch):
 
     def __init__(self, enabled: bool) -> None:
         super().__init__(enabled)
+
+
+def get_handover() -> bool:
+    """Whether separate fused layers hand gradients over to each other."""
+    return torch.ops.fused._handover()

@@ -17,7 +17,7 @@ class Call:
         dtype: of both.
         device: of both.
         path: what ran, step by step: names of cuBLASLt epilogues, "own ..." kernels, "ATen mm",
-            "oneDNN ...", "reference" (the plain formula); a step that could not be taken stands in
+            "oneDNN ...", "PyTorch's own (not fused)"; a step that could not be taken stands in
             parentheses with the reason.
         handover: of a backward: "handed over", or "plain: " and the reason.
     """
@@ -35,9 +35,10 @@ _DTYPES |= {torch.bfloat16: "BFloat16"}
 _open_blocks = 0
 
 
-def note(operator: str, input: Tensor, weight: Tensor, path: str) -> None:
-    """Adds a row, if any are recorded, for what is done without the operator's kernels."""
+def note(operator: str, input: Tensor, weight: Tensor, reason: str) -> None:
+    """Adds a row, if any are recorded, for what torch's own functions do in an operator's place."""
     if _open_blocks:
+        path = f"{reason} + PyTorch's own (not fused)"
         shapes = f"{list(input.shape)} x {list(weight.shape)}"
         dtype = _DTYPES.get(input.dtype, str(input.dtype))
         row = Call(operator, shapes, dtype, str(input.device), path, "")
@@ -51,11 +52,11 @@ class explain:
             loss(model(x), y).backward()
         print(report)
 
-    The report is a list of :class:`~torch_fused_linear.report.Call` (``report.calls``), printed as
-    a table. Recording is process-wide; outside of a block it costs nothing. Blocks may lie within
-    each other and in several threads: each has all that ran while it was open. Entered again, the
-    object has what ran in the last block. A call replayed from a CUDA graph, or compiled into one
-    kernel with others, does not show.
+    ``report.calls`` is a list of :class:`~torch_fused_linear.report.Call`; printed, the report is a
+    table. Recording is process-wide, and costs nothing outside of a block. Blocks may be nested and
+    open in several threads: each has all that ran while it was open. An object entered again has
+    what ran in the last block. A call replayed from a CUDA graph, or compiled into one kernel with
+    others, does not show.
     """
 
     def __init__(self) -> None:

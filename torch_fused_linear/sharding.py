@@ -12,6 +12,7 @@ backward, and those run on what each device holds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -79,11 +80,7 @@ RULES = {
     ),
     "_linear_glu_aux": Rule(
         _GATED,
-        {
-            "output": ("*h", ""),
-            "gate_preactivation": ("*h", ""),
-            "up_preactivation": ("*h", ""),
-        },
+        dict.fromkeys(("output", "gate_preactivation", "up_preactivation"), ("*h", "")),
         "*h",
     ),
     "_glu": Rule({"gate": "*h", "up": "*h"}, {"": ("*h", "")}, "*h"),
@@ -116,6 +113,51 @@ RULES = {
 
 # --- from rules to placements -------------------------------------------------------------------
 
+_WHOLE, _SUM = "whole", "sum"  # beside the number of the dimension that is sharded
+
+
+def _ways(rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, Any], devices: int):
+    """For each way to shard, how every result and every tensor among the arguments lies."""
+    first = next(iter(tensors))
+    leading = "0123456789"[: len(tensors[first].shape) + 1 - len(rule.inputs[first])]
+
+    def dimensions(labels: str) -> str:
+        return labels.replace("*", leading)
+
+    sizes: dict[str, int] = {}
+    cut_by_bits = set()  # the dimensions that stand in a mask
+    for name, tensor in tensors.items():
+        of = dimensions(rule.inputs[name])
+        if tensor.tensor_meta.dtype == torch.uint8:
+            cut_by_bits.add(of[-1])
+        else:
+            sizes.update(zip(of, tensor.shape))
+    if "mask" in rule.outputs or ("saved" in rule.outputs and given["activation"] == "relu"):
+        cut_by_bits.add(dimensions(next(reversed(rule.outputs.values()))[0])[-1])
+
+    def placed(labels: str, sharded: str, otherwise: str) -> int | str:
+        of = dimensions(labels)
+        return of.index(sharded) if sharded in of else otherwise
+
+    yield [_WHOLE] * (len(rule.outputs) + len(tensors))
+    for label in dimensions(rule.shardable):
+        if label in cut_by_bits and sizes[label] % (_MASK_BITS * devices):
+            continue
+        if label == "o" and given.get("groups", 1) != 1:
+            continue
+        if label == "h" and "up" not in tensors:  # gate's rows stand before up's
+            continue
+        way, has_sums = [], False
+        for name, (labels, summed) in rule.outputs.items():
+            is_sum = _is_wanted(name, rule, given) and label in dimensions(summed)
+            has_sums |= is_sum
+            lies = placed(labels, label, _SUM if is_sum else _WHOLE)
+            way.append(lies if _is_wanted(name, rule, given) else _WHOLE)
+        for name in tensors:
+            is_part = has_sums and name in rule.added
+            way.append(placed(rule.inputs[name], label, _SUM if is_part else _WHOLE))
+        yield way
+
 
 def _register_rules() -> None:
     """Makes DTensor know the operators."""
@@ -123,56 +165,18 @@ def _register_rules() -> None:
 
     torchs = _torch_internals.dtensor()
 
+    def placement(lies: int | str):
+        return {_WHOLE: Replicate, _SUM: Partial}[lies]() if isinstance(lies, str) else Shard(lies)
+
     def strategy(op_schema):
         schema = op_schema.op._schema
         rule = RULES[schema.name.partition("::")[2]]
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, op_schema.args_schema)), **op_schema.kwargs_schema}
-        tensors = {
-            name: given[name] for name in names if isinstance(given.get(name), torchs.OpStrategy)
-        }
-        first = next(iter(tensors))
-        leading = len(tensors[first].shape) + 1 - len(rule.inputs[first])
+        known = torchs.OpStrategy
+        tensors = {name: given[name] for name in names if isinstance(given.get(name), known)}
         mesh = op_schema.get_mesh_from_args()
-
-        def dimensions(labels: str) -> list[str]:
-            return [*labels.replace("*", "0123456789"[:leading])]
-
-        sizes: dict[str, int] = {}
-        cut_by_bits = set()  # the dimensions that stand in a mask
-        for name, tensor in tensors.items():
-            of = dimensions(rule.inputs[name])
-            if tensor.tensor_meta.dtype == torch.uint8:
-                cut_by_bits.add(of[-1])
-            else:
-                sizes.update(zip(of, tensor.shape))
-        if "mask" in rule.outputs or ("saved" in rule.outputs and given["activation"] == "relu"):
-            cut_by_bits.add(dimensions(next(reversed(rule.outputs.values()))[0])[-1])
-
-        def placed(labels: str, sharded: str, otherwise):
-            of = dimensions(labels)
-            return Shard(of.index(sharded)) if sharded in of else otherwise
-
-        ways = [[Replicate()] * (len(rule.outputs) + len(tensors))]
-        for label in dimensions(rule.shardable):
-            if label in cut_by_bits and sizes[label] % (_MASK_BITS * mesh.size()):
-                continue
-            if label == "o" and given.get("groups", 1) != 1:
-                continue
-            if label == "h" and "up" not in tensors:  # gate's rows stand before up's
-                continue
-            way, sums = [], False
-            for name, (labels, summed) in rule.outputs.items():
-                if not _is_wanted(name, rule, given):
-                    way.append(Replicate())
-                    continue
-                is_sum = label in dimensions(summed)
-                sums = sums or is_sum
-                way.append(placed(labels, label, Partial() if is_sum else Replicate()))
-            for name in tensors:
-                part = sums and name in rule.added
-                way.append(placed(rule.inputs[name], label, Partial() if part else Replicate()))
-            ways.append(way)
+        ways = [list(map(placement, way)) for way in _ways(rule, given, tensors, mesh.size())]
         return torchs.expand_to_full_mesh_op_strategy(
             mesh, op_schema, ways, input_index=len(rule.outputs)
         )
@@ -206,12 +210,11 @@ def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool
 
 def _mlp(op, args, kwargs):
     """A chain without autograd: layer by layer, each of which chooses its own placements."""
-    hidden, weights, biases, activation = args[:4]
-    act = ACTIVATIONS[activation]
+    hidden, weights, biases, *rest = args
+    act = ACTIVATIONS[rest[0] if rest else kwargs.get("activation", "relu")]
     layer = getattr(torch.ops.fused, act.operator)
-    options = {} if act.approximate is None else {"approximate": act.approximate}
     for weight, bias in zip(weights[:-1], biases[:-1]):
-        hidden = layer(hidden, weight, bias, **options)
+        hidden = layer(hidden, weight, bias, **act.options)
     return torch.ops.fused.linear(hidden, weights[-1], biases[-1])
 
 

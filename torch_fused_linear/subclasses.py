@@ -1,11 +1,12 @@
-"""Tensors of classes of their own (quantised, distributed, ...), which torch's functions know.
+"""Tensors of classes of their own (quantised, nested, ...), which torch's functions know.
 
-Such a class handles what torch's own functions call, and has never heard of our operators. So
-whatever is given one runs ``F.linear`` and the activation: here for the functions of this package,
-so that a class may override them as torch's (``__torch_function__``), in C++ for the operators.
+Such a class handles what torch's own functions call, and has never heard of our operators. So a
+call with one runs ``F.linear`` and the activation, which the class may override
+(``__torch_function__``). The functions of this package see to it themselves, the operators by the
+kernels at the end, which csrc/dispatch/subclasses.cpp asks.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from . import report
-from ._torch_internals import FakeTensor, FunctionalTensor
-from .activations import ACTIVATIONS, check_activation
+from ._arguments import check
+from ._torch_internals import FakeTensor, FunctionalTensor, tree_leaves
+from .activations import ACTIVATIONS, OPERATORS, of_operator
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 _known: tuple[type, ...] = PLAIN
-_OBJECTION = "(no kernel: tensor subclass) + reference"
 
 
 def is_foreign(tensor: object) -> bool:
@@ -33,51 +34,49 @@ def know(*classes: type) -> None:
     _known = (*_known, *(cls for cls in classes if cls not in _known))
 
 
-def _begin(operator: str, input: Tensor, weight: Tensor, memory: str = "default") -> None:
-    if memory not in ("default", "low"):
-        raise ValueError(f"{operator}: memory must be 'default' or 'low', got '{memory}'")
+# --- the operators' results by torch's own functions, with the operators' arguments --------------
+
+
+def _begin(operator: str, input: Tensor, weight: Tensor, **arguments: str) -> None:
+    check(operator, **arguments)
     if not is_dynamo_compiling():
-        report.note(operator, input, weight, _OBJECTION)
+        report.note(operator, input, weight, "(no kernel: tensor subclass)")
 
 
 def layer(
     operator: str,
-    activate: Callable[[Tensor], Tensor] | None,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    approximate: str = "tanh",
     memory: str = "default",
 ) -> Tensor:
-    _begin(operator, input, weight, memory)
+    """Of ``linear`` and the operators with an activation; ``approximate`` is of GELU alone."""
+    _begin(operator, input, weight, approximate=approximate, memory=memory)
     output = F.linear(input, weight, bias)
-    return output if activate is None else activate(output)
+    activation = of_operator(operator, approximate)
+    return output if activation is None else activation(output)
 
 
-def mlp(
-    input: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    activation: str,
-    memory: str,
-) -> Tensor:
-    check_activation("mlp", activation)
-    _begin("mlp", input, weights[0], memory)
+def mlp(input, weights, biases, activation="relu", *, memory="default") -> Tensor:
+    _begin("mlp", input, weights[0], activation=activation, memory=memory)
     for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
         input = ACTIVATIONS[activation](F.linear(input, weight, bias))
     return F.linear(input, weights[-1], biases[-1])
 
 
-def _glu(
-    operator: str,
-    input: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    memory: str,
+def linear_glu(
+    input,
+    gate,
+    up=None,
+    gate_bias=None,
+    up_bias=None,
+    *,
+    activation="silu",
+    memory="default",
+    operator="linear_glu",
 ) -> Tensor:
-    check_activation(operator, activation)
     if up is None and up_bias is not None:
         raise ValueError(f"{operator}: up_bias must be None without up: gate_bias is both")
     if up is None and (gate.dim() != 2 or gate.shape[0] % 2):
@@ -85,52 +84,37 @@ def _glu(
             f"{operator}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
             f"got {list(gate.shape)}"
         )
-    _begin(operator, input, gate, memory)
+    _begin(operator, input, gate, activation=activation, memory=memory)
     z = F.linear(input, gate, gate_bias)
     first, second = z.chunk(2, -1) if up is None else (z, F.linear(input, up, up_bias))
     return ACTIVATIONS[activation](first) * second
 
 
-def linear_glu(
-    input: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    memory: str,
-) -> Tensor:
-    return _glu("linear_glu", input, gate, up, gate_bias, up_bias, activation, memory)
-
-
 def gated_mlp(
-    input: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    memory: str,
+    input, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, **options
 ) -> Tensor:
-    hidden = _glu("gated_mlp", input, gate, up, gate_bias, up_bias, activation, memory)
+    hidden = linear_glu(input, gate, up, gate_bias, up_bias, operator="gated_mlp", **options)
     return F.linear(hidden, down, down_bias)
 
 
-def conv2d_relu(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int] | int,
-    padding: list[int] | int,
-    dilation: list[int] | int,
-    groups: int,
-) -> Tensor:
+def conv2d_relu(input, weight, bias=None, *geometry) -> Tensor:
     _begin("conv2d_relu", input, weight)
-    return F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))
+    return F.relu(F.conv2d(input, weight, bias, *geometry))
 
 
-# Asked by C++, by this key and no other.
+# --- the kernels ---------------------------------------------------------------------------------
+
+
+def _if_foreign(compute, *args, **kwargs) -> Tensor | None:
+    """The result, or ``None`` where the operator itself is for these tensors."""
+    if any(map(is_foreign, tree_leaves(args))):
+        return compute(*args, **kwargs)
+    return None
+
+
 _library = torch.library.Library("fused", "IMPL")
-_library.impl("_any_foreign", lambda tensors: any(map(is_foreign, tensors)), "BackendSelect")
+_OPERATORS = {name: partial(layer, name) for name in ("linear", *OPERATORS)}
+_OPERATORS |= {"mlp": mlp, "linear_glu": linear_glu, "gated_mlp": gated_mlp}
+for _name, _compute in (_OPERATORS | {"conv2d_relu": conv2d_relu}).items():
+    # Called by C++, by this key and no other.
+    _library.impl(f"_if_foreign_{_name}", partial(_if_foreign, _compute), "BackendSelect")

@@ -126,7 +126,8 @@ def measure(
 ) -> tuple[dict[str, Number], dict[str, str]]:
     """Microseconds per call by name, and in words what became of those that failed.
 
-    At least MIN_ROUNDS rounds are run, and more until `seconds` are over or there are MAX_ROUNDS.
+    At least MIN_ROUNDS rounds are run, and more until the clock has read `seconds` in all or there
+    are MAX_ROUNDS: whoever reads the same clock runs the same rounds.
     A contender may fail (a baseline that does not compile, too little memory): it is left out.
     """
     calls, failed = {}, {}
@@ -140,15 +141,17 @@ def measure(
 
     shuffle = random.Random(seed).shuffle
     with no_garbage_collection():
-        begin = time.perf_counter()
+        spent = 0.0
         for finished in range(MAX_ROUNDS if order else 0):
-            if finished >= MIN_ROUNDS and time.perf_counter() - begin > seconds:
+            if finished >= MIN_ROUNDS and spent > seconds:
                 break
             shuffle(order)
             for contender in order:
                 times = calls[contender.name]
                 with contender.conditions():
-                    samples[contender.name].append(clock(contender.call, times) / times * 1e6)
+                    took = clock(contender.call, times)
+                samples[contender.name].append(took / times * 1e6)
+                spent += took
     return {name: Number.over(values, calls[name]) for name, values in samples.items()}, failed
 
 

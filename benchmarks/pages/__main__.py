@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import records, tables
-from .chart import bars, chart
+from .chart import readme_chart
 from .results import Result, by_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = page.read_text()
         wanted[page] = MARKS.sub(lambda m: f"{m[1]}\n{tables_by_name[m[2]]()}\n\n{m[3]}", text)
     results = by_machine(sorted(given.results.glob("*.json"))).get(MACHINE, [])
-    wanted[given.docs / CHART] = chart(bars(results))
+    wanted[given.docs / CHART] = readme_chart(results)
     old = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in old:
         if given.check:

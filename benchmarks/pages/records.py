@@ -13,8 +13,19 @@ from .results import table
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = ("fuzz", "faults", "soak", "torch", "configs", "sanitizers", "speed")
+GRADIENTS = {"output": "output", "grad_input": "input's gradient"}
+GRADIENTS |= {"grad_weight": "weight's", "grad_bias": "bias's"}
 
 Record = dict
+
+
+def load(folder: Path) -> list[Record]:
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return sorted(records, key=lambda r: (ORDER.index(r["part"]), r["machine"], r["date"]))
+
+
+def of_part(name: str, records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["part"] == name and r["done"]]
 
 
 def tree(record: Record) -> str:
@@ -23,6 +34,10 @@ def tree(record: Record) -> str:
 
 def where(record: Record) -> str:
     return f"{record['machine']}, torch {record['torch']}, {record['date'][:10]}, {tree(record)}"
+
+
+def below(record: Record, lines: Sequence[str]) -> list[str]:
+    return [f"{where(record)}:", "", *lines, ""]
 
 
 def how_often(record: Record) -> str:
@@ -42,42 +57,41 @@ def overview(records: Sequence[Record]) -> list[str]:
     return table(["part", "tried", "machine", "date", "tree", "took", "found wrong"], rows, words=6)
 
 
-def ratio(sums: dict) -> str:
-    return f"{math.sqrt(sums['ours'] / sums['eager']):.3f}" if sums["eager"] else ""
-
-
 def fuzz(records: Sequence[Record]) -> list[str]:
     """Of each machine: per policy and dtype, who was how often the worse one."""
+
+    def ratio(counts: dict, dtype: str, name: str) -> str:
+        sums = counts["results"].get(name)
+        if dtype == "float64" or not sums or not sums["eager"]:
+            return ""
+        return f"{math.sqrt(sums['ours'] / sums['eager']):.3f}"
+
     lines = []
     for r in of_part("fuzz", records):
-        rows = []
-        for policy, dtypes in r["found"]["by"].items():
-            for dtype, counts in sorted(dtypes.items()):
-                names = ("output", "grad_input", "grad_weight", "grad_bias")
-                pooled = [
-                    ratio(counts["results"][n]) if n in counts["results"] else "" for n in names
-                ]
-                pooled = [""] * 4 if dtype == "float64" else pooled
-                worse = [str(counts["ours worse"]), str(counts["eager worse"])]
-                rows.append([f"{policy}, {dtype}", str(counts["cases"]), *worse, *pooled])
-        head = ["policy, dtype", "cases", "ours worse", "eager worse"]
-        head += ["output", "input's gradient", "weight's", "bias's"]
-        lines += [f"{where(r)}:", "", *table(head, sorted(rows), words=1), ""]
+        rows = [
+            [f"{policy}, {dtype}"]
+            + [str(counts[key]) for key in ("cases", "ours worse", "eager worse")]
+            + [ratio(counts, dtype, name) for name in GRADIENTS]
+            for policy, dtypes in r["found"]["by"].items()
+            for dtype, counts in dtypes.items()
+        ]
+        head = ["policy, dtype", "cases", "ours worse", "eager worse", *GRADIENTS.values()]
+        lines += below(r, table(head, sorted(rows), words=1))
         if crashed := r.get("torch_crashed"):
             lines += [f"Plain torch ended the process: {', '.join(crashed)}.", ""]
     return lines[:-1]
 
 
 def faults(records: Sequence[Record]) -> list[str]:
+    head = ["call", "failed", "a clear error", "right all the same"]
     lines = []
     for r in of_part("faults", records):
-        found, rows = r["found"], []
-        for name, count in found.get("failed calls", {}).items():
-            kinds = [found.get(kind, {}).get(name) for kind in ("errors", "right all the same")]
-            rows.append([f"`{name}`" if " " not in name else name, str(count)])
-            rows[-1] += ["" if n is None else str(n) for n in kinds]
-        head = ["call", "failed", "a clear error", "right all the same"]
-        lines += [f"{where(r)}:", "", *table(head, rows, words=1), ""]
+        counts = [r["found"].get(k, {}) for k in ("failed calls", "errors", "right all the same")]
+        rows = [
+            [name if " " in name else f"`{name}`", *(str(c.get(name, "")) for c in counts)]
+            for name in counts[0]
+        ]
+        lines += below(r, table(head, rows, words=1))
     return lines[:-1]
 
 
@@ -109,32 +123,30 @@ def wrong(records: Sequence[Record]) -> list[str]:
 def elsewhere(records: Sequence[Record]) -> list[str]:
     """What the suite's own files say: models, random graphs, the GPU."""
     zoo = json.loads((ROOT / "tests/fuse/model_zoo.json").read_text())
-    lines = []
-    for library, counts in zoo["counts"].items():
-        if counts["models"]:
-            lines.append(
-                f"- {library} {zoo['versions'][library]}: {counts['models']} models; of "
-                f"{counts['forward equal']} the forward, of {counts['step equal']} a training step "
-                f"compared equal after `fuse_`, which had fused {counts['blocks fused']} blocks in "
-                f"{counts['with blocks fused']} of them; {counts['skipped']} could not be built or "
-                f"run small; {counts['wrong']} were wrong."
-            )
+    lines = [
+        f"- {library} {zoo['versions'][library]}: {counts['models']} models; of "
+        f"{counts['forward equal']} the forward, of {counts['step equal']} a training step "
+        f"compared equal after `fuse_`, which had fused {counts['blocks fused']} blocks in "
+        f"{counts['with blocks fused']} of them; {counts['skipped']} could not be built or "
+        f"run small; {counts['wrong']} were wrong."
+        for library, counts in zoo["counts"].items()
+        if counts["models"]
+    ]
     graphs, threads = (constant(name) for name in ("GRAPHS", "THREADS"))
     lines.append(
         f"- {graphs:,} random graphs in {threads} threads, equal to plain torch's, at each run of "
         "the suite."
     )
     gpu = json.loads((ROOT / "tests/gpu_record.json").read_text())
-    speed = gpu["speed"]
+    speed = "its gate of speed was not run."
+    if gpu["speed"]["measured"]:
+        speed = (
+            f"{gpu['speed']['measured']} times measured, {len(gpu['speed']['below'])} of them "
+            "slower than eager by more than 2 %."
+        )
     lines.append(
         f"- The whole suite on {gpu['devices'][0]}, {gpu['date'][:10]}, tree {tree(gpu)}: "
-        f"{gpu['passed']:,} passed, {gpu['failed']} failed, {gpu['skipped']} skipped; "
-        + (
-            f"{speed['measured']} times measured, {len(speed['below'])} of them slower than eager "
-            "by more than 2 %."
-            if speed["measured"]
-            else "its gate of speed was not run."
-        )
+        f"{gpu['passed']:,} passed, {gpu['failed']} failed, {gpu['skipped']} skipped; {speed}"
     )
     return lines
 
@@ -150,15 +162,11 @@ def constant(name: str) -> int:
     raise ValueError(f"tests/autograd/test_random_graphs.py has no {name}")
 
 
-def of_part(name: str, records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["part"] == name and r["done"]]
-
-
 def checks(records: Sequence[Record]) -> list[str]:
     lines = []
     for r in of_part("torch", records):
         rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
-        lines += [f"{where(r)}:", "", *table(["check", "times"], rows, words=1), ""]
+        lines += below(r, table(["check", "times"], rows, words=1))
     for r in of_part("configs", records):
         found = r["found"]
         replaced = ", ".join(f"`{name}` {n}" for name, n in sorted(found["replaced"].items()))
@@ -192,8 +200,3 @@ SECTIONS: dict[str, Callable[[Sequence[Record]], list[str]]] = {
     "elsewhere": elsewhere,
     "wrong": wrong,
 }
-
-
-def load(folder: Path) -> list[Record]:
-    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(records, key=lambda r: (ORDER.index(r["part"]), r["machine"], r["date"]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
 Numbers = dict[str, dict[str, float]]
+Cell = Callable[[Result], str]
 
 
 def by_machine(paths: Iterable[Path]) -> dict[str, list[Result]]:
@@ -26,28 +27,58 @@ def by_machine(paths: Iterable[Path]) -> dict[str, list[Result]]:
     return {name: list(results.values()) for name, results in merged.items()}
 
 
-def times(numbers: Numbers, name: str = "ours") -> str:
-    """How many times eager's speed ours has."""
-    if name not in numbers or "eager" not in numbers:
-        return ""
-    return f"{numbers['eager']['median'] / numbers[name]['median']:.2f}"
-
-
 def find(results: Iterable[Result], **wanted: object) -> list[Result]:
     return [r for r in results if all(r["case"].get(key) == value for key, value in wanted.items())]
 
 
-def times_of(results: Iterable[Result], name: str = "ours", **wanted: object) -> str:
-    found = find(results, **wanted)
-    return times(found[0].get("numbers", {}), name) if found else ""
+def grouped(
+    results: Iterable[Result], *keys: str, order: Callable | None = None
+) -> dict[tuple, list]:
+    """The results by what their cases are in these respects, in order."""
+    groups: dict[tuple, list[Result]] = {}
+    for result in results:
+        values = (result["case"][key] for key in keys)
+        key = tuple(tuple(v) if isinstance(v, list) else v for v in values)
+        groups.setdefault(key, []).append(result)
+    return {key: groups[key] for key in sorted(groups, key=order)}
 
 
-def values(results: Iterable[Result], key: str) -> list:
-    """All that a case may be in one respect, in order."""
-    return sorted({str(r["case"][key]): r["case"][key] for r in results}.values())
+# --- cells ----------------------------------------------------------------------------------------
 
 
-def shape(case: dict[str, Any]) -> str:
+def median(result: Result, name: str) -> float | None:
+    number = result.get("numbers", {}).get(name)
+    return None if number is None else number["median"]
+
+
+def times(result: Result, name: str = "ours", than: str = "eager") -> str:
+    """How many times the other's speed one has."""
+    mine, other = median(result, name), median(result, than)
+    return "" if mine is None or other is None else f"{other / mine:.2f}"
+
+
+def duration(microseconds: float) -> str:
+    if microseconds >= 1000:
+        return f"{microseconds / 1000:.2f} ms"
+    return f"{microseconds:.{1 if microseconds < 100 else 0}f} µs"
+
+
+def whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def medians(*names: str, form: Callable[[float], str] = duration) -> Cell:
+    """Of each of these that took part, with strokes between them."""
+    return lambda result: " / ".join(
+        form(value) for value in (median(result, name) for name in names) if value is not None
+    )
+
+
+def of_case(*keys: str) -> Cell:
+    return lambda result: ", ".join(str(result["case"][key]) for key in keys)
+
+
+def shape(case: Mapping[str, Any]) -> str:
     if "conv" in case:
         return convolution(**case["conv"])
     return "→".join(map(str, case["sizes"]))
@@ -63,13 +94,45 @@ def convolution(channels, out, kernel, size, stride, groups, last) -> str:
     return " ".join([*words, f"@{size}", "NHWC" if last else "NCHW"])
 
 
-def duration(microseconds: float) -> str:
-    if microseconds >= 1000:
-        return f"{microseconds / 1000:.2f} ms"
-    return f"{microseconds:.{1 if microseconds < 100 else 0}f} µs"
+def layers(result: Result) -> str:
+    return shape(result["case"])
+
+
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
     """Markdown; the first `words` columns are words, the others are numbers."""
     ruler = ["---"] * words + ["--:"] * (len(head) - words)
     return ["| " + " | ".join(row) + " |" for row in (head, ruler, *rows)]
+
+
+def listing(
+    results: Iterable[Result],
+    words: Sequence[tuple[str, Cell]],
+    numbers: Sequence[tuple[str, Cell]],
+) -> list[str]:
+    """A row for each result; a column has its head, and what stands below it of a result."""
+    columns = [*words, *numbers]
+    rows = [[cell(result) for _, cell in columns] for result in results]
+    return table([head for head, _ in columns], rows, words=len(words))
+
+
+def pivot(
+    results: Iterable[Result],
+    keys: Sequence[str],
+    words: Sequence[tuple[str, Cell]],
+    columns: Mapping[str, Mapping[str, object]],
+    cell: Cell = times,
+    order: Callable | None = None,
+    left: int | None = None,
+) -> list[str]:
+    """A row for all results that are alike in these keys, a column for those of some conditions;
+    `left` is how many columns hold words, of all that `words` has unless said otherwise."""
+    rows = []
+    for group in grouped(results, *keys, order=order).values():
+        row = [word(group[0]) for _, word in words]
+        found = (find(group, **where) for where in columns.values())
+        rows.append([*row, *(cell(here[0]) if here else "" for here in found)])
+    heads = [*(head for head, _ in words), *columns]
+    return table(heads, rows, words=len(words) if left is None else left)

@@ -2,127 +2,118 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .overview import everything
-from .results import Result, duration, find, shape, table, times, times_of, values
+from .everything import everything
+from .results import (
+    Result,
+    find,
+    grouped,
+    layers,
+    listing,
+    median,
+    medians,
+    of_case,
+    pivot,
+    shape,
+    table,
+    times,
+    whole,
+)
 
 EVERYTHING = "everything"  # says itself where and when it was measured
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
-CPU_ACTIVATIONS = ("relu", "gelu", "gelu-erf")
 CPU_LOSS = 0.97  # what the CPU's operators are held to
+PAIRS = {f"{a}, {m}": {"activation": a, "mode": m} for a in ACTIVATIONS for m in MODES}
 
 
 def by_inner_size(results: Sequence[Result]) -> list[str]:
-    layers = find(results, suite="layer", dtype="bf16", tokens=8192)
-    columns = [(mode, activation) for mode in MODES for activation in ACTIVATIONS]
-    rows = [
-        [str(sizes[0]), str(sizes[1])]
-        + [times_of(layers, sizes=sizes, mode=m, activation=a) for m, a in columns]
-        for sizes in values(layers, "sizes")
+    found = find(results, suite="layer", dtype="bf16", tokens=8192)
+    words = [
+        ("I", lambda r: str(r["case"]["sizes"][0])),
+        ("O", lambda r: str(r["case"]["sizes"][1])),
     ]
-    return table(["I", "O", *(f"{a}, {m}" for m, a in columns)], rows, words=0)
+    by_mode = sorted(PAIRS, key=lambda head: PAIRS[head]["mode"])
+    return pivot(found, ["sizes"], words, {head: PAIRS[head] for head in by_mode}, left=0)
 
 
 def by_tokens(results: Sequence[Result]) -> list[str]:
-    layers = find(results, suite="layer", dtype="bf16", activation="relu")
-    tokens = values(layers, "tokens")
-    rows = [
-        [shape({"sizes": sizes})]
-        + [times_of(layers, sizes=sizes, mode=m, tokens=t) for m in MODES for t in tokens]
-        for sizes in values(layers, "sizes")
-    ]
-    return table(["I→O", *(f"{m}, T={t}" for m in MODES for t in tokens)], rows, words=1)
+    found = find(results, suite="layer", dtype="bf16", activation="relu")
+    tokens = [t for (t,) in grouped(found, "tokens")]
+    columns = {f"{m}, T={t}": {"mode": m, "tokens": t} for m in MODES for t in tokens}
+    return pivot(found, ["sizes"], [("I→O", layers)], columns)
 
 
 def by_dtype(results: Sequence[Result]) -> list[str]:
-    layers = find(results, suite="layer", tokens=8192)
-    columns = [(activation, mode) for activation in ACTIVATIONS for mode in MODES]
-    rows = [
-        [shape({"sizes": sizes}), dtype]
-        + [times_of(found, dtype=dtype, activation=a, mode=m) for a, m in columns]
-        for sizes in values(layers, "sizes")
-        for found in [find(layers, sizes=sizes)]
-        for dtype in values(found, "dtype")
-    ]
-    return table(["I→O", "dtype", *(f"{a}, {m}" for a, m in columns)], rows, words=2)
+    found = find(results, suite="layer", tokens=8192)
+    words = [("I→O", layers), ("dtype", of_case("dtype"))]
+    return pivot(found, ["sizes", "dtype"], words, PAIRS)
 
 
 def largest(results: Sequence[Result]) -> list[str]:
+    def label(result: Result) -> str:
+        case = result["case"]
+        return f"{case['tokens']} x {shape(case)}, {case['dtype']}, {case['activation']}"
+
+    words = [("T x I→O", label), ("", of_case("mode"))]
     names = ("ours", "cublaslt", "eager", "mm")
-    rows = []
-    for result in find(results, suite="headline"):
-        case, numbers = result["case"], result.get("numbers", {})
-        label = f"{case['tokens']} x {shape(case)}, {case['dtype']}, {case['activation']}"
-        rows.append([label, case["mode"]])
-        rows[-1] += [duration(numbers[n]["median"]) if n in numbers else "" for n in names]
-    return table(["T x I→O", "", *names], rows, words=2)
+    return listing(find(results, suite="headline"), words, [(n, medians(n)) for n in names])
 
 
 def memory(mode: str, results: Sequence[Result]) -> list[str]:
     cases = find(results, suite="memory", mode=mode)
-    wanted = ("ours", "low", "mlp", "mlp-low", "eager")
-    names = [n for n in wanted if any(n in case["numbers"] for case in cases)]
-    rows = []
-    for result in cases:
-        case = result["case"]
-        kept = (result["numbers"].get(n) for n in names)  # "mlp" is of several layers
-        numbers = [f"{number['median']:.0f}" if number else "" for number in kept]
-        rows.append([shape(case), case["activation"], *numbers])
-    return table(["layers", "activation", *names], rows, words=2)
+    names = ("ours", "low", "mlp", "mlp-low", "eager")  # "mlp" is of several layers
+    numbers = [(n, medians(n, form=whole)) for n in names if any(n in c["numbers"] for c in cases)]
+    return listing(cases, [("layers", layers), ("activation", of_case("activation"))], numbers)
 
 
 def memory_of_models(results: Sequence[Result]) -> list[str]:
-    rows = []
-    for result in find(results, suite="memory-models"):
-        case, numbers = result["case"], result["numbers"]
-        label = [f"{case['model']}, {case['dtype']}", case["activation"], case["mode"]]
-        names = ("fused", "fused-low", "eager")
-        rows.append(label + [f"{numbers[n]['median']:.0f}" for n in names])
-    head = ["model", "activation", "", "`fuse_`", '`fuse_(memory="low")`', "eager"]
-    return table(head, rows, words=3)
+    words = [
+        ("model", of_case("model", "dtype")),
+        ("activation", of_case("activation")),
+        ("", of_case("mode")),
+    ]
+    heads = {"fused": "`fuse_`", "fused-low": '`fuse_(memory="low")`', "eager": "eager"}
+    numbers = [(head, medians(name, form=whole)) for name, head in heads.items()]
+    return listing(find(results, suite="memory-models"), words, numbers)
 
 
 def one_pass(results: Sequence[Result]) -> list[str]:
-    rows = []
-    for result in find(results, suite="activation"):
-        case, numbers = result["case"], result["numbers"]
-        label = [f"{case['tokens']} x {case['sizes'][0]}", case["activation"], case["mode"]]
-        rows.append(label + [duration(numbers[n]["median"]) for n in ("ours", "eager", "copy")])
-    return table(["T x O", "activation", "gradient", "ours", "eager", "a copy"], rows, words=3)
-
-
-def marked(ratio: str) -> str:
-    """Bold where it is a loss."""
-    return f"**{ratio}**" if ratio and float(ratio) < CPU_LOSS else ratio
+    words = [
+        ("T x O", lambda r: f"{r['case']['tokens']} x {r['case']['sizes'][0]}"),
+        ("activation", of_case("activation")),
+        ("gradient", of_case("mode")),
+    ]
+    heads = {"ours": "ours", "eager": "eager", "copy": "a copy"}
+    numbers = [(head, medians(name)) for name, head in heads.items()]
+    return listing(find(results, suite="activation"), words, numbers)
 
 
 def on_a_cpu(mode: str, name: str, results: Sequence[Result]) -> list[str]:
-    cases = find(results, suite="cpu")
-    rows = [
-        [shape({"sizes": sizes}), dtype, str(tokens)]
-        + [marked(times_of(found, name, mode=mode, activation=a)) for a in CPU_ACTIVATIONS]
-        for dtype in values(cases, "dtype")[::-1]
-        for sizes in sorted(values(cases, "sizes"))
-        for tokens in sorted(values(cases, "tokens"))
-        for found in [find(cases, dtype=dtype, sizes=sizes, tokens=tokens)]
-        if found
-    ]
-    return table(["I→O", "dtype", "T", *CPU_ACTIVATIONS], rows, words=2)
+    def marked(result: Result) -> str:
+        """Bold where it is a loss."""
+        ratio = times(result, name)
+        return f"**{ratio}**" if ratio and float(ratio) < CPU_LOSS else ratio
+
+    words = [("I→O", layers), ("dtype", of_case("dtype")), ("T", of_case("tokens"))]
+    columns = {a: {"activation": a, "mode": mode} for a in (*ACTIVATIONS, "gelu-erf")}
+    keys = ["dtype", "sizes", "tokens"]
+    found = find(results, suite="cpu")
+
+    def order(key: tuple) -> tuple:
+        return (key[0] != "fp32", *key[1:])
+
+    return pivot(found, keys, words, columns, marked, order, left=2)
 
 
 def cpu_compiled(results: Sequence[Result]) -> list[str]:
-    rows = []
-    for result in find(results, suite="cpu"):
-        case, numbers = result["case"], result.get("numbers", {})
-        if "compile" in numbers:
-            label = [shape(case), case["dtype"], str(case["tokens"]), case["activation"]]
-            times = [duration(numbers[n]["median"]) for n in ("ours", "eager", "compile")]
-            rows.append([*label, case["mode"], *times])
-    head = ["I→O", "dtype", "T", "activation", "", "ours", "eager", "compile"]
-    return table(head, rows, words=5)
+    cases = [r for r in find(results, suite="cpu") if median(r, "compile")]
+    words = [("I→O", layers), ("dtype", of_case("dtype")), ("T", of_case("tokens"))]
+    words += [("activation", of_case("activation")), ("", of_case("mode"))]
+    return listing(cases, words, [(n, medians(n)) for n in ("ours", "eager", "compile")])
 
 
 def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
@@ -134,57 +125,57 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     if suite != "gated-memory":
         del columns["low"]
     measured = {name for result in cases for name in result.get("numbers", {})}
-    columns = {head: names for head, names in columns.items() if measured.intersection(names)}
-    several_dtypes = len(values(cases, "dtype")) > 1
-    rows = []
-    for result in cases:
-        case, numbers = result["case"], result.get("numbers", {})
-        dtype = f" {case['dtype']}" if several_dtypes else ""
-        row = [f"{shape(case)}{dtype} {case['mode']}, T={case['tokens']}"]
-        for names in columns.values():
-            medians = (numbers[name]["median"] for name in names if name in numbers)
-            row.append(" / ".join(f"{median:.0f}" for median in medians))
-        rows.append([*row, times(numbers)])
-    return table(["", *columns, "times"], rows, words=1)
+    has_dtypes = len(grouped(cases, "dtype")) > 1
+
+    def label(result: Result) -> str:
+        case = result["case"]
+        dtype = f" {case['dtype']}" if has_dtypes else ""
+        return f"{shape(case)}{dtype} {case['mode']}, T={case['tokens']}"
+
+    numbers = [
+        (head, medians(*names, form=whole))
+        for head, names in columns.items()
+        if measured.intersection(names)
+    ]
+    return listing(cases, [("", label)], [*numbers, ("times", times)])
 
 
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
-    columns = {
-        "layers / `FusedMLP`": ("ours", "mlp"),
-        "eager": ("eager",),
-        "mm": ("mm",),
-        "QuACK": ("quack", "quack-tuned"),
-        "flash-attention": ("flash-attn", "flash-attn-fused"),
-        "apex": ("apex",),
-    }
-    others = [name for head in ("QuACK", "flash-attention", "apex") for name in columns[head]]
-    rows = []
-    for result in (
-        r for mode in ("step", "graph") for r in find(results, suite="rivals", mode=mode)
-    ):
+    cases = [r for mode in ("step", "graph") for r in find(results, suite="rivals", mode=mode)]
+    others = ("quack", "quack-tuned", "flash-attn", "flash-attn-fused", "apex")
+
+    def fastest(result: Result, names: Sequence[str]) -> float:
+        return min(value for name in names if (value := median(result, name)))
+
+    def label(result: Result) -> str:
         case = result["case"]
-        medians = {name: number["median"] for name, number in result["numbers"].items()}
-        row = [f"{shape(case)}, T={case['tokens']}, {case['activation']}, {case['mode']}"]
-        for names in columns.values():
-            row.append(" / ".join(duration(medians[name]) for name in names if name in medians))
-        best = min(medians[name] for name in others if name in medians)
-        rows.append([*row, f"{best / min(medians['ours'], medians['mlp']):.2f}"])
-    return table(["block", *columns, "times"], rows, words=1)
+        return f"{shape(case)}, T={case['tokens']}, {case['activation']}, {case['mode']}"
+
+    numbers = [
+        ("layers / `FusedMLP`", medians("ours", "mlp")),
+        ("eager", medians("eager")),
+        ("mm", medians("mm")),
+        ("QuACK", medians(*others[:2])),
+        ("flash-attention", medians(*others[2:4])),
+        ("apex", medians("apex")),
+        ("times", lambda r: f"{fastest(r, others) / fastest(r, ('ours', 'mlp')):.2f}"),
+    ]
+    return listing(cases, [("block", label)], numbers)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:
-    rows = []
-    for result in find(results, suite="distributed"):
-        case, numbers = result["case"], result["numbers"]
-        row = [f"{case['part']}, d={case['width']}", case["arrangement"]]
-        row.append(duration(numbers["plain"]["median"]))
-        for name in ("layers", "fuse_"):
-            ratio = numbers["plain"]["median"] / numbers[name]["median"]
-            row += [duration(numbers[name]["median"]), f"{ratio:.2f}"]
-        memory = result.get("memory", {})
-        rows.append([*row, " / ".join(f"{mib:.0f}" for mib in memory.values())])
-    head = ["block", "arrangement", "plain", "layers", "times", "`fuse_`", "times"]
-    return table([*head, "MiB: plain / layers / `fuse_`"], rows, words=2)
+    def memory(result: Result) -> str:
+        return " / ".join(map(whole, result.get("memory", {}).values()))
+
+    words = [
+        ("block", lambda r: f"{r['case']['part']}, d={r['case']['width']}"),
+        ("arrangement", of_case("arrangement")),
+    ]
+    numbers = [("plain", medians("plain"))]
+    for name, head in (("layers", "layers"), ("fuse_", "`fuse_`")):
+        numbers += [(head, medians(name)), ("times", partial(times, name=name, than="plain"))]
+    numbers.append(("MiB: plain / layers / `fuse_`", memory))
+    return listing(find(results, suite="distributed"), words, numbers)
 
 
 def own_products(results: Sequence[Result]) -> list[str]:
@@ -195,7 +186,7 @@ def own_products(results: Sequence[Result]) -> list[str]:
     bare = find(cases, mode="bare")
     rows = []
     for mode in ("backward", "forward"):
-        for activation in values(find(kernels, mode=mode), "activation"):
+        for (activation,) in grouped(find(kernels, mode=mode), "activation"):
             for shapes in names.values():
                 here = find(kernels, mode=mode, activation=activation, shapes=shapes)
                 if not here:
@@ -205,9 +196,8 @@ def own_products(results: Sequence[Result]) -> list[str]:
                 row = [f"{mode}, {activation}", " ".join([how, *sizes])]
                 for b in bare:
                     case = {"sizes": b["case"]["sizes"], "tokens": b["case"]["tokens"]}
-                    best = min(r["numbers"]["ours"]["median"] for r in find(here, **case))
-                    beside = "mm" if mode == "backward" else "linear"
-                    row.append(f"{best / b['numbers'][beside]['median']:.2f}")
+                    best = min(median(r, "ours") for r in find(here, **case))
+                    row.append(f"{best / median(b, 'mm' if mode == 'backward' else 'linear'):.2f}")
                 rows.append(row)
     sizes = [f"{b['case']['tokens']} x {shape(b['case'])}" for b in bare]
     return table(["", "kernel", *sizes], rows, words=2)
@@ -216,12 +206,12 @@ def own_products(results: Sequence[Result]) -> list[str]:
 def first_calls(results: Sequence[Result]) -> list[str]:
     """How long the drawn problems took, in milliseconds."""
     names = {"ours": "the first step", "each": "for each plan", "later": "the second step"}
+    cases = find(results, suite="first-calls")
     rows = []
     for name, words in names.items():
-        cases = find(results, suite="first-calls")
-        found = sorted(r["numbers"][name]["median"] for r in cases if name in r["numbers"])
+        found = sorted(value for r in cases if (value := median(r, name)) is not None)
         if found:
-            limits = {r["numbers"]["limit"]["median"] for r in cases} if name == "each" else ()
+            limits = {median(r, "limit") for r in cases} if name == "each" else ()
             shares = [found[int(share * (len(found) - 1))] for share in (0.5, 0.9, 1)]
             limit = ", ".join(f"{value:g}" for value in limits)
             rows.append([words, str(len(found)), *(f"{value:.1f}" for value in shares), limit])
@@ -229,12 +219,21 @@ def first_calls(results: Sequence[Result]) -> list[str]:
 
 
 def cold_start(results: Sequence[Result]) -> list[str]:
-    rows = []
-    for result in find(results, suite="cold-start"):
-        case, numbers = result["case"], result["numbers"]
-        seconds = [f"{numbers[name]['median']:.3f}" for name in ("ours", "eager")]
-        rows.append([case["program"], case["mode"], *seconds, times(numbers)])
-    return table(["program", "", "ours, s", "eager, s", "times"], rows, words=2)
+    words = [("program", of_case("program")), ("", of_case("mode"))]
+    numbers = [(f"{n}, s", medians(n, form="{:.3f}".format)) for n in ("ours", "eager")]
+    return listing(find(results, suite="cold-start"), words, [*numbers, ("times", times)])
+
+
+def accumulation(results: Sequence[Result]) -> list[str]:
+    def kernels(name: str, result: Result) -> str:
+        """Launches: a name that runs several times stands once, with "3 x " before it."""
+        counts = [re.match(r"(\d+) x ", kernel) for kernel in result["kernels"][name]]
+        return str(sum(int(count[1]) if count else 1 for count in counts))
+
+    words = [("I→O", layers), ("T each", of_case("tokens")), ("", of_case("mode"))]
+    numbers = [("ours", medians("ours")), ("eager", medians("eager")), ("times", times)]
+    numbers += [(f"kernels, {name}", partial(kernels, name)) for name in ("ours", "eager")]
+    return listing(find(results, suite="accumulation"), words, numbers)
 
 
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
@@ -258,6 +257,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
     "several GPUs": several_gpus,
     "own products": own_products,
+    "accumulation": accumulation,
     "first calls": first_calls,
     "cold start": cold_start,
 }

@@ -172,7 +172,7 @@ void Search::remark() const {
 
 Search find_receiver(GraphNode* consumer, bool is_running, bool passes_gradient) {
   if (!is_running) return {std::nullopt, "no run of the eager engine"};
-  if (!passes_gradient) return {std::nullopt, "no gradient for the input is wanted"};
+  if (!passes_gradient) return {std::nullopt, "first layer: nothing to hand over"};
   const auto& edge = consumer->next_edge(0);
   auto* producer = dynamic_cast<Producer*>(edge.function.get());
   if (producer == nullptr) return {std::nullopt, stands_between(edge)};

@@ -82,7 +82,8 @@ inline Activation parse_activation(const char* op, std::string_view text,
     const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
     expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'");
+  const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
+  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
 }
 
 inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
@@ -93,7 +94,7 @@ inline Activation parse_hidden_activation(const char* op, const char* what, std:
 inline Activation parse_approximate(const char* op, std::string_view approximate) {
   if (approximate == "tanh") return Activation::gelu_tanh;
   if (approximate == "none") return Activation::gelu_erf;
-  TORCH_CHECK(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
+  TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
 // What a message says of a tensor.

@@ -79,7 +79,7 @@ std::vector<std::string> stop(int64_t report) {
 }
 
 void note(std::string_view row) {
-  if (enabled() && !quiet) add(std::string(row));
+  if (enabled() && !quiet && !is_tracing()) add(std::string(row));
 }
 
 struct Row::Open {

@@ -40,9 +40,11 @@ class Row {
   std::unique_ptr<Open> open_;  // null where nothing is reported
 };
 
-// Adds to the path of the row that is open on this thread: an epilogue, "own kernel", "reference",
-// or in parentheses what was not taken and why; nullptr adds nothing.
+// Adds to the path of the row that is open on this thread: an epilogue, "own kernel", or in
+// parentheses what was not taken and why; nullptr adds nothing.
 void append(const char* name);
+// The same where torch's own functions do the work.
+inline constexpr const char* not_fused = "PyTorch's own (not fused)";
 
 // While it lives this thread runs trials, which no report is about.
 class Quiet {

@@ -54,7 +54,8 @@ struct Operator;
 template <Text schema_, typename Result, typename... Args>
 struct Operator<schema_, Result(Args...)> {
   using Signature = Result(Args...);
-  static constexpr const char* schema = schema_.chars;
+  static constexpr auto text = schema_;
+  static constexpr const char* schema = text.chars;
 
  private:
   static constexpr auto text_of_name = [] {
@@ -134,7 +135,7 @@ struct LinearGelu : Operator<
 
 // Layers in a chain, the activation between them.
 struct Mlp : Operator<
-                 "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, "
+                 "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation='relu', *, "
                  "str memory='default') -> Tensor",
                  decltype(fused::mlp)> {
   template <class Kernels>
@@ -208,6 +209,15 @@ using LinearOperators = std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, L
 using GatedOperators = std::tuple<LinearGlu, GatedMlp>;
 using Public =
     decltype(std::tuple_cat(LinearOperators(), GatedOperators(), std::tuple<Conv2dRelu>()));
+
+// The result by torch's own functions, if one of the tensors is of a Python class of its own.
+// Python has the kernels.
+template <class Op, typename Signature = typename Op::Signature>
+struct IfForeign;
+
+template <class Op, typename... Args>
+struct IfForeign<Op, Tensor(Args...)>
+    : Operator<Text("_if_foreign_") + Op::text + Text("?"), OptionalTensor(Args...)> {};
 
 // ---- what nodes call ---------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tens
                           const OptionalTensor& bias, const Geometry& geometry) {
   const explain::Row row(conv::op_name, input, weight);
   explain::append(objection);
-  explain::append("reference");
+  explain::append(explain::not_fused);
   check_devices(conv::op_name, input, weight, bias);
   return in_context([&] { return ConvFormula::forward(input, weight, bias, geometry); },
                     [&] {
@@ -45,7 +45,7 @@ Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tens
 // oneDNN's convolution with ReLU as a post-op is not used: it turns NaN into 0.
 Tensor Conv::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      const Geometry& geometry) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   const auto image = conv::batched(input);
   auto output =
       convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
@@ -59,7 +59,7 @@ Tensor Conv::forward(const Tensor& input, const Tensor& weight, const OptionalTe
 
 std::tuple<Tensor, Tensor> Conv::relu_backward(const Tensor& grad_output, const Tensor& output,
                                                bool bias_grad) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   const auto format = conv::format_of(output);
   auto [gradient, grad_bias] = ConvFormula::relu_backward(grad_output.contiguous(format),
                                                           output.contiguous(format), bias_grad);

@@ -54,23 +54,23 @@ Tensor GluFormula::forward(const gated::Layer& layer, const gated::Down& down,
 }
 
 Tensor Glu::glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   return GluFormula::glu(dense(gate), dense(up), activation).contiguous();
 }
 
 GluGradients Glu::glu_backward(const steps::GluBackward& step) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto [gate, up, gate_sums, up_sums, hidden] = GluFormula::glu_backward(
       {dense(step.grad_output), dense(step.gate), dense(step.up), step.activation, step.wanted});
   return {gate.contiguous(), up.contiguous(), gate_sums, up_sums, hidden.contiguous()};
 }
 
 Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
-                           const gated::Down& down, Activation activation, bool foreign) {
+                           const gated::Down& down, Activation activation) {
   const explain::Row row(op, layer.input, layer.gate);
   explain::append(objection);
-  explain::append("reference");
-  if (!foreign) gated::check_devices(op, layer, down);
+  explain::append(explain::not_fused);
+  gated::check_devices(op, layer, down);
   return in_context([&] { return GluFormula::forward(layer, down, activation); },
                     [&] { return gated::describe(op, layer, down); });
 }

@@ -42,6 +42,6 @@ struct Glu {
 
 // By torch's own functions (reference/linear.h).
 Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
-                           const gated::Down& down, Activation activation, bool foreign = false);
+                           const gated::Down& down, Activation activation);
 
 }  // namespace fused::reference

@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
           : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
   const auto none = [&] { return unwanted(layer.grad_output); };
   if (layer.weight.dim() == 3) {
-    explain::append("reference");
+    explain::append(explain::not_fused);
     return {layer.wanted[0] ? at::bmm(gradient, layer.weight) : none(),
             layer.wanted[1] ? at::bmm(gradient.mT(), layer.input) : none(),
             layer.wanted[2] ? gradient.sum(1) : none()};
@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across
 std::tuple<Tensor, Tensor> LinearFormula::ensemble(const Tensor& input, const Tensor& weight,
                                                    const OptionalTensor& bias,
                                                    Activation activation) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
                                  : at::bmm(input, weight.mT());
   const bool keeps = saved_for(activation) == Saved::preactivation;
@@ -148,11 +148,9 @@ void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& w
 }
 
 Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
-                       const OptionalTensor& bias, Activation activation, bool foreign) {
-  if (!foreign) {
-    check_devices(op, input, weight, bias);
-    check_sizes_and_dtypes(op, input, weight, bias);
-  }
+                       const OptionalTensor& bias, Activation activation) {
+  check_devices(op, input, weight, bias);
+  check_sizes_and_dtypes(op, input, weight, bias);
   return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
                     [&] { return describe_linear(op, input, weight, bias); });
 }
@@ -160,26 +158,24 @@ Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight
 }  // namespace
 
 Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
-                     const Tensor& weight, const OptionalTensor& bias, Activation activation,
-                     bool foreign) {
+                     const Tensor& weight, const OptionalTensor& bias, Activation activation) {
   const explain::Row row(op, input, weight);
   explain::append(objection);
-  explain::append("reference");
-  return in_torchs_words(op, input, weight, bias, activation, foreign);
+  explain::append(explain::not_fused);
+  return in_torchs_words(op, input, weight, bias, activation);
 }
 
 Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation,
-                         bool foreign) {
+                         const c10::List<OptionalTensor>& biases, Activation activation) {
   const explain::Row row("mlp", input, weights[0]);
   explain::append(objection);
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto hidden = input;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
     const auto layer = "mlp, layer " + std::to_string(i);
     hidden = in_torchs_words(layer.c_str(), hidden, weights[i], biases.get(i),
-                             last ? Activation::none : activation, foreign);
+                             last ? Activation::none : activation);
   }
   return hidden;
 }
@@ -188,7 +184,7 @@ Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorL
 
 Tensor Linear::forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        Activation activation) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   const auto result = at::linear(input, weight, bias).contiguous();
   activate_out(result, result, activation);
   return result;
@@ -196,27 +192,27 @@ Tensor Linear::forward(const Tensor& input, const Tensor& weight, const Optional
 
 std::tuple<Tensor, Tensor> Linear::forward_aux(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias, Activation activation) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto [output, aux] = LinearFormula::forward_aux(input, weight, bias, activation);
   return {output.contiguous(), saved_for(activation) == Saved::output ? aux : pad_rows(aux)};
 }
 
 Tensor Linear::relu_mask(const Tensor& output) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   return LinearFormula::relu_mask(output).contiguous();
 }
 
 std::tuple<Tensor, Tensor> Linear::activation_backward(const Tensor& grad_output,
                                                        const Tensor& saved, Activation activation,
                                                        bool bias_grad) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto [gradient, grad_bias] =
       LinearFormula::activation_backward(dense(grad_output), dense(saved), activation, bias_grad);
   return {gradient.contiguous(), grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> Linear::linear_backward(const steps::LinearBackward& layer) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto [grad_input, grad_weight, grad_bias] =
       LinearFormula::linear_backward({dense(layer.grad_output), layer.input, layer.weight,
                                       dense(layer.saved), layer.activation, layer.wanted});
@@ -226,13 +222,13 @@ std::tuple<Tensor, Tensor, Tensor> Linear::linear_backward(const steps::LinearBa
 
 void Linear::weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                              bool adds) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   LinearFormula::weight_gradient(grad_output, input, into, adds);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> Linear::linear_backward_across(
     const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
-  explain::append("reference");
+  explain::append(explain::not_fused);
   auto [dz, grad_weight, grad_bias, grad_previous_bias] = LinearFormula::linear_backward_across(
       {dense(layer.grad_output), layer.input, layer.weight, dense(layer.saved), layer.activation,
        layer.wanted},

@@ -73,11 +73,9 @@ struct Linear {
 // differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
 // arguments besides. A row of explain.
 Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
-                     const Tensor& weight, const OptionalTensor& bias, Activation activation,
-                     bool foreign = false);
+                     const Tensor& weight, const OptionalTensor& bias, Activation activation);
 Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation,
-                         bool foreign = false);
+                         const c10::List<OptionalTensor>& biases, Activation activation);
 
 // act'(saved) · grad_output, where saved may also be ReLU's bit mask (uint8).
 Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved, Activation activation);

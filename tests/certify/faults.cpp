@@ -42,14 +42,20 @@ int remember_path(dl_phdr_info* info, size_t, void* data) {
 }
 
 // The function itself: after this library, or, in one that Python has opened for itself, there.
-void* real(const char* name, const char* library) {
-  if (void* found = dlsym(RTLD_NEXT, name)) return found;
+void* found(const char* name, const char* library) {
+  if (void* there = dlsym(RTLD_NEXT, name)) return there;
   Wanted wanted{library, {}};
   if (library == nullptr || dl_iterate_phdr(remember_path, &wanted) == 0) std::abort();
   void* handle = dlopen(wanted.path, RTLD_LAZY | RTLD_NOLOAD);
-  void* found = handle != nullptr ? dlsym(handle, name) : nullptr;
-  if (found == nullptr) std::abort();
-  return found;
+  void* there = handle != nullptr ? dlsym(handle, name) : nullptr;
+  if (there == nullptr) std::abort();
+  return there;
+}
+
+// With the signature of the one here.
+template <typename Function>
+Function* real(Function*, const char* name, const char* library = nullptr) {
+  return reinterpret_cast<Function*>(found(name, library));
 }
 
 bool is_in(void* address, const char* library) {
@@ -80,15 +86,14 @@ long faults_disarm() {
 // ---- memory of the CPU, files ------------------------------------------------------------------
 
 int posix_memalign(void** result, size_t alignment, size_t size) {
-  static const auto next =
-      reinterpret_cast<int (*)(void**, size_t, size_t)>(real("posix_memalign", nullptr));
+  static const auto next = real(posix_memalign, "posix_memalign");
   // Those of torch's allocator only; oneDNN, for one, ends the process where its own fail.
   const bool asked = armed.load() != nullptr && is_in(__builtin_return_address(0), "libc10.so");
   return asked && fails("posix_memalign") ? ENOMEM : next(result, alignment, size);
 }
 
 int open(const char* path, int flags, ...) {
-  static const auto next = reinterpret_cast<int (*)(const char*, int, ...)>(real("open", nullptr));
+  static const auto next = real(open, "open");
   va_list arguments;
   va_start(arguments, flags);
   const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
@@ -99,45 +104,42 @@ int open(const char* path, int flags, ...) {
 }
 
 FILE* fopen(const char* path, const char* mode) {
-  static const auto next =
-      reinterpret_cast<FILE* (*)(const char*, const char*)>(real("fopen", nullptr));
+  static const auto next = real(fopen, "fopen");
   if (!fails("fopen")) return next(path, mode);
   errno = EACCES;
   return nullptr;
 }
 
 size_t fwrite(const void* data, size_t size, size_t count, FILE* file) {
-  static const auto next =
-      reinterpret_cast<size_t (*)(const void*, size_t, size_t, FILE*)>(real("fwrite", nullptr));
+  static const auto next = real(fwrite, "fwrite");
   if (!fails("fwrite")) return next(data, size, count, file);
   errno = ENOSPC;
   return next(data, 1, size * count / 2, file);  // half of it, as on a full disk
 }
 
 int fflush(FILE* file) {
-  static const auto next = reinterpret_cast<int (*)(FILE*)>(real("fflush", nullptr));
+  static const auto next = real(fflush, "fflush");
   if (!fails("fflush")) return next(file);
   errno = ENOSPC;
   return EOF;
 }
 
 int fsync(int descriptor) {
-  static const auto next = reinterpret_cast<int (*)(int)>(real("fsync", nullptr));
+  static const auto next = real(fsync, "fsync");
   if (!fails("fsync")) return next(descriptor);
   errno = EIO;
   return -1;
 }
 
 int flock(int descriptor, int operation) {
-  static const auto next = reinterpret_cast<int (*)(int, int)>(real("flock", nullptr));
+  static const auto next = real(flock, "flock");
   if (!fails("flock")) return next(descriptor, operation);
   errno = ENOLCK;
   return -1;
 }
 
 int rename(const char* from, const char* to) {
-  static const auto next =
-      reinterpret_cast<int (*)(const char*, const char*)>(real("rename", nullptr));
+  static const auto next = real(rename, "rename");
   if (!fails("rename")) return next(from, to);
   errno = EXDEV;
   return -1;
@@ -157,36 +159,33 @@ struct Dim3 {
 int launch_failed() { return pending = out_of_resources; }
 }  // namespace
 
-#define CUDART(name, ...) \
-  static const auto next = reinterpret_cast<int (*)(__VA_ARGS__)>(real(name, "libcudart.so"))
-
 int cudaMalloc(void** result, size_t size) {
-  CUDART("cudaMalloc", void**, size_t);
+  static const auto next = real(cudaMalloc, "cudaMalloc", "libcudart.so");
   if (!fails("cudaMalloc")) return next(result, size);
   return pending = no_memory;
 }
 
 int cudaMallocAsync(void** result, size_t size, Word stream) {
-  CUDART("cudaMallocAsync", void**, size_t, Word);
+  static const auto next = real(cudaMallocAsync, "cudaMallocAsync", "libcudart.so");
   if (!fails("cudaMalloc")) return next(result, size, stream);
   return pending = no_memory;
 }
 
 int cudaLaunchKernel(const void* kernel, Dim3 grid, Dim3 block, void** arguments, size_t shared,
                      Word stream) {
-  CUDART("cudaLaunchKernel", const void*, Dim3, Dim3, void**, size_t, Word);
+  static const auto next = real(cudaLaunchKernel, "cudaLaunchKernel", "libcudart.so");
   if (!fails("cudaLaunchKernel")) return next(kernel, grid, block, arguments, shared, stream);
   return launch_failed();
 }
 
 int cudaLaunchKernelExC(Word config, const void* kernel, void** arguments) {
-  CUDART("cudaLaunchKernelExC", Word, const void*, void**);
+  static const auto next = real(cudaLaunchKernelExC, "cudaLaunchKernelExC", "libcudart.so");
   if (!fails("cudaLaunchKernel")) return next(config, kernel, arguments);
   return launch_failed();
 }
 
 int cudaGetLastError() {
-  CUDART("cudaGetLastError");
+  static const auto next = real(cudaGetLastError, "cudaGetLastError", "libcudart.so");
   const int mine = pending;
   pending = 0;
   const int theirs = next();
@@ -194,17 +193,14 @@ int cudaGetLastError() {
 }
 
 int cudaPeekAtLastError() {
-  CUDART("cudaPeekAtLastError");
+  static const auto next = real(cudaPeekAtLastError, "cudaPeekAtLastError", "libcudart.so");
   return pending != 0 ? pending : next();
 }
 
 int cublasLtMatmul(Word handle, Word description, Word alpha, Word a, Word a_layout, Word b,
                    Word b_layout, Word beta, Word c, Word c_layout, Word d, Word d_layout,
                    Word algorithm, Word workspace, size_t size, Word stream) {
-  static const auto next =
-      reinterpret_cast<int (*)(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word,
-                               Word, Word, Word, size_t, Word)>(
-          real("cublasLtMatmul", "libcublasLt.so"));
+  static const auto next = real(cublasLtMatmul, "cublasLtMatmul", "libcublasLt.so");
   if (fails("cublasLtMatmul")) return blas_failed;
   return next(handle, description, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout,
               algorithm, workspace, size, stream);
@@ -213,8 +209,7 @@ int cublasLtMatmul(Word handle, Word description, Word alpha, Word a, Word a_lay
 int cublasLtMatmulAlgoGetHeuristic(Word handle, Word description, Word a, Word b, Word c, Word d,
                                    Word preference, int count, Word results, int* returned) {
   static const auto next =
-      reinterpret_cast<int (*)(Word, Word, Word, Word, Word, Word, Word, int, Word, int*)>(
-          real("cublasLtMatmulAlgoGetHeuristic", "libcublasLt.so"));
+      real(cublasLtMatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic", "libcublasLt.so");
   if (!fails("cublasLtMatmulAlgoGetHeuristic")) {
     return next(handle, description, a, b, c, d, preference, count, results, returned);
   }
@@ -223,14 +218,12 @@ int cublasLtMatmulAlgoGetHeuristic(Word handle, Word description, Word a, Word b
 }
 
 int cudnnBackendExecute(Word handle, Word plan, Word pack) {
-  static const auto next =
-      reinterpret_cast<int (*)(Word, Word, Word)>(real("cudnnBackendExecute", "libcudnn.so"));
+  static const auto next = real(cudnnBackendExecute, "cudnnBackendExecute", "libcudnn.so");
   return fails("cudnnBackendExecute") ? dnn_failed : next(handle, plan, pack);
 }
 
 int cudnnBackendFinalize(Word descriptor) {
-  static const auto next =
-      reinterpret_cast<int (*)(Word)>(real("cudnnBackendFinalize", "libcudnn.so"));
+  static const auto next = real(cudnnBackendFinalize, "cudnnBackendFinalize", "libcudnn.so");
   return fails("cudnnBackendFinalize") ? dnn_failed : next(descriptor);
 }
 

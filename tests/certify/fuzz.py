@@ -23,6 +23,7 @@ import torch_fused_linear as tfl
 from certify import fuzz_cases
 from certify.fuzz_cases import Case, bare_step, eager_step
 from certify.parts import Found
+from certify.record import add
 from torch_fused_linear import plans
 
 ALLOWED, SLACK = 1.25, 0.1
@@ -31,6 +32,7 @@ FAR = 8.0  # so many times eager's error is a wrong result, whatever the statist
 LUCK = 1.0  # unless it is so small that eager's was a lucky number
 NO_YARDSTICK = 1e3  # more roundings than that in eager's result: it is wrong, and says nothing
 EXACT = 4.0  # what fp64, which has no better reference, is held to
+KNOWN = "known: no gradient at a NaN of ReLU under policy cublaslt"
 
 
 def results(call, tensors: list[Tensor], grad: Tensor, case: Case, adds=False) -> list[Tensor]:
@@ -131,7 +133,6 @@ class Trial:
 
 def judged(case: Case) -> Found:
     """What a case has shown; see the module's text."""
-    label = str(case.x.dtype)[6:]
     theirs, refused = of_eager(case)
     try:
         mine = of_ours(case)
@@ -139,54 +140,49 @@ def judged(case: Case) -> Found:
         if refused and case.policy == "eager":  # the same operators, the same error
             return {"refused as by eager": 1}
         return {"failures": [f"{type(error).__name__}: {error}".split("\n")[0] + f" in {case}"]}
-    failures, verdicts, pooled, known, eager_is_wrong, at_edge = [], set(), {}, 0, 0, 0
     exact = of_plain(case, wide)
     scale = of_plain(case, lambda t: wide(t).abs(), bare_step)
-    for name, a, b, c, s in zip(names(case), mine, theirs, exact, scale, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            failures.append(f"{name} is {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}")
-            continue
-        if not a.numel():
-            continue
-        edge = either_is_right(a, b, c, s)
-        if bool(edge.any()):
-            at_edge += 1
-            a, b, c = (t.masked_fill(edge, 0) for t in (a, b, c))
-        if not (case.is_finite and bool(b.isfinite().all())):
-            if not all(torch.equal(f(a), f(b)) for f in (torch.isnan, torch.isinf)):
-                if loses_nan(case):
-                    known += 1
-                else:
-                    failures.append(f"{name}: not finite elsewhere than eager's")
-            continue
-        if not bool(a.isfinite().all()):
-            failures.append(f"{name}: not finite where eager's is")
-            continue
-        words, numbers = compared(a, b, c, s, case.longest_sum if case.is_systematic else EXACT)
-        if b.dtype != torch.float64 and numbers[2] > NO_YARDSTICK**2 * numbers[0]:
-            eager_is_wrong += 1
-            continue
-        if "wrong" in words:
-            failures.append(f"{name}: {words}")
-        verdicts.add(words)
-        if case.is_systematic:
-            continue
-        for key, number in zip(("elements", "ours", "eager"), numbers):
-            pooled.setdefault(name, {}).setdefault(key, 0)
-            pooled[name][key] += number
-    counts = {"cases": 1, "ours worse": 0, "eager worse": 0, "results": pooled}
-    for words in ("ours worse", "eager worse"):
-        counts[words] = int(words in verdicts)
-    operators = {layer.operator: 1 for layer in case.layers}
+    found: Found = {"failures": [], "worse": {}, "results": {}}
+    for name, *tensors in zip(names(case), mine, theirs, exact, scale, strict=True):
+        add(found, judged_result(case, name, *tensors))
+    failures, worse = found.pop("failures"), found.pop("worse")
+    counts = {"cases": 1, "results": found.pop("results")}
+    counts |= {words: int(words in worse) for words in ("ours worse", "eager worse")}
     return {
+        **found,
         "failures": [f"{text} in {case}" for text in failures],
-        "by": {case.policy: {label: counts}},
-        "operators": operators,
-        "results of eager that are wrong": eager_is_wrong,
-        "infinite or the largest number": at_edge,
+        "by": {case.policy: {str(case.x.dtype)[6:]: counts}},
+        "operators": {layer.operator: 1 for layer in case.layers},
         "not finite on purpose": int(not case.is_finite),
-        "known: no gradient at a NaN of ReLU under policy cublaslt": known,
     }
+
+
+def judged_result(case: Case, name: str, a: Tensor, b: Tensor, c: Tensor, s: Tensor) -> Found:
+    """Of one result: ours, eager's, the exact one, and the scale of its errors."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        text = f"{name} is {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}"
+        return {"failures": [text]}
+    if not a.numel():
+        return {}
+    edge = either_is_right(a, b, c, s)
+    found: Found = {"infinite or the largest number": int(edge.any())}
+    a, b, c = (t.masked_fill(edge, 0) for t in (a, b, c))
+    if not (case.is_finite and bool(b.isfinite().all())):
+        if not all(torch.equal(f(a), f(b)) for f in (torch.isnan, torch.isinf)):
+            if loses_nan(case):
+                return found | {KNOWN: 1}
+            return found | {"failures": [f"{name}: not finite elsewhere than eager's"]}
+        return found
+    if not bool(a.isfinite().all()):
+        return found | {"failures": [f"{name}: not finite where eager's is"]}
+    words, numbers = compared(a, b, c, s, case.longest_sum if case.is_systematic else EXACT)
+    if b.dtype != torch.float64 and numbers[2] > NO_YARDSTICK**2 * numbers[0]:
+        return found | {"results of eager that are wrong": 1}
+    if "wrong" in words:
+        found["failures"] = [f"{name}: {words}"]
+    if not case.is_systematic:
+        found["results"] = {name: dict(zip(("elements", "ours", "eager"), numbers))}
+    return found | {"worse": {words: 1}}
 
 
 def either_is_right(mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor) -> Tensor:

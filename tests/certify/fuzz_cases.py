@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
-from certify.fuzz_operators import ACTIVATIONS, GATED, OPERATORS, Layer, Step
+from certify.fuzz_operators import ACTIVATIONS, GATED, OPERATORS, Layer, Step, weight_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SAFE = ("contiguous", "transposed", "row_strided", "column_strided", "offset")
@@ -34,8 +34,10 @@ def eager_step(product, x, weight, bias, activation):
 
 
 def bare_step(product, x, weight, bias, activation):
-    """Without activation: of absolute values, the scale of the errors."""
-    return product(x, weight, bias)
+    """Of absolute values, the scale of the errors: without the activations, whose slope is about 1
+    at most, but for the square."""
+    z = product(x, weight, bias)
+    return z.square() if activation == "relu2" else z
 
 
 @dataclass
@@ -77,6 +79,8 @@ class KinkStep:
         else:
             self.near = None
         h = ACTIVATIONS[activation](z)
+        if activation == "relu2":
+            variance, z = variance * (2 * z).square(), h
         self.variances[id(h)] = variance + 2 * z.square()
         self.alive.append(h)
         return h
@@ -263,24 +267,19 @@ class Draw:
             if not widths:
                 break
             name = self.choice.choice([n for n in OPERATORS if n != "conv2d_relu"])
-            operator = OPERATORS[name]
-            depth = min(len(widths), self.choice.choice((1, 2, 2, 3))) if name == "mlp" else 1
-            depth = 2 if name == "gated_mlp" else depth
-            weights, biases, stacked = [], [], name in GATED and self.chance(0.4)
-            if len(widths) < depth:
+            is_gated, stacked = name in GATED, name in GATED and self.chance(0.4)
+            count = {"mlp": self.choice.choice((1, 2, 2, 3)), "gated_mlp": 2}.get(name, 1)
+            if len(widths) < count:
                 break
-            if name in GATED:
-                out, depth = widths.pop(0), depth - 1
-                for _ in range(1 if stacked else 2):
-                    weights.append(self.weight(out * (2 if stacked else 1), inner, number == 0))
-                    biases.append(self.bias(len(weights[-1])))
-                inner = out
-            for k in range(depth):
-                out = widths.pop(0)
-                weights.append(self.weight(out, inner, number == k == 0))
-                biases.append(self.bias(out))
-                inner = out
-            activation = self.choice.choice(operator.activations)
+            sizes, widths[:count] = [inner, *widths[:count]], []
+            shapes = weight_shapes(name, sizes, stacked)
+            weights = [
+                self.weight(*shape, first=number == 0 and (k == 0 or is_gated))
+                for k, shape in enumerate(shapes)
+            ]
+            biases = [self.bias(out) for out, _ in shapes]
+            inner = sizes[-1]
+            activation = self.choice.choice(OPERATORS[name].activations)
             memory = self.choice.choice(("default", "default", "low"))
             layers.append(Layer(name, weights, biases, activation, memory, is_stacked=stacked))
         return layers

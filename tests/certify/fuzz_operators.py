@@ -7,22 +7,20 @@ errors, and how near a pre-activation is to ReLU's kink.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fused_linear.activations import ACTIVATIONS as OF_OPERATORS
+
 Step = Callable[..., Tensor]  # (product, x, weight, bias, activation) -> act(product(x, w, b))
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_erf": F.gelu,
-    "silu": F.silu,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda z: z, **OF_OPERATORS}
 SMOOTH = ("silu", "gelu_tanh", "gelu_erf")
+GATED = ("linear_glu", "gated_mlp")
 
 
 @dataclass
@@ -42,19 +40,38 @@ class Layer:
         return [t for t in (*self.weights, *self.biases) if t is not None]
 
 
-# --- the operators -------------------------------------------------------------------------------
+def weight_shapes(operator: str, sizes: Sequence[int], is_stacked: bool) -> list[tuple[int, int]]:
+    """Of the weights of a call between these sizes; of gated layers the second is hidden."""
+    pairs = [(out, inner) for inner, out in pairwise(sizes)]
+    if operator in GATED:
+        hidden, inner = pairs.pop(0)
+        pairs = [(2 * hidden, inner), *pairs] if is_stacked else [(hidden, inner)] * 2 + pairs
+    return pairs
 
 
-@dataclass(frozen=True)
-class Operator:
-    """`ours` is called with (where, x, layer), `where` being the package or torch.ops.fused."""
+def ours(where, x: Tensor, layer: Layer) -> Tensor:
+    """The call itself, `where` being the package or torch.ops.fused."""
+    options = {} if layer.operator in ("linear", "conv2d_relu") else {"memory": layer.memory}
+    weights, biases = layer.weights, layer.biases
+    given: Sequence = (weights[0], biases[0], *layer.conv)
+    if layer.operator == "linear_gelu":
+        options |= OF_OPERATORS[layer.activation].options
+    elif layer.operator == "mlp":
+        given = (weights, biases, layer.activation)
+    elif layer.operator in GATED:
+        options["activation"] = layer.activation
+        gate, gate_bias = weights[0], biases[0]
+        up, up_bias = (None, None) if layer.is_stacked else (weights[1], biases[1])
+        given = (gate, up, gate_bias, up_bias)
+        if layer.operator == "gated_mlp":
+            given = (gate, up, weights[-1], gate_bias, up_bias, biases[-1])
+    return getattr(where, layer.operator)(x, *given, **options)
 
-    activations: tuple[str, ...]
-    ours: Callable[..., Tensor]
-    plain: Callable[[Step, Tensor, Layer], Tensor]
+
+# --- plain forms ---------------------------------------------------------------------------------
 
 
-def _linear(step: Step, x: Tensor, layer: Layer) -> Tensor:
+def linear(step: Step, x: Tensor, layer: Layer) -> Tensor:
     return step(F.linear, x, layer.weights[0], layer.biases[0], layer.activation)
 
 
@@ -99,57 +116,22 @@ def _conv(step: Step, x: Tensor, layer: Layer) -> Tensor:
     return step(product, x, layer.weights[0], layer.biases[0], "relu")
 
 
-def _ours_gelu(where, x: Tensor, layer: Layer) -> Tensor:
-    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[layer.activation]
-    parameters = layer.weights[0], layer.biases[0]
-    return where.linear_gelu(x, *parameters, approximate=approximate, memory=layer.memory)
-
-
-def _ours_linear(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.linear(x, layer.weights[0], layer.biases[0])
-
-
-def _ours_relu(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.linear_relu(x, layer.weights[0], layer.biases[0], memory=layer.memory)
-
-
-def _ours_mlp(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.mlp(x, layer.weights, layer.biases, layer.activation, memory=layer.memory)
-
-
-def _ours_silu(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.linear_silu(x, layer.weights[0], layer.biases[0], memory=layer.memory)
-
-
-def _ours_glu(where, x: Tensor, layer: Layer) -> Tensor:
-    weights, biases = ([*held, None][:2] for held in (layer.weights, layer.biases))
-    options = {"activation": layer.activation, "memory": layer.memory}
-    return where.linear_glu(x, *weights, *biases, **options)
-
-
-def _ours_gated_mlp(where, x: Tensor, layer: Layer) -> Tensor:
-    *weights, down = layer.weights
-    *biases, down_bias = layer.biases
-    up, up_bias = (None, None) if layer.is_stacked else (weights[1], biases[1])
-    tensors = (weights[0], up, down, biases[0], up_bias, down_bias)
-    return where.gated_mlp(x, *tensors, activation=layer.activation, memory=layer.memory)
-
-
-def _ours_conv(where, x: Tensor, layer: Layer) -> Tensor:
-    return where.conv2d_relu(x, layer.weights[0], layer.biases[0], *layer.conv)
+@dataclass(frozen=True)
+class Operator:
+    activations: tuple[str, ...]
+    plain: Callable[[Step, Tensor, Layer], Tensor]
+    ours: Callable[..., Tensor] = ours
 
 
 OPERATORS = {
-    "linear": Operator(("none",), _ours_linear, _linear),
-    "linear_relu": Operator(("relu",), _ours_relu, _linear),
-    "linear_gelu": Operator(("gelu_tanh", "gelu_erf"), _ours_gelu, _linear),
-    "linear_silu": Operator(("silu",), _ours_silu, _linear),
-    "mlp": Operator(("relu", *SMOOTH), _ours_mlp, _mlp),
+    "linear": Operator(("none",), linear),
+    "linear_relu": Operator(("relu",), linear),
+    "linear_gelu": Operator(("gelu_tanh", "gelu_erf"), linear),
+    "linear_silu": Operator(("silu",), linear),
+    "linear_relu2": Operator(("relu2",), linear),
+    "mlp": Operator(("relu", "relu2", *SMOOTH), _mlp),
     # without ReLU, whose kink would have to be kept away from two weights
-    "linear_glu": Operator(SMOOTH, _ours_glu, _glu),
-    "gated_mlp": Operator(SMOOTH, _ours_gated_mlp, _gated_mlp),
-    "conv2d_relu": Operator(("relu",), _ours_conv, _conv),
+    "linear_glu": Operator(("relu2", *SMOOTH), _glu),
+    "gated_mlp": Operator(("relu2", *SMOOTH), _gated_mlp),
+    "conv2d_relu": Operator(("relu",), _conv),
 }
-
-
-GATED = ("linear_glu", "gated_mlp")

@@ -36,61 +36,22 @@ class Part:
         return importlib.import_module(f"certify.{self.module}").Trial(device, measured)
 
 
-ALL = {
-    part.name: part
-    for part in (
-        Part(
-            "fuzz",
-            "random operators, chains, sizes, layouts, dtypes, policies against fp64, beside eager",
-            "cases",
-            100_000,
-            "fuzz",
-        ),
-        Part(
-            "faults",
-            "calls into the libraries and the system that fail, at each of their occurrences",
-            "cases",
-            200,
-            "faults",
-        ),
-        Part(
-            "soak",
-            "training with changing shapes in threads, against a serial run and plain torch",
-            "seconds",
-            600,
-            "soak",
-        ),
-        Part(
-            "torch",
-            "the generic checks of torch.testing._internal, over every operator and layer",
-            "checks",
-            None,
-            "torch_checks",
-        ),
-        Part(
-            "configs",
-            "random configurations of Inductor, for a model of our layers under our pass",
-            "configurations",
-            200,
-            "configs",
-        ),
-        Part(
-            "sanitizers",
-            "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer",
-            "tools",
-            6,
-            "sanitizers",
-        ),
-        Part(
-            "speed",
-            "random shapes, ours beside eager",
-            "shapes",
-            300,
-            "speed",
-            on_gpu_only=True,
-        ),
-    )
-}
+FUZZ = "random operators, chains, sizes, layouts, dtypes, policies against fp64, beside eager"
+FAULTS = "calls into the libraries and the system that fail, at each of their occurrences"
+SOAK = "training with changing shapes in threads, against a serial run and plain torch"
+TORCH = "the generic checks of torch.testing._internal, over every operator and layer"
+CONFIGS = "random configurations of Inductor, for a model of our layers under our pass"
+SANITIZERS = "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer"
+PARTS = (
+    Part("fuzz", FUZZ, "cases", 100_000, "fuzz"),
+    Part("faults", FAULTS, "cases", 200, "faults"),
+    Part("soak", SOAK, "seconds", 600, "soak"),
+    Part("torch", TORCH, "checks", None, "torch_checks"),
+    Part("configs", CONFIGS, "configurations", 200, "configs"),
+    Part("sanitizers", SANITIZERS, "tools", 6, "sanitizers"),
+    Part("speed", "random shapes, ours beside eager", "shapes", 300, "speed", on_gpu_only=True),
+)
+ALL = {part.name: part for part in PARTS}
 
 
 def default_device() -> str:
@@ -98,4 +59,4 @@ def default_device() -> str:
 
 
 def that_make_sense(device: str) -> list[str]:
-    return [p.name for p in ALL.values() if device == "cuda" or not p.on_gpu_only]
+    return [p.name for p in PARTS if device == "cuda" or not p.on_gpu_only]

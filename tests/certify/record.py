@@ -155,15 +155,10 @@ def work(path: Path, trial: Trial, record: dict, share: tuple[int, int] = (0, 1)
 
 def merge(shares: list[dict], trial: Trial) -> dict:
     """One record of what several processes have found."""
-    nothing = {"failures": [], "crashed": {}, "torch_crashed": {}}
-    whole = {**shares[0], **nothing, "done": 0, "failed": 0, "found": {}}
+    summed = ("done", "failed", "failures", "crashed", "torch_crashed", "found")
+    whole = {key: value for key, value in shares[0].items() if key not in summed}
     for share in shares:
-        whole["done"] += share["done"]
-        whole["failed"] += share["failed"]
-        whole["failures"] += share["failures"]
-        whole["crashed"] |= share["crashed"]
-        whole["torch_crashed"] |= share["torch_crashed"]
-        add(whole["found"], share["found"])
+        add(whole, {key: share[key] for key in summed})
     del whole["failures"][FAILURES_KEPT:]
     whole["finished"] = all(share["finished"] for share in shares)
     whole["seconds"] = max(share["seconds"] for share in shares)

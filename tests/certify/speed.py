@@ -8,15 +8,13 @@ import gpu_gate
 import torch
 
 from benchmarks import machine
-from benchmarks.cases import Case
-from benchmarks.results import LOSS
+from benchmarks.cases import SUITES, Case
+from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from certify.parts import Found
 from torch_fused_linear import plans
 
-SECONDS = 0.15
 WIDTHS = (64, 100, 256, 384, 768, 1000, 1024, 1536, 2048, 3072, 4096, 5120, 8192)
-OURS = ("ours", "mlp")
 
 
 def drawn(seed: int, unit: int) -> Case:
@@ -26,14 +24,9 @@ def drawn(seed: int, unit: int) -> Case:
     first, second = choice.choice(WIDTHS), choice.choice(WIDTHS)
     sizes = (first, second) if suite == "layer" else (first, second, first)
     tokens = round(2 ** choice.uniform(0, 14))
-    return Case(
-        suite,
-        sizes,
-        tokens,
-        choice.choice(("bf16", "fp16", "fp32")),
-        choice.choice(("relu", "gelu", "gelu-erf")),
-        choice.choice(("forward", "step")),
-    )
+    dtype = choice.choice(("bf16", "fp16", "fp32"))
+    activation = choice.choice(("relu", "gelu", "gelu-erf"))
+    return Case(suite, sizes, tokens, dtype, activation, choice.choice(("forward", "step")))
 
 
 class Trial:
@@ -44,30 +37,20 @@ class Trial:
 
     def one(self, seed: int, unit: int) -> Found:
         case = drawn(seed, unit)
-        names = entrants(case, [*OURS, "eager"], self.device)
-        return judged(case, measure_case(case, names, self.device, SECONDS))
+        names = entrants(case, [*SUITES[case.suite].ours, "eager"], self.device)
+        return judged(measure_case(case, names, self.device, gpu_gate.SECONDS))
 
     def verdict(self, found: Found) -> list[str]:
         return []
 
 
-def judged(case: Case, result, again=gpu_gate.measured_again) -> Found:
+def judged(record: Record, again=gpu_gate.measured_again) -> Found:
     """What looks slower is measured again, as in the gate of speed."""
-    failures, ratios = [], {}
-    for name in OURS:
-        if name in result.failed:
-            failures.append(f"{case} {name}: {result.failed[name]}")
-        elif (ratio := result.speedup(name)) is not None:
-            for _ in range(gpu_gate.REPEATS):
-                if ratio >= LOSS:
-                    break
-                ratio = max(ratio, again(case, name))
-            ratios[name] = ratio
-            if ratio < LOSS:
-                failures.append(f"{case} {name}: {ratio:.3f} of eager's speed")
+    verdict = gpu_gate.judge([record], again)
+    ratios = verdict["worst_ratios"]
     return {
-        "failures": failures,
-        "measured": len(ratios),
-        "below": sum(ratio < LOSS for ratio in ratios.values()),
-        "ratios": [round(ratio, 3) for ratio in ratios.values()],
+        "failures": [f"{label}: {ratios[label]} of eager's speed" for label in verdict["below"]],
+        "measured": verdict["measured"],
+        "below": len(verdict["below"]),
+        "ratios": list(ratios.values()),
     }

@@ -1,5 +1,6 @@
 """The faults in short, with the shim; and that what they would find is reported."""
 
+import dataclasses
 import gc
 import json
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 
-from certify import faults, fuzz_cases, fuzz_operators
+from certify import faults, fuzz_cases
 from certify.test_record import certify
 
 
@@ -43,18 +44,9 @@ class Shim:
 
     def __init__(self):
         self.first = self.seen = 0
-
-    class _Function:
-        def __init__(self, call):
-            self.call = call
-
-        def __call__(self, *arguments):
-            return self.call(*arguments)
-
-    def __getattr__(self, name):
-        function = Shim._Function({"faults_arm": self.arm, "faults_disarm": self.disarm}[name])
-        setattr(self, name, function)
-        return function
+        # functions, which ctypes gives the types of their arguments
+        self.faults_arm = lambda *arguments: self.arm(*arguments)
+        self.faults_disarm = lambda: self.disarm()
 
     def arm(self, name, first, count):
         self.first, self.seen = first, 0
@@ -142,7 +134,7 @@ def test_what_a_fault_breaks_is_reported(monkeypatch, on_failure, words):
                 return broken(y)
             return y * 1.5 if getattr(broken, "is_broken", False) else y
 
-        changed = fuzz_operators.Operator(operator.activations, ours, operator.plain)
+        changed = dataclasses.replace(operator, ours=ours)
         monkeypatch.setitem(fuzz_cases.OPERATORS, name, changed)
     failures = [text for unit in range(1, 6) for text in trial.one(1, unit).get("failures", [])]
     KEPT.clear()

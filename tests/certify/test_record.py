@@ -1,4 +1,4 @@
-"""Records: written as a whole, gone on with, and told of crashes."""
+"""Records: written as a whole, gone on with, merged, and told of crashes."""
 
 import json
 import os
@@ -25,28 +25,24 @@ class Trial:
         if unit == self.ends_at:
             raise KeyboardInterrupt
         self.tried.append(unit)
-        failures = [f"{unit} is wrong"] if unit in self.fails_at else []
-        return {
-            "failures": failures,
-            "sum": unit,
-            "by": {"even": int(unit % 2 == 0)},
-            "worst": unit,
-        }
+        found = {"failures": [f"{unit} is wrong"] if unit in self.fails_at else []}
+        return found | {"sum": unit, "by": {"even": int(unit % 2 == 0)}, "worst": unit}
 
     def verdict(self, found):
         return []
 
 
-def asked(count=10):
-    return {"seed": 1, "count": count, "measured": False}
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "sample_cpu.json"
 
 
-def begin(path, **changes):
-    return record.begin(path, PART, "cpu", asked(**changes), anew=False)
+def begin(path, anew=False, **changes):
+    asked = {"seed": 1, "count": 10, "measured": False} | changes
+    return record.begin(path, PART, "cpu", asked, anew)
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
-    path = tmp_path / "sample_cpu.json"
+def test_an_interrupted_run_goes_on_where_it_was(path):
     first, second = Trial(ends_at=6, fails_at=(2,)), Trial()
     with pytest.raises(KeyboardInterrupt):
         record.work(path, first, begin(path))
@@ -59,27 +55,30 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     assert written["finished"] and written["found"] == {"sum": 45, "by": {"even": 5}, "worst": 9}
     assert written["failed"] == 1
     assert written["failures"] == [{"unit": 2, "what": "2 is wrong"}]
-    assert record.bad(written) and sorted(os.listdir(tmp_path)) == [path.name]
+    assert record.bad(written) and os.listdir(path.parent) == [path.name]
 
 
-def test_another_question_or_tree_begins_anew(tmp_path, monkeypatch):
-    path = tmp_path / "sample_cpu.json"
+def test_another_question_or_tree_begins_anew(path, monkeypatch):
     record.work(path, Trial(), begin(path))
     assert begin(path)["done"] == begin(path, count=11)["done"] == 10
-    assert begin(path, count=9)["done"] == 0
-    assert record.begin(path, PART, "cpu", {**asked(), "seed": 2}, anew=False)["done"] == 0
-    assert record.begin(path, PART, "cpu", asked(), anew=True)["done"] == 0
+    for changes in ({"count": 9}, {"seed": 2}, {"anew": True}):
+        assert begin(path, **changes)["done"] == 0
     monkeypatch.setattr(record.gpu_record, "tree_hash", lambda: "another")
     assert begin(path)["done"] == 0
 
 
-def test_a_crashed_unit_is_left_out(tmp_path):
-    path, trial = tmp_path / "sample_cpu.json", Trial()
-    found = begin(path)
-    found["crashed"]["4"] = "SIGSEGV"
-    record.work(path, trial, found)
-    assert 4 not in trial.tried and len(trial.tried) == 9
-    assert record.bad(json.loads(path.read_text()))
+def test_shares_of_several_processes_become_one_without_a_crashed_unit(path):
+    trials, shares = [Trial(), Trial(fails_at=(3,))], []
+    for i, trial in enumerate(trials):
+        begun = begin(path, anew=True, share=[i, 2])
+        begun["crashed"] = {"4": "SIGSEGV"} if i == 0 else {}
+        record.work(path, trial, begun, (i, 2))
+        shares.append(json.loads(path.read_text()))
+    assert [trial.tried for trial in trials] == [[0, 2, 6, 8], [1, 3, 5, 7, 9]]
+    whole = record.merge(shares, Trial())
+    assert (whole["done"], whole["failed"], whole["crashed"]) == (10, 1, {"4": "SIGSEGV"})
+    assert whole["found"] == {"sum": 41, "by": {"even": 4}, "worst": 9} and whole["finished"]
+    assert "share" not in whole["asked"] and record.bad(whole)
 
 
 def certify(*words, **variables):

@@ -8,13 +8,8 @@ from helpers import one_thread  # noqa: F401
 from certify import soak
 
 
-@pytest.fixture
-def trial(device):
-    return soak.Trial(device.type, measured=False)
-
-
-def test_training_in_threads(trial):
-    found = trial.one(1, 0)
+def test_training_in_threads(device):
+    found = soak.Trial(device.type, measured=False).one(1, 0)
     assert found["failures"] == [] and found["rounds"] >= 1
 
 
@@ -28,11 +23,10 @@ def test_a_wrong_result_is_reported(monkeypatch, in_threads, serial, words):
 
     def changed(self, fused):
         losses, parameters = trained(self, fused)
-        factor = 1 if not fused else serial
-        if threading.current_thread() is not threading.main_thread():
-            if in_threads is None:
-                raise ValueError("planted")
-            factor = in_threads
+        in_main = threading.current_thread() is threading.main_thread()
+        factor = in_threads if not in_main else serial if fused else 1
+        if factor is None:
+            raise ValueError("planted")
         return [factor * loss for loss in losses], parameters
 
     monkeypatch.setattr(soak.Work, "trained", changed)

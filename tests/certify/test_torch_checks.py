@@ -36,7 +36,7 @@ trial = t.Trial("cpu", False)
 public = {n for n in t.tfl.__all__ if hasattr(torch.ops.fused, n)}
 assert {op.name.removeprefix("fused.") for op in t.OPERATORS} == public
 layers = {n for n in t.tfl.__all__ if n.startswith("Fused")}
-assert {layer.module_cls.__name__ for layer in t.LAYERS} == layers
+assert {cls.__name__ for cls in t.LAYERS} == layers
 assert len(trial.units) == 7 * len(t.OPERATORS) + 4 * len(layers)
 print(*(f for unit in range(14) for f in trial.one(1, unit).get("failures", [])), sep="\\n")
 """

@@ -50,7 +50,9 @@ def test_which_way_is_taken():
     case = LINEAR.case(*SHAPES[0], torch.float32)
     assert paths(lambda: run(RELU.call, case)) == [
         f"{PRODUCT} + ATen activation",
-        " + ".join(["reference", PRODUCT, PRODUCT]),  # too few elements for one pass
+        " + ".join(
+            ["PyTorch's own (not fused)", PRODUCT, PRODUCT]
+        ),  # too few elements for one pass
     ]
     many = LINEAR.case(16_001, 40, 264, torch.float32)
     assert paths(lambda: run(GELU_ERF.call, many)) == [
@@ -59,7 +61,7 @@ def test_which_way_is_taken():
     ]
     assert paths(lambda: LINEAR.call(*case.inputs)) == [PRODUCT]
     few = LINEAR.case(32, 784, 1500, torch.float32)
-    assert paths(lambda: LINEAR.call(*few.inputs)) == ["reference"]
+    assert paths(lambda: LINEAR.call(*few.inputs)) == ["PyTorch's own (not fused)"]
 
 
 @needs_products
@@ -70,11 +72,11 @@ def test_switches_of_torch_are_obeyed():
         return paths(lambda: RELU.call(*case.inputs))
 
     with torch.backends.mkldnn.flags(enabled=False):
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
     finally:
         torch.set_float32_matmul_precision(before)
     matmul = torch.backends.mkldnn.matmul
@@ -82,18 +84,18 @@ def test_switches_of_torch_are_obeyed():
     try:
         for lower in ("tf32", "bf16"):  # which the older switch cannot tell, and says so
             matmul.fp32_precision = lower
-            assert path() == ["reference"]
+            assert path() == ["PyTorch's own (not fused)"]
     finally:
         matmul.fp32_precision = before
     cuda = torch.backends.cuda.matmul
     before = cuda.fp32_precision
     try:
         cuda.fp32_precision = "tf32"  # no concern of a CPU
-        assert path() != ["reference"]
+        assert path() != ["PyTorch's own (not fused)"]
     finally:
         cuda.fp32_precision = before
     with tfl.set_policy("eager"):
-        assert path() == ["reference"]
+        assert path() == ["PyTorch's own (not fused)"]
 
 
 @op_param
@@ -235,7 +237,9 @@ def test_one_pass_against_fp64(activation, dtype):
         grad, saved = gradient_case(shape, dtype)
         with tfl.explain() as report:
             dz, grad_bias = backward(grad, saved, activation)
-        assert report.calls[0].path == (ONE_PASS if dtype in ONE_PASS_DTYPES else "reference")
+        assert report.calls[0].path == (
+            ONE_PASS if dtype in ONE_PASS_DTYPES else "PyTorch's own (not fused)"
+        )
         with tfl.set_policy("eager"):
             torch_dz, torch_bias = backward(grad, saved, activation)
         eps = torch.finfo(dtype).eps

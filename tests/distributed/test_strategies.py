@@ -21,8 +21,9 @@ def test_every_operator_has_a_rule(four):
         namespace, _, operator = name.partition("::")
         if namespace == "fused":
             schema = getattr(torch.ops.fused, operator).default._schema
-            if any("Tensor" in str(result.type) for result in schema.returns):
+            if any(str(result.type) == "Tensor" for result in schema.returns):
                 made.add(operator)
+    made.remove("_ensemble_linear")  # vmap makes it, which does not take sharded tensors
     assert made == {*sharding.RULES, "mlp"}
     assert four.run(checks.known_to_dtensor)[0] == made
 

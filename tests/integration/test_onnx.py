@@ -10,6 +10,7 @@ from steps import arguments_of
 from torch import nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import ACTIVATIONS
 
 onnx = pytest.importorskip("onnx", reason="needs onnx")
 pytest.importorskip("onnxscript", reason="needs onnxscript")
@@ -87,20 +88,31 @@ def test_onnxruntime_equals_eager(lead, opset, dtype, tmp_path):
         torch.testing.assert_close(run(path, x), model(x), **tolerance)
 
 
+class Layer(nn.Module):
+    """One operator with an activation."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation, self.weight = activation, nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        activation = self.activation
+        return getattr(tfl, activation.operator)(x, self.weight, **activation.options)
+
+
 @pytest.mark.parametrize("opset", [18, 20])
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("chain", [False, True])
-def test_gelu_keeps_its_kind(chain, approximate, opset, tmp_path):
-    """The two differ by up to 5e-4 where rounding makes 1e-6."""
-    model = tfl.FusedLinearGELU(1, 1, approximate=approximate)
+def test_every_activation(chain, name, opset, tmp_path):
+    """The two GELUs differ by up to 5e-4 where rounding makes 1e-6."""
+    model = Layer(ACTIVATIONS[name])
     if chain:
-        name = {"tanh": "gelu_tanh", "none": "gelu_erf"}[approximate]
-        model = tfl.FusedMLP(1, 1, 1, activation=name)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, float(parameter.dim() == 2))
+        model = tfl.FusedMLP(1, 1, 1, activation=name, bias=False)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
     x = torch.linspace(-6, 6, 501).unsqueeze(1)
     to_file(model.eval(), x, tmp_path / "model.onnx", opset)
-    want = nn.functional.gelu(x, approximate=approximate)
+    want = ACTIVATIONS[name](x)
     torch.testing.assert_close(run(tmp_path / "model.onnx", x), want, rtol=1e-5, atol=2e-6)
 
 

@@ -214,7 +214,6 @@ def test_memory_is_a_choice_that_copies_keep(row):
         assert torch.equal(torch.jit.script(other)(x), layer(x))
     default = row.make()
     assert default.memory == "default" and "memory" not in repr(default)
-    del default.memory  # as pickled before there was a choice
     assert_same([default(x)], [row.twin(default)(x)])
     with pytest.raises(ValueError, match=rf"{row.cls.__name__}: memory must be .*got 'less'"):
         row.make(memory="less")

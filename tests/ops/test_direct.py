@@ -38,10 +38,14 @@ CASES = {
 case_param = pytest.mark.parametrize("name", CASES)
 
 
-def by_torch_ops(name, tensors):
+def by_torch_ops(name, tensors, where=torch.ops.fused):
     _, others, by_name = CASES[name]
     positional = others[:1] if name == "mlp" else others if name == "conv2d_relu" else ()
-    return getattr(torch.ops.fused, name)(*tensors, *positional, **by_name)
+    return getattr(where, name)(*tensors, *positional, **by_name)
+
+
+def by_function(name):
+    return by_torch_ops(name, CASES[name][0], where=tfl)
 
 
 def leaves(arguments):
@@ -77,17 +81,15 @@ def test_the_functional_form_goes_there(name, monkeypatch):
             return getattr(direct, called)
 
     monkeypatch.setattr(functional, "direct", Counting())
-    tensors, others, _ = CASES[name]
-    getattr(tfl, name)(*tensors, *others)
+    by_function(name)
     assert calls == [name]
 
 
 @case_param
 def test_without_it_torch_ops_does_the_same(name, monkeypatch):
-    tensors, others, _ = CASES[name]
-    want = getattr(tfl, name)(*tensors, *others)
+    want = by_function(name)
     monkeypatch.setattr(functional, "direct", _library._NotDirect())
-    assert_bits([getattr(tfl, name)(*tensors, *others)], [want])
+    assert_bits([by_function(name)], [want])
 
 
 class Subclass(torch.Tensor):
@@ -112,10 +114,10 @@ class Mode(TorchFunctionMode):
 @case_param
 def test_a_mode_sees_the_operator(name):
     tensors, others, _ = CASES[name]
-    want = getattr(tfl, name)(*tensors, *others)
+    want = by_function(name)
     with Mode() as mode:
         assert getattr(direct, name)(*tensors, *others) is None
-        got = getattr(tfl, name)(*tensors, *others)
+        got = by_function(name)
     assert_bits([got], [want])
     assert getattr(torch.ops.fused, name) in mode.seen
 
@@ -163,25 +165,26 @@ def test_lists_are_plain_when_all_in_them_is():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    ("name", "arguments", "options"),
     [
-        ("linear", (X, W.t(), B)),
-        ("linear_relu", (X, W.half(), B)),
-        ("linear_relu", (X, W, B, "much")),
-        ("linear_relu", (X, "weight", B)),
-        ("linear_gelu", (X, W, B[1:])),
-        ("linear_gelu", (X, W, B, "erf")),
-        ("mlp", (X, [W, W], [B, B])),
-        ("mlp", (X, [], [])),
-        ("conv2d_relu", (IMAGE, KERNEL, B, 0)),
+        ("linear", (X, W.t(), B), {}),
+        ("linear_relu", (X, W.half(), B), {}),
+        ("linear_relu", (X, W, B), {"memory": "much"}),
+        ("linear_relu", (X, "weight", B), {}),
+        ("linear_gelu", (X, W, B[1:]), {}),
+        ("linear_gelu", (X, W, B), {"approximate": "erf"}),
+        ("mlp", (X, [W, W], [B, B]), {}),
+        ("mlp", (X, [], []), {}),
+        ("mlp", (X, *LAYERS), {"activation": "gelu"}),
+        ("conv2d_relu", (IMAGE, KERNEL, B, 0), {}),
     ],
 )
-def test_errors_are_those_of_torch_ops(name, arguments, monkeypatch):
+def test_errors_are_those_of_torch_ops(name, arguments, options, monkeypatch):
     with pytest.raises(ERRORS) as found:
-        getattr(tfl, name)(*arguments)
+        getattr(tfl, name)(*arguments, **options)
     monkeypatch.setattr(functional, "direct", _library._NotDirect())
     with pytest.raises(ERRORS) as wanted:
-        getattr(tfl, name)(*arguments)
+        getattr(tfl, name)(*arguments, **options)
     assert (found.type, str(found.value)) == (wanted.type, str(wanted.value))
     assert name in str(found.value)
 

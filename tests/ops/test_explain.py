@@ -119,7 +119,7 @@ def test_inference_and_single_operators(device):
 
 def test_paths_on_the_cpu():
     report = explained(Stack())
-    assert {call.path for call in report.calls} == {"reference"}
+    assert {call.path for call in report.calls} == {"PyTorch's own (not fused)"}
     x, w, small = torch.randn(256, 128), torch.randn(256, 128), torch.randn(2, 128)
     with tfl.explain() as report, torch.no_grad():
         tfl.linear_gelu(x, w)
@@ -130,7 +130,7 @@ def test_paths_on_the_cpu():
     paths = [call.path for call in report.calls]
     if torch.backends.mkldnn.is_available():
         assert paths[0] == "oneDNN linear with post-op"
-    assert paths[1:] == ["reference"] * 4
+    assert paths[1:] == ["PyTorch's own (not fused)"] * 4
 
 
 def test_policy_eager(device):
@@ -138,7 +138,9 @@ def test_policy_eager(device):
     with tfl.set_policy("eager"):
         report = explained(Stack(device=device))
     names = ["linear_relu", "linear_gelu", "linear_gelu", "linear"]
-    assert rows(report, "operator", "path") == [(name, "reference") for name in names]
+    assert rows(report, "operator", "path") == [
+        (name, "PyTorch's own (not fused)") for name in names
+    ]
     assert report.handed_over == 0
 
 

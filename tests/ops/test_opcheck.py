@@ -138,8 +138,8 @@ SCHEMAS = {
     "linear_gelu": f'({LAYER}, *, str approximate="tanh", {MEMORY}) -> Tensor',
     "linear_silu": f"({LAYER}, *, {MEMORY}) -> Tensor",
     "linear_relu2": f"({LAYER}, *, {MEMORY}) -> Tensor",
-    "mlp": f"(Tensor input, Tensor[] weights, Tensor?[] biases, str activation, *, {MEMORY})"
-    " -> Tensor",
+    "mlp": "(Tensor input, Tensor[] weights, Tensor?[] biases, "
+    f'str activation="relu", *, {MEMORY}) -> Tensor',
     "linear_glu": f"({GATE_AND_UP}=None, {TWO_BIASES}, {GATED}) -> Tensor",
     "gated_mlp": f"({GATE_AND_UP}, Tensor down, {TWO_BIASES}, Tensor? down_bias=None, {GATED})"
     " -> Tensor",

@@ -28,7 +28,8 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "eager": lambda: tfl.set_policy("eager"),
 }
-ROW = "(no kernel: tensor subclass) + reference"
+NOT_FUSED = "PyTorch's own (not fused)"
+ROW = f"(no kernel: tensor subclass) + {NOT_FUSED}"
 
 
 @pytest.fixture(autouse=True)
@@ -165,9 +166,10 @@ def test_what_explain_says():
             assert (row.operator, row.path, row.dtype) == (name, ROW, "Float")
             assert (row.shapes, row.device) == ("[5, 4] x [6, 4]", "cpu")
     with tfl.explain() as report:
-        tfl.mlp(x, [Scaled(w), torch.randn(3, 6)], [b, None])
+        for call in (tfl.mlp, torch.ops.fused.mlp):
+            call(x, [Scaled(w), torch.randn(3, 6)], [b, None])
         torch.compile(tfl.linear_relu, backend="aot_eager")(x, Scaled(w), b)
-    assert [row.operator for row in report.calls] == ["mlp"], "tracing runs nothing"
+    assert [row.operator for row in report.calls] == ["mlp"] * 2, "tracing runs nothing"
 
 
 def test_wrong_arguments_are_noticed():
@@ -179,15 +181,16 @@ def test_wrong_arguments_are_noticed():
         with pytest.raises(ValueError, match=r"activation must be 'relu', .*got 'swish'"):
             call(x, [Scaled(w)], [None], "swish")
     for call in (tfl.linear_gelu, torch.ops.fused.linear_gelu):
-        with pytest.raises(RuntimeError, match="approximate"):
-            call(x, Scaled(w), approximate="erf")
+        for weight in (w, Scaled(w)):
+            with pytest.raises(ValueError, match="approximate must be 'tanh' or 'none', got 'erf'"):
+                call(x, weight, approximate="erf")
 
 
 def test_modes_see_the_operator():
     """A mode is not a subclass: plain tensors under it run the operator."""
     with torch.device("cpu"), tfl.explain() as report:
         tfl.linear_relu(*arguments())
-    assert [row.path for row in report.calls] == ["reference"]
+    assert [row.path for row in report.calls] == [NOT_FUSED]
 
 
 @pytest.fixture

@@ -160,7 +160,8 @@ REASONS = {
     "csrc/core/check.h": re.findall(
         r'"(\(no kernel: [^"]+\))"',
         "".join(
-            (ROOT / p).read_text() for p in ("csrc/core/check.h", "csrc/dispatch/subclasses.cpp")
+            (ROOT / p).read_text()
+            for p in ("csrc/core/check.h", "torch_fused_linear/subclasses.py")
         ),
     ),
     "csrc/autograd/handover.cpp": strings("csrc/autograd/handover.cpp"),
@@ -182,6 +183,7 @@ for path in sorted((ROOT / "csrc").rglob("*.cpp")):
     text = path.read_text()
     steps = " ".join(re.findall(r"explain::append\((.*?)\);", text, re.DOTALL))
     STEPS += re.findall(r'"([^"]+)"', steps) + re.findall(r'return "(ATen \w+)";', text)
+STEPS += re.findall(r'not_fused = "(.+)";', (ROOT / "csrc/core/explain.h").read_text())
 REASONS["csrc"] = sorted(set(STEPS))
 
 
@@ -215,7 +217,8 @@ def test_the_reasons_are_found():
     assert "(no kernel: layout)" in REASONS["csrc/core/check.h"]
     assert "no activation before" in REASONS["csrc/autograd/linear_node.cpp"]
     assert "its gate is frozen" in REASONS["csrc/autograd/gated_node.cpp"]
-    assert "own one-pass kernel" in REASONS["csrc"]
+    assert {"own one-pass kernel", "PyTorch's own (not fused)"} <= set(REASONS["csrc"])
+    assert "(no kernel: tensor subclass)" in REASONS["csrc/core/check.h"]
     assert "(not cuDNN's fused form: less exact than eager)" in REASONS["csrc/cuda"]
     assert "has a parametrisation" in REASONS["fuse/fit.py"]
     assert sum(map(len, REASONS.values())) > 60

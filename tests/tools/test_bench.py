@@ -1,43 +1,40 @@
-"""The benchmark suite: fair timing, results that survive, a table that says what they say."""
+"""The benchmark suite: fair timing, the same work by all, results that survive, a true table."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import time
 import weakref
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import one_thread  # noqa: F401
+from rival_fakes import FAKES, HEURISTICS, TUNED
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 from bench_records import ROOT, STEP, record_of
 
-from benchmarks import contenders, gated, operands, results, rivals, traffic
+from benchmarks import __main__ as bench
+from benchmarks import contenders, gated, operands, results, rivals
 from benchmarks.__main__ import main, parse
-from benchmarks.cases import SUITES, Case, cases_of
+from benchmarks.cases import SUITES, Case, cases_of, worth_compiling
+from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
+from benchmarks.pages.chart import chart
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table
 from torch_fused_linear import timing
 from torch_fused_linear.timing import Contender, measure, wall_clock
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two would wait for each other at every layer wherever something else runs beside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 # -------------------------------------------------------------------------------------- timing
@@ -68,8 +65,7 @@ class FakeClock:
 
 
 def test_rounds_are_interleaved_and_shuffled():
-    clock = FakeClock()
-    names = ["a", "b", "c"]
+    names, clock = ["a", "b", "c"], FakeClock()
     entering = [Contender(name, lambda name=name: (name, 1e-3)) for name in names]
     numbers, _ = measure(entering, clock, seconds=60)
     rounds = timing.MAX_ROUNDS
@@ -85,6 +81,12 @@ def test_a_batch_is_long_enough_and_no_longer(seconds, calls):
     numbers, _ = measure([Contender("a", lambda: ("a", seconds))], FakeClock(), seconds=0)
     assert numbers["a"].calls == calls
     assert numbers["a"].median == pytest.approx(seconds * 1e6)
+
+
+def test_rounds_end_when_the_clock_has_read_so_much():
+    """Not by the process's own time, in which ranks that read one clock would differ."""
+    numbers, _ = measure([Contender("a", lambda: ("a", 1.0))], FakeClock(), seconds=40)
+    assert numbers["a"].rounds == 14  # of three calls each
 
 
 def test_one_that_fails_is_left_out_and_named():
@@ -112,47 +114,159 @@ def test_conditions_hold_around_each_call_and_end():
 # ---------------------------------------------------------------------------------- contenders
 
 
-@pytest.mark.parametrize("sizes", [(8, 16), (8, 32, 8)], ids=str)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu-erf"])
-def test_all_that_claim_to_be_the_layer_agree(sizes, activation):
+def of_conv(conv: Convolution, mode: str, suite: str = "conv") -> Case:
+    return Case(suite, (conv.channels, conv.out), 2, "fp32", "relu", mode, conv=conv)
+
+
+GATED = Case("gated", (6, 10, 6), 4, "fp32", "silu", "step")
+SAME_WORK = [
+    *(
+        Case("rivals", sizes, 4, "fp32", activation, "step")
+        for sizes in ((8, 16), (6, 24, 6))
+        for activation in ("relu", "gelu", "gelu-erf", "silu")
+    ),
+    GATED,
+    *(of_conv(replace(c, last=last), "step") for c in TINY_CONVOLUTIONS for last in (True, False)),
+]
+# On a CPU its GELU is that by erf.
+NOT_HERE = {"addmm": "gelu-erf", **dict.fromkeys(contenders.COMPILED)}
+
+
+@pytest.fixture
+def rivals_installed(monkeypatch):
+    for name, content in FAKES.items():
+        parts = name.split(".")
+        for k in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:k]), content)
+        monkeypatch.setitem(sys.modules, name, content)
+
+
+def outcome(name: str, case: Case, data: operands.Operands) -> list[torch.Tensor | None]:
+    """The output, or the gradients of input and parameters, of its own where it has copies."""
+    with contenders.conditions_of(name, case):
+        network = contenders.network_of(name, case, data)
+        if case.mode == "forward":
+            return [network(data.input)]
+        step = contenders.step_of(network, data)
+        step()
+        step()  # gradients do not add up
+    leaves = [data.input, *network.parameters()] if case.is_gated else data.leaves
+    return [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+
+
+@pytest.mark.parametrize("mode", ["forward", "step"])
+@pytest.mark.parametrize("case", SAME_WORK, ids=str)
+def test_all_that_claim_to_do_the_same_agree(case, mode, rivals_installed):
     """Output and all gradients; a baseline that computes less would win for nothing."""
-    for mode in ("forward", "step"):
-        case = Case("layer", sizes, 4, "fp32", activation, mode)
-        data = operands.Operands.random(case, CPU)
-        names = ["ours", "mlp", "cublaslt", "mlp-cublaslt", "eager", "addmm"]
-        outcome = {}
-        for name in entrants(case, names, CPU):
-            with contenders.conditions_of(name, case):
-                network = contenders.NETWORKS[name](case, data)
-                if mode == "forward":
-                    outcome[name] = [network(data.input)]
-                else:
-                    step = contenders.step_of(network, data)
-                    step()
-                    step()  # gradients do not add up
-                    outcome[name] = [leaf.grad.clone() for leaf in data.leaves]
-        assert {"ours", "cublaslt", "eager"} <= set(outcome)
-        if mode == "step":
-            output = contenders.eager(case, data)(data.input)
-            outcome["plain"] = [*torch.autograd.grad(output, data.leaves, data.grad_output)]
-        for values in outcome.values():
-            torch.testing.assert_close(values, outcome["eager"], rtol=1e-4, atol=1e-5)
+    case = replace(case, mode=mode)
+    data = operands.Operands.random(case, CPU)
+    known = contenders.WORK[case.kind].networks
+    where = {name: CPU if name in ("packed", "addmm") else CUDA for name in known}
+    names = [n for n in known if n not in ("linear", "nvmath", *contenders.COMPILED)]
+    names = [name for name in names if contenders.applies(name, case, where[name])]
+    assert {"ours", "eager"} <= set(names)
+    want = outcome("eager", case, data)
+    for name in names:
+        got = outcome(name, case, data)
+        if name.startswith("quack") and case.is_gated and mode == "step":
+            both = torch.stack(want[1:3], 1).flatten(0, 1)  # rows in turn, in one weight
+            torch.testing.assert_close(got, [want[0], both, want[3]])
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    if mode == "step" and not case.is_gated:
+        leaves = [leaf for leaf in data.leaves if leaf.requires_grad]
+        output = contenders.network_of("eager", case, data)(data.input)
+        plain = torch.autograd.grad(output, leaves, data.grad_output)
+        torch.testing.assert_close([g for g in want if g is not None], [*plain])
+        # the stem of a network reads images
+        assert (want[0] is None) == (case.conv is not None and case.conv.is_stem)
+
+
+def test_rivals_get_what_they_are_named_for(rivals_installed):
+    case = Case("rivals", (6, 24, 6), 4, "fp32", "gelu", "forward")
+    data = operands.Operands.random(case, CPU)
+    TUNED.clear(), HEURISTICS.clear()
+    for name in rivals.BLOCKS:
+        contenders.network_of(name, case, data)(data.input)
+    assert (TUNED, HEURISTICS) == ([False, True], ["auto", 0])
+
+
+@pytest.mark.parametrize("name", dict.fromkeys([*rivals.BLOCKS, *gated.OTHERS]))
+def test_what_is_not_installed_is_named(name, monkeypatch):
+    is_gated = name not in rivals.BLOCKS
+    package = name.removesuffix("-tuned").removesuffix("-fused").replace("-", "_")
+    monkeypatch.setitem(sys.modules, f"{package}{'_kernel' * is_gated}", None)
+    case = GATED if is_gated else Case("rivals", (6, 24, 6), 4, "fp32", "gelu", "step")
+    with pytest.raises(ModuleNotFoundError, match=package):
+        contenders.contender(name, case, [operands.Operands.random(case, CPU)])
+
+
+# what is asked, on which device, and who takes part
+ASKED = [
+    (Case("rivals", (6, 24, 6), 4, "bf16", "relu", "step"), CUDA,
+     "ours mlp eager mm quack quack-tuned flash-attn"),
+    (Case("rivals", (6, 24, 6), 4, "bf16", "relu", "step"), CPU, "ours mlp eager mm"),
+    (Case("layer", (8, 16), 4, "bf16", "gelu", "forward"), CUDA, "ours eager addmm linear mm"),
+    (Case("cpu", (8, 16), 4, "bf16", "gelu", "forward"), CPU, "ours packed eager linear mm"),
+    (Case("gated-memory", (16, 24, 16), 8, "bf16", "silu", "saved"), CUDA,
+     "ours fused low eager liger quack quack-tuned"),
+    (Case("gated-memory", (16, 24, 16), 8, "bf16", "silu", "saved"), CPU, "ours fused low eager"),
+    (of_conv(TINY_CONVOLUTIONS[0], "step"), CPU, "ours compile+pass eager conv"),
+    (of_conv(TINY_CONVOLUTIONS[0], "saved", "memory"), CPU, "ours eager"),
+    (Case("activation", (128,), 8, "bf16", "relu", "from mask"), CPU, "ours eager copy"),
+    (Case("headline", (16, 24), 8, "fp16", "relu", "edge"), CUDA, "ours cublaslt eager mm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "device", "names"), ASKED, ids=str)
+def test_who_takes_part(case, device, names):
+    asked = [*SUITES[case.suite].ours, "eager", "addmm", "linear", "mm", "conv", "copy", "packed"]
+    asked += [*rivals.BLOCKS, *gated.OTHERS, "low", "cublaslt"]
+    if case.kind == "layers":
+        asked = [name for name in asked if name not in ("low", "cublaslt")]
+    assert {*entrants(case, asked, device)} == {*names.split()}
+
+
+def operators_of(name: str, case: Case) -> list[str]:
+    call = contenders.contender(name, case, contenders.data_sets(case, CPU)[:1]).call
+    with torch.profiler.profile(acc_events=True) as profile:
+        call()
+    return [event.name for event in profile.events()]
 
 
 def test_the_bare_products_are_those_of_the_mode():
-    counts = {}
-    for mode in ("forward", "backward", "step"):
-        case = Case("ffn", (8, 32, 8), 4, "fp32", "relu", mode)
-        run = contenders.products(case, operands.Operands.random(case, CPU))
-        with torch.profiler.profile(acc_events=True) as profile:
-            run()
-        counts[mode] = sum(event.name == "aten::mm" for event in profile.events())
-    assert counts == {"forward": 2, "backward": 4, "step": 6}
+    for mode, count in (("forward", 2), ("backward", 4), ("step", 6)):
+        names = operators_of("mm", Case("ffn", (8, 32, 8), 4, "fp32", "relu", mode))
+        assert names.count("aten::mm") == count
+    for mode, backward in (("forward", 0), ("step", 1)):
+        names = operators_of("conv", of_conv(TINY_CONVOLUTIONS[1], mode))
+        assert names.count("aten::conv2d") == 1
+        assert names.count("aten::convolution_backward") == backward
+        assert not any("relu" in name or "add" in name for name in names)
+
+
+@pytest.mark.parametrize("mode", ["grad", "fp32 grad"])
+def test_micro_batches_leave_the_sum_of_their_gradients(mode):
+    import torch_fused_linear as tfl
+
+    case = Case("accumulation", (6, 10), 4, "bf16", "none", mode)
+    (data,) = contenders.data_sets(case, CPU)[:1]
+    want = sum(g.double().t() @ x.double() for x, g in data.batches)
+    for name in ("ours", "eager"):
+        call = contenders.contender(name, case, [data]).call
+        for _ in range(2):  # a second call begins anew
+            with tfl.explain() as report:
+                got = call()
+            assert got.dtype == (torch.bfloat16 if mode == "grad" else torch.float32)
+            assert (got - want).abs().max() < 0.1
+        paths = [row.path for row in report.calls]
+        assert len(paths) == (4 if name == "ours" else 0)
+        assert sum("apart" in path for path in paths[1:]) == 0, "the product adds"
 
 
 def test_small_cases_do_not_stay_in_the_cache():
     small = Case("layer", (64, 64), 64, "bf16", "relu", "forward")
-    sets = operands.random_sets(small, CPU)
+    sets = contenders.data_sets(small, CPU)
     assert len(sets) == operands.MAX_SETS
     assert len({data.input.data_ptr() for data in sets}) == len(sets)
     used = []
@@ -164,40 +278,35 @@ def test_small_cases_do_not_stay_in_the_cache():
     assert operands.sets_needed(large, CPU) == 1
 
 
-def test_memory_of_a_relu_layer():
-    """fp32: eager keeps input and output; the library's mask is a bit for each output."""
-    case = Case("memory", (128, 256), 64, "fp32", "relu", "saved")
-    record = measure_case(case, ["ours", "cublaslt", "eager"], CPU, seconds=0)
-    kept = {name: number.median * 2**20 for name, number in record.numbers.items()}
-    assert kept["ours"] == kept["eager"] == 4 * 64 * (128 + 256)
-    assert kept["cublaslt"] == 4 * 64 * 128 + 64 * 256 // 8
+def input_and(each: float) -> int:
+    """Bytes of the input, 64 x 128 in bf16, and so many for each of 256 hidden features."""
+    return 64 * (2 * 128 + int(256 * each))
 
 
-def test_bytes_for_each_element_of_a_hidden_activation():
-    names = ["ours", "mlp", "low", "mlp-low", "eager"]
-    expected = {
-        ((128, 256, 128), "gelu"): [4, 4, 2, 2, 4],
-        ((128, 256, 128), "gelu-erf"): [4, 4, 2, 2, 4],
-        ((128, 256, 128), "relu"): [2, 2, 2.125, 2, 2],  # the next layer keeps the output
-    }
-    for (sizes, activation), want in expected.items():
-        case = Case("memory", sizes, 64, "bf16", activation, "B/element")
-        record = measure_case(case, names, CPU, seconds=0)
-        assert record.unit == "B"
-        assert [record.numbers[name].median for name in names] == want
-    case = Case("memory", (128, 256), 64, "bf16", "relu", "B/element")
-    record = measure_case(case, ["ours", "low", "eager"], CPU, seconds=0)
-    assert [number.median for number in record.numbers.values()] == [2, 0.125, 2]
+# case, and what each keeps for the backward, in bytes
+KEPT = [
+    (Case("memory", (128, 256), 64, "fp32", "relu", "saved"),
+     {"ours": 4 * 64 * 384, "eager": 4 * 64 * 384, "cublaslt": 4 * 64 * 128 + 64 * 256 // 8}),
+    *((Case("memory", (128, 256, 128), 64, "bf16", gelu, "saved"),
+       dict.fromkeys(("ours", "mlp", "eager"), input_and(4))
+       | dict.fromkeys(("low", "mlp-low"), input_and(2)))
+      for gelu in ("gelu", "gelu-erf")),
+    # the next layer keeps the output
+    (Case("memory", (128, 256, 128), 64, "bf16", "relu", "saved"),
+     dict.fromkeys(("ours", "mlp", "mlp-low", "eager"), input_and(2)) | {"low": input_and(2.125)}),
+    (Case("memory", (128, 256), 64, "bf16", "relu", "saved"),
+     {"ours": input_and(2), "low": input_and(1 / 8), "eager": input_and(2)}),
+    # image and result; ReLU's own result is the convolution's, in place
+    (of_conv(Convolution(4, 8, 3, 10), "saved", "memory"),
+     dict.fromkeys(("ours", "eager"), 4 * 2 * (4 + 8) * 100)),
+]  # fmt: skip
 
 
-def test_bytes_of_an_activation_gradient():
-    elements = 16 * 200
-    for mode, saved in (("from output", 2 * elements), ("from mask", 16 * 256 // 8)):
-        case = Case("activation", (200,), 16, "bf16", "relu", mode)
-        call, moved = traffic.activation_calls("ours", case, CPU)
-        assert moved == 2 * 2 * elements + saved + 2 * 200
-        dz, grad_bias = call()
-        assert (dz.shape, grad_bias.shape) == ((16, 200), (200,))
+@pytest.mark.parametrize(("case", "want"), KEPT, ids=str)
+def test_what_a_step_keeps(case, want):
+    record = measure_case(case, [*want], CPU, seconds=0)
+    assert not record.failed
+    assert {name: number.median * 2**20 for name, number in record.numbers.items()} == want
 
 
 # ------------------------------------------------------------------------------------- results
@@ -210,37 +319,47 @@ def test_speedup_fraction_and_losses():
     assert record.lost()
     assert not record_of(ours=100, eager=98.5).lost()
     assert record_of(ours=100).speedup("ours") is None
-    copied = record_of(ours=100, copy=80)
-    copied.bytes_moved = {"ours": 300_000, "copy": 200_000}
-    assert copied.bandwidth("ours") == 3.0
-    assert copied.fraction("ours") == pytest.approx(3.0 / 2.5)
+    compiled = record_of(**{"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44})
+    assert (compiled.speedup("fused"), compiled.speedup("compile+pass")) == (1.2, 1.25)
+
+
+def written(case: Case) -> dict:
+    fields = json.loads(json.dumps(asdict(case)))
+    return {name: value for name, value in fields.items() if value or name not in ("model", "conv")}
+
+
+def cases_in(path: Path) -> list[dict]:
+    return [result["case"] for result in json.loads(path.read_text())["results"]]
 
 
 def test_json_holds_everything(tmp_path):
     first = record_of(ours=1.5, eager=2.5)
-    second = Record(cases_of("ffn", CPU)[0], "us", failed={"ours": "no"}, kernels={"mm": ["k"]})
+    second = Record(cases_of("conv", CPU)[0], "us", failed={"ours": "no"}, kernels={"mm": ["k"]})
     results.save(tmp_path / "r.json", {"machine": "m"}, [first, second])
-    header, records = results.load(tmp_path / "r.json")
-    assert header == {"machine": "m"}
-    assert records == [first, second]
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content["header"] == {"machine": "m"}
+    one, other = content["results"]
+    assert one["case"] == written(first.case) and one["unit"] == "us"
+    assert {name: number["median"] for name, number in one["numbers"].items()} == {
+        "ours": 1.5,
+        "eager": 2.5,
+    }
+    assert other["case"] == written(second.case) and other["case"]["conv"]["channels"] == 3
+    assert (other["failed"], other["kernels"]) == ({"ours": "no"}, {"mm": ["k"]})
 
 
 @pytest.mark.parametrize("broken", ["write", "replace"])
 def test_json_is_never_half_written(tmp_path, monkeypatch, broken):
     path = tmp_path / "r.json"
     results.save(path, {}, [record_of(ours=1)])
-    before = path.read_text()
+    before, write = path.read_text(), Path.write_text
 
     def fail(*args, **kwargs):
         if broken == "write":
-            real_write(args[0], args[1][:10])
+            write(args[0], args[1][:10])
         raise OSError("disk full")
 
-    real_write = Path.write_text
-    if broken == "write":
-        monkeypatch.setattr(Path, "write_text", fail)
-    else:
-        monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(*((Path, "write_text") if broken == "write" else (os, "replace")), fail)
     with pytest.raises(OSError, match="disk full"):
         results.save(path, {}, [record_of(ours=2)])
     assert path.read_text() == before
@@ -248,13 +367,11 @@ def test_json_is_never_half_written(tmp_path, monkeypatch, broken):
 
 
 def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
-    import benchmarks.__main__ as bench
-
     path, measured = tmp_path / "r.json", []
 
     def interrupted(case, *args):
         if measured:  # a killed process could not save anything any more
-            assert [record.case for record in results.load(path)[1]] == measured
+            assert cases_in(path) == [*map(written, measured)]
         if len(measured) == 3:
             raise KeyboardInterrupt
         measured.append(case)
@@ -262,7 +379,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(bench, "measure_case", interrupted)
     assert main(["layer", "--quick", "--device", "cpu", "--json", str(path)]) == 130
-    assert [record.case for record in results.load(path)[1]] == measured
+    assert cases_in(path) == [*map(written, measured)]
     assert "after 3 of 36 cases" in capsys.readouterr().out
 
 
@@ -281,11 +398,10 @@ def test_a_failure_of_ours_is_told(monkeypatch, capsys):
     def broken(*args):
         raise RuntimeError("out of order")
 
-    monkeypatch.setitem(contenders.NETWORKS, "ours", broken)
+    monkeypatch.setitem(contenders.WORK["layers"].networks, "ours", broken)
     arguments = ["host", "--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu forward"]
     assert main(arguments) == 1
-    output = capsys.readouterr().out
-    assert "ours failed: RuntimeError: out of order" in output
+    assert "ours failed: RuntimeError: out of order" in capsys.readouterr().out
 
 
 def test_lines_of_the_table_are_aligned_and_losses_marked():
@@ -293,63 +409,72 @@ def test_lines_of_the_table_are_aligned_and_losses_marked():
     table = Table(cases, ["ours", "eager", "mm", "reduce-overhead"])
     good = table.line(record_of(cases[0], ours=50, eager=60, mm=40, reduce_overhead=1234567))
     bad = table.line(record_of(cases[1], ours=50.0, eager=40, mm=25))
-    assert len(table.head()) == len(good) == len(bad)
+    assert len(table.head()) == len(good) == len(bad) and "of GEMM" in table.head()
     assert "1.20 " in good and "<" not in good and " 1234567 " in good
     assert "0.80<" in bad and "0.50 " in bad
     foot = table.foot([record_of(ours=50, eager=60), record_of(ours=50, eager=40)])
     assert "1 of 2 below 0.98" in foot
 
 
+def test_a_chart_has_a_bar_for_each_number_within_its_edges():
+    rows = {"first": {"ours": 1.5, "mlp": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
+    drawn = chart(rows, {"ours": "ours", "mlp": "FusedMLP", "a": "a"})
+    assert [text in drawn for text in (">1.50<", ">7.25<", ">0.50<", ">3.00<")] == [
+        *(True, True, True, False)
+    ]
+    bars = drawn.split("<rect")[-3:]
+    ends = [235 + float(bar.split('width="')[1].split('"')[0]) for bar in bars]
+    assert max(ends) < 700 - 40 and ">FusedMLP<" in drawn
+
+
 # -------------------------------------------------------------------------------- command line
 
 
-def test_a_quick_run_of_layer_and_host(tmp_path):
-    """As a user runs it: table, numbers and pictures."""
+def test_a_quick_run_with_numbers(tmp_path):
+    """As a user runs it."""
     command = [sys.executable, "-m", "benchmarks", "layer", "host", "--quick"]
     command += ["--device", "cpu", "--dtypes", "bf16", "fp32", "--out", str(tmp_path)]
-    begin = time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert time.monotonic() - begin < 90
-    header, records = results.load(tmp_path / "bench.json")
-    assert header["device"] == "cpu"
-    assert header["torch"] == torch.__version__
-    asked_for = cases_of("layer", CPU, True, ["bf16", "fp32"])
-    asked_for += cases_of("host", CPU, True, ["bf16", "fp32"])
-    assert [record.case for record in records] == asked_for
-    for record in records:
-        assert not record.failed
-        assert {"ours", "eager"} <= set(record.numbers)
-        assert all(0 < n.q1 <= n.median <= n.q3 for n in record.numbers.values())
-        assert record.case.shape in process.stdout
-    for name in ("layer.png", "host.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-        assert str(tmp_path / name) in process.stdout
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["header"]["device"] == "cpu"
+    assert content["header"]["torch"] == torch.__version__
+    asked_for = [c for s in ("layer", "host") for c in cases_of(s, CPU, True, ["bf16", "fp32"])]
+    assert [result["case"] for result in content["results"]] == [*map(written, asked_for)]
+    assert all(case.shape in process.stdout for case in asked_for)
+    for result in content["results"]:
+        assert "failed" not in result and {"ours", "eager"} <= set(result["numbers"])
+        assert all(0 < n["q1"] <= n["median"] <= n["q3"] for n in result["numbers"].values())
 
 
-def test_threads_are_those_asked_for(tmp_path):
-    path = tmp_path / "r.json"
+def test_threads_and_cudnn_are_as_asked_for(tmp_path):
+    path, before = tmp_path / "r.json", torch.backends.cudnn.benchmark
     arguments = ["cpu", "--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu forward"]
-    assert main([*arguments, "--threads", "2", "--json", str(path)]) == 0
-    assert torch.get_num_threads() == 2
-    assert results.load(path)[0]["machine"].endswith(", 2 threads")
+    try:
+        torch.backends.cudnn.benchmark = False
+        options = ["--threads", "2", "--cudnn-benchmark", "--json", str(path)]
+        assert main([*arguments, *options]) == 0
+        assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = before
+    assert json.loads(path.read_text())["header"]["machine"].endswith(", 2 threads")
 
 
-def test_every_suite_runs(capsys):
-    arguments = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu"]
-    assert main([*arguments, "--seconds-per-case", "0.001", "--kernels"]) == 0
-    output = capsys.readouterr().out
-    for suite in SUITES:
-        some = any(case.activation == "relu" for case in cases_of(suite, CPU, quick=True))
-        assert (f"\n{suite}: " in output) == some
-    assert "fused::linear_relu" in output, "kernels are named"
+def test_every_suite_runs_and_is_documented(capsys):
+    arguments = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--seconds-per-case", "0.001"]
+    named = {"relu": "fused::linear_relu", "silu": "fused::gated_mlp", "none": "3 x aten::add_"}
+    for activation, kernel in named.items():
+        assert main([*arguments, "--only", f" {activation} ", "--kernels"]) == 0
+        output = capsys.readouterr().out
+        for suite in SUITES:
+            cases = cases_of(suite, CPU, quick=True)
+            assert (f"\n{suite}: " in output) == any(c.activation == activation for c in cases)
+        assert kernel in output
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert [name for name in SUITES if f"`{name}`" not in page] == []
 
 
 @pytest.mark.cuda
@@ -372,16 +497,18 @@ def test_a_graph_keeps_the_memory_that_it_reads():
 def test_every_suite_runs_on_a_gpu(tmp_path):
     """Events, graphs, peak memory and kernels' names are only there."""
     arguments = ["--quick", "--device", "cuda", "--seconds-per-case", "0.01", "--kernels"]
+    assert main(["accumulation", *arguments]) == 0
     assert main([*arguments, "--only", "relu", "--out", str(tmp_path)]) == 0
-    header, records = results.load(tmp_path / "bench.json")
-    assert header["devices"]
-    assert {"graph", "peak"} <= {record.case.mode for record in records}
-    for record in records:
-        if record.case.model and importlib.util.find_spec("transformers") is None:
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["header"]["devices"]
+    assert {"graph", "peak"} <= {result["case"]["mode"] for result in content["results"]}
+    for result in content["results"]:
+        if "model" in result["case"] and importlib.util.find_spec("transformers") is None:
             continue
-        not_here = {n for n, why in record.failed.items() if "ModuleNotFoundError" in why}
-        assert set(record.failed) <= not_here & {*rivals.BLOCKS, *gated.OTHERS}
-        assert record.unit in ("MiB", "B") or all(record.kernels.values())
+        failed = result.get("failed", {})
+        not_here = {n for n, why in failed.items() if "ModuleNotFoundError" in why}
+        assert set(failed) <= not_here & {*rivals.BLOCKS, *gated.OTHERS}
+        assert result["unit"] == "MiB" or all(result["kernels"].values())
 
 
 @pytest.mark.parametrize(
@@ -407,13 +534,34 @@ def test_bad_arguments_give_one_line(arguments, says, capsys):
 
 
 def test_the_grid_is_the_one_promised():
-    cuda = torch.device("cuda")
-    layer = cases_of("layer", cuda)
-    assert len(layer) == len(set(layer)) == 5 * 3 * 2 * 3 * 2 + 2 * 3 * 1 * 3 * 2
-    assert len(cases_of("ffn", cuda)) == 3 * 3 * 2 * 3
-    assert {case.mode for case in cases_of("mlp-small", cuda)} == {"step", "graph"}
-    assert {case.mode for case in cases_of("mlp-small", CPU)} == {"step"}
-    shapes = {(case.tokens, case.sizes[0]) for case in cases_of("activation", cuda)}
+    def grid(suite, device=CUDA):
+        cases = cases_of(suite, device)
+        assert len(cases) == len(set(map(str, cases)))
+        return cases
+
+    assert len(grid("layer")) == 5 * 3 * 2 * 3 * 2 + 2 * 3 * 1 * 3 * 2
+    assert len(grid("ffn")) == 3 * 3 * 2 * 3
+    assert {case.mode for case in grid("mlp-small")} == {"step", "graph"}
+    assert {case.mode for case in grid("mlp-small", CPU)} == {"step"}
+    shapes = {(case.tokens, case.sizes[0]) for case in grid("activation")}
     assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
-    assert len(cases_of("models", cuda)) == 10 * 2 + 1  # a folded network is not trained
-    assert len(cases_of("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not cases_of("cpu", cuda)
+    assert len(grid("models")) == 10 * 2 + 1 + 2  # folded: not trained; GPT-2: AdamW, autocast
+    assert len(grid("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not grid("cpu")
+
+    named = {str(case) for suite in ("gated", "rivals", "conv") for case in grid(suite)}
+    assert "gated 4096→14336→4096 T=8192 bf16 silu step" in named
+    assert "gated 1024→2816→1024 T=1 bf16 silu forward" in named
+    assert "conv 3→64 7x7 stride 2 @224 NCHW N=32 fp32 relu step" in named
+    assert "rivals 1024→4096→1024 T=65536 bf16 gelu graph" in named
+    assert not any("gated" in name and "T=1 " in name and "step" in name for name in named)
+    assert not any("4096→16384" in name and "T=65536" in name for name in named)
+
+    convs = grid("conv")
+    assert len(convs) == len(CONVOLUTIONS) * (2 * 3 * 2 + 1)
+    graphs = [case for case in convs if case.mode == "graph"]
+    assert {(case.dtype, case.conv.last) for case in graphs} == {("bf16", True)}
+    assert {case.tokens for case in convs} == {32}
+    assert {(c.mode == "graph", c.tokens) for c in grid("conv", CPU)} == {(False, 4)}
+    compiled = [case for case in convs if worth_compiling(case) and case.mode != "graph"]
+    assert {(c.dtype, c.conv.last) for c in compiled} == {("bf16", True)} and len(compiled) == 8
+    assert [c.out_size for c in CONVOLUTIONS] == [112, 56, 28, 14, 7, 28, 56, 56, 14, 7, 28]

@@ -5,23 +5,18 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 import torch_fused_linear as tfl
-from benchmarks import models, pictures, results
 from benchmarks.__main__ import main
 from benchmarks.cases import MODELS, Case, cases_of, makes_sense
 from benchmarks.models import FAMILIES, Models
-from benchmarks.results import Record
 from benchmarks.run import measure_case
-from torch_fused_linear.timing import Number
 
 CPU = torch.device("cpu")
 TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}
@@ -126,72 +121,6 @@ def test_a_missing_package_is_told_in_words(monkeypatch, capsys):
     assert main(arguments) == 0, "nothing of ours has failed"
     output = capsys.readouterr().out
     assert "eager failed: ModuleNotFoundError: " in output and "timm" in output
-
-
-def test_a_failure_of_fuse_is_ours(monkeypatch):
-    def broken(model):
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(models.tfl, "fuse_", broken)
-    arguments = ["models", "--quick", "--device", "cpu", "--only", "DLRM", "--only", "step"]
-    assert main(arguments) == 1
-
-
-@needs_compiler
-def test_record_of_a_case_survives_the_file(tmp_path):
-    case = TINY["DLRM tiny"]
-    names = ["fused", "compile+pass", "eager", "compile"]
-    record = measure_case(case, names, CPU, seconds=0)
-    assert not record.failed and set(record.numbers) == set(names)
-    assert record.replaced == {"fused": 1, "compile+pass": 1}
-    results.save(tmp_path / "r.json", {}, [record])
-    assert results.load(tmp_path / "r.json")[1] == [record]
-
-
-def test_ours_is_compared_with_what_it_was_put_into():
-    times = {"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44}
-    record = Record(TINY["BERT-tiny"], "us", {n: Number.once(t) for n, t in times.items()})
-    assert (record.speedup("fused"), record.speedup("compile+pass")) == (1.2, 1.25)
-    assert pictures.speedup(record, "compile+pass") == 60 / 44, "a picture has one scale for all"
-
-
-@pytest.mark.parametrize("modes", [("step",), ("forward", "step")])
-def test_nothing_is_cut_off_at_the_edges_of_a_picture(tmp_path: Path, modes):
-    """The outermost pixels stay white, however long title and legend are."""
-    from matplotlib.image import imread
-
-    names = [*pictures.NAMES, "eager"]
-    records = [
-        Record(
-            Case("layer", (8, 16), 4, dtype, activation, mode),
-            "us",
-            {name: Number.once(10.0 + i) for i, name in enumerate(names)},
-        )
-        for mode in modes
-        for dtype in pictures.FILLED
-        for activation in pictures.MARKERS
-    ]
-    assert pictures.draw(tmp_path / "p.png", "one of the longer titles there are, " * 4, records)
-    image = imread(tmp_path / "p.png")[..., :3]
-    for edge in (image[:, 0], image[:, -1], image[0], image[-1]):
-        assert (edge == 1).all()
-
-
-def test_a_picture_has_four_series_at_most_and_names_them(tmp_path: Path):
-    case = Case("models", (32, 224, 224), 1605632, "bf16", "relu", "step", "VGG-16")
-    numbers = {name: Number.once(10.0) for name in [*pictures.NAMES, "eager"]}
-    record = Record(case, "us", numbers)
-    labels = [handle.get_label() for handle in pictures.legend([record], ["ours", "packed"])]
-    assert labels == ["ours: fused layers", "ours, weights packed", "relu bf16"]
-    assert pictures.place(record) == "VGG-16 32×224×224"
-    assert len(set(pictures.COLOURS)) == 4
-    shown = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            pictures, "panel", lambda axes, chosen, places, names, metric: shown.append(names)
-        )
-        pictures.draw(tmp_path / "p.png", "title", [record])
-    assert shown[0] == list(pictures.NAMES)[:4]
 
 
 def test_memory_of_a_step():

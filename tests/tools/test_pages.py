@@ -18,30 +18,36 @@ def test_no_table_and_no_chart_is_old(capsys):
     assert main(["--check"]) == 0, capsys.readouterr().out
 
 
-def everything(folder):
-    return render("everything", by_machine(sorted(folder.glob("*.json"))))
+HEADER = {"machine": "NVIDIA X1", "device": "cuda", "torch": "2.11", "cublaslt": "13.1.0"}
+HEADER |= {"driver": "580", "date": "2026-01-02T03:04:05+00:00"}
+LATER = {**HEADER, "date": "2026-03-02T03:04:05+00:00"}
+FORWARD = Case("layer", (768, 3072), 8192, "bf16", "relu", "forward")
+STEP = replace(FORWARD, mode="step")
+GPT = Case("models", (8, 16), 128, "bf16", "gelu", "step", "GPT")
+CONV = replace(CONVOLUTIONS[5], groups=2)
+OF_CONV = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=CONV)
+LAYERS = [
+    record_of(FORWARD, ours=50, eager=65),
+    record_of(STEP, **{"ours": 200, "eager": 250, "compile": 300, "max_autotune": 260}),
+    record_of(Case("layer", (768, 3072), 64, "fp16", "gelu", "step"), ours=100, eager=90),
+    record_of(Case("ffn", (8, 32, 8), 8192, "bf16", "relu", "step"), ours=1, mlp=4, eager=2),
+]
 
 
 @pytest.fixture
-def measured(tmp_path):
-    """A folder with results of one machine, and their header."""
-    header = {"machine": "NVIDIA X1", "device": "cuda", "torch": "2.11", "cublaslt": "13.1.0"}
-    header |= {"driver": "580", "date": "2026-01-02T03:04:05+00:00"}
-    records = [
-        record_of(Case("layer", (768, 3072), 8192, "bf16", "relu", "forward"), ours=50, eager=65),
-        record_of(
-            Case("layer", (768, 3072), 8192, "bf16", "relu", "step"),
-            **{"ours": 200, "eager": 250, "compile": 300, "max_autotune": 260},
-        ),
-        record_of(Case("layer", (768, 3072), 64, "fp16", "gelu", "step"), ours=100, eager=90),
-        record_of(Case("ffn", (8, 32, 8), 8192, "bf16", "relu", "step"), ours=1, mlp=4, eager=2),
-    ]
-    results.save(tmp_path / "x1.json", header, records)
-    return tmp_path, header
+def everything(tmp_path):
+    """What the tables make of records, each list with its header."""
+
+    def made(*files):
+        for k, (header, records) in enumerate(files):
+            results.save(tmp_path / f"{k}.json", header, records)
+        return render("everything", by_machine(sorted(tmp_path.glob("*.json"))))
+
+    return made
 
 
-def test_tables_say_what_the_results_say(measured):
-    text = everything(measured[0])
+def test_tables_say_what_the_results_say(everything):
+    text = everything((HEADER, LAYERS))
     assert "NVIDIA X1 (torch 2.11, cuBLASLt 13.1.0, driver 580), 2026-01-02" in text
     assert "| 768→3072 | 8192 | relu | 50.0 µs | 65.0 µs | 1.30 |" in text
     assert "| 768→3072 | 8192 | relu | 200 µs | 250 µs | 1.25 | 1.30 |" in text
@@ -50,53 +56,41 @@ def test_tables_say_what_the_results_say(measured):
     assert "| ffn: 8→32→8, 8192, bf16, relu, step, `FusedMLP` | 4.0 µs | 2.0 µs | 0.50 |" in text
 
 
-def test_models_have_a_table_of_their_own(measured):
+def test_models_have_a_table_of_their_own(everything):
     """With their own run's date; ours beside what each is compared with."""
-    folder, header = measured
-    case = Case("models", (8, 16), 128, "bf16", "gelu", "step", "GPT")
-    times = {"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44}
-    whole = record_of(case, **times)
+    whole = record_of(GPT, **{"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44})
     whole.replaced = {"fused": 12, "compile+pass": 11}
-    later = {**header, "date": "2026-03-02T03:04:05+00:00"}
-    results.save(folder / "models.json", later, [whole])
-    models, layers = everything(folder).split("## Blocks and layers")
+    models, layers = everything((HEADER, LAYERS), (LATER, [whole])).split("## Blocks and layers")
     assert "2026-01-02" in layers and "of 5 measurements" in layers and "GPT" not in layers
     assert "2026-03-02" in models and "None of 2 measurements of whole models" in models
     assert "| GPT, gelu | 8×16 | step | 60.0 µs | 50.0 µs | 1.20 | 12 |" in models
     assert "| GPT, gelu | 8×16 | step | 55.0 µs | 44.0 µs | 1.25 | 11 |" in models
     del whole.numbers["compile"], whole.numbers["compile+pass"], whole.replaced["compile+pass"]
-    results.save(folder / "models.json", later, [whole])
-    assert "| 50.0 µs | 1.20 | 12 |" in everything(folder)
-    assert "| compile | with our pass |" not in everything(folder)
+    text = everything((HEADER, LAYERS), (LATER, [whole]))
+    assert "| 50.0 µs | 1.20 | 12 |" in text and "| compile | with our pass |" not in text
 
 
-def test_convolutions_have_a_table_of_their_own(measured):
-    folder, header = measured
-    conv = replace(CONVOLUTIONS[5], groups=2)
-    case = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=conv)
+def test_convolutions_have_a_table_of_their_own(everything):
     records = [
-        record_of(case, ours=50, eager=60),
-        record_of(replace(case, mode="step"), ours=100, eager=110, compile=120),
-        record_of(replace(case, dtype="fp32"), ours=10, eager=9),
+        record_of(OF_CONV, ours=50, eager=60),
+        record_of(replace(OF_CONV, mode="step"), ours=100, eager=110, compile=120),
+        record_of(replace(OF_CONV, dtype="fp32"), ours=10, eager=9),
     ]
-    results.save(folder / "conv.json", header, records)
-    assert results.load(folder / "conv.json")[1] == records
-    layers, convolutions = everything(folder).split("## Convolutions")
+    layers, convolutions = everything((HEADER, LAYERS + records)).split("## Convolutions")
+    shape = "128→128 3x3 stride 2 groups 2 @56 NHWC"
+    assert OF_CONV.shape == shape
     assert "of 5 measurements" in layers and "128→128" not in layers
-    assert case.shape == "128→128 3x3 stride 2 groups 2 @56 NHWC"
-    assert f"| {case.shape} | 32 | relu | 50.0 µs | 60.0 µs | 1.20 |" in convolutions
-    assert f"| {case.shape} | 32 | relu | 100 µs | 110 µs | 1.10 | 1.20 |" in convolutions
+    assert f"| {shape} | 32 | relu | 50.0 µs | 60.0 µs | 1.20 |" in convolutions
+    assert f"| {shape} | 32 | relu | 100 µs | 110 µs | 1.10 | 1.20 |" in convolutions
     assert "1 of 3 measurements of convolutions is" in convolutions
-    assert f"| conv: {case.shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
+    assert f"| conv: {shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
 
 
-def test_later_results_replace_earlier_ones(measured):
-    folder, header = measured
-    case = Case("layer", (768, 3072), 8192, "bf16", "relu", "forward")
-    later = {**header, "date": "2026-02-02T03:04:05+00:00"}
-    results.save(folder / "a.json", later, [record_of(case, ours=40, eager=65)])
-    text = everything(folder)
+def test_later_results_replace_earlier_ones_but_for_who_took_part_before(everything):
+    again = [record_of(FORWARD, ours=40, eager=65), record_of(STEP, ours=100, eager=250)]
+    text = everything((LATER, again), (HEADER, LAYERS))
     assert "| 40.0 µs | 65.0 µs | 1.62 |" in text and "50.0 µs" not in text
+    assert "| 100 µs | 250 µs | 2.50 | 1.30 |" in text, "the compiler's, of the earlier run"
 
 
 @pytest.fixture

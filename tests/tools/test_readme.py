@@ -6,7 +6,7 @@ import pytest
 from bench_records import ROOT
 from test_docs import FENCE, PAGES
 
-from benchmarks.pages.overview import ratio_to_compiled
+from benchmarks.pages.everything import times_compiled
 from benchmarks.pages.results import by_machine, duration, find
 
 README = (ROOT / "README.md").read_text()
@@ -39,7 +39,7 @@ def rivals_graph(width):
 def of_compiled_block(width):
     """Of the modes of torch.compile the fastest, as in the table."""
     (result,) = find(RESULTS, **block(width))
-    return ratio_to_compiled(result)
+    return times_compiled(result)
 
 
 def step_of_gpt2(name):

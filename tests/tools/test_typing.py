@@ -1,17 +1,21 @@
 """The types of the public names, as mypy and pyright see them in a program of a user's."""
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
 from inspect import ismodule
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import torch_fused_linear as tfl
+from torch_fused_linear import _arguments
+from torch_fused_linear.activations import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("user_program.py")
@@ -52,15 +56,40 @@ def test_a_users_program_has_the_types_it_says(check, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+WRONG = """
+import torch_fused_linear as tfl
+from torch import ones
+tfl.FusedLinearReLU('8', 16)
+tfl.fuse(1)
+tfl.linear_gelu(ones(2, 2), ones(2, 2), approximate="erf")
+tfl.linear_relu(ones(2, 2), ones(2, 2), None, "low")
+tfl.FusedMLP(2, 2, activation="gelu")
+"""
+
+
 @pytest.mark.parametrize("check", CHECKERS)
 def test_a_wrong_call_is_seen(check, tmp_path):
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(
-        "import torch_fused_linear as tfl\ntfl.FusedLinearReLU('8', 16)\ntfl.fuse(1)\n"
-    )
-    result = check(wrong, tmp_path)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    result = check(tmp_path / "wrong.py", tmp_path)
     assert result.returncode == 1
-    assert "wrong.py:2" in result.stdout and "wrong.py:3" in result.stdout
+    for line in range(4, 9):
+        assert f"wrong.py:{line}" in result.stdout, result.stdout
+
+
+def test_the_values_of_arguments_are_the_operators():
+    assert get_args(_arguments.Activation) == tuple(ACTIVATIONS)
+    gelus = {a.approximate for a in ACTIVATIONS.values()} - {None}
+    assert set(get_args(_arguments.Approximate)) == gelus
+
+
+def test_options_are_given_by_name_alone():
+    for name in tfl.__all__:
+        value = getattr(tfl, name)
+        takers = [value, *(getattr(value, n, None) for n in ("from_sequential", "from_modules"))]
+        for taker in filter(callable, takers):
+            for argument in inspect.signature(taker).parameters.values():
+                if argument.name in ("memory", "approximate"):
+                    assert argument.kind == argument.KEYWORD_ONLY, name
 
 
 def test_a_users_program_runs():

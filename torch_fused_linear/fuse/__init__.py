@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from .. import _library
-from ..nn.linear import check_memory
+from .._arguments import Memory, check
 from .model import frozen_reason
 from .plain import MARK
 from .plan import Plan
@@ -22,7 +22,8 @@ __all__ = ["fuse_", "is_fused", "unfuse_"]
 def fuse_(
     model: nn.Module,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
-    memory: str = "default",
+    *,
+    memory: Memory = "default",
     dry_run: bool = False,
 ) -> Report:
     r"""Makes one call, in place, of linear layers or convolutions and the activation after each.
@@ -91,7 +92,7 @@ def fuse_(
             f"fuse_: expected filter_fn(name, module) -> bool or None, got "
             f"{type(filter_fn).__name__}"
         )
-    check_memory("fuse_", memory)
+    check("fuse_", memory=memory)
     if not dry_run:
         _library.require()
     return Plan(model, filter_fn).apply(memory, dry_run)

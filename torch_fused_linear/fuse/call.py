@@ -43,7 +43,8 @@ class Half:
 
 def glu(*given) -> Tensor:
     """In the place of a begun call's layer: its input is all that linear_glu takes."""
-    return linear_glu(*given)
+    *tensors, activation, memory = given
+    return linear_glu(*tensors, activation=activation, memory=memory)
 
 
 def is_begun(value: object) -> bool:
@@ -99,7 +100,7 @@ def end(h):
         return h
     layer = h[1]
     if layer is glu:
-        result = linear_glu(*h[2])
+        result = glu(*h[2])
     elif type(layer) is nn.Conv2d:
         result = layer(h[2])
     else:
@@ -156,19 +157,19 @@ def _activated(function, h, more, options) -> Tensor | None:
         result = FusedConv2dReLU.forward(layer, input)
     else:
         activation = BY_NAME[kind]
-        form = () if activation.approximate is None else (activation.approximate,)
-        result = _run(getattr(functional, activation.operator), h, *form, memory)
+        operator = getattr(functional, activation.operator)
+        result = _run(operator, h, **activation.options, memory=memory)
     for share, *_ in dropouts:
         result = F.dropout(result, share)
     return result
 
 
-def _run(operator, h, *options):
+def _run(operator, h, **options):
     """An operator in the place of the begun call's layer."""
     _, layer, input, weight, bias, _ = h
     if type(weight) in PLAIN:
-        return operator(input, weight, bias, *options)
-    return parallel.between_hooks(layer, operator, input, weight, bias, *options)
+        return operator(input, weight, bias, **options)
+    return parallel.between_hooks(layer, operator, input, weight, bias, **options)
 
 
 # --- gated layers -------------------------------------------------------------------------------
@@ -247,8 +248,9 @@ def _down(layer, h) -> Tensor | None:
     held = None if type(layer) is nn.Conv2d else plain.parameters(layer)
     if held is None or not _fits_glu(h[2], *held):
         return None
-    (x, gate, up, gate_bias, up_bias, *options), (weight, bias) = h[2], held
-    return gated_mlp(x, gate, up, weight, gate_bias, up_bias, bias, *options)
+    (x, gate, up, gate_bias, up_bias, activation, memory), (weight, bias) = h[2], held
+    tensors = x, gate, up, weight, gate_bias, up_bias, bias
+    return gated_mlp(*tensors, activation=activation, memory=memory)
 
 
 def _fits_glu(given, weight, bias) -> bool:

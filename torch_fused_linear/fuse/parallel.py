@@ -49,11 +49,13 @@ def has_whole_sums(layer: nn.Module) -> bool:
     )
 
 
-def between_hooks(layer: nn.Module, operator: Callable, input: Tensor, *rest: Any) -> Any:
+def between_hooks(
+    layer: nn.Module, operator: Callable, input: Tensor, *rest: Any, **options: Any
+) -> Any:
     """The operator in the place of the layer's own forward."""
     (before,), (after,) = layer._forward_pre_hooks.values(), layer._forward_hooks.values()
     prepared = before(layer, (input,))
-    return after(layer, (prepared,), operator(prepared, *rest))
+    return after(layer, (prepared,), operator(prepared, *rest, **options))
 
 
 def _output_of(layer: nn.Module) -> functools.partial | None:

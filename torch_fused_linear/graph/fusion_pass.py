@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_internals import HigherOrderOperator, overlaps_collectives
-from ..activations import ACTIVATIONS, Activation
+from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
 from .criterion import convolution_pays
 from .identity import CountingPass, in_words
@@ -93,10 +93,6 @@ def apply(module: GraphModule, fusion: FusionPass) -> None:
         if isinstance(part, GraphModule):
             fusion(part.graph)
             part.recompile()
-
-
-def _approximation(activation: Activation) -> dict:
-    return {} if activation.approximate is None else {"approximate": activation.approximate}
 
 
 @dataclass
@@ -249,7 +245,7 @@ class _Rewrite:
             args = (*self.operands(linear), self.bias_of(linear))
             activation = ACTIVATIONS[layer.activation]
             operator = getattr(_fused, activation.operator).default
-            new = self.call(operator, args, result, _approximation(activation))
+            new = self.call(operator, args, result, activation.options)
         self.replace(result, new)
         self.replace(layer.output, layer.between[-1] if layer.between else new)
         self.erase([*linear.nodes, *layer.nodes])
@@ -270,7 +266,7 @@ class _Rewrite:
                 activation = ACTIVATIONS[last.activation]
                 is_square = activation.name == "relu2"
                 name = "relu" if is_square else activation.operator.removeprefix("linear_")
-                new = self.call(getattr(F, name), (new,), result, _approximation(activation))
+                new = self.call(getattr(F, name), (new,), result, activation.options)
                 new = self.call(torch.square, (new,), result, {}) if is_square else new
         self.replace(result, new)
         self.erase(

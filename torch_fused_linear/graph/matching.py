@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .. import _torch_internals
 from .._torch_internals import FakeTensor
 from ..activations import OPERATORS as OWN
-from ..activations import name_of_gelu
+from ..activations import name_of_gelu, of_operator
 from .spellings import arguments, kind
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -175,10 +175,9 @@ def own_activation(node: Node) -> str | None:
     """The activation inside of one of our own layers."""
     if kind(node) not in OWN:
         return None
-    if kind(node) != "linear_gelu":
-        return kind(node).removeprefix("linear_")
     # The operator's default is the tanh form, where torch's is the exact one.
-    return name_of_gelu(arguments(node).get("approximate", "tanh"))
+    activation = of_operator(kind(node), arguments(node).get("approximate", "tanh"))
+    return activation and activation.name
 
 
 def own_memory(node: Node) -> str:

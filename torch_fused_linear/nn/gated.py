@@ -4,16 +4,17 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._arguments import Activation, Memory, check
 from .._torch_internals import has_any_global_hook
-from ..activations import ACTIVATIONS, check_activation
+from ..activations import ACTIVATIONS
 from ..functional import gated_mlp
-from .linear import check_memory, memory_repr
+from .linear import memory_repr
 from .mlp import is_plain
 from .taking_over import check_plain
 
 
 class FusedGatedMLP(nn.Module):
-    r"""Applies :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)` in one.
+    r"""One operator for :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)`.
 
     It is the ``gate_proj``, ``up_proj`` and ``down_proj`` of LLaMA, Qwen, Mistral or Gemma, with
     their ``state_dict``, but runs as :func:`torch_fused_linear.gated_mlp`. Where a child has been
@@ -54,8 +55,8 @@ class FusedGatedMLP(nn.Module):
     """
 
     __constants__ = ("activation", "memory")
-    activation: str
-    memory: str = "default"
+    activation: Activation
+    memory: Memory
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class FusedGatedMLP(nn.Module):
         hidden_features: int,
         out_features: int | None = None,
         bias: bool = False,
-        activation: str = "silu",
+        activation: Activation = "silu",
         device: Device = None,
         dtype: torch.dtype | None = None,
-        memory: str = "default",
+        *,
+        memory: Memory = "default",
     ) -> None:
-        check_activation("FusedGatedMLP", activation)
-        check_memory("FusedGatedMLP", memory)
+        check("FusedGatedMLP", activation=activation, memory=memory)
         super().__init__()
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -84,8 +85,9 @@ class FusedGatedMLP(nn.Module):
         gate: nn.Linear,
         up: nn.Linear,
         down: nn.Linear,
-        activation: str = "silu",
-        memory: str = "default",
+        activation: Activation = "silu",
+        *,
+        memory: Memory = "default",
     ) -> "FusedGatedMLP":
         """The block of three layers that exist, which it shares (the same objects, not copies).
 
@@ -106,8 +108,7 @@ class FusedGatedMLP(nn.Module):
                 class's.
         """
         function = f"{cls.__name__}.from_modules"
-        check_activation(function, activation)
-        check_memory(function, memory)
+        check(function, activation=activation, memory=memory)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
         hidden = gate.out_features
@@ -135,8 +136,8 @@ class FusedGatedMLP(nn.Module):
             self.gate_proj.bias,
             self.up_proj.bias,
             self.down_proj.bias,
-            self.activation,
-            self.memory,
+            activation=self.activation,
+            memory=self.memory,
         )
 
     def extra_repr(self) -> str:

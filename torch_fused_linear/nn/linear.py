@@ -7,16 +7,10 @@ from torch import Tensor, nn
 from torch.types import Device
 from typing_extensions import Self
 
+from .._arguments import Approximate, Memory, check
 from ..activations import SquaredReLU
 from ..functional import linear, linear_gelu, linear_relu, linear_relu2, linear_silu
 from .taking_over import check_given_back, check_plain, converted
-
-MEMORY = ("default", "low")
-
-
-def check_memory(layer: str, memory: str) -> None:
-    if memory not in MEMORY:
-        raise ValueError(f"{layer}: memory must be 'default' or 'low', got {memory!r}")
 
 
 def memory_repr(memory: str) -> str:
@@ -120,7 +114,7 @@ class _WithActivation(FusedLinear):
     """What the layers with an activation have in common."""
 
     __constants__ = (*nn.Linear.__constants__, "memory")
-    memory: str = "default"
+    memory: Memory
 
     def __init__(
         self,
@@ -129,9 +123,10 @@ class _WithActivation(FusedLinear):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        memory: str = "default",
+        *,
+        memory: Memory = "default",
     ) -> None:
-        check_memory(type(self).__name__, memory)
+        check(type(self).__name__, memory=memory)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.memory = memory
 
@@ -151,6 +146,13 @@ class FusedLinearReLU(_WithActivation):
     pass over memory for the gradient of ReLU and of the bias, then the two products. See
     :func:`torch_fused_linear.linear_relu` for what happens at exactly 0.
 
+    Shapes and parameters are those of :class:`FusedLinear`.
+
+    Note:
+        This layer, like the others with an activation, is an ``nn.Linear`` whose result has the
+        activation in it. A LoRA wrapper that adds its product to the result of any ``nn.Linear``
+        would add it behind the activation: wrap the plain model, and call :func:`fuse_` on it.
+
     Args:
         in_features: size of each input sample.
         out_features: size of each output sample.
@@ -161,28 +163,14 @@ class FusedLinearReLU(_WithActivation):
             of the output itself. It pays where nobody else keeps the output: the linear layer after
             it does, dropout, pooling or a sum does not. Default: ``'default'``.
 
-    Shape:
-        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
-        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
-
-    Attributes:
-        weight: as in :class:`torch.nn.Linear`.
-        bias: as in :class:`torch.nn.Linear`.
-
     Raises:
         ValueError: ``memory`` is neither of these.
-
-    Examples::
-
-        >>> layer = FusedLinearReLU(20, 30)
-        >>> layer(torch.randn(128, 20)).size()
-        torch.Size([128, 30])
     """
 
     _plain_activation = nn.ReLU
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_relu(input, self.weight, self.bias, self.memory)
+        return linear_relu(input, self.weight, self.bias, memory=self.memory)
 
 
 class FusedLinearGELU(_WithActivation):
@@ -190,6 +178,8 @@ class FusedLinearGELU(_WithActivation):
 
     Mind the default: ``approximate='tanh'`` is what cuBLASLt's epilogue computes, while
     :class:`torch.nn.GELU` defaults to ``'none'`` (erf), which is honoured exactly when asked for.
+
+    Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
         in_features: size of each input sample.
@@ -203,14 +193,6 @@ class FusedLinearGELU(_WithActivation):
             does not see every write between the two. See :func:`torch_fused_linear.linear_gelu`.
             Default: ``'default'``.
 
-    Shape:
-        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
-        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
-
-    Attributes:
-        weight: as in :class:`torch.nn.Linear`.
-        bias: as in :class:`torch.nn.Linear`.
-
     Raises:
         ValueError: ``approximate`` or ``memory`` is none of these.
 
@@ -222,7 +204,7 @@ class FusedLinearGELU(_WithActivation):
     """
 
     __constants__ = (*nn.Linear.__constants__, "approximate", "memory")
-    approximate: str
+    approximate: Approximate
 
     def __init__(
         self,
@@ -231,24 +213,25 @@ class FusedLinearGELU(_WithActivation):
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        approximate: str = "tanh",
-        memory: str = "default",
+        *,
+        approximate: Approximate = "tanh",
+        memory: Memory = "default",
     ) -> None:
-        if approximate not in ("tanh", "none"):
-            raise ValueError(
-                f"FusedLinearGELU: approximate must be 'tanh' or 'none', got {approximate!r}"
-            )
-        super().__init__(in_features, out_features, bias, device, dtype, memory)
+        check("FusedLinearGELU", approximate=approximate)
+        super().__init__(in_features, out_features, bias, device, dtype, memory=memory)
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_gelu(input, self.weight, self.bias, self.approximate, self.memory)
+        return linear_gelu(
+            input, self.weight, self.bias, approximate=self.approximate, memory=self.memory
+        )
 
     def _plain_activation(self) -> nn.Module:
         return nn.GELU(approximate=self.approximate)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, approximate={self.approximate!r}"
+        about = f", approximate={self.approximate!r}{memory_repr(self.memory)}"
+        return nn.Linear.extra_repr(self) + about
 
 
 class FusedLinearSiLU(_WithActivation):
@@ -257,6 +240,8 @@ class FusedLinearSiLU(_WithActivation):
     See :func:`torch_fused_linear.linear_silu`; for SiLU in a gated block,
     :math:`\text{SiLU}(xW^T) \odot xV^T`, :class:`torch_fused_linear.FusedGatedMLP`.
 
+    Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
+
     Args:
         in_features: size of each input sample.
         out_features: size of each output sample.
@@ -265,34 +250,22 @@ class FusedLinearSiLU(_WithActivation):
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
 
-    Shape:
-        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
-        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
-
-    Attributes:
-        weight: as in :class:`torch.nn.Linear`.
-        bias: as in :class:`torch.nn.Linear`.
-
     Raises:
         ValueError: ``memory`` is neither of these.
-
-    Examples::
-
-        >>> layer = FusedLinearSiLU(20, 30)
-        >>> layer(torch.randn(128, 20)).size()
-        torch.Size([128, 30])
     """
 
     _plain_activation = nn.SiLU
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_silu(input, self.weight, self.bias, self.memory)
+        return linear_silu(input, self.weight, self.bias, memory=self.memory)
 
 
 class FusedLinearReLU2(_WithActivation):
     r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU; see
     :func:`torch_fused_linear.linear_relu2`.
 
+    Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
+
     Args:
         in_features: size of each input sample.
         out_features: size of each output sample.
@@ -301,25 +274,11 @@ class FusedLinearReLU2(_WithActivation):
         dtype: of the parameters: fp64, fp32, fp16 or bf16.
         memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
 
-    Shape:
-        - Input: :math:`(*, H_\text{in})` with :math:`H_\text{in} = \text{in\_features}`.
-        - Output: :math:`(*, H_\text{out})` with :math:`H_\text{out} = \text{out\_features}`.
-
-    Attributes:
-        weight: as in :class:`torch.nn.Linear`.
-        bias: as in :class:`torch.nn.Linear`.
-
     Raises:
         ValueError: ``memory`` is neither of these.
-
-    Examples::
-
-        >>> layer = FusedLinearReLU2(20, 30)
-        >>> layer(torch.randn(128, 20)).size()
-        torch.Size([128, 30])
     """
 
     _plain_activation = SquaredReLU
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_relu2(input, self.weight, self.bias, self.memory)
+        return linear_relu2(input, self.weight, self.bias, memory=self.memory)

@@ -4,17 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._arguments import Activation, Memory, check
 from .._torch_internals import has_any_global_hook
-from ..activations import ACTIVATIONS, CHOICE, name_of_module
+from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
-from .linear import check_memory, memory_repr
+from .linear import memory_repr
 from .taking_over import check_given_back, check_plain
-
-
-def _make_activation(name: str) -> nn.Module:
-    if name in ACTIVATIONS:
-        return ACTIVATIONS[name].module()
-    raise ValueError(f"FusedMLP: activation must be {CHOICE}, got {name!r}")
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -65,32 +60,34 @@ class FusedMLP(nn.Sequential):
     """
 
     __constants__ = ("activation", "memory")
-    activation: str
-    memory: str = "default"
+    activation: Activation
+    memory: Memory
 
     def __init__(
         self,
         in_features: int,
         *features: int,
-        activation: str = "relu",
+        activation: Activation = "relu",
         bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        memory: str = "default",
+        memory: Memory = "default",
     ) -> None:
         if not features:
             raise ValueError("FusedMLP: expected the sizes of one or more layers, got none")
-        check_memory("FusedMLP", memory)
+        check("FusedMLP", activation=activation, memory=memory)
         modules: list[nn.Module] = []
         for size_in, size_out in zip((in_features, *features), features):
             modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
-            modules += [_make_activation(activation)]
+            modules += [ACTIVATIONS[activation].module()]
         super().__init__(*modules[:-1])
         self.activation = activation
         self.memory = memory
 
     @classmethod
-    def from_sequential(cls, sequential: nn.Sequential, memory: str = "default") -> "FusedMLP":
+    def from_sequential(
+        cls, sequential: nn.Sequential, *, memory: Memory = "default"
+    ) -> "FusedMLP":
         """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
 
         Args:
@@ -106,7 +103,7 @@ class FusedMLP(nn.Sequential):
             TypeError: ``sequential`` is something else, a subclass, or has more than its modules.
             ValueError: it is built differently, or ``memory`` is neither of these.
         """
-        check_memory("FusedMLP.from_sequential", memory)
+        check("FusedMLP.from_sequential", memory=memory)
         check_plain("FusedMLP.from_sequential", sequential, (nn.Sequential, cls))
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
@@ -155,7 +152,7 @@ class FusedMLP(nn.Sequential):
                 [layer.weight for layer in layers],
                 [layer.bias for layer in layers],
                 self.activation,
-                self.memory,
+                memory=self.memory,
             )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
@@ -163,7 +160,7 @@ class FusedMLP(nn.Sequential):
             if hasattr(module, "weight"):
                 weights.append(module.weight)
                 biases.append(module.bias)
-        return mlp(input, weights, biases, self.activation, self.memory)
+        return mlp(input, weights, biases, self.activation, memory=self.memory)
 
     def extra_repr(self) -> str:
         return memory_repr(self.memory).removeprefix(", ")

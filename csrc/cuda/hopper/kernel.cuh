@@ -35,7 +35,7 @@ template <gemm::Type type>
 using ElementOf =
     std::conditional_t<type == gemm::Type::bf16, cutlass::bfloat16_t, cutlass::half_t>;
 
-#ifndef FUSED_HOPPER_SHAPES  // benchmarks/tune_hopper.py tries others
+#ifndef FUSED_HOPPER_SHAPES  // build_tools/tune_hopper.py tries others
 using Tile = cute::Shape<cute::Int<gemm::hopper::tile_features>,
                          cute::Int<gemm::hopper::tile_tokens>, cute::_64>;
 using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .results import Numbers, Result, duration, shape, table
+from .results import Result, duration, find, median, medians, shape, table, times
 
 LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
 # Ways of ours: how they are called, and what each is compared with.
@@ -17,8 +17,6 @@ OURS = {
     "reduce-overhead+pass": ("our pass, CUDA graphs", "reduce-overhead"),
 }
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
-# Ours, and what it is compared with.
-MODEL_PAIRS = {name: OURS[name][1] for name in ("fused", "compile+pass", "reduce-overhead+pass")}
 MODEL_HEADS = {
     "fused": ["eager", "`fuse_`", "times", "blocks"],
     "compile+pass": ["compile", "with our pass", "times", "operators"],
@@ -60,52 +58,38 @@ def is_selected_convolution(case: dict[str, Any]) -> bool:
     return case["suite"] == "conv" and case["dtype"] == "bf16" and case["conv"]["last"]
 
 
-def fastest(numbers: Numbers, names: Iterable[str]) -> float | None:
-    return min((numbers[name]["median"] for name in names if name in numbers), default=None)
-
-
-def ratio(numbers: Numbers, others: Iterable[str]) -> str:
-    mine, theirs = fastest(numbers, ["ours"]), fastest(numbers, others)
-    return "" if mine is None or theirs is None else f"{theirs / mine:.2f}"
-
-
-def numbers_with(result: Result | None, *names: str) -> Numbers:
-    """Of the latest run in which all of these took part; none: there was no such run."""
+def latest_with(result: Result | None, *groups: Sequence[str]) -> Result | None:
+    """The latest run in which one of each group of contenders took part."""
     while result is not None:
-        numbers = result.get("numbers", {})
-        if all(name in numbers for name in names):
-            return numbers
+        if all(any(median(result, name) for name in names) for names in groups):
+            return result
         result = result.get("before")
-    return {}
+    return None
 
 
-def ratio_to_compiled(result: Result | None) -> str:
-    """Of the latest run in which torch.compile took part."""
-    while result is not None:
-        if found := ratio(result.get("numbers", {}), COMPILED):
-            return found
-        result = result.get("before")
-    return ""
-
-
-def beside_eager(numbers: Numbers) -> list[str]:
-    times = [duration(numbers[n]["median"]) if n in numbers else "" for n in ("ours", "eager")]
-    return [*times, ratio(numbers, ["eager"])]
+def times_compiled(result: Result) -> str:
+    """In the latest run in which torch.compile took part, its fastest mode's time over ours."""
+    found = latest_with(result, ["ours"], COMPILED)
+    if found is None:
+        return ""
+    theirs = min(value for name in COMPILED if (value := median(found, name)))
+    return f"{theirs / median(found, 'ours'):.2f}"
 
 
 def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) -> list[str]:
     """A table of the training steps, and one of the forwards."""
     rows: dict[str, list[list[str]]] = {"step": [], "forward": []}
     for result in results:
-        case, numbers = result["case"], result.get("numbers", {})
+        case = result["case"]
         if not chosen(case):
             continue
         graph = " in a CUDA graph" if case["mode"] == "graph" else ""
-        row = [shape(case) + graph, str(case["tokens"]), case["activation"], *beside_eager(numbers)]
+        row = [shape(case) + graph, str(case["tokens"]), case["activation"]]
+        row += [medians("ours")(result), medians("eager")(result), times(result)]
         if case["mode"] == "forward":
             rows["forward"].append(row)
         else:
-            rows["step"].append([*row, ratio_to_compiled(result)])
+            rows["step"].append([*row, times_compiled(result)])
     lines = []
     for mode, here in rows.items():
         if here:
@@ -117,25 +101,21 @@ def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) ->
 def models(results: Iterable[Result]) -> list[str]:
     """Whole models: ours beside what it was put into, and how much of it there was."""
     lines = []
-    for name, beside in MODEL_PAIRS.items():
-        rows = []
+    for name, head in MODEL_HEADS.items():
+        beside, rows = OURS[name][1], []
         for result in results:
-            case, numbers = result["case"], numbers_with(result, name, beside)
-            if not numbers:
+            run, case = latest_with(result, [name], [beside]), result["case"]
+            if run is None:
                 continue
-            both = [numbers[n]["median"] for n in (beside, name)]
             mode = {"forward": "inference", "train": "step, AdamW"}.get(case["mode"], "step")
-            words = [
-                case["model"],
-                case["activation"],
-                *[case["dtype"]] * (case["dtype"] != "bf16"),
-            ]
-            row = [", ".join(words), "×".join(map(str, case["sizes"]))]
-            row += [mode, *map(duration, both), f"{both[0] / both[1]:.2f}"]
+            words = [case["model"], case["activation"]]
+            words += [case["dtype"]] * (case["dtype"] != "bf16")
+            row = [", ".join(words), "×".join(map(str, case["sizes"])), mode]
+            row += [medians(beside)(run), medians(name)(run), times(run, name, beside)]
             rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
         if rows:
-            head = ["model", "batch × tokens", "", *MODEL_HEADS[name]]
-            lines += [""] * bool(lines) + table(head, rows, words=3)
+            lines += [""] * bool(lines)
+            lines += table(["model", "batch × tokens", "", *head], rows, words=3)
     return lines
 
 
@@ -145,17 +125,17 @@ def losses(results: Iterable[Result], what: str) -> list[str]:
     for result in results:
         case = result["case"]
         for name, (title, beside) in OURS.items():
-            numbers = numbers_with(result, name, beside)
-            if case["suite"] not in TIMED or not numbers:
+            run = latest_with(result, [name], [beside])
+            if case["suite"] not in TIMED or run is None:
                 continue
             compared += 1
-            mine, theirs = numbers[name]["median"], numbers[beside]["median"]
+            mine, theirs = median(run, name), median(run, beside)
             if theirs / mine < LOSS:
                 amount = "×".join(map(str, case["sizes"])) if case.get("model") else case["tokens"]
                 words = [case.get("model") or shape(case), str(amount), case["dtype"]]
                 words += [case["activation"], case["mode"], title]
                 where = f"{case['suite']}: {', '.join(words)}"
-                rows.append([where, duration(mine), duration(theirs), f"{theirs / mine:.2f}"])
+                rows.append([where, duration(mine), duration(theirs), times(run, name, beside)])
     limit = f"more than {1 - LOSS:.0%} slower than eager (with our pass: than without, compiled)"
     if not rows:
         return [f"None of {compared} measurements of {what} is {limit}."]
@@ -178,24 +158,20 @@ def measured(results: Iterable[Result]) -> str:
 
 def everything(results: Sequence[Result]) -> list[str]:
     """Of one machine: what all suites say of layers, models and convolutions."""
-    whole = [result for result in results if result["case"]["suite"] == "models"]
-    convs = [result for result in results if result["case"]["suite"] == "conv"]
     # What the others say is told by pages of their own.
-    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu")
-    layers = [r for r in results if r["case"]["suite"] not in elsewhere]
-    parts = []
-    if whole:
-        about = f"{measured(whole)} {MODELS_ABOUT}"
-        lost = losses(whole, "whole models")
-        parts.append(["## Whole models", "", about, "", *models(whole), "", *lost])
-    if layers:
-        tables = selection(layers, is_selected, ["layers", "tokens"])
-        about = f"{measured(layers)} {LAYERS_ABOUT}"
-        lost = losses(layers, "layers and blocks")
-        parts.append(["## Blocks and layers", "", about, "", *tables, "", *lost])
-    if convs:
-        tables = selection(convs, is_selected_convolution, ["layer", "images"])
-        about = f"{measured(convs)} {CONVOLUTIONS_ABOUT}"
-        lost = losses(convs, "convolutions")
-        parts.append(["## Convolutions", "", about, "", *tables, "", *lost])
-    return ["\n\n".join("\n".join(part) for part in parts)] if parts else []
+    elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu", "accumulation")
+    of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]
+    of_models, convs = find(results, suite="models"), find(results, suite="conv")
+    blocks = selection(of_layers, is_selected, ["layers", "tokens"])
+    of_convs = selection(convs, is_selected_convolution, ["layer", "images"])
+    parts = (
+        ("Whole models", of_models, MODELS_ABOUT, models(of_models), "whole models"),
+        ("Blocks and layers", of_layers, LAYERS_ABOUT, blocks, "layers and blocks"),
+        ("Convolutions", convs, CONVOLUTIONS_ABOUT, of_convs, "convolutions"),
+    )
+    lines = []
+    for title, here, about, tables, what in parts:
+        if here:
+            lines += [""] * bool(lines) + [f"## {title}", "", f"{measured(here)} {about}", ""]
+            lines += [*tables, "", *losses(here, what)]
+    return lines

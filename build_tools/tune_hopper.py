@@ -1,7 +1,7 @@
 """Searches shapes for our own products on Hopper GPUs: tile, cluster, epilogue's tile, schedule.
 
-    python benchmarks/tune_hopper.py --json FILE        on the GPU, with nvcc and CUTLASS
-    python benchmarks/tune_hopper.py --list             the shapes, and the commands that build them
+    python build_tools/tune_hopper.py --json FILE    on the GPU, with nvcc and CUTLASS
+    python build_tools/tune_hopper.py --list         the names of the shapes
 
 Every shape is compiled from csrc/cuda/hopper by itself (half a minute and 4 GiB of memory each,
 ``--jobs`` at a time), checked against fp64, and timed beside the bare product in rounds of random
@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "build_tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where not installed
 
 import parts

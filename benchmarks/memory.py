@@ -1,0 +1,71 @@
+"""The suites of memory: what a step keeps for its backward, and takes at most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case
+from benchmarks.contenders import conditions_of, network_of, step_of
+from benchmarks.models import Models
+from benchmarks.models import step_of as step_of_model
+from benchmarks.operands import Operands
+from torch_fused_linear.timing import Call
+
+
+def saved_bytes(compute: Callable[[], Tensor], device: torch.device) -> int:
+    """What is left of the memory that `compute` has taken when its output is let go and its graph
+    is not. Asking hooks for what they are given would change what layers of low memory keep."""
+
+    def graph_of(output: Tensor) -> object:
+        """Of a sum: the node of a Python function lets go of what it keeps with its output."""
+        return output.sum().grad_fn
+
+    graph_of(compute())  # workspaces are taken once and kept
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        graph = graph_of(compute())
+        left = torch.cuda.memory_allocated(device) - before
+        del graph
+        return left
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        graph = graph_of(compute())
+    del graph
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
+
+
+def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
+    """The most that a step takes beside what was there before it; gradients are part of it."""
+    step()  # workspaces are taken once and kept
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def of_network(name: str, case: Case, data: Operands) -> float:
+    """In bytes."""
+    with conditions_of(name, case):
+        network, leaves = network_of(name, case, data), data.leaves
+        if case.mode == "peak":
+            return peak_bytes(step_of(network, data), leaves)
+        # The input is new each time, as the output of a layer before would be.
+        return saved_bytes(
+            lambda: network(data.input.detach().clone().requires_grad_()), data.input.device
+        )
+
+
+def of_model(name: str, models: Models) -> float:
+    """In bytes."""
+    with conditions_of(name, models.case):
+        call, leaves = models.call(name)
+        if models.case.mode == "peak":
+            return peak_bytes(step_of_model(call, leaves), leaves)
+        return saved_bytes(call, models.device)

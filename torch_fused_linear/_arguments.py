@@ -1,0 +1,29 @@
+"""What the arguments of functions and layers may be, and the errors for anything else."""
+
+from typing import Literal, get_args
+
+Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "relu2"]
+Approximate = Literal["tanh", "none"]
+Memory = Literal["default", "low"]
+
+_KNOWN = {
+    "activation": get_args(Activation),
+    "approximate": get_args(Approximate),
+    "memory": get_args(Memory),
+}
+
+
+def check(who: str, **arguments: object) -> None:
+    """Raises ``ValueError`` for what is none of the values of an argument.
+
+    Args:
+        who: was called.
+        arguments: by their names.
+    """
+    for name, value in arguments.items():
+        if value not in _KNOWN[name]:
+            *rest, last = map(repr, _KNOWN[name])
+            text = f"{who}: {name} must be {', '.join(rest)} or {last}, got {value!r}"
+            if value == "gelu":
+                text += ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'"
+            raise ValueError(text)
