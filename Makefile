@@ -1,37 +1,61 @@
-# make demo | test | test-models | gpu-test | certify | mutants | asan | tsan | docs | build | wheel
-# make lint | format
+# make demo | test | test-releases | test-models | gpu-test | certify | mutants | asan | tsan | docs
+# make build | wheel | lint | format
 # make clean
 # ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
-# PYTHON=... names the python to use, as it is.
+# PYTHON=... names the python to use, as it is. TORCH=2.15 takes an environment of its own with that
+# torch; `make wheel TORCH="2.11 2.15"` makes a wheel for several.
 
 ARGS ?=
+TORCH ?=
 CXX_FILES = $(shell find csrc tests examples benchmarks -regex '.*\.\(h\|cpp\|cu\|cuh\)' 2>/dev/null)
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 
 # Without PYTHON: the python3 at hand if it already has all we need, so that nothing is installed on
-# a machine that is ready (or has no network); otherwise an environment of our own, in .venv.
+# a machine that is ready (or has no network); otherwise an environment of our own.
 READY = import sys, importlib.util as u, importlib.metadata as m; sys.exit(not ( \
   all(map(u.find_spec, "torch setuptools numpy sklearn matplotlib tqdm pytest hypothesis".split())) \
   and tuple(map(int, m.version("torch").split(".")[:2])) >= (2, 11)))
+ifneq ($(filter wheel,$(MAKECMDGOALS)),)
+TORCHS := $(TORCH)
+else ifneq ($(TORCH),)
+VENV := .venv-$(TORCH)
+REQUIRED = 'torch==$(TORCH).*'
+endif
+VENV ?= .venv
+ifeq ($(VENV),.venv)
 PYTHON := $(or $(PYTHON),$(shell python3 -c '$(READY)' 2>/dev/null && echo python3))
+endif
 ifeq ($(PYTHON),)
-PYTHON := .venv/bin/python
-ENVIRONMENT := .venv/ready
-MODELS := .venv/models-ready
-DOCS := .venv/docs-ready
-WHEEL := .venv/wheel-ready
-HOPPER := .venv/hopper-ready
+PYTHON := $(VENV)/bin/python
+ENVIRONMENT := $(VENV)/ready
+MODELS := $(VENV)/models-ready
+DOCS := $(VENV)/docs-ready
+WHEEL := $(VENV)/wheel-ready
+HOPPER := $(VENV)/hopper-ready
 endif
 
-.PHONY: demo test test-models gpu-test certify mutants asan tsan docs build wheel lint format clean
+.PHONY: demo test test-releases test-models gpu-test certify mutants asan tsan docs build wheel
+.PHONY: lint format clean
 
 demo: build
 	$(PYTHON) -m examples.demo $(ARGS)
 
 # One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
 # each other's.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
+  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --dist loadfile')
 test: build $(MODELS) $(DOCS) $(HOPPER)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
-	  $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --dist loadfile') $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# What is built on torch's private parts, which differ between its releases: the newest one is held to
+# these at every change (.ci/run), every one in the workflow. They need no other package than torch.
+RELEASES = integration/test_torch_internals.py autograd/test_engine.py autograd/test_checkpoint.py \
+  autograd/test_accumulation.py distributed/test_strategies.py graph/test_fusion_inductor.py \
+  handover/test_handover.py handover/test_handover_systems.py memory nn ops/test_opcheck.py \
+  ops/test_values.py
+test-releases: build
+	$(PYTEST) $(RELEASES:%=tests/%) $(ARGS)
 
 # Hours on one core; an interrupted run goes on where it was. ARGS="--only timm/vit" takes a part.
 test-models: build $(MODELS)
@@ -63,26 +87,38 @@ tsan: build
 docs: build $(DOCS)
 	$(PYTHON) -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
-# Where torch runs on GPUs and there is no nvcc, setup.py is an error; here the CPU is better than
-# nothing, and the doctor says what is missing.
-build: $(ENVIRONMENT)
-	@if [ -z "$$TORCH_FUSED_LINEAR_CUDA" ] && \
-	  $(PYTHON) -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
-	  echo 'no fitting nvcc: what follows is built for the CPU only'; \
-	  export TORCH_FUSED_LINEAR_CUDA=0; fi; \
-	$(PYTHON) setup.py -q build_ext --inplace
+# Where GPUs are to be built for and there is no nvcc, setup.py is an error. In an environment of our
+# own it is installed; elsewhere the CPU is better than nothing, and the doctor says what is missing.
+define GET_NVCC
+packages=$$($(PYTHON) -c 'import setup; print(setup.missing_nvcc())') || exit; \
+if [ -n "$$packages" ] && [ -n "$(ENVIRONMENT)" ]; then $(PIP) "$$packages"; \
+elif [ -n "$$packages" ]; then \
+  echo "no fitting nvcc (pip install '$$packages'): what follows is built for the CPU only"; \
+  export TORCH_FUSED_LINEAR_CUDA=0; fi
+endef
 
-# For the torch at hand, which its version names; torch's and CUDA's libraries stay outside.
+build: $(ENVIRONMENT)
+	@$(GET_NVCC); $(PYTHON) setup.py -q build_ext --inplace
+
+# For the torch at hand, or all of TORCH; torch's and CUDA's libraries stay outside.
 OUTSIDE = libtorch*.so libc10*.so libcudart.so.* libcublas*.so.* libcudnn*.so.* libgomp.so.1
 SCRIPTS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+empty :=
+folders = $(subst $(empty) $(empty),:,$(foreach t,$(TORCHS),$(CURDIR)/build/torch/$(t)/torch))
 wheel: export TORCH_FUSED_LINEAR_HOPPER ?= 1
-wheel: $(ENVIRONMENT) $(WHEEL) $(HOPPER)
+wheel: export TORCH_FUSED_LINEAR_LABEL = 1
+wheel: export TORCH_FUSED_LINEAR_TORCH ?= $(folders)
+wheel: $(ENVIRONMENT) $(WHEEL) $(HOPPER) $(TORCHS:%=build/torch/%/torch/version.py)
 	rm -rf dist/raw build/lib.*
-	PATH="$(SCRIPTS):$$PATH" TORCH_FUSED_LINEAR_LABEL=1 \
+	$(GET_NVCC); PATH="$(SCRIPTS):$$PATH" \
 	  $(PYTHON) -m build --wheel --no-isolation --outdir dist/raw
 	PATH="$(SCRIPTS):$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist \
 	  $(foreach name,$(OUTSIDE),--exclude '$(name)') dist/raw/*.whl
 	rm -rf dist/raw
+
+# To compile and link against; never imported, so that nothing it depends on is needed.
+build/torch/%/torch/version.py: | $(ENVIRONMENT)
+	$(PIP) --no-deps --target build/torch/$* 'torch==$*.*'
 
 lint: .venv/lint-ready
 	.venv/bin/ruff check .
@@ -97,38 +133,43 @@ format: .venv/lint-ready
 	.venv/bin/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist *.egg-info torch_fused_linear/_C* torch_fused_linear/_direct* torch_fused_linear/include
+	rm -rf build dist *.egg-info torch_fused_linear/lib torch_fused_linear/include
 	rm -rf .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+# pip says what it downloads; unpacking it takes as long again.
+PIP_INSTALL = -m pip --disable-pip-version-check install
+PIP = $(PYTHON) $(PIP_INSTALL)
+LINES = sed -un 's/^ *Downloading /  /p; /^ERROR/,$$p'
 
-.venv/bin/python:
+$(sort .venv/bin/python $(VENV)/bin/python):
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
-	python3 -m venv .venv
+	python3 -m venv $(@:/bin/python=)
 
-.venv/ready: requirements.txt requirements-nvcc.txt | .venv/bin/python
-	$(PIP) -r requirements.txt
-	@if .venv/bin/python -c 'import setup, sys; sys.exit(not setup.lacks_nvcc())'; then \
-	  echo '$(PIP) -r requirements-nvcc.txt'; $(PIP) -r requirements-nvcc.txt; fi
+$(VENV)/ready: requirements.txt | $(VENV)/bin/python
+	@echo 'installing torch, and what build, tests and demo need: 5 GB, of which pip downloads 3'
+	$(VENV)/bin/python $(PIP_INSTALL) $(REQUIRED) \
+	  -r <(grep -v $(if $(REQUIRED),'^torch==','^$$') requirements.txt) | $(LINES)
 	@touch $@
 
-.venv/models-ready: requirements-models.txt | .venv/ready
-	$(PIP) -r requirements-models.txt
+# The newest that fit another torch than the pinned one.
+$(VENV)/models-ready: requirements-models.txt | $(VENV)/ready
+	$(VENV)/bin/python $(PIP_INSTALL) \
+	  -r <(grep -v $(if $(REQUIRED),'^torchvision==','^$$') requirements-models.txt) | $(LINES)
 	@touch $@
 
-.venv/docs-ready: requirements-docs.txt | .venv/ready
-	$(PIP) -r requirements-docs.txt
+$(VENV)/docs-ready: requirements-docs.txt | $(VENV)/ready
+	$(VENV)/bin/python $(PIP_INSTALL) -r requirements-docs.txt | $(LINES)
 	@touch $@
 
-.venv/wheel-ready: requirements-wheel.txt | .venv/ready
-	$(PIP) -r requirements-wheel.txt
+$(VENV)/wheel-ready: requirements-wheel.txt | $(VENV)/ready
+	$(VENV)/bin/python $(PIP_INSTALL) -r requirements-wheel.txt | $(LINES)
 	@touch $@
 
-.venv/hopper-ready: requirements-hopper.txt | .venv/ready
-	$(PIP) --no-deps -r requirements-hopper.txt
+$(VENV)/hopper-ready: requirements-hopper.txt | $(VENV)/ready
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-hopper.txt | $(LINES)
 	@touch $@
 
 .venv/lint-ready: requirements-lint.txt | .venv/bin/python
-	$(PIP) -r requirements-lint.txt
+	.venv/bin/python $(PIP_INSTALL) -r requirements-lint.txt | $(LINES)
 	@touch $@

@@ -25,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where not installed
 
-import hopper
+import parts
+import toolkits
 import torch
 import torch.nn.functional as F
 
@@ -111,11 +112,10 @@ def build(shapes: Shapes, activation: str, folder: Path) -> Path:
             keeps="false" if activation == "relu" else "true",
         )
     )
-    torch_include = Path(torch.__file__).parent / "include"
-    folders = [hopper.headers(), torch_include, torch_include / "torch/csrc/api/include"]
     command = [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "-shared", "-cudart", "shared"]
-    command += [*hopper.FLAGS, *hopper.TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}"]
-    command += [flag for f in folders for flag in ("-isystem", str(f))]
+    command += ["-std=c++20", "--expt-relaxed-constexpr", *parts.HOPPER_FLAGS]
+    command += ["-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    command += parts.as_system([toolkits.cutlass_headers()])
     command += [str(source), "-o", str(source.with_suffix(".so"))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -226,8 +226,8 @@ def main() -> None:
     if options.list:
         print(*(shapes.name for shapes in SHAPES), sep="\n")
         return
-    if hopper.headers() is None:
-        sys.exit(f"CUTLASS is missing: pip install --no-deps {hopper.PACKAGE}")
+    if toolkits.cutlass_headers() is None:
+        sys.exit(f"CUTLASS is missing: pip install --no-deps {toolkits.CUTLASS}")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for activation in options.activations:

@@ -5,9 +5,13 @@ first call that needs one reads the other environment variables. Rules for torch
 for ``DTensor`` are registered when torch's modules for these are imported.
 """
 
-from . import _library
+from typing import NoReturn
 
-if _library.load():
+from . import _library
+from .fuse import fuse_, is_fused, unfuse_
+
+_library.say_what_is_wrong(stacklevel=3)
+if _library.error is None:
     from . import flops, plans, sharding
     from ._library import library_path
     from .accumulation import accumulate_gradients
@@ -22,7 +26,6 @@ if _library.load():
         linear_silu,
         mlp,
     )
-    from .fuse import fuse_, is_fused, unfuse_
     from .fuse.script import fuse_script_
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
@@ -85,6 +88,13 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> NoReturn:
+    """What is not there without the compiled library."""
+    if name in __all__:
+        _library.require()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

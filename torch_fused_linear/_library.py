@@ -1,21 +1,26 @@
-"""Finds, checks and loads what is compiled: the library `_C*.so`, and `_direct*.so` beside it."""
+"""Finds, checks and loads what is compiled: for each release of torch a folder ``lib/torch2.11``
+with the library ``_C*.so``, and ``_direct*.so`` beside it."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGE = Path(__file__).resolve().parent
+from . import _releases
 
-#: Why the library is not loaded; only the doctor, which explains it, gets to see this.
+_PACKAGE = Path(__file__).resolve().parent
+_LIB = _PACKAGE / "lib"
+
+#: Why the library is not loaded; nothing where it is.
 error: ImportError | None = None
 
 
@@ -26,107 +31,142 @@ class _NotDirect:
         return lambda *arguments: None
 
 
-def _direct() -> Any:
-    # It is of one version of torch, as the library is, and of one version of Python besides.
-    path = _PACKAGE / "_direct.json"
-    if path.exists() and json.loads(path.read_text())["torch"] == torch.__version__:
-        with contextlib.suppress(ImportError):
-            return importlib.import_module("._direct", __package__)
-    return _NotDirect()
+def _folder() -> Path:
+    return _LIB / f"torch{_releases.minor(torch.__version__)}"
 
 
-#: The operators without `torch.ops` (csrc/python/direct.cpp).
-direct = _direct()
+def _record(name: str) -> dict[str, Any]:
+    """What the build says of a part that it has finished, else nothing."""
+    path = _folder() / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def build_info() -> dict[str, Any]:
     """What the library was built for: torch, cuda (None: CPU only), arch_list, hopper, debug.
 
-    Empty when there is no finished build.
+    Empty when there is no finished build for this release of torch.
     """
-    path = _PACKAGE / "_C.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    kernels = _LIB / "fused_kernels.json"
+    built = _record("_C")
+    with_kernels = built.get("cuda") is not None and kernels.exists()
+    about = (
+        json.loads(kernels.read_text()) if with_kernels else {"arch_list": None, "hopper": False}
+    )
+    return {**about, **built} if built else {}
 
 
 def library_path() -> str:
-    """The compiled library, which holds every operator and no Python.
+    """The compiled library for the torch that runs, which holds every operator and no Python.
 
     A program without this package loads it before a model that uses the operators, with
-    ``torch.ops.load_library`` in Python or ``dlopen`` in C++. The header of the C++ API is in the
-    folder ``include`` beside it.
+    ``torch.ops.load_library`` in Python or ``dlopen`` in C++. A build for GPUs has its kernels in
+    ``libfused_kernels.so`` one folder above, or beside it where both were copied. The header of the
+    C++ API is in the package's folder ``include``.
     """
     return str(_libraries()[0])
 
 
 def _libraries() -> list[Path]:
-    return sorted(_PACKAGE.glob("_C*.so"))
+    return sorted(_folder().glob("_C*.so"))
 
 
-def load() -> bool:
-    """Loads the library, or raises an ImportError that says what to do.
+def require() -> None:
+    """ImportError, with what to do, where the library is not loaded."""
+    if error is not None:
+        raise ImportError(str(error))
 
-    Under `python -m torch_fused_linear.doctor`, which imports the package on its way, a failure
-    is kept in `error` and the answer is False.
-    """
-    global error
-    try:
-        _load()
-    except ImportError as failure:
-        if "torch_fused_linear.doctor" not in sys.orig_argv:
-            raise
-        error = failure
-    return error is None
+
+def say_what_is_wrong(stacklevel: int) -> None:
+    """Warns, in a line, of a library that is not loaded, or a torch that it was never tried with.
+    The doctor says so itself."""
+    if "torch_fused_linear.doctor" in sys.orig_argv:
+        return
+    what = str(error) if error is not None else _releases.untested(torch.__version__)
+    if what is not None:
+        warnings.warn(what, stacklevel=stacklevel)
 
 
 def _load() -> None:
-    built = build_info().get("torch")
-    libraries = _libraries()
-    if not libraries or built is None:
-        what = "has not been built" if not libraries else "is of a build that did not finish"
-        raise ImportError(_message(f"the library in {_PACKAGE} {what}", built))
-    # The C++ interface of torch holds for one version only; loading regardless could well crash.
-    if built != torch.__version__:
-        raise ImportError(_message("the library is built for another torch", built))
+    if why := _releases.too_old(torch.__version__):
+        raise ImportError(why)
+    built, libraries = _record("_C"), _libraries()
+    if not libraries or not built:
+        raise ImportError(_message(_what_there_is(bool(libraries))))
+    if not _is_for_this_torch(built):
+        raise ImportError(_message(f"the library is built for another torch, {built['torch']}"))
     try:
         torch.ops.load_library(str(libraries[0]))
     except OSError as failure:
         # torch keeps the linker's own words, which name the symbol, in the cause.
         reason = failure.__cause__ or failure
-        raise ImportError(_message(f"the library does not load: {reason}", built)) from failure
+        raise ImportError(_message(f"the library does not load: {reason}")) from failure
+
+
+def _is_for_this_torch(built: dict[str, Any]) -> bool:
+    # C++ objects must lie in memory as the library was compiled to find them.
+    if built["torch"] == torch.__version__:
+        return True
+    if built["cuda"] and (torch.version.cuda or "").split(".")[0] != built["cuda"].split(".")[0]:
+        return False
+    return built["headers"] == _releases.digest_of_headers(Path(torch.__file__).parent)
+
+
+def _what_there_is(unfinished: bool) -> str:
+    if unfinished:
+        return f"the library in {_folder()} is of a build that did not finish"
+    there = [path.parent.name.removeprefix("torch") for path in sorted(_LIB.glob("torch*/_C.json"))]
+    if not there:
+        return "the library has not been built"
+    return f"there is a library for torch {' and '.join(there)} only"
+
+
+def _direct() -> Any:
+    # It is of one version of torch, as the library is, and of one version of Python besides.
+    about = _record("_direct")
+    if about and error is None and about["torch"] == _record("_C").get("torch"):
+        for path in _folder().glob(f"_direct*{sys.implementation.cache_tag}*.so"):
+            with contextlib.suppress(ImportError):
+                spec = importlib.util.spec_from_file_location(f"{__package__}._direct", path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[spec.name] = module
+                return module
+    return _NotDirect()
 
 
 def _installed_elsewhere() -> Path | None:
     """A finished copy of the package that this one hides, as in the folder of its sources."""
     for folder in sys.path:
         other = Path(folder, _PACKAGE.name)
-        if other.resolve() != _PACKAGE and any(other.glob("_C*.so")):
+        if other.resolve() != _PACKAGE and any(other.glob("lib/*/_C*.so")):
             return other
     return None
 
 
-def rebuild() -> str:
-    """The line that says how to build the library anew."""
+def how_to_rebuild() -> str:
+    """The command that builds the library anew."""
     root, python = _PACKAGE.parent, shlex.quote(sys.executable)
     if (root / "setup.py").exists():
-        command = f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
-    else:
-        command = (
-            f"{python} -m pip install --no-deps --force-reinstall SOURCES"
-            "   (the folder with the sources of torch_fused_linear)"
-        )
-    return f"  to rebuild:      {command}"
-
-
-def _message(what: str, built: str | None) -> str:
-    root, installed = _PACKAGE.parent, _installed_elsewhere()
+        return f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
     return (
-        f"torch_fused_linear: {what}\n"
-        f"  built for torch: {built or 'nothing'}\n"
-        f"  running torch:   {torch.__version__}\n"
-        f"{rebuild()}"
-        + (
-            f"\n  or, since {root} hides\n  {installed}: work in another folder"
-            if installed
-            else ""
-        )
+        f"{python} -m pip install --no-deps --force-reinstall SOURCES"
+        "   (the folder with the sources of torch_fused_linear)"
     )
+
+
+def _message(what: str) -> str:
+    hidden = _installed_elsewhere()
+    if hidden:
+        what += f", and the folder {_PACKAGE.parent} hides {hidden}: work in another folder, or"
+    return (
+        f"torch_fused_linear: {what} (torch {torch.__version__}); to build it: {how_to_rebuild()}"
+    )
+
+
+try:
+    _load()
+except ImportError as failure:
+    error = failure
+
+#: The operators without `torch.ops` (csrc/python/direct.cpp).
+direct = _direct()

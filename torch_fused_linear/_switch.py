@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._contextlib import _DecoratorContextManager
+
+from ._torch_internals import DecoratorContextManager
 
 
-class Switch(_DecoratorContextManager):
+class Switch(DecoratorContextManager):
     """A process-wide setting. Making the object sets it; a ``with`` block or a decorated call sets
     it for its length.
 

@@ -139,15 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
     if built["cuda"] and "9.0" in built["arch_list"]:
-        there = "with" if built["hopper"] else "without"
-        say("Hopper", f"{there} our own kernels ({built['why_hopper']})")
+        say("Hopper", f"{'with' if built['hopper'] else 'without'} our own kernels")
     say("calls", calls_path())
     say("oneDNN", onednn_path())
     say("cuBLASLt", cublaslt_path(built["cuda"]))
 
     unused = built["cuda"] is None and torch.cuda.is_available()
     if unused:
-        say("cuda", f"a GPU is here that this build does not use: FAILED\n{_library.rebuild()}")
+        say("cuda", "a GPU is here that this build does not use: FAILED")
+        say("to build", _library.how_to_rebuild())
     working = not unused
     for device in ["cpu", *["cuda"] * (built["cuda"] is not None and torch.cuda.is_available())]:
         try:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.jit._builtins import _register_builtin
 
 from . import subclasses
 from ._arguments import Activation, Approximate, Memory
 from ._library import direct
+from ._torch_internals import register_builtin
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -410,4 +410,4 @@ for _function in (
     *(linear, linear_relu, linear_gelu, linear_silu, linear_relu2),
     *(mlp, linear_glu, gated_mlp, conv2d_relu),
 ):
-    _register_builtin(_function, f"fused::{_function.__name__}")
+    register_builtin(_function, f"fused::{_function.__name__}")

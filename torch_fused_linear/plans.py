@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ._switch import Switch as _Switch
+from ._torch_internals import tree_flatten as _tree_flatten
 
 
 def save(path: str | os.PathLike) -> None:
@@ -256,5 +257,5 @@ def _from_environment() -> None:
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(output)
+    leaves, _ = _tree_flatten(output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import subclasses
+from . import _torch_internals, subclasses
 from ._when_imported import when_imported
 from .activations import ACTIVATIONS, OPERATORS
 
@@ -161,32 +161,31 @@ def _ways(rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, Any], devi
 
 def _register_rules() -> None:
     """Makes DTensor know the operators."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import (
-        expand_to_full_mesh_op_strategy,
-        register_op_strategy,
-    )
+
+    torchs = _torch_internals.dtensor()
 
     def placement(lies: int | str):
         return {_WHOLE: Replicate, _SUM: Partial}[lies]() if isinstance(lies, str) else Shard(lies)
 
-    def strategy(op_schema: OpSchema) -> OpStrategy:
+    def strategy(op_schema):
         schema = op_schema.op._schema
         rule = RULES[schema.name.partition("::")[2]]
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, op_schema.args_schema)), **op_schema.kwargs_schema}
-        tensors = {name: given[name] for name in names if isinstance(given.get(name), OpStrategy)}
+        known = torchs.OpStrategy
+        tensors = {name: given[name] for name in names if isinstance(given.get(name), known)}
         mesh = op_schema.get_mesh_from_args()
         ways = [list(map(placement, way)) for way in _ways(rule, given, tensors, mesh.size())]
-        return expand_to_full_mesh_op_strategy(mesh, op_schema, ways, input_index=len(rule.outputs))
+        return torchs.expand_to_full_mesh_op_strategy(
+            mesh, op_schema, ways, input_index=len(rule.outputs)
+        )
 
     for name in RULES:
         op = getattr(torch.ops.fused, name).default
-        register_op_strategy(op, _schema_info(op, RuntimeSchemaInfo))(strategy)
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.fused.mlp.default] = _mlp
-    subclasses.know(DTensor, AsyncCollectiveTensor)
+        torchs.register_op_strategy(op, _schema_info(op, torchs.RuntimeSchemaInfo))(strategy)
+    _torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
+    subclasses.know(DTensor, torchs.AsyncCollectiveTensor)
     _library.impl("_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect")
 
 

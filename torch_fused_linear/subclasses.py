@@ -11,13 +11,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import tree_leaves
 
 from . import report
 from ._arguments import check
+from ._torch_internals import FakeTensor, FunctionalTensor, tree_leaves
 from .activations import ACTIVATIONS, OPERATORS, of_operator
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.

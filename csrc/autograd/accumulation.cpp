@@ -7,7 +7,6 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
 #include <memory>
@@ -17,7 +16,7 @@
 namespace fused::autograd::accumulation {
 namespace {
 
-using Graph = torch::autograd::Node;
+using internals::GraphNode;
 
 enum class Into { none, grad, main_grad };
 constexpr const char* names[] = {"none", "grad", "main_grad"};
@@ -59,15 +58,8 @@ Tensor main_grad(const Tensor& weight, bool added) {
   return op.redispatch(c10::DispatchKeySet(key), weight, added).value_or(Tensor());
 }
 
-bool is_captured(Graph* node) {
-  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
-  if (exec_info == nullptr) return false;
-  const auto it = exec_info->find(node);
-  return it != exec_info->end() && it->second.captures_ != nullptr;
-}
-
 // Who would see this gradient apart from the sum, or nullptr.
-const char* observer_of(Graph& node, Graph& accumulator) {
+const char* observer_of(GraphNode& node, GraphNode& accumulator) {
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
   if (!accumulator.tensor_pre_hooks().empty() || !accumulator.pre_hooks().empty() ||
@@ -75,7 +67,7 @@ const char* observer_of(Graph& node, Graph& accumulator) {
     return "a hook on the weight";
   }
   if (!node.post_hooks().empty()) return "a hook on the node";
-  if (is_captured(&accumulator)) return "its gradient was asked for";
+  if (internals::is_captured(&accumulator)) return "its gradient was asked for";
   // Only on one stream is what is there complete.
   if (accumulator.stream() != node.stream()) return "another stream";
   return nullptr;
@@ -99,11 +91,6 @@ const char* misfit_of(const Tensor& into, const Tensor& weight) {
   if (!into.is_contiguous() && !into.t().is_contiguous()) return "strides that do not fit";
   return nullptr;
 }
-
-// AccumulateGrad adds under its lock, which is every node's own.
-struct Locked : Graph {
-  static std::mutex& mutex_of(Graph& node) { return node.*(&Locked::mutex_); }
-};
 
 // A gradient of no elements: the engine goes on to the hooks behind the sum.
 Tensor nothing_of(const Tensor& like) {
@@ -135,7 +122,7 @@ void set(const Tensor& weight, std::string_view text) {
 
 std::string get(const Tensor& weight) { return names[static_cast<int>(wish_for(weight))]; }
 
-std::optional<Target> target_of(Graph* node, size_t edge) {
+std::optional<Target> target_of(GraphNode* node, size_t edge) {
   if (weights().count.load(std::memory_order_relaxed) == 0 || node == nullptr) return {};
   const bool is_running = torch::autograd::get_current_node().get() == node;
   if (!is_running || !node->task_should_compute_output(edge)) return {};
@@ -163,7 +150,7 @@ std::optional<Target> target_of(Graph* node, size_t edge) {
 
 Tensor Target::add(const Tensor& grad, const Tensor& input) const {
   {
-    const std::lock_guard lock(Locked::mutex_of(*accumulator_));
+    const std::lock_guard lock(internals::mutex_of(*accumulator_));
     steps::weight_gradient(grad, input, into_, adds_);
     into_.unsafeGetTensorImpl()->bump_version();
   }

@@ -144,6 +144,7 @@ Tensor conv2d_relu_with_gradient(const Tensor& input, const Tensor& weight,
   }
   set_history(output, node);
   node->keep(input, weight, output);
+  announce(node);
   return output;
 }
 

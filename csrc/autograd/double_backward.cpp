@@ -84,6 +84,7 @@ Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor&
   const auto node = make_node<ReconnectNode>(std::move(edges));
   node->keep(input, weight);
   set_history(result, node);
+  announce(node);
   return result;
 }
 

@@ -151,6 +151,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   } else if (wants_down) {
     node->keep(hidden_index, hidden);
   }
+  announce(node);
   return output;
 }
 

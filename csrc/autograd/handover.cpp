@@ -4,8 +4,6 @@
 #include "core/explain.h"
 
 #include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +15,7 @@
 namespace fused::autograd::handover {
 namespace {
 
-using Graph = torch::autograd::Node;  // any node, of ours or not
+using internals::GraphNode;
 
 std::atomic<bool>& switched_on() {
   static std::atomic<bool> value = number_of_environment("TORCH_FUSED_LINEAR_HANDOVER", 1, 1) != 0;
@@ -27,7 +25,7 @@ std::atomic<bool>& switched_on() {
 // Held by the run of the engine: when that ends, well or not, the note goes.
 class EndOfRun {
  public:
-  EndOfRun(WeakNodePtr<torch::autograd::Node> node, int graph_task)
+  EndOfRun(internals::WeakNodePtr<GraphNode> node, int graph_task)
       : node_(std::move(node)), graph_task_(graph_task) {}
   EndOfRun(const EndOfRun&) = delete;
   EndOfRun& operator=(const EndOfRun&) = delete;
@@ -36,7 +34,7 @@ class EndOfRun {
   }
 
  private:
-  WeakNodePtr<torch::autograd::Node> node_;
+  internals::WeakNodePtr<GraphNode> node_;
   int graph_task_;
 };
 
@@ -44,7 +42,7 @@ int64_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
 }
 
-int edges_between(const Graph& from, const Graph* to) {
+int edges_between(const GraphNode& from, const GraphNode* to) {
   int count = 0;
   for (const auto& edge : from.next_edges()) count += edge.function.get() == to;
   return count;
@@ -54,10 +52,10 @@ int edges_between(const Graph& from, const Graph* to) {
 // counted once per run of the engine. The root of a graph is not among its nodes; where it is
 // another consumer, two gradients arrive at the producer, which then sees that its note speaks of
 // only one of them.
-bool has_other_consumers(const Graph* producer, const Graph& consumer, int graph_task) {
+bool has_other_consumers(const GraphNode* producer, const GraphNode& consumer, int graph_task) {
   thread_local int counted_task = -1;
-  thread_local std::unordered_map<const Graph*, int> counts;
-  const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+  thread_local std::unordered_map<const GraphNode*, int> counts;
+  const auto& nodes = internals::nodes_of_run();
   if (counted_task != graph_task) {
     counts.clear();
     for (const auto* node : nodes) {
@@ -70,23 +68,14 @@ bool has_other_consumers(const Graph* producer, const Graph& consumer, int graph
     counted_task = graph_task;
   }
   const int own = edges_between(consumer, producer);
-  const bool counted = nodes.count(const_cast<Graph*>(&consumer)) != 0;
+  const bool counted = nodes.count(const_cast<GraphNode*>(&consumer)) != 0;
   const auto it = counts.find(producer);
   const int all = it == counts.end() ? 0 : it->second;
   return own != 1 || all != (counted ? 1 : 0);
 }
 
-bool captured(Graph* node) {
-  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
-  if (exec_info == nullptr) return false;
-  const auto it = exec_info->find(node);
-  return it != exec_info->end() && it->second.captures_ != nullptr;
-}
-
 const char* stands_between(const torch::autograd::Edge& edge) {
-  // FSDP2's node before a module that it wraps: a function in Python, whose name is all there is.
-  if (explain::enabled() && edge.is_valid() &&
-      edge.function->name() == "RegisterPostBackwardFunctionBackward") {
+  if (explain::enabled() && edge.is_valid() && internals::is_fsdps(*edge.function)) {
     return "FSDP wraps the layer by itself";
   }
   return "the input is not a fused layer's output";
@@ -114,11 +103,10 @@ void Producer::leave(int graph_task, Note note) {
       ++waiting_;
     }
   }
-  if (graph_task == -1 || torch::autograd::get_current_graph_task_id() != graph_task) return;
+  if (graph_task == -1 || internals::current_run() != graph_task) return;
   // A callback does nothing but be there: the engine drops it with the run.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [end = std::make_shared<EndOfRun>(WeakNodePtr<torch::autograd::Node>(getptr()), graph_task)] {
-      });
+  internals::at_end_of_run([end = std::make_shared<EndOfRun>(
+                                internals::WeakNodePtr<GraphNode>(getptr()), graph_task)] {});
 }
 
 std::vector<std::pair<int, Note>>::iterator Producer::find(int graph_task) {
@@ -139,7 +127,7 @@ std::optional<Note> Producer::take(int graph_task) {
 Producer::Begun Producer::begin(size_t lent) {
   Begun begun;
   begun.is_running = torch::autograd::get_current_node().get() == this;
-  if (begun.is_running) begun.note = take(torch::autograd::get_current_graph_task_id());
+  if (begun.is_running) begun.note = take(internals::current_run());
   // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
   const bool has_saved = begun.note && begun.note->is_unchanged();
   begun.kept = unpack(0, has_saved ? lent : kept().size());
@@ -158,7 +146,7 @@ const char* objection(torch::autograd::Node& consumer) {
   if (!enabled()) return "switched off";
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
-  const int graph_task = torch::autograd::get_current_graph_task_id();
+  const int graph_task = internals::current_run();
   if (graph_task == -1) return "no run of the eager engine";
 
   auto& producer = *consumer.next_edge(0).function;
@@ -169,22 +157,20 @@ const char* objection(torch::autograd::Node& consumer) {
       !producer.post_hooks().empty()) {
     return "a hook on the node";
   }
-  if (captured(&producer)) return "its gradient was asked for";
+  if (internals::is_captured(&producer)) return "its gradient was asked for";
   if (producer.stream() != consumer.stream()) return "another stream";
   if (has_other_consumers(&producer, consumer, graph_task)) return "another consumer";
   return nullptr;
 }
 
-void Receiver::leave(Note note) const {
-  node->leave(torch::autograd::get_current_graph_task_id(), std::move(note));
-}
+void Receiver::leave(Note note) const { node->leave(internals::current_run(), std::move(note)); }
 
 void Search::remark() const {
   if (!explain::enabled()) return;
   explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
 }
 
-Search find_receiver(Graph* consumer, bool is_running, bool passes_gradient) {
+Search find_receiver(GraphNode* consumer, bool is_running, bool passes_gradient) {
   if (!is_running) return {std::nullopt, "no run of the eager engine"};
   if (!passes_gradient) return {std::nullopt, "first layer: nothing to hand over"};
   const auto& edge = consumer->next_edge(0);

@@ -335,6 +335,7 @@ Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const Opt
   }
   set_history(output, node);
   node->keep(input, weight, output, saved);
+  announce(node);
   return output;
 }
 

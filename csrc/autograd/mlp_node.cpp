@@ -298,7 +298,9 @@ Tensor Chain::above_lower_layers(const Tensor& input) const {
   if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;
   const auto result = input.detach();
   auto whole = node_cast<MlpNode>(node_);
-  set_history(result, make_node<LowerLayersNode>(std::move(whole), lowest_));
+  const auto node = make_node<LowerLayersNode>(std::move(whole), lowest_);
+  set_history(result, node);
+  announce(node);
   return result;
 }
 
@@ -351,6 +353,7 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
   }
   set_history(hidden, node);
   node->keep(kept);
+  announce(node);
   return hidden;
 }
 

@@ -4,18 +4,14 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
 namespace fused::autograd {
 
-using torch::dynamo::autograd::CompiledNodeArgs;
-using torch::dynamo::autograd::get_input_metadata;
-using torch::dynamo::autograd::getPyCompilerInterface;
-using torch::dynamo::autograd::IValuePacker;
-using torch::dynamo::autograd::PackedArgs;
-using torch::dynamo::autograd::SwapSavedVariables;
+using internals::CompiledNodeArgs;
+using internals::PackedArgs;
+using internals::SwapSavedVariables;
 
 namespace {
 
@@ -64,7 +60,7 @@ Tensor Node::lend(size_t index) {
 }
 
 void Node::done_with(size_t first) {
-  if (!torch::autograd::get_current_graph_task_keep_graph()) release_from(first);
+  if (!internals::run_keeps_graph()) release_from(first);
 }
 
 void Node::release_variables() { release_from(0); }
@@ -98,23 +94,13 @@ variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariab
   packed.pack(unpack());
   packed.pack(wanted_of(*this));
   packed.pack(is_differentiable ? ends_ : variable_list());
-  std::vector<at::TypePtr> schema;
-  for (const auto& value : packed.vec()) {
-    schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
-  }
-  const auto& compiler = getPyCompilerInterface();
-  const auto function = compiler->bind_function(
-      swap.get_py_compiler(), typeid(*this).name(),
-      [run = backward()](const variable_list& inputs, const std::vector<at::IValue>& values) {
-        return detached(run, inputs, values);
-      },
-      // A graph would not record the nodes that make gradients differentiable.
-      schema, /*is_custom_function=*/true, /*is_traceable=*/!is_differentiable);
-  const auto metadata =
-      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
-          get_input_metadata(next_edges()));
-  auto result = compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
-                                        packed.vec(), metadata);
+  const auto run = [backward = backward()](const variable_list& inputs,
+                                           const std::vector<at::IValue>& values) {
+    return detached(backward, inputs, values);
+  };
+  // A graph would not record the nodes that make gradients differentiable.
+  auto result = internals::record_call(swap, *this, run, grads, packed.vec(),
+                                       /*is_traceable=*/!is_differentiable);
   for (auto& saved : kept()) swap.after(saved);
   if (is_differentiable) swap.after(ends_);
   return result;

@@ -3,15 +3,14 @@
 // The base of our autograd nodes. A node owns its state: typed members, and saved tensors that are
 // read, lent and released under the node's lock.
 
-#include "autograd/node_ptr.h"
 #include "core/check.h"
 #include "core/policy.h"
+#include "core/torch_internals.h"
 #include "cpu/packed_weights.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <array>
 #include <limits>
@@ -20,6 +19,10 @@
 
 namespace fused::autograd {
 
+using internals::announce;
+using internals::make_node;
+using internals::node_cast;
+using internals::NodePtr;
 using torch::autograd::edge_list;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;

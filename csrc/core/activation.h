@@ -1,14 +1,10 @@
 #pragma once
 
-// The activations: their names, and what a backward reads to differentiate each.
+// The activations: their names, and what a backward reads to differentiate each. Nothing of torch.
 
 #include "fused_activation.h"
 
-#include <c10/util/Exception.h>
-
 #include <iterator>
-#include <sstream>
-#include <string_view>
 #include <type_traits>
 
 namespace fused {
@@ -25,32 +21,7 @@ inline const char* name(Activation activation) {
   return activation_names[static_cast<size_t>(activation)];
 }
 
-// From the schema's text. A hidden activation stands between two layers and cannot be none.
-inline Activation parse_activation(const char* op, std::string_view text,
-                                   const char* what = "activation", bool hidden = false) {
-  std::ostringstream expected;
-  for (const auto activation : activations) {
-    if (hidden && activation == Activation::none) continue;
-    if (text == name(activation)) return activation;
-    const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
-    expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
-  }
-  const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
-}
-
-inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
-  return parse_activation(op, text, what, /*hidden=*/true);
-}
-
-// torch.nn.functional.gelu's argument.
-inline Activation parse_approximate(const char* op, std::string_view approximate) {
-  if (approximate == "tanh") return Activation::gelu_tanh;
-  if (approximate == "none") return Activation::gelu_erf;
-  TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
-}
-
-// The same back; nullptr for what is no GELU.
+// torch.nn.functional.gelu's argument; nullptr for what is no GELU.
 inline const char* approximate_of(Activation activation) {
   if (activation == Activation::gelu_tanh) return "tanh";
   return activation == Activation::gelu_erf ? "none" : nullptr;

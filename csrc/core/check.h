@@ -13,6 +13,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 
 namespace fused {
 
@@ -69,6 +70,31 @@ inline const char* objection(const Tensor& input, at::TensorList weights,
     if (why != nullptr) return why;
   }
   return nullptr;
+}
+
+// From the schema's text. A hidden activation stands between two layers and cannot be none.
+inline Activation parse_activation(const char* op, std::string_view text,
+                                   const char* what = "activation", bool hidden = false) {
+  std::ostringstream expected;
+  for (const auto activation : activations) {
+    if (hidden && activation == Activation::none) continue;
+    if (text == name(activation)) return activation;
+    const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
+    expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
+  }
+  const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
+  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
+}
+
+inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
+  return parse_activation(op, text, what, /*hidden=*/true);
+}
+
+// torch.nn.functional.gelu's argument.
+inline Activation parse_approximate(const char* op, std::string_view approximate) {
+  if (approximate == "tanh") return Activation::gelu_tanh;
+  if (approximate == "none") return Activation::gelu_erf;
+  TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
 // What a message says of a tensor.

@@ -1,13 +1,13 @@
 #include "cpu/onednn.h"
 
 #include "core/aten_activation.h"
+#include "core/torch_internals.h"
 #include "reference/linear.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/core/List.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 #include <optional>
@@ -30,32 +30,24 @@ using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optiona
 // this many products, and then adds up the sums of those.
 constexpr int64_t longest_sum = 192;
 
-// Present only where PyTorch was built with oneDNN.
-template <typename Signature>
-std::optional<c10::TypedOperatorHandle<Signature>> find(const char* name, const char* overload) {
-  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (!op) return std::nullopt;
-  return op->typed<Signature>();
-}
-
 const auto& pointwise() {
-  static const auto op = find<Pointwise>("mkldnn::_linear_pointwise", "");
+  static const auto op = internals::find_operator<Pointwise>("mkldnn::_linear_pointwise", "");
   return op;
 }
 
 const auto& binary() {
-  static const auto op = find<Binary>("mkldnn::_linear_pointwise", "binary");
+  static const auto op = internals::find_operator<Binary>("mkldnn::_linear_pointwise", "binary");
   return op;
 }
 
 const auto& reorder() {
-  static const auto op = find<Reorder>("mkldnn::_reorder_linear_weight", "");
+  static const auto op = internals::find_operator<Reorder>("mkldnn::_reorder_linear_weight", "");
   return op;
 }
 
 bool multiplies_bf16() {
   static const bool supported = [] {
-    const auto op = find<bool()>("mkldnn::_is_mkldnn_bf16_supported", "");
+    const auto op = internals::find_operator<bool()>("mkldnn::_is_mkldnn_bf16_supported", "");
     return op && op->call();
   }();
   return supported;
@@ -134,10 +126,8 @@ bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t col
   constexpr int64_t least_work_per_thread = int64_t{1} << 24;
   if (rows < least_rows || rows * inner * columns < least_work_per_thread * threads) return false;
   // Allowed less than fp32, PyTorch calls oneDNN itself.
-  auto& context = at::globalContext();
-  const auto precision =
-      context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
-  return context.userEnabledMkldnn() && precision != at::Float32Precision::TF32 &&
+  const auto precision = internals::float32_products(at::Float32Backend::MKLDNN);
+  return at::globalContext().userEnabledMkldnn() && precision != at::Float32Precision::TF32 &&
          precision != at::Float32Precision::BF16;
 }
 

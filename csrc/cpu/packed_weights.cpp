@@ -1,9 +1,8 @@
 #include "cpu/packed_weights.h"
 
-#include <torch/csrc/autograd/variable.h>
+#include "core/torch_internals.h"
 
 #include <atomic>
-#include <cstring>
 #include <mutex>
 #include <shared_mutex>
 #include <string_view>
@@ -12,37 +11,9 @@
 namespace fused::cpu::packed {
 namespace {
 
-// Which tensor it is: its counter of versions, which we hold so that no other comes to lie there. A
-// weak reference to the tensor would do as well, but be in the way of torch.utils.swap_tensors.
-const void* identity(const Tensor& weight) {
-  const c10::VariableVersion& counter = weight.unsafeGetTensorImpl()->version_counter();
-  const void* address;
-  static_assert(sizeof(counter) == sizeof(address));  // a pointer that nobody gives us
-  std::memcpy(&address, &counter, sizeof(address));
-  return address;
-}
-
-// The node that adds up a leaf's gradient, which any operator that is differentiated by the leaf
-// asks torch to make.
-using Accumulator = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
-
-Accumulator accumulator_of(const Tensor& weight) {
-  auto* meta = torch::autograd::impl::get_autograd_meta(weight);
-  if (meta == nullptr) return {};
-  const std::lock_guard lock(meta->mutex_);
-  return meta->grad_accumulator_;
-}
-
-// Also of nodes that are gone, which a weak pointer tells from others that come to lie there. A
-// template, as torch's own weak pointer, which newer versions take, has only the second way.
-template <typename Pointer>
-bool is_same(const Pointer& a, const Pointer& b) {
-  if constexpr (requires { a.owner_before(b); }) {
-    return !a.owner_before(b) && !b.owner_before(a);
-  } else {
-    return a == b;
-  }
-}
+// We hold its counter of versions, so that no other comes to lie there. A weak reference to the
+// tensor would do as well, but be in the way of torch.utils.swap_tensors.
+using internals::identity;
 
 // A weight as it was. What is written to it counts up the version; `.data = ` and the like give it
 // other memory.
@@ -51,7 +22,7 @@ class Weight {
   explicit Weight(const Tensor& weight)
       : counter_(weight.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
-        accumulator_(accumulator_of(weight)),
+        accumulator_(weight),
         storage_(weight.storage().getWeakStorageImpl()),
         data_(weight.const_data_ptr()),
         sizes_(weight.sizes().vec()),
@@ -69,13 +40,13 @@ class Weight {
   // Whether it has asked for gradients since. Fused optimizers, which write what they then make of
   // it, count up no version.
   bool was_trained(const Tensor& weight) const {
-    return weight.requires_grad() || !is_same(accumulator_, accumulator_of(weight));
+    return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);
   }
 
  private:
   c10::VariableVersion counter_;
   uint32_t version_;
-  Accumulator accumulator_;
+  internals::Accumulator accumulator_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   const void* data_;
   std::vector<int64_t> sizes_, strides_;

@@ -52,7 +52,7 @@ void* data_of(const Tensor& t) {
 
 struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
-  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+  static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
 
   // Both products and h as one plan; nothing where no kernel of ours could be in it.
   static std::optional<dispatch::Triple> linear_glu(const gated::Layer& layer,

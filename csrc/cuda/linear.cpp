@@ -34,7 +34,7 @@ struct Linear {
   using Reference = reference::Linear;
 
   static constexpr bool obeys_policy = true;
-  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+  static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
   static constexpr auto mlp_in_one = &cuda::mlp_in_one;
   static constexpr auto ensemble = &cuda::ensemble;
   static constexpr auto ensemble_backward = &cuda::ensemble_backward;

@@ -5,6 +5,7 @@
 // from eager Python are all made of these rows.
 
 #include "core/activation.h"
+#include "core/check.h"
 #include "core/conv.h"
 #include "core/gated.h"
 #include "core/memory.h"

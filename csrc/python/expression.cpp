@@ -4,6 +4,7 @@
 
 #include "python/expression.h"
 
+#include "core/check.h"
 #include "python/operator.h"
 #include "python/plain.h"
 

@@ -378,7 +378,7 @@ extern "C" cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 def test_too_little_memory_to_measure_is_survived(tmp_path):
     source, library = tmp_path / "malloc.cpp", tmp_path / "malloc.so"
     source.write_text(FAILING_MALLOC)
-    include = f"{cpp_programs.setup.find_cuda()[0]}/include"
+    include = f"{cpp_programs.CUDA[0]}/include"
     subprocess.run(
         ["g++", "-shared", "-fPIC", f"-I{include}", source, "-o", library, "-ldl"], check=True
     )

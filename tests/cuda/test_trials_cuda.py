@@ -126,7 +126,7 @@ extern "C" int cublasLtMatmul(W a, W b, W c, W d, W e, W f, W g, W h, W i, W j, 
   static auto* real = (Real)real_one(CUBLASLT, "cublasLtMatmul");
   Dl_info caller;
   const bool ours = dladdr(__builtin_return_address(0), &caller) != 0 &&
-                    std::strstr(caller.dli_fname, "torch_fused_linear/_C") != nullptr;
+                    std::strstr(caller.dli_fname, "libfused_kernels") != nullptr;
   if (ours && asked("product")) return 0;
   if (ours && asked("end") && is_lower_end(l)) return 15;  // CUBLAS_STATUS_NOT_SUPPORTED
   return real(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p);
@@ -146,7 +146,7 @@ def unfaithful(tmp_path):
     """The environment of a process in which products, or trials, go wrong."""
     source, library = tmp_path / "unfaithful.cpp", tmp_path / "unfaithful.so"
     source.write_text(UNFAITHFUL)
-    include = f"{cpp_programs.setup.find_cuda()[0]}/include"
+    include = f"{cpp_programs.CUDA[0]}/include"
     major = torch.version.cuda.partition(".")[0]
     names = [f'-D{n.upper()}="lib{n}.so.{major}"' for n in ("cublasLt", "cudart")]
     subprocess.run(

@@ -4,17 +4,23 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
-import torch
-from torch.utils.cpp_extension import include_paths
-
-import setup
-from torch_fused_linear import _library
+from torch_fused_linear import _library, library_path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIB = Path(torch.__file__).parent / "lib"
+sys.path.insert(0, str(ROOT / "build_tools"))
+import parts  # noqa: E402
+import toolkits  # noqa: E402
+import torchs  # noqa: E402
+
+(TORCH,) = torchs.found()
+LIB = TORCH.folder / "lib"
 WITH_CUDA = _library.build_info()["cuda"] is not None
+# Where CUDA's headers and libraries may be; no nvcc where a library built elsewhere is tried.
+HOME = toolkits.find_nvcc(TORCH.cuda, toolkits.homes(TORCH))[0] if WITH_CUDA else None
+CUDA = [*filter(None, [HOME]), *toolkits.pip_folders(TORCH)] if WITH_CUDA else []
 
 
 def names_in(source):
@@ -27,14 +33,10 @@ def build(source, folder, *flags, libraries=("c10",)):
     """Compiles tests/csrc/`source` against torch and our library."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     target = folder / Path(source).stem
-    library = next((ROOT / "torch_fused_linear").glob("_C*.so"))
     command = [compiler, "-std=c++20", "-Wall", "-Werror", *flags, f"-I{ROOT / 'csrc'}"]
-    command += setup.as_system(include_paths())
-    if WITH_CUDA:
-        folders = [setup.find_cuda()[0], *setup.pip_cuda(torch.version.cuda)]
-        command += setup.as_system(f"{path}/include" for path in folders)
-    command += [str(ROOT / "tests/csrc" / source), "-o", str(target), str(library), f"-L{LIB}"]
-    command += [*setup.cxx_runtime(), "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
+    command += parts.headers_of(TORCH, None) + parts.as_system(p / "include" for p in CUDA)
+    command += [str(ROOT / "tests/csrc" / source), "-o", str(target), library_path(), f"-L{LIB}"]
+    command += [*parts.cxx_runtime(), "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
     command += ["-pthread", "-Wl,--allow-shlib-undefined"]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
@@ -43,9 +45,7 @@ def build(source, folder, *flags, libraries=("c10",)):
 
 def run(program, name, **options):
     """Runs one test of a program; what it prints is the reason where it fails."""
-    folders = [str(LIB)]
-    if WITH_CUDA:
-        folders += [str(p / "lib") for p in setup.pip_cuda(torch.version.cuda)]
+    folders = [str(LIB), *(str(p / "lib") for p in CUDA)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
     result = subprocess.run(
         [program, name], capture_output=True, text=True, env=environment, **options

@@ -11,7 +11,7 @@ import torch_fused_linear as tfl
 
 ROOT = Path(tfl.__file__).parents[1]
 
-LIBRARY = next(iter(sorted(Path(tfl.__file__).parent.glob("_C*.so"))))
+LIBRARY = tfl.library_path()
 
 
 def python(code, *args, cwd):
@@ -33,7 +33,7 @@ assert "torch_fused_linear" not in sys.modules
 print("equal")
 """
 
-LOAD_LIBRARY = f"torch.ops.load_library({str(LIBRARY)!r})"
+LOAD_LIBRARY = f"torch.ops.load_library({LIBRARY!r})"
 
 # The end of a program with a backward on a GPU: autograd's thread may still let go of tensors, and
 # where the interpreter is gone by then it ends the process, in plain torch, too.

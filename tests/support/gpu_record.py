@@ -25,8 +25,7 @@ LEFT_BEHIND = {
     ".pytest_cache",
     ".hypothesis",
     "include",
-    "_C.json",
-    "_direct.json",
+    "lib",
     RECORD.name,
     "records",  # of tests/certify
 }

@@ -222,7 +222,7 @@ MUTANTS = (
     Mutant(
         "a packed weight that is trained again",
         "csrc/cpu/packed_weights.cpp",
-        "return weight.requires_grad() || !is_same(accumulator_, accumulator_of(weight));",
+        "return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);",
         "return weight.requires_grad();",
         "tests/cpu",
     ),

@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import cpp_programs  # noqa: E402
-from torch.utils.cpp_extension import include_paths  # noqa: E402
-
-import setup  # noqa: E402
+from cpp_programs import parts  # noqa: E402
 
 PROGRAMS = (
     "threads_test",
@@ -52,7 +50,7 @@ def compile_one(kind: str, source: Path, folder: Path) -> Path:
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-g1", "-fno-omit-frame-pointer"]
     command += ["-Wno-return-type"]  # without optimisation it knows less
     command += [f"-fsanitize={kind}", f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(target)]
-    command += setup.as_system(include_paths())
+    command += parts.headers_of(cpp_programs.TORCH, None)
     subprocess.run(command, check=True)
     return target
 
@@ -60,7 +58,7 @@ def compile_one(kind: str, source: Path, folder: Path) -> Path:
 def build(kind: str) -> dict[str, Path]:
     folder = ROOT / "build" / kind
     folder.mkdir(parents=True, exist_ok=True)
-    library = [p for room in setup.ROOMS for p in (ROOT / "csrc" / room).glob("*.cpp")]
+    library = [p for room in parts.ROOMS for p in (ROOT / "csrc" / room).glob("*.cpp")]
     tests = [ROOT / "tests/csrc" / f"{name}.cpp" for name in PROGRAMS]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(lambda s: compile_one(kind, s, folder), [*library, *tests]))

@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from torch_fused_linear import _library
+from torch_fused_linear import _library, _releases
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_fused_linear"
@@ -29,7 +30,8 @@ def module_at(path):
 
 
 build = module_at(ROOT / "setup.py")
-hopper, precompiled = build.hopper, build.precompiled
+compiling, parts, precompiled = build.compiling, build.parts, build.parts.precompiled
+toolkits, torchs = build.toolkits, build.torchs
 gpu_record = module_at(ROOT / "tests" / "support" / "gpu_record.py")
 
 
@@ -45,102 +47,253 @@ def toolkit(folder, version):
     return folder
 
 
-# torch's CUDA, the versions of the toolkits that are there, what is wished; the one that is taken,
-# and what is said
-CHOICES = {
-    "the first of torch's CUDA": ("13.0", ("12.4", "13.2", "13.3"), None, 1, ["/1"]),
-    "none of torch's CUDA": ("13.0", ("12.4",), None, None, ["12.4", "13.0"]),
-    "no answer": ("13.0", ("",), None, None, ["unknown"]),
-    "torch without CUDA": (None, ("13.0",), None, None, ["this torch is built without CUDA"]),
-    "no nvcc": ("13.0", (), None, None, ["no nvcc was found"]),
-    "CUDA is not wished": ("13.0", ("13.0",), "0", None, ["TORCH_FUSED_LINEAR_CUDA=0"]),
-}
+def test_an_nvcc_of_torchs_cuda_is_taken_before_others_of_its_major_version(tmp_path):
+    old, near = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "near", "13.0")
+    same = toolkit(tmp_path / "same", "13.2")
+    home, version, why = toolkits.find_nvcc("13.2", [tmp_path / "empty", old, near, same])
+    assert (home, version, why) == (same, "13.2", f"nvcc 13.2 in {same}")
+    home, version, why = toolkits.find_nvcc("13.2", [old, near])
+    assert (home, version) == (near, "13.0")
+    assert why == f"nvcc 13.0 in {near}, torch's CUDA is 13.2"
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_which_nvcc_is_taken(name, tmp_path):
-    cuda, versions, wish, taken, words = CHOICES[name]
-    folders = [toolkit(tmp_path / str(k), version) for k, version in enumerate(versions)]
-    home, version, why = build.choose_cuda(cuda, [tmp_path / "empty", *folders], wish)
-    want = (None, None) if taken is None else (folders[taken], versions[taken])
-    assert (home, version) == want and all(word in why for word in words), why
+def test_an_nvcc_of_another_cuda_is_refused_with_both_versions(tmp_path):
+    home, version, why = toolkits.find_nvcc("13.0", [toolkit(tmp_path, "12.4")])
+    assert home is None and version is None
+    assert "12.4" in why and "13.0" in why
 
 
-def test_a_wish_for_cuda_that_cannot_be_met_is_an_error(tmp_path):
-    with pytest.raises(SystemExit, match="not possible: no nvcc was found"):
-        build.choose_cuda("13.0", [tmp_path], "1")
+def test_an_nvcc_that_does_not_answer_is_refused(tmp_path):
+    toolkit(tmp_path, "13.0")
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+    home, _, why = toolkits.find_nvcc("13.0", [tmp_path])
+    assert home is None and "unknown" in why
+
+
+SETTINGS = ("CUDA", "HOPPER", "LABEL", "TORCH", "CUTLASS")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(gpus, nvcc): what choose() gets to see, and a torch for CUDA 13.0."""
+    for name in SETTINGS:
+        monkeypatch.delenv(f"TORCH_FUSED_LINEAR_{name}", raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    torch = torchs.Torch(tmp_path, "2.11.0+cu130", "13.0")
+
+    def of(*gpus, nvcc="13.0"):
+        home = (
+            toolkit(tmp_path / f"cuda-{len(list(tmp_path.iterdir()))}", nvcc) if nvcc else tmp_path
+        )
+        monkeypatch.setattr(toolkits, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(toolkits, "homes", lambda torch: [home])
+        monkeypatch.setattr(toolkits, "cutlass_headers", lambda: None)
+        return torch
+
+    return of
+
+
+EVERYTHING = "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
+
+
+def test_built_is_what_can_run_here(machine, monkeypatch):
+    chosen, why = toolkits.choose(machine())
+    assert chosen is None and why == "no GPU here; TORCH_FUSED_LINEAR_CUDA=1 builds for all GPUs"
+    assert toolkits.choose(machine("8.0"))[0].arch_list == "8.0"
+    assert toolkits.choose(machine("8.0", "9.0"))[0].arch_list == "8.0;9.0"
+    assert toolkits.choose(machine("8.0"), everything=True)[0].arch_list == EVERYTHING
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "1")
+    assert toolkits.choose(machine())[0].arch_list == EVERYTHING
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert toolkits.choose(machine("8.0"))[0].arch_list == "9.0"
+    monkeypatch.delenv("TORCH_FUSED_LINEAR_CUDA")
+    assert toolkits.choose(machine())[0].arch_list == "9.0"
+
+
+def test_the_wish_for_no_cuda_wins(machine, monkeypatch):
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "0")
+    assert toolkits.choose(machine("9.0")) == (None, "TORCH_FUSED_LINEAR_CUDA=0")
+    assert not toolkits.lacks_nvcc(machine("9.0", nvcc=None), everything=True)
+
+
+@pytest.mark.parametrize("nvcc", [None, "12.4"])
+def test_a_gpu_without_a_fitting_nvcc_is_an_error_with_the_ways_out(machine, nvcc):
+    """Never a CPU-only library without a word where there is a GPU."""
+    torch = machine("9.0", nvcc=nvcc)
+    assert toolkits.lacks_nvcc(torch, everything=False)
+    with pytest.raises(SystemExit) as stopped:
+        toolkits.choose(torch)
+    message = str(stopped.value)
+    assert ("no nvcc was found" if nvcc is None else "nvcc 12.4 in") in message.splitlines()[0]
+    assert "pip install 'cuda-toolkit[nvcc,cccl]==13.0.*'" in message
+    assert "TORCH_FUSED_LINEAR_CUDA=0" in message
+
+
+def test_a_torch_without_cuda_gets_a_cpu_library(machine, monkeypatch):
+    machine("9.0")
+    torch = torchs.Torch(Path(), "2.11.0+cpu", None)
+    assert toolkits.choose(torch) == (None, "this torch is built without CUDA")
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "1")
     with pytest.raises(SystemExit, match="built without CUDA"):
-        build.choose_cuda(None, [toolkit(tmp_path, "13.0")], "1")
+        toolkits.choose(torch)
+
+
+def test_architectures_are_those_that_nvcc_knows():
+    assert toolkits.all_architectures("13.0") == EVERYTHING
+    assert toolkits.all_architectures("12.8") == EVERYTHING
+    assert toolkits.all_architectures("12.6") == "7.5;8.0;8.6;9.0+PTX"
+
+
+def test_the_compilers_flags_of_architectures():
+    assert toolkits.gencode("8.0;9.0a+PTX") == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90a,code=compute_90a",
+    ]
+    with pytest.raises(SystemExit, match=r"expected numbers .*, got 'Hopper'"):
+        toolkits.gencode("Hopper")
 
 
 # --- our own products for Hopper GPUs -----------------------------------------------------------
 
 
-def test_hopper_is_built_where_it_is_wanted(monkeypatch, tmp_path):
+def test_hopper_is_built_where_it_is_wanted(machine, monkeypatch, tmp_path):
     (tmp_path / "cutlass").mkdir()
     numbers = "#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH 0\n"
     (tmp_path / "cutlass" / "version.h").write_text(numbers)
-    monkeypatch.setattr(hopper, "headers", lambda: tmp_path)
-    monkeypatch.setattr(hopper, "is_visible", lambda: False)
-    default = build.default_architectures("13.0")
-    assert hopper.choose("1", default) == (True, "CUTLASS 4.2.0")
-    assert hopper.choose("1", "8.0;9.0a")[0]
-    assert not hopper.choose("1", None)[0] and not hopper.choose("1", "8.0;10.0")[0]
-    assert not hopper.choose("0", default)[0]
-    built, why = hopper.choose(None, default)
+
+    def hopper(wish, arch_list, *gpus):
+        machine(*gpus)
+        monkeypatch.setattr(toolkits, "cutlass_headers", lambda: tmp_path)
+        monkeypatch.setenv("TORCH_FUSED_LINEAR_HOPPER", wish)
+        return toolkits.hopper(arch_list)
+
+    assert hopper("1", EVERYTHING) == (tmp_path, "CUTLASS 4.2.0")
+    assert hopper("1", "8.0;9.0a")[0] and not hopper("1", "8.0;10.0")[0]
+    assert not hopper("0", EVERYTHING, "9.0")[0]
+    built, why = hopper("", EVERYTHING)
     assert not built and "TORCH_FUSED_LINEAR_HOPPER=1" in why
-    monkeypatch.setattr(hopper, "is_visible", lambda: True)
-    assert hopper.choose(None, default)[0] and not hopper.choose("0", default)[0]
+    assert hopper("", EVERYTHING, "9.0")[0]
 
 
 def test_a_wish_is_0_or_1(monkeypatch):
     for value, expected in (("0", "0"), ("1", "1"), ("", None)):
         monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", value)
-        assert build.wish_for("CUDA") == expected
+        assert toolkits.wish_for("CUDA") == expected
     monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "yes")
     with pytest.raises(SystemExit, match="TORCH_FUSED_LINEAR_CUDA must be 0 or 1, got 'yes'"):
-        build.wish_for("CUDA")
+        toolkits.wish_for("CUDA")
 
 
-def test_hopper_without_cutlass_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(hopper, "headers", lambda: None)
-    monkeypatch.setattr(hopper, "is_visible", lambda: True)
-    with pytest.raises(SystemExit, match="pip install --no-deps nvidia-cutlass"):
-        hopper.choose("1", "9.0")
-    built, why = hopper.choose(None, "9.0")
+def test_hopper_without_cutlass_says_how_to_get_it(machine, monkeypatch):
+    machine("9.0")
+    built, why = toolkits.hopper("9.0")
     assert not built and "nvidia-cutlass" in why
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_HOPPER", "1")
+    with pytest.raises(SystemExit, match="pip install --no-deps nvidia-cutlass"):
+        toolkits.hopper("9.0")
     requirement = (ROOT / "requirements-hopper.txt").read_text().splitlines()[-1]
-    assert requirement == hopper.PACKAGE
+    assert requirement == toolkits.CUTLASS
 
 
 def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     """Nothing here may run them, but the code must be one that nvcc takes for this target."""
-    home, _, why = build.find_cuda()
-    if home is None or hopper.headers() is None:
+    (torch,) = torchs.found()
+    home, version, why = toolkits.find_nvcc(torch.cuda or "", toolkits.homes(torch))
+    cutlass = toolkits.cutlass_headers()
+    if home is None or cutlass is None:
         pytest.skip(f"needs nvcc ({why}) and CUTLASS")
     # all in one, each for one type and activation, of a layer's weight or of one by columns
     kernels = {"forward": "bf16 silu false", "saving_forward": "f16 relu true"}
     kernels |= {"backward": "f16 gelu_erf true", "gating": "bf16 gelu_tanh false"}
     kernels |= {"glu": "f16 silu false"}
-    assert {kernel for kernel, *_ in hopper.UNITS} == kernels.keys()
-    text, code = (hopper.KERNELS / "kernels.cu").read_text(), ""
+    assert {kernel for kernel, *_ in parts.HOPPER_UNITS} == kernels.keys()
+    text, code = (parts.HOPPER / "kernels.cu").read_text(), ""
     for kernel, (type_, activation, transposed) in zip(kernels, map(str.split, kernels.values())):
         code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}, "
         code += f"{transposed}>(const Product&);\n"
     includes, _, rest = text.partition("template <>")
     (tmp_path / "kernels.cu").write_text(f"{includes}{code}}}\n")
     assert "FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>" in rest
-    monkeypatch.setattr(hopper, "KERNELS", tmp_path)
-    monkeypatch.setattr(hopper, "UNITS", [("forward", "bf16", "true")])
-    monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone
-    torch_include = Path(torch.__file__).parent / "include"
-    folders = [torch_include, torch_include / "torch/csrc/api/include"]
-    folders += [home / "include", home / "include/cccl"]
-    (made,) = hopper.objects(home / "bin/nvcc", build.as_system(map(str, folders)), tmp_path, 1)
-    assert b"sm_90a" in Path(made).read_bytes()
-    before = Path(made).stat().st_mtime_ns
-    hopper.objects(home / "bin/nvcc", build.as_system(map(str, folders)), tmp_path, 1)
-    assert Path(made).stat().st_mtime_ns == before, "nothing has changed"
+    monkeypatch.setattr(parts, "HOPPER", tmp_path)
+    monkeypatch.setattr(parts, "HOPPER_UNITS", [("forward", "bf16", "true")])
+    folders = (home, *toolkits.pip_folders(torch))
+    part = parts.kernels(toolkits.Toolkit(home, version, folders, "9.0", cutlass), False, "")
+    (unit,) = (unit for unit in part.units_and_flags[0] if unit.source.parent == tmp_path)
+    # the device's part alone
+    cubin = replace(unit, made=tmp_path / "kernels.o", command=(*unit.command, "-cubin"))
+    compiling.compile_all([cubin], 1, tmp_path / "log")
+    assert b"sm_90a" in cubin.made.read_bytes()
+
+
+# --- what is compiled again --------------------------------------------------------------------
+
+
+@pytest.fixture
+def unit(tmp_path, monkeypatch):
+    """A file that includes another, as of csrc."""
+    monkeypatch.setattr(compiling, "CSRC", tmp_path)
+    (tmp_path / "file.h").write_text("inline int number = 1;\n")
+    (tmp_path / "file.cpp").write_text('#include "file.h"\nint *get() { return &number; }\n')
+    command = ("c++", "-c", "-std=c++20", f"-I{tmp_path}")
+    return compiling.Unit(tmp_path / "file.cpp", tmp_path / "made" / "file.o", command, 1)
+
+
+def compile_all(*units, jobs=2):
+    compiling.included.cache_clear()
+    log = units[0].made.parent / "log"
+    log.unlink(missing_ok=True)
+    compiling.compile_all(units, jobs, log)
+    return log.exists()
+
+
+def test_a_file_is_compiled_when_what_it_is_made_of_has_changed(unit, capfd):
+    assert compile_all(unit) and not compile_all(unit)
+    header = unit.source.with_suffix(".h")
+    for path in (header, unit.source):
+        os.utime(path)  # as after a copy: the time is new, the content is not
+    assert not compile_all(unit)
+    header.write_text("inline int number = 2;\n")
+    os.utime(header, (0, 0))  # however old the file says it is
+    assert compile_all(unit) and not compile_all(unit)
+    assert compile_all(replace(unit, command=(*unit.command, "-O1")))
+    unit.made.unlink()
+    assert compile_all(unit)
+    said = capfd.readouterr().out
+    assert "1 files to compile, 2 at once: about" in said and "compiled in 0 s" in said
+    assert "c++ -c" not in said
+
+
+def test_a_failure_ends_with_the_compilers_words_and_leaves_nothing(unit):
+    assert compile_all(unit)
+    unit.source.write_text("int wrong = nothing;\n")
+    with pytest.raises(SystemExit) as stopped:
+        compile_all(unit)
+    assert "file.cpp does not compile\n\n" in str(stopped.value)
+    assert re.search(r"\Wnothing\W was not declared", str(stopped.value))
+    assert not unit.made.exists()
+
+
+def test_warnings_are_shown(unit, capfd):
+    unit.source.write_text("int unused() { int x; return 1; }\n")
+    compile_all(replace(unit, command=(*unit.command, "-Wall")))
+    assert "warning: unused variable" in capfd.readouterr().out
+
+
+def test_no_compiler_is_said_first(monkeypatch):
+    compiling.version_of.cache_clear()
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(SystemExit, match=r"^torch_fused_linear: there is no compiler '/no"):
+        compiling.check_cxx()
+
+
+def test_a_compiler_without_cxx_20_is_said_first(monkeypatch, tmp_path):
+    old = tmp_path / "c++"
+    old.write_text("#!/bin/sh\n[ $1 = --version ] && echo old c++ 7.5 || exit 1\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.raises(SystemExit, match=r"does not know C\+\+20: old c\+\+ 7.5"):
+        compiling.check_cxx()
 
 
 # --- torch's headers, precompiled -------------------------------------------------------------
@@ -151,62 +304,127 @@ def test_a_header_is_made_once_for_the_same_flags(monkeypatch, tmp_path):
     if compiler is None:
         pytest.skip("needs GCC")
     monkeypatch.setattr(precompiled, "HEADERS", ["cstddef"])
-    versions = {"torch": "2.11.0", "cuda": None}
 
-    def flags(*options, jobs=2):
-        return precompiled.flags([compiler, *options], tmp_path, versions, jobs)
+    def unit(*options, jobs=2):
+        return precompiled.unit([compiler, *options], tmp_path, False, jobs)
 
-    made = tmp_path / "precompiled.h.gch"
-    assert flags("-O1") == ["-include", str(tmp_path / "precompiled.h")]
-    before = made.stat().st_mtime_ns
-    assert flags("-O1") and made.stat().st_mtime_ns == before
+    header = unit("-O1")
+    assert header.made == tmp_path / "precompiled.h.gch"
+    assert compile_all(header) and not compile_all(unit("-O1"))
     source = tmp_path / "source.cpp"
     source.write_text("std::size_t size;\n")
-    command = [compiler, "-O1", *flags("-O1"), "-Winvalid-pch", "-Werror", "-c", source]
-    subprocess.run([*command, "-o", tmp_path / "source.o"], check=True)
-    assert flags("-O2") and made.stat().st_mtime_ns != before
-    precompiled.remove(tmp_path)
-    assert not made.exists() and flags("-O2") and made.exists()
-    assert flags("-O2", jobs=64) == []
-    monkeypatch.setattr(precompiled, "HEADERS", ["no/such/header.h"])
-    assert flags("-O2") == [] and not made.exists()
+    include = ("-include", str(header.made.with_suffix("")), "-Winvalid-pch", "-Werror", "-c")
+    using = compiling.Unit(source, tmp_path / "source.o", (compiler, "-O1", *include), 1, header)
+    header.made.unlink()
+    assert compile_all(header, using) and using.made.exists(), "the header comes first"
+    assert compile_all(unit("-O2"))
+    assert unit("-O2", jobs=64) is None
 
 
-def test_other_compilers_go_without(monkeypatch, tmp_path):
+def test_other_compilers_go_without(tmp_path):
     other = tmp_path / "clang++"
     other.write_text("#!/bin/sh\necho clang version 19\n")
     other.chmod(0o755)
-    assert precompiled.flags([str(other)], tmp_path, {"torch": "2.11.0", "cuda": None}, 2) == []
-    assert not list(tmp_path.glob("precompiled*"))
+    assert precompiled.unit([str(other)], tmp_path, False, 2) is None
+
+
+# --- torch --------------------------------------------------------------------------------------
+
+
+def fake_torch(folder, version, cuda="13.0"):
+    folder.mkdir(parents=True)
+    (folder / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    return folder
+
+
+def test_torchs_are_found_where_they_are_named(monkeypatch, tmp_path, capsys):
+    names = {"2.11.0+cu130": "2.11", "2.15.1": "2.15", "2.16.0.dev1": "2.16"}
+    folders = [fake_torch(tmp_path / version, version) for version in names]
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", os.pathsep.join(map(str, folders)))
+    found = torchs.found()
+    assert [torch.minor for torch in found] == [*names.values()]
+    assert [torch.folder for torch in found] == folders
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["torch_fused_linear: torch 2.16.0.dev1 is untested; 2.11 to 2.15 are supported"]
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch, tmp_path):
+    folder = fake_torch(tmp_path / "torch", "2.10.2+cu128")
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", str(folder))
+    with pytest.raises(SystemExit) as stopped:
+        torchs.found()
+    assert str(stopped.value) == (
+        "torch_fused_linear: torch 2.10.2+cu128 is too old; 2.11 to 2.15 are supported: "
+        "pip install 'torch>=2.11,<2.16'"
+    )
+
+
+def test_no_torch_is_said_first_with_what_to_do(monkeypatch):
+    monkeypatch.delenv("TORCH_FUSED_LINEAR_TORCH", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        torchs.found()
+    first, *rest = str(stopped.value).splitlines()
+    assert first.startswith("torch_fused_linear: ") and "has no torch" in first
+    assert "pip install torch" in rest[0] and "uv pip install --no-build-isolation" in rest[2]
+
+
+def test_the_requirement_of_a_wheel_names_its_releases():
+    requirement = _releases.requirement
+    assert requirement(["2.11"]) == "torch>=2.11,<2.12"
+    assert requirement(["2.15", "2.11", "2.13"]) == "torch>=2.11,<2.16,!=2.12.*,!=2.14.*"
+    assert requirement(list(_releases.TESTED)) == "torch>=2.11,<2.16"
 
 
 # --- the library in this tree -----------------------------------------------------------------
 
 
-def library():
-    (path,) = PACKAGE.glob("_C*.so")
-    return path
+library = _library.library_path
 
 
 def test_the_library_is_of_these_sources():
     info = _library.build_info()
-    config = {key: info[key] for key in ("torch", "cuda", "arch_list", "debug", "hopper")}
-    assert info["fingerprint"] == build.fingerprint(config), "csrc has changed: run `make build`"
+    (torch,) = torchs.found()
+    toolkit = None
+    if info["cuda"] is not None:
+        kernels = json.loads((PACKAGE / "lib" / "fused_kernels.json").read_text())
+        with_hopper = Path("cutlass") if kernels["hopper"] else None
+        home = toolkits.find_nvcc(torch.cuda, toolkits.homes(torch))[0]
+        toolkit = toolkits.Toolkit(
+            home, kernels["cuda"], (home,), kernels["arch_list"], with_hopper
+        )
+        part = parts.kernels(toolkit, kernels["debug"], "")
+        assert part.is_current(PACKAGE / "lib"), "csrc has changed: run `make build`"
+    part = parts.operators(torch, toolkit, info["debug"], "", 1)
+    assert part.is_current(PACKAGE / "lib"), "csrc has changed: run `make build`"
+
+
+@pytest.mark.skipif(_library.build_info()["cuda"] is None, reason="needs a build with CUDA")
+def test_the_kernels_know_no_torch():
+    kernels = PACKAGE / "lib" / "libfused_kernels.so"
+    symbols = run("nm", "--dynamic", "--undefined-only", kernels)
+    assert "cublasLtMatmul" in symbols and "c10" not in symbols and "torch" not in symbols
+    needed = run("readelf", "--dynamic", kernels)
+    assert "libcudart" in needed and "libtorch" not in needed and "libc10" not in needed
+    assert "libfused_kernels.so" in run("readelf", "--dynamic", library())
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_sources_of_the_kernels_include_nothing_of_torch():
+    for path in parts.sources(*parts.KERNELS):
+        for source in compiling.included(path):
+            assert not re.search(r"#include <(ATen|c10|torch)/", source.read_text()), source
 
 
 def test_the_library_knows_no_python():
     """A LibTorch program without Python loads it, so it may neither ask for Python nor link it."""
-    symbols = subprocess.run(
-        ["nm", "--dynamic", "--undefined-only", library()],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    symbols = run("nm", "--dynamic", "--undefined-only", library())
     assert "torch" in symbols  # nm has seen a library of torch's
     assert not re.findall(r"\b_?Py[A-Z_]\w*", symbols)
-    dynamic = subprocess.run(
-        ["readelf", "--dynamic", library()], capture_output=True, text=True, check=True
-    ).stdout
+    dynamic = run("readelf", "--dynamic", library())
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     assert any(name.startswith("libtorch") for name in needed)
     assert not [name for name in needed if "python" in name]
@@ -234,15 +452,18 @@ def copy(tmp_path):
     package = tmp_path / "torch_fused_linear"
     package.mkdir()
     (package / "__init__.py").write_text('__version__ = "1.2.3"\n')
-    (package / "_C.abi3.so").write_text("finished")
-    (package / f"_direct{SUFFIX}").write_text("finished")
-    config = {"torch": torch.__version__, "cuda": None, "arch_list": None, "debug": False}
-    config["hopper"] = False
-    fingerprint = module_at(tmp_path / "setup.py").fingerprint(config)
-    (package / "_C.json").write_text(json.dumps({**config, "fingerprint": fingerprint}))
-    direct = {"torch": torch.__version__, "fingerprint": fingerprint + SUFFIX}
-    (package / "_direct.json").write_text(json.dumps(direct))
+    shutil.copy(PACKAGE / "_releases.py", package)
+    result = build_in(tmp_path, WORKING)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for made in (LIBRARY, DIRECT):
+        (tmp_path / made).write_text("finished")
+    shutil.rmtree(tmp_path / "build")
     return tmp_path
+
+
+MINOR = _releases.minor(torch.__version__)
+LIBRARY = f"torch_fused_linear/lib/torch{MINOR}/_C.abi3.so"
+DIRECT = f"torch_fused_linear/lib/torch{MINOR}/_direct{SUFFIX}"
 
 
 # In place of a compiler: one that fails, so that no attempt to build goes unnoticed, and one that
@@ -260,9 +481,7 @@ def build_in(folder, compiler=FAILING):
     (folder / "compiler").write_text(compiler)
     (folder / "compiler").chmod(0o755)
     settings = {
-        "CC": str(folder / "compiler"),
         "CXX": str(folder / "compiler"),
-        "TORCH_DONT_CHECK_COMPILER_ABI": "1",
         "TORCH_FUSED_LINEAR_CUDA": "0",
         "DEBUG": "0",
     }
@@ -285,40 +504,48 @@ def test_a_second_build_does_nothing(copy):
 
 
 @pytest.mark.parametrize(
-    "changed", ["csrc/library.cpp", "csrc/fused_linear.h", "csrc/new.cpp", "setup.py"]
+    "changed", ["csrc/library.cpp", "csrc/fused_linear.h", "csrc/new.cpp", "build_tools/parts.py"]
 )
 def test_any_change_of_content_is_noticed(copy, changed):
     with (copy / changed).open("a") as file:
         file.write("\n")
     os.utime(copy / changed, (0, 0))  # however old the file says it is
     assert build_in(copy).returncode != 0
-    assert (copy / changed).stat().st_mtime > 0, "ninja, which compares times, would not notice"
 
 
-@pytest.mark.parametrize("name", ["_C.abi3.so", f"_direct{SUFFIX}"])
+@pytest.mark.parametrize("name", [LIBRARY, DIRECT])
 def test_a_missing_library_is_noticed(copy, name):
-    (copy / "torch_fused_linear" / name).unlink()
+    (copy / name).unlink()
     assert build_in(copy).returncode != 0
 
 
 def test_for_another_python_the_operators_are_not_built_again(copy):
-    package = copy / "torch_fused_linear"
-    (package / f"_direct{SUFFIX}").rename(package / "_direct.cpython-37m.so")
-    direct = json.loads((package / "_direct.json").read_text())
-    direct["fingerprint"] = direct["fingerprint"].removesuffix(SUFFIX) + ".cpython-37m.so"
-    (package / "_direct.json").write_text(json.dumps(direct))
+    (copy / DIRECT).rename((copy / DIRECT).with_name("_direct.cpython-37m.so"))
     result = build_in(copy, WORKING)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (package / f"_direct{SUFFIX}").read_text() == "built\n"
-    assert (package / "_C.abi3.so").read_text() == "finished"
+    assert (copy / DIRECT).read_text() == "built\n"
+    assert (copy / LIBRARY).read_text() == "finished"
     assert "up to date" in build_in(copy).stdout
+
+
+def test_for_another_torch_both_are_there(copy, monkeypatch, tmp_path):
+    other = fake_torch(tmp_path / "torch", "2.14.1", cuda=None)
+    (other / "include/ATen").mkdir(parents=True)
+    (other / "include/ATen/Config.h").touch()
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", str(other))
+    result = build_in(copy, WORKING)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lib = copy / "torch_fused_linear" / "lib"
+    assert (lib / "torch2.14" / "_C.abi3.so").read_text() == "built\n"
+    assert (copy / LIBRARY).read_text() == "finished"
+    assert json.loads((lib / "torch2.14" / "_C.json").read_text())["torch"] == "2.14.1"
 
 
 def test_a_failed_build_leaves_the_old_library_and_is_tried_again(copy):
     (copy / "csrc" / "library.cpp").write_text("int changed;\n")
     for _ in range(2):
         assert build_in(copy).returncode != 0
-        assert (copy / "torch_fused_linear" / "_C.abi3.so").read_text() == "finished"
+        assert (copy / LIBRARY).read_text() == "finished"
 
 
 def test_a_finished_build_is_complete_and_not_repeated(copy):
@@ -326,14 +553,22 @@ def test_a_finished_build_is_complete_and_not_repeated(copy):
     (copy / "csrc" / "library.cpp").write_text("int changed;\n")
     first = build_in(copy, WORKING)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "CPU ONLY" in first.stdout and "TORCH_FUSED_LINEAR_CUDA=0" in first.stdout
-    assert (package / "_C.abi3.so").read_text() == "built\n"
-    assert (package / f"_direct{SUFFIX}").read_text() == "built\n"
+    assert "CPU ONLY (TORCH_FUSED_LINEAR_CUDA=0)" in first.stdout
+    assert (copy / LIBRARY).read_text() == "built\n"
+    assert (copy / DIRECT).read_text() == "finished", "of this nothing has changed"
     assert (package / "include" / "fused_activation.h").exists()
-    about = json.loads((package / "_C.json").read_text())
+    about = json.loads((copy / LIBRARY).with_name("_C.json").read_text())
     assert about["torch"] == torch.__version__ and about["cuda"] is None
-    assert not list(package.glob("*.tmp"))
+    assert not list(package.rglob("*.tmp"))
     assert "up to date" in build_in(copy).stdout
+
+
+def test_a_build_in_the_tree_takes_any_setuptools(copy):
+    """make uses what there is, and setuptools before 77 refuses our pyproject.toml."""
+    (copy / "csrc" / "library.cpp").write_text("int changed;\n")
+    (copy / "pyproject.toml").write_text("[project]\nname = 3\n")
+    result = build_in(copy, WORKING)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 # --- loading ----------------------------------------------------------------------------------
@@ -341,66 +576,128 @@ def test_a_finished_build_is_complete_and_not_repeated(copy):
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package with its library, to be spoilt."""
-    ignored = shutil.ignore_patterns("__pycache__", "include")
+    """A copy of the package with the library for this torch, to be spoilt."""
+    others = [p.name for p in (PACKAGE / "lib").glob("torch*") if p.name != f"torch{MINOR}"]
+    ignored = shutil.ignore_patterns("__pycache__", "include", *others)
     return Path(shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=ignored))
 
 
-def import_error(package, *folders):
-    result = subprocess.run(
-        [sys.executable, "-c", "import torch_fused_linear"],
+@pytest.fixture
+def folder(package):
+    """Of the release of torch that runs."""
+    return package / "lib" / f"torch{MINOR}"
+
+
+def run_python(package, code, *folders):
+    return subprocess.run(
+        [sys.executable, "-c", code],
         cwd=package.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package.parent, *folders)))},
         capture_output=True,
         text=True,
     )
-    assert result.returncode == 1, "the import went through"
-    # Only what the user reads last: the traceback above it quotes the causes.
-    _, found, message = result.stderr.rpartition("ImportError: torch_fused_linear: ")
-    assert found
-    return message
 
 
-def test_a_library_for_another_torch_names_both_versions_and_the_command(package):
-    info = json.loads((package / "_C.json").read_text())
-    (package / "_C.json").write_text(json.dumps({**info, "torch": "1.2.3+other"}))
+def said_at_import(package, *folders):
+    """The one line that an import without a library says."""
+    result = run_python(package, "import torch_fused_linear", *folders)
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if "UserWarning" in line)
+    return line.partition("UserWarning: ")[2]
+
+
+USED = """
+import warnings
+warnings.simplefilter("ignore")
+import torch, torch_fused_linear as tfl
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+print(tfl.fuse_(model, dry_run=True))
+for use in (lambda: tfl.fuse_(model), lambda: tfl.linear_relu, lambda: tfl.FusedLinear):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_without_a_library_a_model_can_still_be_read(package, folder):
+    shutil.rmtree(folder)
+    result = run_python(package, USED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("1 block fused, 0 places left alone")
+    wrong = said_at_import(package)
+    assert wrong.startswith("torch_fused_linear: the library has not been built (torch 2.")
+    assert result.stdout.count(wrong) == 3
+
+
+def test_a_library_for_another_release_names_what_there_is_and_the_command(package, folder):
+    folder.rename(folder.with_name("torch1.2"))
     (package.parent / "setup.py").touch()
-    message = import_error(package)
-    assert "1.2.3+other" in message and torch.__version__ in message
-    assert f"cd {package.parent} && {sys.executable} setup.py build_ext --inplace" in message
+    message = said_at_import(package)
+    assert "there is a library for torch 1.2 only" in message and torch.__version__ in message
+    command = f"cd {package.parent} && {sys.executable} setup.py build_ext --inplace"
+    assert message.endswith(f"to build it: {command}")
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("about", "loads"),
     [
-        ("_C.json", f"{sys.executable} -m pip install --no-deps"),  # outside of a source tree
-        ("_C.json", "a build that did not finish"),
-        ("_C.abi3.so", "has not been built"),
+        ({"torch": f"{MINOR}.7"}, True),
+        ({"torch": f"{MINOR}.7", "headers": "others"}, False),
+        ({"torch": f"{MINOR}.7", "cuda": "3.0"}, False),
     ],
+    ids=["the same headers", "other headers", "another CUDA"],
 )
-def test_what_is_missing_is_told(package, missing, words):
-    (package / missing).unlink()
-    assert words in import_error(package)
+def test_another_build_of_the_same_release_is_taken_if_it_is_alike(package, folder, about, loads):
+    info = json.loads((folder / "_C.json").read_text())
+    (folder / "_C.json").write_text(json.dumps({**info, **about}))
+    if loads:
+        assert run_python(package, IMPORTED).stdout == "_NotDirect\n"
+    else:
+        assert f"the library is built for another torch, {MINOR}.7" in said_at_import(package)
 
 
-def test_an_installed_copy_that_the_sources_hide_is_named(package, tmp_path):
+PRETENDS = "import torch; torch.__version__ = {!r}; import torch_fused_linear as tfl; tfl.linear"
+
+
+def test_a_torch_that_is_too_old_or_untested_is_named(package, folder):
+    old = run_python(package, PRETENDS.format("2.10.1+cu128"))
+    assert old.returncode == 1
+    assert "torch 2.10.1+cu128 is too old; 2.11 to 2.15 are supported: pip install" in old.stderr
+    folder.rename(folder.with_name("torch2.99"))
+    record = folder.with_name("torch2.99") / "_C.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "torch": "2.99.0"}))
+    new = run_python(package, PRETENDS.format("2.99.0"))
+    assert new.returncode == 0, new.stderr
+    assert new.stderr.count("torch 2.99.0 is untested; 2.11 to 2.15 are supported") == 1
+
+
+def test_outside_a_source_tree_the_command_is_pips(package, folder):
+    (folder / "_C.json").unlink()
+    assert f"{sys.executable} -m pip install --no-deps" in said_at_import(package)
+
+
+def test_an_installed_copy_that_the_sources_hide_is_named(package, folder, tmp_path):
     installed = tmp_path / "site" / PACKAGE.name
     shutil.copytree(package, installed)
-    (package / "_C.json").unlink()
-    assert "hides" not in import_error(package)
-    assert f"{installed}: work in another folder" in import_error(package, tmp_path / "site")
+    (folder / "_C.json").unlink()
+    assert "hides" not in said_at_import(package)
+    message = said_at_import(package, tmp_path / "site")
+    assert f"the folder {package.parent} hides {installed}: work in another folder" in message
 
 
-def test_a_library_that_does_not_link_names_the_symbol_and_both_versions(package):
+def test_an_interrupted_build_is_told(package, folder):
+    (folder / "_C.json").unlink()
+    assert "a build that did not finish" in said_at_import(package)
+
+
+def test_a_library_that_does_not_link_names_the_symbol(package, folder):
     """The versions agree, but a symbol is missing, as with a torch built from changed sources."""
-    (library_copy,) = package.glob("_C*.so")
-    library_copy.unlink()
+    (folder / "_C.abi3.so").unlink()
     source = package.parent / "broken.c"
     source.write_text("extern int from_another_torch; int *use = &from_another_torch;\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library_copy, source], check=True)
-    message = import_error(package)
-    assert "undefined symbol: from_another_torch" in message
-    assert message.count(torch.__version__) >= 2
+    run("cc", "-shared", "-fPIC", "-o", folder / "_C.abi3.so", source)
+    assert "undefined symbol: from_another_torch" in said_at_import(package)
 
 
 IMPORTED = """
@@ -411,30 +708,21 @@ print(type(tfl._library.direct).__name__)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (None, None),
-        (f"_direct{SUFFIX}", None),
-        ("_direct.json", '{"torch": "1.2.3"}'),
-        (f"_direct{SUFFIX}", "no library"),
-    ],
-    ids=["whole", "missing", "of another torch", "of no use"],
-)
-def test_torch_ops_stands_in_for_the_direct_calls(package, name, content):
-    if name and content is None:
-        (package / name).unlink()
-    elif name:
-        (package / name).write_text(content)
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORTED],
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        cwd=package.parent,
-        capture_output=True,
-        text=True,
-    )
+def spoil(folder, how):
+    if how == "missing":
+        (folder / f"_direct{SUFFIX}").unlink()
+    elif how == "of another torch":
+        (folder / "_direct.json").write_text('{"torch": "1.2.3"}')
+    elif how == "of no use":
+        (folder / f"_direct{SUFFIX}").write_text("no library")
+
+
+@pytest.mark.parametrize("how", ["", "missing", "of another torch", "of no use"])
+def test_torch_ops_stands_in_for_the_direct_calls(package, folder, how):
+    spoil(folder, how)
+    result = run_python(package, IMPORTED)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ("_NotDirect" if name else "module")
+    assert result.stdout.strip() == ("_NotDirect" if how else "module")
 
 
 # --- the record of the last run on a GPU ------------------------------------------------------

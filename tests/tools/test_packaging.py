@@ -1,6 +1,7 @@
 """What is handed out: the source distribution, the wheel, what they say of themselves."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
-from test_build import SUFFIX, WORKING, build, build_in, copy, module_at
+from test_build import SUFFIX, WORKING, _releases, build, copy, fake_torch, module_at
 
 import torch_fused_linear as tfl
 
@@ -23,8 +24,6 @@ __all__ = ["copy"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = ".".join(torch.__version__.split(".")[:2])
-FAKE = {"TORCH_DONT_CHECK_COMPILER_ABI": "1", "TORCH_FUSED_LINEAR_CUDA": "0"}
-
 needs_setuptools = pytest.mark.skipif(
     int(setuptools.__version__.split(".")[0]) < 77, reason="needs setuptools 77"
 )
@@ -52,7 +51,9 @@ def sdist(tmp_path_factory):
     for name in tracked():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
-    (tree / "torch_fused_linear" / "_C.abi3.so").touch()  # a build is left out
+    built = tree / "torch_fused_linear" / "lib" / "torch2.11"  # which is left out
+    built.mkdir(parents=True)
+    (built / "_C.json").touch()
     packages.mkdir()
     installed = Path(setuptools.__file__).parents[1]
     for path in [*installed.glob("setuptools*"), installed / "_distutils_hack"]:
@@ -107,7 +108,11 @@ def wheel(unpacked, tmp_path_factory):
     compiler = folder / "compiler"
     compiler.write_text(WORKING)
     compiler.chmod(0o755)
-    environment = {**FAKE, "CC": str(compiler), "CXX": str(compiler)}
+    other = fake_torch(folder / "torch", "2.14.1", cuda=None)
+    (other / "include/ATen").mkdir(parents=True)
+    (other / "include/ATen/Config.h").touch()
+    environment = {"TORCH_FUSED_LINEAR_CUDA": "0", "CXX": str(compiler)}
+    environment["TORCH_FUSED_LINEAR_TORCH"] = f"{Path(torch.__file__).parent}:{other}"
     return built_wheel(unpacked, folder, TORCH_FUSED_LINEAR_LABEL="1", **environment)
 
 
@@ -118,15 +123,19 @@ def test_the_wheel_has_the_library_and_what_users_need(wheel):
         (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
         about = message_from_string(archive.read(metadata).decode())
     inside = {n.partition("/")[2] for n in names if n.startswith("torch_fused_linear/")}
-    assert {"_C.abi3.so", "_C.json", f"_direct{SUFFIX}", "_direct.json"} <= inside
+    made = {"_C.abi3.so", "_C.json", f"_direct{SUFFIX}", "_direct.json"}
+    for release in (MINOR, "2.14"):
+        assert {f"lib/torch{release}/{name}" for name in made} <= inside
     assert {"include/fused_linear.h", "include/fused_activation.h"} <= inside
     assert {"py.typed", "__main__.py", "doctor.py"} <= inside
     sources = ROOT / "torch_fused_linear"
     assert {p.relative_to(sources).as_posix() for p in sources.rglob("*.py")} <= inside
     tops = {n.partition("/")[0] for n in names}
     assert tops == {"torch_fused_linear", Path(metadata).parent.name}, "tests or tools are inside"
-    assert about["Version"] == f"{tfl.__version__}+pt{MINOR.replace('.', '')}cpu"
-    assert f"torch=={MINOR}.*" in about.get_all("Requires-Dist")
+    assert about["Version"] == f"{tfl.__version__}+pt{MINOR.replace('.', '')}.pt214.cpu"
+    (needed,) = (r for r in about.get_all("Requires-Dist") if r.startswith("torch"))
+    wanted = _releases.requirement([MINOR, "2.14"])
+    assert sorted(needed[5:].split(",")) == sorted(wanted[5:].split(","))
     assert about["Description-Content-Type"] == "text/markdown" and about["Requires-Python"]
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     assert f"-{tag}-{tag}-linux" in wheel.name, "the short way to the operators is of one Python"
@@ -158,33 +167,9 @@ def test_the_version_is_one(tmp_path):
     assert f"## [{tfl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_a_label_names_torch_and_cuda():
-    assert build.labelled("0.2.0", "2.11.0+cu130", "13.0") == "0.2.0+pt211cu130"
-    assert build.labelled("0.2.0", "2.12.1", None) == "0.2.0+pt212cpu"
-
-
-def test_architectures_are_those_that_nvcc_knows():
-    assert build.default_architectures("13.0") == "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
-    assert build.default_architectures("12.8") == "7.5;8.0;8.6;9.0;10.0;12.0+PTX"
-    assert build.default_architectures("12.6") == "7.5;8.0;8.6;9.0+PTX"
-
-
-@pytest.mark.parametrize("wish", [None, "0"])
-def test_no_nvcc_is_an_error_with_both_ways_out_unless_cpu_was_said(monkeypatch, wish):
-    """Never a CPU-only library without a word where torch runs on GPUs."""
-    monkeypatch.setattr(build, "torch_versions", lambda: ("2.11.0+cu130", "13.0"))
-    monkeypatch.setattr(build, "find_cuda", lambda wish: (None, None, "no nvcc was found"))
-    monkeypatch.setattr(build, "setup", lambda **about: None)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "dist_info"])
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("TORCH_FUSED_LINEAR_CUDA", raising=False)
-    if wish:
-        monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", wish)
-        return build.main()
-    with pytest.raises(SystemExit, match="no nvcc was found") as stopped:
-        build.main()
-    assert "pip install nvidia-cuda-nvcc==13.0" in str(stopped.value)
-    assert "TORCH_FUSED_LINEAR_CUDA=0" in str(stopped.value)
+def test_a_label_names_each_torch_and_cuda():
+    assert build.labelled("0.2.0", ["2.11", "2.15"], "13.0") == "0.2.0+pt211.pt215.cu130"
+    assert build.labelled("0.2.0", ["2.12"], None) == "0.2.0+pt212.cpu"
 
 
 # --- the backend, and what a build says --------------------------------------------------------
@@ -200,45 +185,18 @@ def test_the_backend_sees_the_packages_that_isolation_hides(monkeypatch, tmp_pat
 
 def test_the_backend_names_the_setuptools_that_is_needed(monkeypatch):
     monkeypatch.setattr(setuptools, "__version__", "65.5.0")
-    with pytest.raises(SystemExit, match=r"(?s)77 or newer.*65\.5\.0.*pip install \."):
+    with pytest.raises(SystemExit, match=r"(?s)77 or newer.*has 65\.5\.0.*pip install 'setuptools"):
+        module_at(ROOT / "build_tools" / "backend.py")
+    monkeypatch.setitem(sys.modules, "setuptools", None)  # as where it is not installed
+    with pytest.raises(SystemExit, match=r"(?s)77 or newer.*has none.*pip install 'setuptools"):
         module_at(ROOT / "build_tools" / "backend.py")
 
 
-OUTPUT = """\
-import os, sys, time
-sys.path.insert(0, {tools!r})
-import output
-with output.summarised(output.Path("build.log"), every=0.05):
-    os.system("echo '[1/2] g++ -c a.cpp'; echo 'a.cpp:3: warning: odd'; echo out of sight >&2")
-    time.sleep(0.2)
-    {then}
-print("afterwards")
-"""
-SAID = "[2/2] g++ -c b.cpp\nFAILED: b.o\ng++ -c b.cpp\nb.cpp:1: error: no\nninja: build stopped"
-FAILED = f"print({SAID!r}); raise RuntimeError('Error compiling objects')"
-
-
-def said(then, folder):
-    program = OUTPUT.format(tools=str(ROOT / "build_tools"), then=then)
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
-    )
-
-
-def test_a_build_says_little(tmp_path):
-    result = said("pass", tmp_path)
-    lines = result.stdout.splitlines()
-    assert "  0 min, 1 of 2 files compiled" in lines
-    assert lines[-3:] == ["a.cpp:3: warning: odd", "built in 0 s", "afterwards"]
-    assert "g++" not in result.stdout and result.stderr == ""
-    assert "out of sight" in (tmp_path / "build.log").read_text()
-
-
-def test_a_failed_build_ends_with_the_compilers_words(tmp_path):
-    result = said(FAILED, tmp_path)
-    assert result.returncode == 1 and "afterwards" not in result.stdout
-    assert result.stderr.endswith("build.log\n\nb.cpp:1: error: no\n")
-    assert "Traceback" not in result.stderr and "g++ -c" not in result.stderr
+def test_a_python_that_is_too_old_is_said_before_anything_is_imported(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    monkeypatch.setitem(sys.modules, "setuptools", None)
+    with pytest.raises(SystemExit, match=r"Python 3\.10 or newer is needed, .* is 3\.9$"):
+        module_at(ROOT / "build_tools" / "backend.py")
 
 
 # --- the workflow ------------------------------------------------------------------------------
@@ -263,16 +221,77 @@ def test_the_workflow_runs_what_is_there():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert ".ci/run" in text and (ROOT / ".ci" / "run").exists()
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make (\w+)", text):
+    for target in re.findall(r"make ([\w-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def matrix():
+    """The releases of torch and the Pythons that the workflow tries."""
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    rows = re.findall(r"^ +(torch|python): (\[.*\])$", text, re.MULTILINE)
+    return [max((json.loads(row) for key, row in rows if key == name), key=len) for name in NAMES]
+
+
+NAMES = ("torch", "python")
+
+
+def test_readme_says_what_the_workflow_tries():
+    releases, pythons = matrix()
+    assert tuple(releases) == _releases.TESTED
+    supported = f"PyTorch {releases[0]} to {releases[-1]}, Python {pythons[0]} to {pythons[-1]}"
+    assert supported in (ROOT / "README.md").read_text()
+    about = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r"Python :: (3\.\d+)", about) == pythons
+    assert f'requires-python = ">={pythons[0]}"' in about
+
+
+# In place of make: it says what it is asked for, and fails where it is told to.
+MAKE = '#!/bin/sh\necho "make $2"\ncase "$2" in $FAILS) exit 3 ;; esac\n'
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "said"),
+    [
+        ("nothing", 0, ["make lint", "make test-releases", "make test"]),
+        ("lint", 3, ["make lint"]),
+        (".venv-*", 0, ["make lint", "torch 2.15: not tested, it could not be", "make test"]),
+        (
+            "test-releases",
+            3,
+            ["make lint", "make test-releases", "torch 2.15: FAILED, and so", "make test"],
+        ),
+        ("test", 3, ["make lint", "make test-releases", "make test"]),
+    ],
+)
+def test_the_newest_torch_is_tried_but_hides_nothing_of_the_oldest(tmp_path, fails, code, said):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    for name, text in (("make", MAKE), ("df", "#!/bin/sh\necho Avail; echo 99G\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILS": fails}
+    command = [tmp_path / ".ci" / "run"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines
+
+
+def test_the_newest_torch_is_one_that_is_supported():
+    newest = re.search(r"^newest=(\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert newest[1] == _releases.TESTED[-1]
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    tests = re.search(r"^RELEASES = (.+)$", makefile, re.MULTILINE)[1].split()
+    assert all((ROOT / "tests" / name).exists() for name in tests)
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize(("wish", "built"), [(None, "0"), ("1", "1"), ("0", "0")])
+@pytest.mark.parametrize(("wish", "built"), [(None, "0"), ("0", "0")])
 def test_make_builds_for_the_cpu_without_nvcc_and_says_so(tmp_path, wish, built):
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "setup.py").write_text(
-        "import os\ndef lacks_nvcc():\n    return True\n"
+        "import os\ndef missing_nvcc():\n"
+        "    return '' if os.environ.get('TORCH_FUSED_LINEAR_CUDA') == '0' else 'the-nvcc==13.0'\n"
         "if __name__ == '__main__':\n    print(os.environ['TORCH_FUSED_LINEAR_CUDA'])\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_FUSED_LINEAR_CUDA"}
@@ -281,13 +300,5 @@ def test_make_builds_for_the_cpu_without_nvcc_and_says_so(tmp_path, wish, built)
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == built
-    assert ("built for the CPU only" in result.stdout) == (wish is None)
-
-
-def test_a_build_in_the_tree_takes_any_setuptools(copy):
-    """make uses what there is, and setuptools before 77 refuses our pyproject.toml."""
-    (copy / "csrc" / "library.cpp").write_text("int changed;\n")
-    (copy / "pyproject.toml").write_text("[project]\nname = 3\n")
-    result = build_in(copy, WORKING)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "built in" in result.stdout
+    told = "no fitting nvcc (pip install 'the-nvcc==13.0'): what follows is built for the CPU only"
+    assert (told in result.stdout) == (wish is None)

@@ -6,8 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-
-import setup
+from cpp_programs import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
@@ -123,7 +122,7 @@ def test_every_room_is_in_the_tables():
 
 def test_the_build_takes_every_room():
     sources = {p.parent for p in CSRC.rglob("*") if p.suffix in (".cpp", ".cu")}
-    listed = {CSRC / room for room in (*setup.ROOMS, *setup.CUDA_ROOMS, "python")}
+    listed = {CSRC / room for room in (*parts.ROOMS, *parts.CUDA_ROOMS, "python")}
     assert sources <= listed and all(room.is_dir() for room in listed)
 
 

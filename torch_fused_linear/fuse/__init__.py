@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .. import _library
 from .._arguments import Memory, check
 from .model import frozen_reason
 from .plain import MARK
@@ -59,7 +60,7 @@ def fuse_(
             GELU with a linear layer straight after it, and ReLU with no module with parameters
             there, which would keep ReLU's output anyway. Gated blocks make one product again.
             Writes between the two layers that torch does not count go unseen: docs/memory.md.
-        dry_run: only report.
+        dry_run: only report, for which the compiled library need not be there.
 
     Returns:
         A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It
@@ -69,6 +70,7 @@ def fuse_(
         TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced or exported
             already; ``filter_fn`` is not callable.
         ValueError: ``memory`` is neither of these.
+        ImportError: the compiled library is missing.
 
     Examples::
 
@@ -91,6 +93,8 @@ def fuse_(
             f"{type(filter_fn).__name__}"
         )
     check("fuse_", memory=memory)
+    if not dry_run:
+        _library.require()
     return Plan(model, filter_fn).apply(memory, dry_run)
 
 

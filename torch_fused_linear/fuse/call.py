@@ -16,9 +16,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
+from .._torch_internals import has_any_global_hook
 from ..activations import ACTIVATIONS as BY_NAME
 from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
@@ -126,7 +126,7 @@ def _begun_between_hooks(layer, input) -> tuple | None:
         return None
     if memory_of(layer) is None or is_foreign(input) or not plain.plain_modes():
         return None
-    if hooks_objection(layer) or _has_any_global_hook():
+    if hooks_objection(layer) or has_any_global_hook():
         return None
     held = layer._parameters
     weight, bias = held.get("weight"), held.get("bias")

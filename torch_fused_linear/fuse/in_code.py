@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import _library
+from .._torch_internals import GLOBAL_HOOKS
 from .._when_imported import when_imported
 from . import call as forms
 from . import plain
@@ -41,7 +42,7 @@ def _substitute() -> None:
 
 if _direct is not forms:
     _direct.know(
-        *(plain.LAYERS, plain.MODULES, plain.RELU, F.gelu, F.silu, plain.GLOBAL_HOOKS),
+        *(plain.LAYERS, plain.MODULES, plain.RELU, F.gelu, F.silu, GLOBAL_HOOKS),
         *(plain.UNTOUCHED, plain.CALL, plain.CALL_IMPL, nn.Linear, nn.Conv2d),
         *(forms.Begun, forms.Factor, forms.glu, forms),
     )

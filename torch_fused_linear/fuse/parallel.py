@@ -9,13 +9,17 @@ element, which does not care where the elements are. It does care whether they a
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+
+from .._torch_internals import (
+    given_to_distribute_module,
+    is_distributed_module,
+    prepares_output,
+)
 
 _OTHERS = (
     "_forward_hooks_with_kwargs",
@@ -26,7 +30,7 @@ _OTHERS = (
 
 def is_spread(layer: nn.Module) -> bool:
     """Whether the layer's forward hooks are the two of such a plan, and nobody else's."""
-    if is_dynamo_compiling() or "_distribute_module_applied" not in layer.__dict__:
+    if is_dynamo_compiling() or not is_distributed_module(layer):
         return False
     return (
         type(layer) is nn.Linear
@@ -38,11 +42,9 @@ def is_spread(layer: nn.Module) -> bool:
 
 def has_whole_sums(layer: nn.Module) -> bool:
     """Whether an activation may come before the second hook."""
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
     plan = _output_of(layer)
     layouts = plan.args[0]
-    return plan.func is ColwiseParallel._prepare_output_fn and not any(
+    return prepares_output(plan.func, "ColwiseParallel") and not any(
         layout.is_partial() for layout in layouts
     )
 
@@ -58,22 +60,14 @@ def between_hooks(
 
 def _output_of(layer: nn.Module) -> functools.partial | None:
     """What the second hook calls with the layouts, if it is a plan's."""
-    style = sys.modules.get("torch.distributed.tensor.parallel.style")
     function = _given(layer, "_forward_hooks", "output_fn")
-    if style is None or type(function) is not functools.partial:
+    if type(function) is not functools.partial:
         return None
-    known = (style.ColwiseParallel._prepare_output_fn, style.RowwiseParallel._prepare_output_fn)
-    return function if function.func in known else None
+    styles = ("ColwiseParallel", "RowwiseParallel")
+    return function if any(prepares_output(function.func, style) for style in styles) else None
 
 
 def _given(layer: nn.Module, kind: str, name: str) -> Any:
     """What ``distribute_module`` was given for its hook, if that is the layer's only one."""
     hooks = list(layer.__dict__[kind].values())
-    if len(hooks) != 1 or type(hooks[0]) is not FunctionType:
-        return None
-    (hook,) = hooks
-    made_by = hook.__module__, hook.__qualname__
-    if made_by != ("torch.distributed.tensor._api", "distribute_module.<locals>.<lambda>"):
-        return None
-    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
-    return held[name].cell_contents if name in held else None
+    return given_to_distribute_module(hooks[0], name) if len(hooks) == 1 else None

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
-from torch.nn.modules.module import _has_any_global_hook
 
+from .._torch_internals import function_modes, has_any_global_hook
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN
 from . import parallel
@@ -49,10 +49,6 @@ UNTOUCHED = (  # None where there was none: methods of torch's own tensors are t
         (F, name, getattr(F, name))
         for name in ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
     ),
-)
-GLOBAL_HOOKS = tuple(
-    getattr(nn.modules.module, f"_global_{kind}")
-    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 )
 
 
@@ -95,8 +91,7 @@ def is_untouched(cls: type, forward: object) -> bool:
 
 def plain_modes() -> bool:
     """Whether no function mode of somebody else wants to see torch's own calls."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return all(type(mode).__module__.startswith("torch.") for mode in modes)
+    return all(type(mode).__module__.startswith("torch.") for mode in function_modes())
 
 
 def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -117,7 +112,7 @@ def parameters(layer: object) -> tuple[Tensor, Tensor | None] | None:
     cls = type(layer)
     if not isinstance(layer, nn.Module) or cls not in LAYERS:
         return None
-    if hooks_objection(layer) or _has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
+    if hooks_objection(layer) or has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
         return None
     if parallel.is_spread(layer):
         return None
@@ -175,7 +170,7 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
     """The same, unless somebody watches the activation."""
-    if isinstance(function, nn.Module) and (hooks_objection(function) or _has_any_global_hook()):
+    if isinstance(function, nn.Module) and (hooks_objection(function) or has_any_global_hook()):
         return None
     return activation_kind(function, options)
 
@@ -198,7 +193,7 @@ def dropped_share(function, args, kwargs) -> float | None:
         p, training, inplace = _dropout_arguments(*args, **kwargs)
     elif isinstance(function, nn.Module) and type(function) in PASSED:
         cls = type(function)
-        watched = hooks_objection(function) or _has_any_global_hook()
+        watched = hooks_objection(function) or has_any_global_hook()
         if watched or not is_untouched(cls, PASSED[cls]):
             return None
         if cls is nn.Identity:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 
-import torch
 from torch import nn
 
+from .._torch_internals import forget_compiled
 from . import in_code
 from .products import Form, Product, is_torch_chunk
 from .reading import FUNCTIONS, ORIGINALS, Text, codes_in, key_of
@@ -91,7 +90,7 @@ def rewrite(functions: dict[Text, Chosen], with_sequential: bool) -> None:
             _rewritten[text.function] = wanted[text]
             text.function.__code__ = code
         if codes:
-            _forget_compiled()
+            forget_compiled()
 
 
 def put_back() -> None:
@@ -101,14 +100,7 @@ def put_back() -> None:
             function.__code__ = code
         ORIGINALS.clear()
         _rewritten.clear()
-        _forget_compiled()
-
-
-def _forget_compiled() -> None:
-    """Has torch.compile trace anew: it does not look whether functions that it traced through have
-    other code."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset_code_caches()
+        forget_compiled()
 
 
 def _compiled(text: Text, chosen: Chosen) -> CodeType:

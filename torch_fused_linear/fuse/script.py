@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import Graph, Node, Value
 
+from .._torch_internals import (
+    Graph,
+    GraphBlock,
+    Node,
+    TensorType,
+    Value,
+    copy_of_own_class,
+    script_graphs,
+)
 from ..activations import ACTIVATIONS, Activation, name_of_gelu
 from .report import Block, Report, Skipped
 
@@ -44,30 +52,16 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
         raise TypeError(
             f"fuse_script_: expected a scripted or traced module, got {type(scripted).__name__}"
         )
-    scripted, module = held, _of_own_class(held)
+    scripted, module = held, copy_of_own_class(held._c)
     fused: list[Block] = []
     skipped: list[Skipped] = []
-    for name in module._method_names():
-        method = _Method(module._get_method(name).graph, scripted)
+    for graph in script_graphs(module):
+        method = _Method(graph, scripted)
         fused += method.fused
         skipped += method.skipped
     if fused:
         scripted._reconstruct(module)
     return Report(fused, skipped)
-
-
-def _of_own_class(scripted: torch.jit.ScriptModule) -> torch._C.ScriptModule:
-    """The same parameters and methods in a class that no other module has."""
-    copy = torch._C._hack_do_not_use_clone_module_with_class(scripted._c, [], [])
-    waiting = [(scripted._c, copy)]
-    while waiting:
-        old, new = waiting.pop()
-        for held in (torch._C.ParameterDict, torch._C.BufferDict):
-            for name, tensor in held(old).items():
-                new.setattr(name, tensor)
-        children = dict(torch._C.ModuleDict(new).items())
-        waiting += [(child, children[name]) for name, child in torch._C.ModuleDict(old).items()]
-    return copy
 
 
 class _Method:
@@ -77,13 +71,10 @@ class _Method:
         self.graph, self.scripted = graph, scripted
         self.fused: list[Block] = []
         self.skipped: list[Skipped] = []
-        torch._C._jit_pass_inline(graph)
-        torch._C._jit_pass_constant_propagation(graph)  # `if inplace` of F.relu, say
-        torch._C._jit_pass_peephole(graph)
         self._change(graph, False)
         graph.lint()
 
-    def _change(self, block: Graph | torch._C.Block, is_in_with: bool) -> None:
+    def _change(self, block: Graph | GraphBlock, is_in_with: bool) -> None:
         """Changes the nodes of a block, and of those in it."""
         depth, inner = int(is_in_with), []
         self.here: set[int] = set()  # values that the block makes outside of `with`
@@ -221,7 +212,7 @@ class _Method:
         values += [self._constant(option, before) for option in options]
         node = self.graph.create(f"fused::{name}", values, 1)
         node.insertBefore(before)
-        node.output().setType(torch._C.TensorType.get())
+        node.output().setType(TensorType.get())
         self.here.add(node.output().unique())
         return node.output()
 

@@ -19,13 +19,6 @@ _MOVES = (torch.cat, torch.chunk, torch.split, operator.getitem, torch.Tensor.ch
 _MOVING_METHODS = ("chunk", "split", "to")
 
 
-def are_overlapped() -> bool:
-    """Whether the compiler will look for such products."""
-    from torch._inductor import config
-
-    return config._micro_pipeline_tp
-
-
 def is_beside_one(linear: Linear) -> bool:
     """Whether the layer's input was gathered, or its result is reduced and scattered."""
     return _reaches("all_gather_into_tensor", [linear.input], lambda n: n.all_input_nodes) or (

@@ -1,12 +1,13 @@
 """What a node of a graph of torch calls does beside giving a result."""
 
 import inspect
-from collections import defaultdict
 from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from .._torch_internals import OpOverload, OpOverloadPacket, aten_schemas
 
 _SWITCHES = ("_enter_", "_exit_", "_set_grad_enabled")
 
@@ -38,9 +39,9 @@ def may_write(node: Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.is_mutable or _writes_undeclared(_named(node, [target._schema]))
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         name, known = target.__name__, True
         schemas = [getattr(target, overload)._schema for overload in target.overloads()]
     else:
@@ -65,16 +66,7 @@ def _in_place_by_name(name: str) -> bool:
     return name.endswith("_") or name in _IN_PLACE or name in ("setattr", "delattr")
 
 
-@cache
-def _aten() -> dict[str, list[torch.FunctionSchema]]:
-    """The schemas of ATen's operators, by name."""
-    dispatched = set(torch._C._dispatch_get_all_op_names())  # not TorchScript's of lists and dicts
-    found = defaultdict(list)
-    for schema in torch._C._jit_get_all_schemas():
-        overload = f"{schema.name}.{schema.overload_name}".removesuffix(".")
-        if schema.name.startswith("aten::") and overload in dispatched:
-            found[schema.name.removeprefix("aten::")].append(schema)
-    return found
+_aten = cache(aten_schemas)
 
 
 def _writes(node: Node, schema: torch.FunctionSchema) -> bool:

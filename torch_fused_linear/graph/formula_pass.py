@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from .._torch_internals import trace_in_aten
 from ..activations import ACTIVATIONS
 from ..report import note
 from . import criterion
@@ -72,8 +70,7 @@ def _replace(graph: Graph, node: Node, formula, given: dict[str, Any]) -> None:
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         return formula(**(given | dict(zip(nodes, tensors))))
 
-    with torch.no_grad(), enable_python_dispatcher():
-        traced = make_fx(call, select_decomp_table())(*(n.meta["val"] for n in nodes.values()))
+    traced = trace_in_aten(call, [n.meta["val"] for n in nodes.values()])
     traced.graph.eliminate_dead_code()
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes.values()))
     with graph.inserting_before(node):

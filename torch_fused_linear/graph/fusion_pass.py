@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch_internals import HigherOrderOperator, overlaps_collectives
 from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
 from .criterion import convolution_pays
@@ -117,7 +117,7 @@ class _Rewrite:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.switches = [i for node, i in self.order.items() if effects.switches_mode(node)]
         self.writers = [node for node in graph.nodes if effects.may_write(node)]
-        self.overlapped = collectives.are_overlapped()
+        self.overlapped = overlaps_collectives()
         self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
 
     def run(self) -> Counter[str]:

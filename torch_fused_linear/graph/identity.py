@@ -5,9 +5,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from torch._inductor.custom_graph_pass import CustomGraphPass
-
 from .. import _library, activations
+from .._torch_internals import custom_graph_pass
 
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file__))
 
@@ -22,7 +21,7 @@ def fingerprint() -> str:
     return hasher.hexdigest()
 
 
-class CountingPass(CustomGraphPass):
+class CountingPass(custom_graph_pass()):
     """A pass that counts what it does; ``options`` are what it was made with."""
 
     options: tuple = ()

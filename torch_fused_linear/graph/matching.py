@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .. import _torch_internals
+from .._torch_internals import FakeTensor
 from ..activations import OPERATORS as OWN
 from ..activations import name_of_gelu, of_operator
 from .spellings import arguments, kind
@@ -134,7 +135,7 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 
 def has_kernel(device: torch.device) -> bool:
-    return device.type in ("cpu", "cuda") and torch._C._dispatch_has_kernel_for_dispatch_key(
+    return device.type in ("cpu", "cuda") and _torch_internals.has_kernel(
         "fused::linear", device.type.upper()
     )
 

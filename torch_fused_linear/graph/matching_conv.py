@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from .._torch_internals import FakeTensor
 from .matching import DTYPES, find_activation, has_kernel, same, value
 from .spellings import arguments, kind
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .. import _torch_internals
+
 
 def compile_options(
     mode: str | None = None, options: dict[str, Any] | None = None, *, conv: bool = False
@@ -54,9 +56,7 @@ def compile_options(
     Raises:
         ValueError: ``options`` has a ``pre_grad_custom_pass`` already.
     """
-    # The import takes a second, but the compiler needs it anyway.
-    from torch._inductor import list_mode_options
-
+    # The imports take a second, but the compiler needs them anyway.
     from .formula_pass import FormulaPass
     from .fusion_pass import FusionPass
 
@@ -65,9 +65,8 @@ def compile_options(
             "compile_options: options has a pre_grad_custom_pass already; call "
             "torch_fused_linear.graph.fusion_pass.FusionPass()(graph) in yours instead"
         )
-    chosen = {} if mode in (None, "default") else list_mode_options(mode)
     ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": FormulaPass()}
-    return {**chosen, **ours, **(options or {})}
+    return {**_torch_internals.options_of_mode(mode), **ours, **(options or {})}
 
 
 class compile_backend:
@@ -92,12 +91,10 @@ class compile_backend:
     """
 
     def __init__(self, backend: str | Callable = "inductor", *, conv: bool = False) -> None:
-        from torch._dynamo import lookup_backend
-
         from .fusion_pass import FusionPass
 
         self._fusion = FusionPass(conv)
-        self._backend = lookup_backend(backend)
+        self._backend = _torch_internals.backend_of(backend)
 
     @property
     def replaced(self) -> Counter[str]:

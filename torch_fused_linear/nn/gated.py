@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.types import Device
 
 from .._arguments import Activation, Memory, check
+from .._torch_internals import has_any_global_hook
 from ..activations import ACTIVATIONS
 from ..functional import gated_mlp
 from .linear import memory_repr
@@ -145,7 +145,7 @@ class FusedGatedMLP(nn.Module):
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
-        return not _has_any_global_hook() and all(
+        return not has_any_global_hook() and all(
             type(layer) is nn.Linear and is_plain(layer)
             for layer in (self.gate_proj, self.up_proj, self.down_proj)
         )

@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.types import Device
 
 from .._arguments import Activation, Memory, check
+from .._torch_internals import has_any_global_hook
 from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
 from .linear import memory_repr
@@ -176,7 +176,7 @@ class FusedMLP(nn.Sequential):
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
-        if len(self) % 2 == 0 or _has_any_global_hook():
+        if len(self) % 2 == 0 or has_any_global_hook():
             return False
         return all(
             is_plain(module)

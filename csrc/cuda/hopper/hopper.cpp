@@ -2,8 +2,10 @@
 
 #include "cuda/hopper/product.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/check.h"
 
-#include <ATen/cuda/CUDAContext.h>
+#include <array>
+#include <atomic>
 
 namespace fused::cuda::hopper {
 
@@ -37,12 +39,21 @@ Launch kernel_for(const PassProblem& p) {
   return p.matmul.transpose_a ? kernel_for<type, true>(p) : kernel_for<type, false>(p);
 }
 
+// Asked of each device once.
+int processors_of(int device) {
+  static std::array<std::atomic<int>, 64> known{};
+  auto& count = known[device % known.size()];
+  if (count == 0) {
+    int found = 0;
+    kernels::check(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device));
+    count = found;
+  }
+  return count;
+}
+
 }  // namespace
 
-bool available(int device) {
-  const auto* properties = at::cuda::getDeviceProperties(device);
-  return properties->major == 9 && properties->minor == 0;
-}
+bool available(int arch) { return arch == 90; }
 
 int64_t workspace_bytes(const PassProblem& p) {
   if (p.pass != Pass::dgrad || !p.bias) return 0;
@@ -72,7 +83,7 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
                         forward ? operands.bias : nullptr,
                         partials,
                         *order,
-                        at::cuda::getDeviceProperties(g.device)->multiProcessorCount,
+                        processors_of(g.device),
                         stream,
                         operands.gating,
                         operands.up};

@@ -1,7 +1,7 @@
 #pragma once
 
 // Our own products for Hopper GPUs, activation or its derivative and column sums in their epilogue.
-// Built where setup.py says so (TORCH_FUSED_LINEAR_HOPPER).
+// Built where TORCH_FUSED_LINEAR_HOPPER says so; elsewhere absent.cpp takes their place.
 
 #include "gemm/algorithm.h"
 #include "gemm/pass_problem.h"
@@ -10,8 +10,8 @@
 
 namespace fused::cuda::hopper {
 
-// Whether the kernels were built, and run on this device.
-bool available(int device);
+// Whether the kernels were built, and run on devices of this architecture, 90 for 9.0.
+bool available(int arch);
 
 // Bytes of scratch memory that run() needs: for the bias gradient's partial sums.
 int64_t workspace_bytes(const gemm::PassProblem& problem);

@@ -1,5 +1,5 @@
 // One kind of kernel for one type of results and one order of the weight, with every activation.
-// build_tools/hopper.py compiles this for each FUSED_KIND, FUSED_TYPE and FUSED_TRANSPOSED at the
+// build_tools/parts.py compiles this for each FUSED_KIND, FUSED_TYPE and FUSED_TRANSPOSED at the
 // same time, as each takes a minute.
 
 #include "cuda/hopper/backward.cuh"

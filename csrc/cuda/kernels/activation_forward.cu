@@ -47,7 +47,7 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
     const auto launch = [&](auto* kernel) {
       kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(z), ld_z,
                                          static_cast<T*>(y), ld_y);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      check_launch();
     };
     with_activation(activation, [&](auto constant) {
       constexpr Activation act = decltype(constant)::value;

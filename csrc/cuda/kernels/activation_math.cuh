@@ -3,10 +3,10 @@
 // The activations and their derivatives on one element, and vectors of elements.
 
 #include "core/activation.h"
+#include "cuda/kernels/check.h"
 #include "cuda/kernels/quick_math.cuh"
 #include "gemm/problem.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

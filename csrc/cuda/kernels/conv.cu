@@ -148,7 +148,7 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
     const auto launch = [&](auto* kernel) {
       kernel<<<grid, block, 0, stream>>>(rows, cols, image.channels, static_cast<const T*>(bias),
                                          static_cast<T*>(y));
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      check_launch();
     };
     if (channels_last) {
       launch(vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>);

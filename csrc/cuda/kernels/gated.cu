@@ -156,7 +156,7 @@ void gating_forward(const Gating& args, cudaStream_t stream) {
     constexpr Activation act = decltype(constant)::value;
     auto* kernel = vectors ? forward_kernel<T, act, full_vector<T>> : forward_kernel<T, act, 1>;
     kernel<<<grid, block, 0, stream>>>(args);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    check_launch();
   });
 }
 

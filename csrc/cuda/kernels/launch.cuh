@@ -1,9 +1,8 @@
 #pragma once
 
+#include "cuda/kernels/check.h"
 #include "cuda/kernels/instructions.cuh"
 
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -18,10 +17,10 @@ class PerDevice {
   template <typename Ask>
   bool operator()(const Ask& ask) {
     int device = 0;
-    C10_CUDA_CHECK(cudaGetDevice(&device));
+    check(cudaGetDevice(&device));
     auto& answer = answers_[device % answers_.size()];
     if (answer != unknown) return answer == yes;
-    const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
+    const OthersMayCapture guard;
     answer = ask() ? yes : no;
     return answer == yes;
   }
@@ -61,7 +60,7 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, int clus
     shape.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   }
   const cudaLaunchConfig_t config{grid, block, 0, stream, attributes.data(), count};
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace fused::cuda::kernels

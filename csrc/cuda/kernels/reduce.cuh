@@ -146,7 +146,7 @@ void launch_chunks(void (*kernel)(Parameters...), const Chunks& chunks, cudaStre
   shape.id = cudaLaunchAttributeClusterDimension;
   shape.val.clusterDim = {1, chunks.grid.y, 1};
   const cudaLaunchConfig_t config{chunks.grid, chunks.block, 0, stream, &shape, chunks.cluster};
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 // Puts the sums of columns, `width` from `col` on, which threads with threadIdx.y == 0 have if they

@@ -94,7 +94,7 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
     auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
     kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(output), ld,
                                        static_cast<uint8_t*>(mask), bytes_per_row);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    check_launch();
   });
 }
 

@@ -1,9 +1,9 @@
 #include "cuda/runtime/cublaslt.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <bit>
+#include <stdexcept>
+#include <string>
 
 namespace fused::cuda {
 namespace {
@@ -28,8 +28,9 @@ static_assert(static_cast<int>(Epilogue::bgradb) == CUBLASLT_EPILOGUE_BGRADB);
 static_assert(static_cast<int>(Epilogue::identity) == CUBLASLT_EPILOGUE_DEFAULT);
 
 void check(cublasStatus_t status, const char* call) {
-  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: ", call, " failed with ",
-              cublasLtGetStatusName(status));
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw std::runtime_error(std::string("fused: ") + call + " failed with " +
+                           cublasLtGetStatusName(status));
 }
 
 cudaDataType_t data_type(Type type) {
@@ -114,6 +115,17 @@ bool is_aligned_for_all(const Problem& p) {
 }
 
 }  // namespace
+
+size_t lt_version() {
+  static const size_t version = cublasLtGetVersion();
+  return version;
+}
+
+cublasLtHandle_t new_lt_handle() {
+  cublasLtHandle_t handle = nullptr;
+  check(cublasLtCreate(&handle), "cublasLtCreate");
+  return handle;
+}
 
 Descriptors::Descriptors(const Problem& p)
     : bias_(uses_bias(p.epilogue)), aux_(uses_aux(p.epilogue)) {

@@ -15,6 +15,9 @@ namespace fused::cuda {
 
 using gemm::Algorithm, gemm::Operands, gemm::Problem;
 
+size_t lt_version();
+cublasLtHandle_t new_lt_handle();  // of the current device
+
 // The library's view of a problem. Pointers are set again before every run, so one object must
 // not be used by two threads at once.
 class Descriptors {

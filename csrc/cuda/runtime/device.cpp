@@ -1,8 +1,11 @@
 #include "cuda/runtime/device.h"
 
+#include "core/torch_internals.h"
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/check.h"
 #include "cuda/kernels/small_product.h"
+#include "cuda/runtime/cublaslt.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -55,9 +58,7 @@ Device& device_of(int index) {
   auto& device = (*devices)[index];
   std::call_once(device.once, [&] {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-    const auto status = cublasLtCreate(&device.handle);
-    TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "fused: cublasLtCreate failed with ",
-                cublasLtGetStatusName(status));
+    device.handle = new_lt_handle();
     const auto* properties = at::cuda::getDeviceProperties(index);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
     device.has_code = kernels::have_code();
@@ -68,7 +69,7 @@ Device& device_of(int index) {
                  "TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor);
     }
     device.arch = properties->major * 10 + properties->minor;
-    device.hopper = hopper::available(index);
+    device.hopper = hopper::available(device.arch);
     device.small = kernels::have_small_products();
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
@@ -104,12 +105,12 @@ c10::ScalarType scalar_type(gemm::Type type) {
 
 bool has_code_for(int device) { return device_of(device).has_code; }
 
-cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
-
-size_t lt_version() {
-  static const size_t version = cublasLtGetVersion();
-  return version;
+bool multiplies_as_torch(const at::Tensor& like) {
+  if (!has_code_for(like.get_device())) return false;
+  return like.scalar_type() != at::kFloat || !internals::float32_is_bf16x9();
 }
+
+cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
 
 gemm::Available available(const gemm::PassProblem& problem) {
   const auto& device = device_of(problem.matmul.device);
@@ -117,19 +118,18 @@ gemm::Available available(const gemm::PassProblem& problem) {
 }
 
 gemm::Settings gemm_settings(int device, gemm::Type type) {
-  auto& context = at::globalContext();
   const auto& known = device_of(device);
   gemm::Settings result;
   result.device = device;
   result.arch = known.arch;
   result.workspace_limit = known.workspace_limit;
   if (type == gemm::Type::f32 &&
-      context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-          at::Float32Precision::TF32) {
+      internals::float32_products(at::Float32Backend::CUDA) == at::Float32Precision::TF32) {
     result.math = gemm::Math::tf32;
   }
   // Sums in 16 bits are never asked for, so of the reduced-precision switches only the one that
   // forbids splitting altogether is left to obey.
+  auto& context = at::globalContext();
   const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
                          : type == gemm::Type::bf16
                              ? context.allowBF16ReductionCuBLAS()
@@ -152,7 +152,9 @@ std::mutex& measuring(int device) { return device_of(device).measuring; }
 
 namespace {
 
-[[maybe_unused]] const bool tells_machine = [] {
+[[maybe_unused]] const bool is_set_up = [] {
+  // The kernels' library knows nothing of torch, whose errors these are.
+  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
   plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
     if (c10::cuda::device_count() == 0) return std::nullopt;
     return machine_of(device < 0 ? c10::cuda::current_device() : device);

@@ -21,13 +21,15 @@ c10::ScalarType scalar_type(gemm::Type type);
 
 // One handle per device, for all threads: cuBLASLt's calls are thread-safe.
 cublasLtHandle_t lt_handle(int device);
-size_t lt_version();
 
 // Of products, on the problem's device.
 gemm::Available available(const gemm::PassProblem& problem);
 
 // Whether our kernels were compiled for the device; a warning, once, where they were not.
 bool has_code_for(int device);
+
+// Whether they were, and fp32 is not to be multiplied in a way that only torch knows.
+bool multiplies_as_torch(const at::Tensor& like);
 
 // PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);

@@ -23,7 +23,7 @@ void launch(void (*kernel)(Parameters...), int64_t work, cudaStream_t stream,
             const Arguments&... arguments) {
   const auto blocks = std::clamp<int64_t>((work + threads - 1) / threads, 1, most_blocks);
   kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  kernels::check_launch();
 }
 
 template <typename Fn>

@@ -1,0 +1,79 @@
+#include "core/torch_internals.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <cstring>
+#include <mutex>
+
+namespace fused::internals {
+namespace {
+
+// Of nodes that are gone a shared pointer tells by its owner; torch's own weak pointer holds the
+// memory, so that no other node comes to lie there. A template, as either has only one of them.
+template <typename Pointer>
+bool is_same(const Pointer& a, const Pointer& b) {
+  if constexpr (requires { a.owner_before(b); }) {
+    return !a.owner_before(b) && !b.owner_before(a);
+  } else {
+    return a == b;
+  }
+}
+
+}  // namespace
+
+int current_run() { return torch::autograd::get_current_graph_task_id(); }
+bool run_keeps_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
+const std::unordered_set<GraphNode*>& nodes_of_run() {
+  return *torch::autograd::get_current_graph_task_nodes_in_graph();
+}
+
+bool is_captured(GraphNode* node) {
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr) return false;
+  const auto it = wanted->find(node);
+  return it != wanted->end() && it->second.captures_ != nullptr;
+}
+
+void at_end_of_run(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+variable_list record_call(
+    SwapSavedVariables& swap, const GraphNode& node,
+    std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
+    const variable_list& grads, const std::vector<at::IValue>& values, bool is_traceable) {
+  using namespace torch::dynamo::autograd;
+  std::vector<at::TypePtr> schema;
+  for (const auto& value : values) {
+    schema.push_back(value.isTensor() ? at::TypePtr(at::TensorType::get()) : value.type());
+  }
+  const auto& compiler = getPyCompilerInterface();
+  const auto function =
+      compiler->bind_function(swap.get_py_compiler(), typeid(node).name(), std::move(run), schema,
+                              /*is_custom_function=*/true, is_traceable);
+  const auto metadata =
+      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+          get_input_metadata(node.next_edges()));
+  return compiler->call_function(swap.get_py_compiler(), "apply_functional", function, grads,
+                                 values, metadata);
+}
+
+const void* identity(const at::Tensor& tensor) {
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  const void* address;
+  static_assert(sizeof(counter) == sizeof(address));  // a pointer that nobody gives us
+  std::memcpy(&address, &counter, sizeof(address));
+  return address;
+}
+
+Accumulator::Accumulator(const at::Tensor& leaf) {
+  auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
+  if (meta == nullptr) return;
+  const std::lock_guard lock(meta->mutex_);
+  node_ = meta->grad_accumulator_;
+}
+
+bool Accumulator::operator==(const Accumulator& other) const { return is_same(node_, other.node_); }
+
+}  // namespace fused::internals

@@ -1,0 +1,149 @@
+#pragma once
+
+// What is taken of torch beside its public C++ interface, and what differs between its releases.
+// Differences are found by what is there, not by the number of the release.
+// tests/integration/test_torch_internals.py holds each to what is written here.
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace fused::internals {
+
+// ---- nodes of autograd -------------------------------------------------------------------------
+
+using GraphNode = torch::autograd::Node;  // any node, of ours or not
+
+// torch holds nodes by std::shared_ptr, from 2.13 on by c10::intrusive_ptr.
+inline constexpr bool nodes_are_shared =
+    std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<GraphNode>>;
+
+template <typename T>
+using NodePtr = std::conditional_t<nodes_are_shared, std::shared_ptr<T>, c10::intrusive_ptr<T>>;
+template <typename T>
+using WeakNodePtr =
+    std::conditional_t<nodes_are_shared, std::weak_ptr<T>, c10::weak_intrusive_ptr<T>>;
+
+template <typename T, typename... Args>
+NodePtr<T> make_node(Args&&... args) {
+  if constexpr (nodes_are_shared) {
+    // torch's deleter takes long chains apart without recursion; found by the node's type, as newer
+    // versions have none
+    return NodePtr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<T>(std::forward<Args>(args)...);
+  }
+}
+
+// The same node as another class of its hierarchy, which it is known to be.
+template <typename T, typename Pointer>
+NodePtr<T> node_cast(const Pointer& node) {
+  if constexpr (nodes_are_shared) {
+    return std::static_pointer_cast<T>(node);
+  } else {
+    return NodePtr<T>::reclaim_copy(static_cast<T*>(node.get()));
+  }
+}
+
+// Shows a finished node, outputs and saved tensors included, to those who watch nodes being made
+// (torch.autograd.graph.node_creation_hook, from 2.14 on).
+template <typename Pointer>
+void announce(const Pointer& node) {
+  if constexpr (requires { fire_node_creation_hooks(node); }) fire_node_creation_hooks(node);
+}
+
+// FSDP2's node before a module that it wraps: a function in Python, whose name is all there is.
+inline bool is_fsdps(const GraphNode& node) {
+  return node.name() == "RegisterPostBackwardFunctionBackward";
+}
+
+// A node's own lock, under which AccumulateGrad adds.
+inline std::mutex& mutex_of(GraphNode& node) {
+  struct Open : GraphNode {
+    static std::mutex& of(GraphNode& closed) { return closed.*(&Open::mutex_); }
+  };
+  return Open::of(node);
+}
+
+// ---- the run of the eager engine that calls the running node ---------------------------------
+
+int current_run();  // -1: none
+bool run_keeps_graph();
+const std::unordered_set<GraphNode*>& nodes_of_run();  // without its root
+
+// Whether the run was asked for the gradient that arrives at the node.
+bool is_captured(GraphNode* node);
+
+// Destroyed with the run, well ended or not; called only where it ends well.
+void at_end_of_run(std::function<void()> callback);
+
+// ---- compiled autograd -------------------------------------------------------------------------
+
+using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::PackedArgs;
+using torch::dynamo::autograd::SwapSavedVariables;
+
+// Has the graph that is recorded call `run` with the gradients and the values in place of the
+// node's backward. Where it is not traceable the compiler does not look into the call.
+variable_list record_call(
+    SwapSavedVariables& swap, const GraphNode& node,
+    std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
+    const variable_list& grads, const std::vector<at::IValue>& values, bool is_traceable);
+
+// ---- tensors -----------------------------------------------------------------------------------
+
+// Which tensor it is, as long as somebody holds its counter of versions.
+const void* identity(const at::Tensor& tensor);
+
+// The node that adds up a leaf's gradient, which any operator that is differentiated by the leaf
+// asks torch to make; or that there is none. Two are equal where they are of one node, also of one
+// that is gone.
+class Accumulator {
+ public:
+  explicit Accumulator(const at::Tensor& leaf);
+  bool operator==(const Accumulator& other) const;
+
+ private:
+  WeakNodePtr<GraphNode> node_{NodePtr<GraphNode>()};
+};
+
+// ---- operators and switches --------------------------------------------------------------------
+
+// An operator of torch's that not every build of it has, nor with this signature.
+template <typename Signature>
+std::optional<c10::TypedOperatorHandle<Signature>> find_operator(const char* name,
+                                                                 const char* overload) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!op) return std::nullopt;
+  return op->template typed<Signature>();
+}
+
+// How torch multiplies matrices in fp32.
+inline at::Float32Precision float32_products(at::Float32Backend backend) {
+  return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
+}
+
+// Whether CUDA's products in fp32 are nine products in bf16 (from 2.15 on). A template, as other
+// releases have no such value.
+template <typename Precision = at::Float32Precision>
+bool float32_is_bf16x9() {
+  if constexpr (requires { Precision::BF16X9; }) {
+    return float32_products(at::Float32Backend::CUDA) == Precision::BF16X9;
+  }
+  return false;
+}
+
+}  // namespace fused::internals

@@ -1,0 +1,64 @@
+"""The releases of torch that this version is tested with. Reads nothing of torch: the build asks,
+too."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+
+
+def minor(version: str) -> str:
+    """``2.11.0+cu130`` is ``2.11``, within which torch's C++ interface holds."""
+    return ".".join(version.split(".")[:2])
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in minor(release).split("."))
+
+
+def too_old(version: str) -> str | None:
+    """What there is to say of a torch that is older than all of them."""
+    if _number(version) >= _number(TESTED[0]):
+        return None
+    return (
+        f"torch_fused_linear: torch {version} is too old; {_range()} are supported: "
+        f"pip install '{requirement(list(TESTED))}'"
+    )
+
+
+def untested(version: str) -> str | None:
+    """The same of one that is newer."""
+    if _number(version) <= _number(TESTED[-1]):
+        return None
+    return f"torch_fused_linear: torch {version} is untested; {_range()} are supported"
+
+
+def _range() -> str:
+    return f"{TESTED[0]} to {TESTED[-1]}"
+
+
+def _after(release: str) -> str:
+    major, number = _number(release)
+    return f"{major}.{number + 1}"
+
+
+def requirement(releases: list[str]) -> str:
+    """Of a wheel that holds a library for each of these releases."""
+    numbers = sorted(map(_number, releases))
+    names = [f"{major}.{number}" for major, number in numbers]
+    between = [f"{numbers[0][0]}.{n}" for n in range(numbers[0][1], numbers[-1][1])]
+    holes = "".join(f",!={name}.*" for name in between if name not in names)
+    return f"torch>={names[0]},<{_after(names[-1])}{holes}"
+
+
+def digest_of_headers(torch: Path) -> str:
+    """Of the headers that say how torch's C++ objects lie in memory: builds of torch that have the
+    same ones can take each other's libraries."""
+    folders = ("c10/core", "c10/util", "ATen/core", "torch/csrc/autograd", "torch/csrc/dynamo")
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((torch / "include" / folder).rglob("*.h")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""What is taken of torch beside its public interface, and what differs between its releases.
+
+Differences are found by what is there, not by the number of the release. Modules of torch that take
+long to import are imported by whoever asks. ``tests/integration/test_torch_internals.py`` holds
+each name to what it means here. The C++ counterpart is ``csrc/core/torch_internals.h``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import Block as GraphBlock
+from torch._C import Graph, Node, ScriptModule, TensorType, Value
+from torch._jit_internal import BroadcastingList2
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.jit._builtins import _register_builtin as register_builtin
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
+from torch.utils._contextlib import _DecoratorContextManager as DecoratorContextManager
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+__all__ = [
+    "BroadcastingList2",
+    "DecoratorContextManager",
+    "FakeTensor",
+    "FunctionalTensor",
+    "Graph",
+    "GraphBlock",
+    "HigherOrderOperator",
+    "Node",
+    "OpOverload",
+    "OpOverloadPacket",
+    "ScriptModule",
+    "TensorType",
+    "Value",
+    "has_any_global_hook",
+    "register_builtin",
+    "tree_flatten",
+    "tree_leaves",
+]
+
+#: The hooks of every module, by kind.
+GLOBAL_HOOKS = tuple(
+    getattr(nn.modules.module, f"_global_{kind}")
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
+
+
+def function_modes() -> list:
+    """The function modes in force, the outermost first."""
+    return torch.overrides._get_current_function_mode_stack()
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether an operator has a kernel of its own for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+
+
+def aten_schemas() -> dict[str, list[torch.FunctionSchema]]:
+    """The schemas of ATen's operators, by name."""
+    dispatched = set(torch._C._dispatch_get_all_op_names())  # not TorchScript's of lists and dicts
+    found = defaultdict(list)
+    for schema in torch._C._jit_get_all_schemas():
+        overload = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+        if schema.name.startswith("aten::") and overload in dispatched:
+            found[schema.name.removeprefix("aten::")].append(schema)
+    return found
+
+
+# --- the compiler -------------------------------------------------------------------------------
+
+
+def custom_graph_pass() -> type:
+    """The base of a pass that says what it is, so that the compiler's caches know of it."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def options_of_mode(mode: str | None) -> dict[str, Any]:
+    """Inductor's options of a mode, which run a pass over the graph before autograd each time."""
+    from torch._inductor import config, list_mode_options
+
+    options = {} if mode in (None, "default") else list_mode_options(mode)
+    if hasattr(config, "pre_grad_pass_timing"):  # from 2.13 on
+        # Where its cache has the graph, it would not run the pass, and nothing would be counted.
+        options["pre_grad_pass_timing"] = "early"
+    return options
+
+
+def trace_in_aten(function: Callable, examples: list[torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph of a function, in the operators that Inductor takes."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad(), enable_python_dispatcher():
+        return make_fx(function, select_decomp_table())(*examples)
+
+
+def backend_of(name: str | Callable) -> Callable:
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def overlaps_collectives() -> bool:
+    """Whether the compiler takes products beside collectives apart, to overlap the two."""
+    from torch._inductor import config
+
+    return config._micro_pipeline_tp
+
+
+def forget_compiled() -> None:
+    """Has torch.compile trace anew: it does not look whether functions that it traced through have
+    other code."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset_code_caches()
+
+
+# --- TorchScript --------------------------------------------------------------------------------
+
+
+def copy_of_own_class(module: ScriptModule) -> ScriptModule:
+    """The same parameters and methods in a class that no other module has."""
+    copy = torch._C._hack_do_not_use_clone_module_with_class(module, [], [])
+    waiting = [(module, copy)]
+    while waiting:
+        old, new = waiting.pop()
+        for held in (torch._C.ParameterDict, torch._C.BufferDict):
+            for name, tensor in held(old).items():
+                new.setattr(name, tensor)
+        children = dict(torch._C.ModuleDict(new).items())
+        waiting += [(child, children[name]) for name, child in torch._C.ModuleDict(old).items()]
+    return copy
+
+
+def script_graphs(module: ScriptModule) -> Iterator[Graph]:
+    """The graph of each method, with what it calls in it and constants as such."""
+    for name in module._method_names():
+        graph = module._get_method(name).graph
+        torch._C._jit_pass_inline(graph)
+        torch._C._jit_pass_constant_propagation(graph)  # `if inplace` of F.relu, say
+        torch._C._jit_pass_peephole(graph)
+        yield graph
+
+
+# --- distributed tensors ------------------------------------------------------------------------
+
+
+def dtensor() -> SimpleNamespace:
+    """What DTensor's rules for operators are written with."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import (
+        expand_to_full_mesh_op_strategy,
+        register_op_strategy,
+    )
+
+    return SimpleNamespace(
+        AsyncCollectiveTensor=AsyncCollectiveTensor,
+        OpSchema=OpSchema,
+        OpStrategy=OpStrategy,
+        RuntimeSchemaInfo=RuntimeSchemaInfo,
+        expand_to_full_mesh_op_strategy=expand_to_full_mesh_op_strategy,
+        register_op_strategy=register_op_strategy,
+    )
+
+
+def handle_on_dtensors(operator: OpOverload, handler: Callable) -> None:
+    """Has DTensor call ``handler(operator, args, kwargs)`` in place of an operator."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._custom_op_handlers[operator] = handler
+
+
+def is_distributed_module(module: nn.Module) -> bool:
+    """Whether ``distribute_module`` has been given the module."""
+    return "_distribute_module_applied" in module.__dict__
+
+
+def given_to_distribute_module(hook: Callable, name: str) -> Any:
+    """The argument of ``distribute_module`` that a hook calls, None if the hook is not its own."""
+    if type(hook) is not FunctionType:
+        return None
+    made_by = hook.__module__, hook.__qualname__
+    if made_by != ("torch.distributed.tensor._api", "distribute_module.<locals>.<lambda>"):
+        return None
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
+    return held[name].cell_contents if name in held else None
+
+
+def prepares_output(function: Callable, style: str) -> bool:
+    """Whether it is what a plan of tensor parallelism, by its name, does after a layer."""
+    styles = sys.modules.get("torch.distributed.tensor.parallel.style")
+    return styles is not None and function is getattr(styles, style)._prepare_output_fn
