@@ -107,7 +107,7 @@ def test_layers_get_a_mark_and_nothing_else_changes():
         assert repr(model) == before.text
         before.assert_same_parameters(Snapshot.of(model))
     (block,) = report.fused
-    assert (block.path, block.layers, report.skipped) == ("", ("fc1", "fc2", "fc3"), [])
+    assert (block.path, block.layers, report.skipped) == ("", ("fc1", "fc2", "fc3"), ())
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing():

@@ -19,7 +19,7 @@ from torch import nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear.fuse import in_code
-from torch_fused_linear.fuse.reading import ORIGINALS
+from torch_fused_linear.fuse.source import ORIGINALS
 
 SOURCE = '''import torch
 import torch.nn.functional as F

@@ -16,15 +16,14 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
-from ..activations import ACTIVATIONS as BY_NAME
+from ..activations import ACTIVATIONS
 from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
-from ..subclasses import PLAIN, is_foreign
+from ..subclasses import PLAIN
 from . import parallel, plain
-from .plain import METHODS, dropped_share, hooks_objection, memory_of, plain_kind
+from .plain import METHODS, dropped_share, memory_of, plain_kind
 
 
 class Begun:
@@ -46,16 +45,9 @@ def glu(*given) -> Tensor:
     return linear_glu(*given)
 
 
-def is_begun(value: object) -> bool:
-    return type(value) is tuple and len(value) == 6 and value[0] is Begun
-
-
-def is_half(value: object) -> bool:
-    return type(value) is tuple and len(value) == 3 and value[0] is Half
-
-
-def is_factor(value: object) -> bool:
-    return type(value) is tuple and len(value) == 6 and value[0] is Factor
+def is_a(kind: type, value: object) -> bool:
+    """Whether it is a begun call, a factor or a half."""
+    return type(value) is tuple and len(value) > 0 and value[0] is kind
 
 
 # --- one call after another ---------------------------------------------------------------------
@@ -63,9 +55,8 @@ def is_factor(value: object) -> bool:
 
 def step(function, /, *args, **named):
     """In place of ``function(h, ...)`` whose result only the next of these calls gets."""
-    h = args[0] if args else named.get("input")
-    if is_begun(h):
-        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
+    h, more, options = _parts(args, named)
+    if is_a(Begun, h):
         share = dropped_share(function, more, options)
         if share is not None:
             return (*h[:5], (*h[5], (share, function, more, options))) if share else h
@@ -75,12 +66,9 @@ def step(function, /, *args, **named):
         if result is not None:
             return result
         h = end(h)
-        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
-    if len(args) + len(named) == 1:
-        begun = _begun(function, h) or _begun_between_hooks(function, h)
-        if begun is not None:
-            return begun
-    return function(*args, **named)
+        args, named = _with(h, args, named)
+    begun = None if more or options else _begun(function, h)
+    return function(*args, **named) if begun is None else begun
 
 
 def last(function, /, *args, **named):
@@ -88,14 +76,9 @@ def last(function, /, *args, **named):
     return end(step(function, *args, **named))
 
 
-def call(activation, layer, input):
-    """In place of ``activation(layer(input))``."""
-    return last(activation, step(layer, input))
-
-
 def end(h):
     """What a begun call would have returned; anything else as it is."""
-    if not is_begun(h):
+    if not is_a(Begun, h):
         return h
     layer = h[1]
     if layer is glu:
@@ -109,55 +92,44 @@ def end(h):
     return result
 
 
+def _parts(args, named) -> tuple:
+    """The tensor of a call, what else it is given by position, and what by name."""
+    if args:
+        return args[0], args[1:], named
+    return named.get("input"), (), {name: v for name, v in named.items() if name != "input"}
+
+
+def _with(h, args, named) -> tuple:
+    """What a call is given, with another tensor."""
+    return ((h, *args[1:]), named) if args else (args, {**named, "input": h})
+
+
 def _begun(layer, input) -> tuple | None:
     """A begun call of a plain layer; None where it must be called as it is."""
-    if type(input) not in PLAIN or not isinstance(layer, nn.Module) or memory_of(layer) is None:
-        return None
-    held = plain.parameters(layer)
+    held = None if memory_of(layer) is None else plain.parameters(layer)
     if held is None or not plain.fits(layer, input, *held):
         return None
     return (Begun, layer, input, *held, ())
 
 
-def _begun_between_hooks(layer, input) -> tuple | None:
-    """The same of a layer under a plan of tensor parallelism, whose weight is a DTensor."""
-    if not isinstance(layer, nn.Module) or not parallel.is_spread(layer):
-        return None
-    if memory_of(layer) is None or is_foreign(input) or not plain.plain_modes():
-        return None
-    if hooks_objection(layer) or _has_any_global_hook():
-        return None
-    held = layer._parameters
-    weight, bias = held.get("weight"), held.get("bias")
-    given = [weight] if bias is None else [weight, bias]
-    if weight is None or any(type(t) in PLAIN or is_foreign(t) for t in given):
-        return None
-    if not plain.is_untouched(nn.Linear, plain.LAYERS[nn.Linear]):
-        return None
-    return (Begun, layer, input, weight, bias, ())
-
-
 def _activated(function, h, more, options) -> Tensor | None:
     """The activation of a begun call; None where it must be called as it is."""
     _, layer, input, weight, _, dropouts = h
-    if layer is glu:
+    if layer is glu or len(more) > 1 or (more and options):
         return None
-    if more:
-        if len(more) > 1 or options or function not in (F.relu, F.silu):
-            return None
-        options = {"inplace": more[0]}
-    kind = plain_kind(function, options or None)
-    if kind is None or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d)):
+    kind = plain_kind(function, {"inplace": more[0]} if more else options)
+    is_convolution = type(layer) is nn.Conv2d
+    if kind is None or (kind != "relu" and (dropouts or is_convolution)):
         return None
     if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
         return None
-    memory = memory_of(layer) or "default"
-    if type(layer) is nn.Conv2d:
+    if is_convolution:
         result = FusedConv2dReLU.forward(layer, input)
     else:
-        activation = BY_NAME[kind]
+        activation = ACTIVATIONS[kind]
         form = () if activation.approximate is None else (activation.approximate,)
-        result = _run(getattr(functional, activation.operator), h, *form, memory)
+        operator = getattr(functional, activation.operator)
+        result = _run(operator, h, *form, memory_of(layer) or "default")
     for share, *_ in dropouts:
         result = F.dropout(result, share)
     return result
@@ -176,20 +148,18 @@ def _run(operator, h, *options):
 
 def later(function, /, *args, **named):
     """In place of ``act(h)`` whose result only a product gets."""
-    h = args[0] if args else named.get("input")
-    if is_begun(h) or is_half(h):
-        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
-        kind = None if more else plain_kind(function, options or None)
-        if kind is not None and not (is_half(h) and _is_in_place(function, options)):
+    h, more, options = _parts(args, named)
+    if is_a(Begun, h) or is_a(Half, h):
+        kind = None if more else plain_kind(function, options)
+        if kind is not None and not (is_a(Half, h) and _is_in_place(function, options)):
             return (Factor, h, kind, function, more, options)
-        h = _value(h)
-        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
+        args, named = _with(_value(h), args, named)
     return function(*args, **named)
 
 
 def halves(chunk, h, /, *args, **named):
     """In place of ``chunk(h, 2, dim=-1)``."""
-    if not is_begun(h):
+    if not is_a(Begun, h):
         return chunk(h, *args, **named)
     is_known = chunk is method_chunk or chunk is torch.chunk
     is_single = h[1] is not glu and not h[5] and type(h[1]) is not nn.Conv2d
@@ -209,42 +179,44 @@ def product(left, right):
     return begun or _value(left) * _value(right)
 
 
+def last_product(left, right):
+    """The same where the result may go anywhere."""
+    return end(product(left, right))
+
+
 def _gated(factor, other) -> tuple | None:
     """A begun gated layer of both layers or of one for both; None where one is not plain."""
-    if not is_factor(factor):
+    if not is_a(Factor, factor):
         return None
-    _, h, kind, *_ = factor
-    begun = h if is_begun(h) else h[1][0]
-    if not is_begun(begun):
-        return None  # its halves were made
-    _, layer, input, gate, gate_bias, dropouts = begun
+    h, kind = factor[1:3]
     up = up_bias = None
-    if is_begun(h):
-        if not is_begun(other) or other[1] is glu or other[2] is not input or other[5]:
+    if is_a(Begun, h) and is_a(Begun, other):
+        begun, (_, layer, input, up, up_bias, dropouts) = h, other
+        if layer is glu or input is not begun[2] or dropouts or up.shape != begun[3].shape:
             return None
-        up, up_bias = other[3:5]
-        if gate.shape != up.shape:
+    elif is_a(Half, h) and is_a(Half, other) and other[1] is h[1] and other[2] != h[2]:
+        begun = h[1][0]
+        if not is_a(Begun, begun) or begun[3].shape[0] % 2:  # its halves were made, or are unequal
             return None
-        given = gate, up
     else:
-        if not is_half(other) or other[1] is not h[1] or other[2] == h[2] or gate.shape[0] % 2:
-            return None
-        given = (gate,)
-        if h[2] == 1:
-            up, gate = gate.chunk(2)
-            if gate_bias is not None:
-                up_bias, gate_bias = gate_bias.chunk(2)
-    if dropouts or layer is glu or any(t.dim() != 2 or type(t) not in PLAIN for t in given):
         return None
+    _, layer, input, gate, gate_bias, dropouts = begun
+    weights = (gate,) if up is None else (gate, up)
+    if dropouts or layer is glu or any(t.dim() != 2 or type(t) not in PLAIN for t in weights):
+        return None
+    if is_a(Half, h) and h[2] == 1:
+        up, gate = gate.chunk(2)
+        if gate_bias is not None:
+            up_bias, gate_bias = gate_bias.chunk(2)
     memory = memory_of(layer) or "default"
     return Begun, glu, (input, gate, up, gate_bias, up_bias, kind, memory), None, None, ()
 
 
 def _down(layer, h) -> Tensor | None:
     """The layer after a begun gated layer, as one operator with it."""
-    if h[1] is not glu or h[5] or not isinstance(layer, nn.Module) or memory_of(layer) is None:
+    if h[1] is not glu or h[5] or type(layer) is nn.Conv2d or memory_of(layer) is None:
         return None
-    held = None if type(layer) is nn.Conv2d else plain.parameters(layer)
+    held = plain.parameters(layer)
     if held is None or not _fits_glu(h[2], *held):
         return None
     (x, gate, up, gate_bias, up_bias, *options), (weight, bias) = h[2], held
@@ -257,7 +229,8 @@ def _fits_glu(given, weight, bias) -> bool:
     hidden = gate.shape[0] // (2 if up is None else 1)
     tensors = (weight,) if bias is None else (weight, bias)
     return (
-        weight.dim() == 2
+        type(weight) in PLAIN
+        and weight.dim() == 2
         and weight.shape[1] == hidden
         and all(t.dtype == gate.dtype and t.device == gate.device for t in tensors)
     )
@@ -265,10 +238,10 @@ def _fits_glu(given, weight, bias) -> bool:
 
 def _value(h):
     """The value of whatever waits for a product."""
-    if is_factor(h):
+    if is_a(Factor, h):
         _, inner, _, function, more, options = h
-        return last(function, _value(inner) if is_half(inner) else inner, *more, **options)
-    if not is_half(h):
+        return last(function, _value(inner) if is_a(Half, inner) else inner, *more, **options)
+    if not is_a(Half, h):
         return end(h)
     _, cell, number = h
     if len(cell) != 2:

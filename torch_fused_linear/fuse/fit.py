@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import FunctionType
 
 import torch.nn.functional as F
@@ -11,18 +12,11 @@ from . import plain
 from .families import ACTIVATION_FUNCTIONS, ACTIVATION_LIBRARIES, CONV1D, REFUSALS, full_name
 from .parallel import is_spread
 from .plain import DTYPES, LAYERS, RECIPES, hooks_objection
-from .resolve import recipe
+from .scope import is_docstring
+from .source import Text, Unreadable, code_of
+from .steps import dotted
 
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
-
-
-def activation_kind(value: object, options: dict | None = None) -> str | None:
-    """The operators' name of an activation, which is known from now on when it runs."""
-    if isinstance(value, nn.Module):
-        plain.learn(value)
-    elif type(value) is FunctionType and value not in RECIPES:
-        RECIPES[value] = value.__code__, recipe(value)
-    return plain.activation_kind(value, options)
 
 
 def is_linear(value: object) -> bool:
@@ -57,24 +51,32 @@ def is_passed(value: object) -> bool:
     )
 
 
-def linear_objection(linear: nn.Module, is_sharded: bool = False) -> str | None:
+def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
-    kind = type(linear)
-    if "parametrizations" in linear._modules:
+    kind = type(layer)
+    if "parametrizations" in layer._modules:
         return "has a parametrisation"
-    if kind not in LAYERS and full_name(kind) != CONV1D:
-        expected = "nn.Conv2d" if isinstance(linear, nn.Conv2d) else "nn.Linear"
+    plain.learn(layer)
+    if kind not in LAYERS:
+        expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
         return f"{kind.__name__} is not exactly {expected}"
-    if reason := hooks_objection(linear):
+    if reason := hooks_objection(layer):
         return reason
-    weight = linear._parameters.get("weight")
-    may_be_distributed = is_sharded or is_spread(linear)
+    weight = layer._parameters.get("weight")
+    may_be_distributed = is_sharded or is_spread(layer)
     is_distributed = may_be_distributed and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
         return f"there are no fused kernels for {weight.dtype}"
     return None
+
+
+def activation_kind(value: object, options: dict | None = None) -> str | None:
+    """The operators' name of an activation, which is known from now on when it runs."""
+    if type(value) is FunctionType and value not in RECIPES:
+        RECIPES[value] = value.__code__, recipe(value)
+    return plain.activation_kind(value, options)
 
 
 def plain_kind(value: object, options: dict | None = None) -> str | None:
@@ -94,3 +96,23 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
     if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
         return f"the activation {reason}"
     return None
+
+
+def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
+    """What a function of one argument calls with it, if it does nothing else."""
+    try:
+        node = Text(function).node
+    except Unreadable:
+        return None
+    body = [node.body] if isinstance(node, ast.Lambda) else node.body
+    body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
+    call = body[0].value if isinstance(body[0], ast.Return) else body[0]
+    code, is_one = code_of(function), function.__defaults__ is None and len(body) == 1
+    if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
+        return None
+    path, given = dotted(call.func), getattr(call.args[0], "id", None)
+    constants = all(isinstance(k.value, ast.Constant) and k.arg for k in call.keywords)
+    if code.co_varnames != (given,) or code.co_argcount != 1 or not constants:
+        return None
+    options = {k.arg: k.value.value for k in call.keywords}
+    return (path, options or None) if path and path[0] in code.co_names else None

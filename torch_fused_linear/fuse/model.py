@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FunctionType
 
 import torch
@@ -11,15 +13,73 @@ from torch import nn
 from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import fit
-from .chains import Chain, Element, is_activation, is_sequential, walks_children
 from .families import NAMES
 from .plain import hooks_objection
 from .products import Product
-from .reading import Text, Unreadable, code_of, names, place_of, unwrapped
 from .resolve import Resolver, Value, named
+from .source import Text, Unreadable, code_of, names, place_of, unwrapped
 from .steps import Step
 
 FUSED = (FusedMLP, FusedGatedMLP)
+
+
+@dataclass(eq=False)
+class Element:
+    """One step of a chain, which is a run of calls for one module.
+
+    Attributes:
+        owner: the module in whose code, or as whose child, it stands.
+        values: what is called, with the path from the model: several in a loop.
+        text: the code that it is in; None for a child of an nn.Sequential.
+        name: of a child.
+        step: as it was read.
+        parts: of each form of a product: its activation, its layer or both layers.
+    """
+
+    owner: nn.Module
+    values: list[Value]
+    text: Text | None = None
+    name: str = ""
+    step: Step | None = None
+    parts: list[list[Element]] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple:
+        return self.owner, self.name if self.text is None else self.step.node
+
+    @property
+    def where(self) -> str:
+        return "" if self.text is None else self.text.place(self.step.node)
+
+    @property
+    def is_method(self) -> bool:
+        """Whether it is ``h.relu()``."""
+        return self.step is not None and self.step.callee is None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is given a tensor and no more."""
+        return self.step is None or self.step.is_bare
+
+    def options(self) -> dict:
+        """The constants that are given beside the tensor; the rest is known when it runs."""
+        given = self.step.options() if self.step is not None else {}
+        return {k: v for k, v in given.items() if not isinstance(v, ast.AST)}
+
+    def kinds(self, kind_of: Callable = fit.activation_kind) -> list[str | None]:
+        """What each of its values would be as an activation."""
+        if self.is_method:
+            return ["relu"]
+        return [kind_of(v.value, self.options()) for v in self.values]
+
+    def of(self, test: Callable[[object], bool]) -> list[Value]:
+        return [v for v in self.values if test(v.value)]
+
+    def is_activation(self) -> bool:
+        return self.is_method or bool(self.of(fit.is_activation))
+
+
+Chain = list[Element]
 
 
 class Model:
@@ -36,23 +96,20 @@ class Model:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}
         self.unread: dict[nn.Module, tuple[str, str]] = {}
-        self._texts: dict = {}
+        self._texts: dict[FunctionType, Text] = {}
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
 
     def _visit(self, module: nn.Module, path: str) -> None:
         if type(module).__hash__ is None:
             self.frozen[path] = f"{type(module).__name__} cannot be hashed"
-            return
-        if module in self.paths:
-            return
-        if path and (reason := frozen_reason(module)):
+        elif path and (reason := frozen_reason(module)):
             self.frozen[path] = f"{type(module).__name__} {reason}"
-            return
-        self.paths[module] = path
-        for name, child in module._modules.items():
-            if child is not None:
-                self._visit(child, join(path, name))
+        elif module not in self.paths:
+            self.paths[module] = path
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._visit(child, join(path, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         if is_sequential(module):
@@ -85,14 +142,14 @@ class Model:
             return Element(module, values, text, step=step, parts=parts)
 
         chains = [[element(step) for step in run] for run in text.runs]
-        if not text.takes_locals:
+        if not text.scope.takes_locals():
             return chains
         if any(map(meet, chains)):
             reason = f"{function.__qualname__} takes all its local names together"
             self.unread.setdefault(module, (reason, place_of(function.__code__)))
         return []
 
-    def _mentions_activation(self, module: nn.Module, function) -> bool:
+    def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
         code = code_of(function)
         for name in names(code) | set(code.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
@@ -111,17 +168,15 @@ class Model:
                 chain += self._flatten(child)
             else:
                 path = join(self.paths[sequential], name)
-                chain.append(Element(sequential, [Value(path, child)], None, name))
+                chain.append(Element(sequential, [Value(path, child)], name=name))
         return chain
 
     def _is_inner(self, module: nn.Module) -> bool:
         """Whether it stands for its children in the nn.Sequential around it."""
-        return (
-            is_sequential(module)
-            and is_sequential(self.modules.get(self.paths.get(module, "").rpartition(".")[0]))
-            and self.paths.get(module) != ""
-            and not hooks_objection(module)
-        )
+        if not is_sequential(module) or not (path := self.paths[module]):
+            return False
+        outer = self.modules[path.rpartition(".")[0]]
+        return is_sequential(outer) and not hooks_objection(module)
 
 
 def functions_of(cls: type) -> list[FunctionType]:
@@ -151,9 +206,26 @@ def frozen_reason(module: nn.Module) -> str | None:
 
 def meet(chain: Chain) -> bool:
     """Whether a layer and an activation are in it."""
-    return any(e.parts for e in chain) or (
-        any(e.of(fit.is_layer) for e in chain) and any(map(is_activation, chain))
-    )
+    is_layer = any(e.of(fit.is_layer) for e in chain)
+    return any(e.parts for e in chain) or (is_layer and any(e.is_activation() for e in chain))
+
+
+def is_sequential(module: object) -> bool:
+    """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    is_one = isinstance(module, nn.Sequential)
+    return is_one and type(module).forward is nn.Sequential.forward and walks_children(module)
+
+
+def walks_children(module: nn.Sequential) -> bool:
+    """Whether nn.Sequential's forward means its children, one by one."""
+    return type(module).__iter__ is nn.Sequential.__iter__
+
+
+def pass_over(chain: Chain, start: int) -> int:
+    """The index of the first element from `start` that is neither dropout nor identity."""
+    while start < len(chain) and chain[start].of(fit.is_passed):
+        start += 1
+    return start
 
 
 def join(path: str, name: str) -> str:

@@ -54,8 +54,8 @@ class Report:
         skipped: what might have been fused and was not, with the reason.
     """
 
-    fused: list[Block]
-    skipped: list[Skipped]
+    fused: tuple[Block, ...]
+    skipped: tuple[Skipped, ...]
 
     def patterns(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[Block]]:
         """The blocks by what ran before and what runs now."""

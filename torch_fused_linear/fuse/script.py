@@ -53,7 +53,7 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
         skipped += method.skipped
     if fused:
         scripted._reconstruct(module)
-    return Report(fused, skipped)
+    return Report(tuple(fused), tuple(skipped))
 
 
 def _of_own_class(scripted: torch.jit.ScriptModule) -> torch._C.ScriptModule:

@@ -35,11 +35,6 @@ class Step:
     guard: ast.expr | None = None
 
     @property
-    def nodes(self) -> list[ast.expr]:
-        """The expressions that stand for it in the text."""
-        return [self.node]
-
-    @property
     def is_bare(self) -> bool:
         """Whether the tensor is all that is given."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
@@ -61,10 +56,8 @@ def dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else []
 
 
-def is_harmless(*nodes: ast.AST | None) -> bool:
-    return all(
-        isinstance(n, HARMLESS) for node in nodes if node is not None for n in ast.walk(node)
-    )
+def is_harmless(*nodes: ast.AST) -> bool:
+    return all(isinstance(n, HARMLESS) for node in nodes for n in ast.walk(node))
 
 
 def is_condition(node: ast.AST) -> bool:
@@ -83,17 +76,14 @@ def mentions(node: ast.AST, name: str) -> list[ast.Name]:
 def step_of(node: ast.AST | None) -> Step | None:
     if not isinstance(node, ast.Call):
         return None
-    inputs = [k for k in node.keywords if k.arg == "input"]
-    is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
-    if is_method and not node.args and not node.keywords:
-        return Step(node, None, node.func.value)
-    others = [*node.args[1:], *(k.value for k in node.keywords if k.arg != "input")]
-    if any(k.arg is None for k in node.keywords) or not is_harmless(*others):
+    first, *others = [*node.args, *node.keywords] or [None]
+    if first is None:
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
+        return Step(node, None, node.func.value) if is_method else None
+    data = first.value if getattr(first, "arg", "") == "input" else first
+    if not isinstance(data, ast.expr) or isinstance(data, ast.Starred):
         return None
-    data = node.args[0] if node.args else inputs[0].value if inputs else None
-    if data is None or (node.args and inputs) or isinstance(data, ast.Starred):
-        return None
-    if inputs and node.keywords[0].arg != "input":
+    if not is_harmless(*others) or any(getattr(o, "arg", "") in (None, "input") for o in others):
         return None
     return Step(node, node.func, data) if is_callee(node.func) else None
 
