@@ -14,18 +14,14 @@ namespace fused::python {
 namespace {
 
 // What know was given, kept for good.
-PyObject *begun, *factor, *glu, *decide;
-
-bool is_tuple_of(PyObject* object, PyObject* kind) {
-  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 &&
-         PyTuple_GET_ITEM(object, 0) == kind;
-}
+PyObject *begun, *glu, *decide;
 
 PyObject* part(PyObject* tuple, Py_ssize_t k) { return PyTuple_GET_ITEM(tuple, k); }
 
-// A begun layer or gated layer, with no dropout behind it.
-bool is_begun(PyObject* object) {
-  return is_tuple_of(object, begun) && PyTuple_GET_SIZE(part(object, 5)) == 0;
+// A begun layer or gated layer, with so many calls behind it.
+bool is_begun(PyObject* object, Py_ssize_t behind = 0) {
+  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 && part(object, 0) == begun &&
+         PyTuple_GET_SIZE(part(object, 5)) == behind;
 }
 
 PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
@@ -131,7 +127,9 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
   if (is_bare && is_begun(given[1]) && part(given[1], 1) != glu && !is_conv(part(given[1], 1))) {
     const std::string_view kind = kind_of(given[0]);
     if (!kind.empty()) {
-      return Py_BuildValue("(OOsO(){})", factor, given[1], kind.data(), given[0]);
+      PyObject* call = given[1];
+      return Py_BuildValue("(OOOOO((sO(){})))", begun, part(call, 1), part(call, 2), part(call, 3),
+                           part(call, 4), kind.data(), given[0]);
     }
   } else if (is_bare && !PyTuple_CheckExact(given[1])) {
     return PyObject_CallOneArg(given[0], given[1]);
@@ -142,24 +140,22 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
 
 // The gated layer of an activated gate and another layer, both begun with one input; nullptr where
 // Python decides.
-PyObject* glu_of(PyObject* activated, PyObject* other) {
-  if (!is_tuple_of(activated, factor) || !is_begun(part(activated, 1)) || !is_begun(other)) {
-    return nullptr;
-  }
-  PyObject* gate = part(activated, 1);
+PyObject* glu_of(PyObject* gate, PyObject* other) {
+  if (!is_begun(gate, 1) || !is_begun(other)) return nullptr;
+  PyObject* kind = part(part(part(gate, 5), 0), 0);  // or the share of a dropout
   const std::string_view memory = memory_of(part(gate, 1));
   const auto is_matrix = [](PyObject* call) {
     PyObject* weight = part(call, 3);
     return THPVariable_CheckExact(weight) && THPVariable_Unpack(weight).dim() == 2;
   };
-  if (part(other, 1) == glu || part(gate, 2) != part(other, 2) || memory.empty() ||
-      !is_matrix(gate) || !is_matrix(other) ||
+  if (!PyUnicode_Check(kind) || part(other, 1) == glu || part(gate, 2) != part(other, 2) ||
+      memory.empty() || !is_matrix(gate) || !is_matrix(other) ||
       THPVariable_Unpack(part(gate, 3)).sizes() != THPVariable_Unpack(part(other, 3)).sizes()) {
     return nullptr;
   }
   return Py_BuildValue("(OO(OOOOOOs)OO())", begun, glu, part(gate, 2), part(gate, 3),
-                       part(other, 3), part(gate, 4), part(other, 4), part(activated, 2),
-                       memory.data(), Py_None, Py_None);
+                       part(other, 3), part(gate, 4), part(other, 4), kind, memory.data(), Py_None,
+                       Py_None);
 }
 
 // product(left, right) in place of left * right: a begun gated layer or the value.
@@ -198,7 +194,7 @@ PyObject* know(PyObject*, PyObject* arguments) {
       !keep(functions, tables, "FUNCTIONS") || !keep(global_hooks, tables, "GLOBAL_HOOKS") ||
       !keep(untouched, tables, "UNTOUCHED") || !keep(module_call, tables, "CALL") ||
       !keep(module_call_impl, tables, "CALL_IMPL") || !keep(begun, decide, "Begun") ||
-      !keep(factor, decide, "Factor") || !keep(glu, decide, "glu")) {
+      !keep(glu, decide, "glu")) {
     return nullptr;
   }
   Py_INCREF(arguments);  // for good

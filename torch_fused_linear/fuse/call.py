@@ -27,17 +27,17 @@ from .plain import METHODS, dropped_share, memory_of, plain_kind
 
 
 class Begun:
-    """A begun call: (Begun, layer, input, weight, bias, dropouts behind it)."""
+    """A begun call: (Begun, layer, input, weight, bias, behind).
 
-
-class Factor:
-    """An activation whose result a product gets: (Factor, begun or half, kind, activation,
-    what else it is given by position, and by name)."""
+    ``behind`` are the calls after it that wait too, (what, function, what else that is given by
+    position, and by name): a dropout, which is the share that it drops, or the activation of a
+    gate, which is its kind.
+    """
 
 
 class Half:
     """One half of a begun layer's result: (Half, list of the begun call and the chunk's function
-    and arguments, or of both halves when they were made, number)."""
+    and arguments, or of both halves when they were made, number, behind)."""
 
 
 def glu(*given) -> Tensor:
@@ -46,8 +46,12 @@ def glu(*given) -> Tensor:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Whether it is a begun call, a factor or a half."""
+    """Whether it is a begun call or a half of one."""
     return type(value) is tuple and len(value) > 0 and value[0] is kind
+
+
+def waits(value: object) -> bool:
+    return is_a(Begun, value) or is_a(Half, value)
 
 
 # --- one call after another ---------------------------------------------------------------------
@@ -59,7 +63,7 @@ def step(function, /, *args, **named):
     if is_a(Begun, h):
         share = dropped_share(function, more, options)
         if share is not None:
-            return (*h[:5], (*h[5], (share, function, more, options))) if share else h
+            return _behind(h, share, function, more, options) if share else h
         result = _activated(function, h, more, options)
         if result is None and not more and not options:
             result = _down(function, h)
@@ -77,19 +81,25 @@ def last(function, /, *args, **named):
 
 
 def end(h):
-    """What a begun call would have returned; anything else as it is."""
+    """What a begun call, or a half of one, would have returned; anything else as it is."""
+    if is_a(Half, h):
+        return _half(h)
     if not is_a(Begun, h):
         return h
-    layer = h[1]
+    layer, behind = h[1], h[5]
+    if behind:
+        *_, (what, function, more, options) = behind
+        begun = (*h[:5], behind[:-1])
+        if isinstance(what, str):
+            return last(function, begun, *more, **options)
+        return function(end(begun), *more, **options)
     if layer is glu:
-        result = linear_glu(*h[2])
-    elif type(layer) is nn.Conv2d:
-        result = layer(h[2])
-    else:
-        result = _run(linear, h)
-    for _, function, more, options in h[5]:
-        result = function(result, *more, **options)
-    return result
+        return linear_glu(*h[2])
+    return layer(h[2]) if type(layer) is nn.Conv2d else _run(linear, h)
+
+
+def _behind(h, what, function, more, options) -> tuple:
+    return (*h[:-1], (*h[-1], (what, function, more, options)))
 
 
 def _parts(args, named) -> tuple:
@@ -114,12 +124,12 @@ def _begun(layer, input) -> tuple | None:
 
 def _activated(function, h, more, options) -> Tensor | None:
     """The activation of a begun call; None where it must be called as it is."""
-    _, layer, input, weight, _, dropouts = h
+    _, layer, input, weight, _, behind = h
     if layer is glu or len(more) > 1 or (more and options):
         return None
     kind = plain_kind(function, {"inplace": more[0]} if more else options)
     is_convolution = type(layer) is nn.Conv2d
-    if kind is None or (kind != "relu" and (dropouts or is_convolution)):
+    if kind is None or (kind != "relu" and (behind or is_convolution)):
         return None
     if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
         return None
@@ -130,7 +140,7 @@ def _activated(function, h, more, options) -> Tensor | None:
         form = () if activation.approximate is None else (activation.approximate,)
         operator = getattr(functional, activation.operator)
         result = _run(operator, h, *form, memory_of(layer) or "default")
-    for share, *_ in dropouts:
+    for share, *_ in behind:
         result = F.dropout(result, share)
     return result
 
@@ -152,8 +162,8 @@ def later(function, /, *args, **named):
     if is_a(Begun, h) or is_a(Half, h):
         kind = None if more else plain_kind(function, options)
         if kind is not None and not (is_a(Half, h) and _is_in_place(function, options)):
-            return (Factor, h, kind, function, more, options)
-        args, named = _with(_value(h), args, named)
+            return _behind(h, kind, function, more, options)
+        args, named = _with(end(h), args, named)
     return function(*args, **named)
 
 
@@ -165,7 +175,7 @@ def halves(chunk, h, /, *args, **named):
     is_single = h[1] is not glu and not h[5] and type(h[1]) is not nn.Conv2d
     if is_known and is_single and h[3].dim() == 2 and _is_in_two(h[2], *args, **named):
         cell = [h, chunk, args, named]
-        return (Half, cell, 0), (Half, cell, 1)
+        return (Half, cell, 0, ()), (Half, cell, 1, ())
     return chunk(end(h), *args, **named)
 
 
@@ -176,7 +186,7 @@ def method_chunk(h, /, *args, **named):
 def product(left, right):
     """In place of ``left * right`` whose result only a layer of ours gets."""
     begun = _gated(left, right) or _gated(right, left)
-    return begun or _value(left) * _value(right)
+    return begun or end(left) * end(right)
 
 
 def last_product(left, right):
@@ -184,32 +194,40 @@ def last_product(left, right):
     return end(product(left, right))
 
 
-def _gated(factor, other) -> tuple | None:
-    """A begun gated layer of both layers or of one for both; None where one is not plain."""
-    if not is_a(Factor, factor):
+def _gated(gate, up) -> tuple | None:
+    """A begun gated layer of an activated gate and the other factor; None if one is not plain."""
+    if not waits(gate) or not waits(up) or len(gate[-1]) != 1 or up[-1] or gate[0] is not up[0]:
         return None
-    h, kind = factor[1:3]
-    up = up_bias = None
-    if is_a(Begun, h) and is_a(Begun, other):
-        begun, (_, layer, input, up, up_bias, dropouts) = h, other
-        if layer is glu or input is not begun[2] or dropouts or up.shape != begun[3].shape:
-            return None
-    elif is_a(Half, h) and is_a(Half, other) and other[1] is h[1] and other[2] != h[2]:
-        begun = h[1][0]
-        if not is_a(Begun, begun) or begun[3].shape[0] % 2:  # its halves were made, or are unequal
-            return None
-    else:
+    kind = gate[-1][0][0]
+    given = _of_two(gate, up) if gate[0] is Begun else _of_one(gate, up)
+    if given is None or not isinstance(kind, str):
         return None
-    _, layer, input, gate, gate_bias, dropouts = begun
-    weights = (gate,) if up is None else (gate, up)
-    if dropouts or layer is glu or any(t.dim() != 2 or type(t) not in PLAIN for t in weights):
+    layer = gate[1] if gate[0] is Begun else gate[1][0][1]
+    return Begun, glu, (*given, kind, memory_of(layer) or "default"), None, None, ()
+
+
+def _of_two(gate, up) -> tuple | None:
+    """What linear_glu takes of two layers."""
+    (layer, input, weight, bias), (other, its_input, its_weight, its_bias) = gate[1:5], up[1:5]
+    if layer is glu or other is glu or input is not its_input or weight.shape != its_weight.shape:
         return None
-    if is_a(Half, h) and h[2] == 1:
-        up, gate = gate.chunk(2)
-        if gate_bias is not None:
-            up_bias, gate_bias = gate_bias.chunk(2)
-    memory = memory_of(layer) or "default"
-    return Begun, glu, (input, gate, up, gate_bias, up_bias, kind, memory), None, None, ()
+    is_plain = all(t.dim() == 2 and type(t) in PLAIN for t in (weight, its_weight))
+    return (input, weight, its_weight, bias, its_bias) if is_plain else None
+
+
+def _of_one(gate, up) -> tuple | None:
+    """The same of the halves of one."""
+    (cell, number), (other_cell, other_number) = gate[1:3], up[1:3]
+    if cell is not other_cell or number == other_number or len(cell) == 2:
+        return None  # or the halves were made
+    input, weight, bias = cell[0][2:5]
+    if weight.shape[0] % 2 or type(weight) not in PLAIN:
+        return None
+    if number == 0:
+        return input, weight, None, bias, None
+    other, activated = weight.chunk(2)
+    other_bias, activated_bias = (None, None) if bias is None else bias.chunk(2)
+    return input, activated, other, activated_bias, other_bias
 
 
 def _down(layer, h) -> Tensor | None:
@@ -236,18 +254,16 @@ def _fits_glu(given, weight, bias) -> bool:
     )
 
 
-def _value(h):
-    """The value of whatever waits for a product."""
-    if is_a(Factor, h):
-        _, inner, _, function, more, options = h
-        return last(function, _value(inner) if is_a(Half, inner) else inner, *more, **options)
-    if not is_a(Half, h):
-        return end(h)
-    _, cell, number = h
+def _half(h):
+    """What a half of a begun call's result would have been."""
+    _, cell, number, behind = h
     if len(cell) != 2:
         begun, chunk, args, named = cell
         cell[:] = chunk(end(begun), *args, **named)
-    return cell[number]
+    value = cell[number]
+    for _, function, more, options in behind:
+        value = function(value, *more, **options)
+    return value
 
 
 def _is_in_place(function, options) -> bool:

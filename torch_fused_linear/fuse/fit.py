@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-from types import FunctionType
-
 import torch.nn.functional as F
 from torch import nn
 
 from . import plain
 from .families import ACTIVATION_FUNCTIONS, ACTIVATION_LIBRARIES, CONV1D, REFUSALS, full_name
 from .parallel import is_spread
-from .plain import DTYPES, LAYERS, RECIPES, hooks_objection
-from .scope import is_docstring
-from .source import Text, Unreadable, code_of
-from .steps import dotted
+from .plain import DTYPES, LAYERS, activation_kind, hooks_objection
 
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
 
@@ -72,13 +66,6 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     return None
 
 
-def activation_kind(value: object, options: dict | None = None) -> str | None:
-    """The operators' name of an activation, which is known from now on when it runs."""
-    if type(value) is FunctionType and value not in RECIPES:
-        RECIPES[value] = value.__code__, recipe(value)
-    return plain.activation_kind(value, options)
-
-
 def plain_kind(value: object, options: dict | None = None) -> str | None:
     """Which activation it is, unless it must be called as it is."""
     return None if activation_objection(value, options) else activation_kind(value, options)
@@ -96,23 +83,3 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
     if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
         return f"the activation {reason}"
     return None
-
-
-def recipe(function: FunctionType) -> tuple[list[str], dict | None] | None:
-    """What a function of one argument calls with it, if it does nothing else."""
-    try:
-        node = Text(function).node
-    except Unreadable:
-        return None
-    body = [node.body] if isinstance(node, ast.Lambda) else node.body
-    body = body[1:] if len(body) > 1 and is_docstring(body[0]) else body
-    call = body[0].value if isinstance(body[0], ast.Return) else body[0]
-    code, is_one = code_of(function), function.__defaults__ is None and len(body) == 1
-    if not is_one or not isinstance(call, ast.Call) or len(call.args) != 1:
-        return None
-    path, given = dotted(call.func), getattr(call.args[0], "id", None)
-    constants = all(isinstance(k.value, ast.Constant) and k.arg for k in call.keywords)
-    if code.co_varnames != (given,) or code.co_argcount != 1 or not constants:
-        return None
-    options = {k.arg: k.value.value for k in call.keywords}
-    return (path, options or None) if path and path[0] in code.co_names else None

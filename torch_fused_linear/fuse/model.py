@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType
 
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 
 from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
-from . import fit
+from . import fit, plain
 from .families import NAMES
 from .plain import hooks_objection
-from .products import Product
 from .resolve import Resolver, Value, named
+from .runs import Product
 from .source import Text, Unreadable, code_of, names, place_of, unwrapped
-from .steps import Step
+from .syntax import Step, step_of
 
 FUSED = (FusedMLP, FusedGatedMLP)
 
@@ -30,45 +31,32 @@ class Element:
     Attributes:
         owner: the module in whose code, or as whose child, it stands.
         values: what is called, with the path from the model: several in a loop.
-        text: the code that it is in; None for a child of an nn.Sequential.
-        name: of a child.
-        step: as it was read.
+        step: as it was read; of a child of an nn.Sequential, what its forward does.
+        text: the code that it is in; None for such a child.
         parts: of each form of a product: its activation, its layer or both layers.
     """
 
     owner: nn.Module
     values: list[Value]
+    step: Step
     text: Text | None = None
-    name: str = ""
-    step: Step | None = None
     parts: list[list[Element]] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple:
-        return self.owner, self.name if self.text is None else self.step.node
+    def place(self) -> tuple[nn.Module, ast.AST]:
+        return self.owner, self.step.node
 
     @property
     def where(self) -> str:
         return "" if self.text is None else self.text.place(self.step.node)
 
-    @property
-    def is_method(self) -> bool:
-        """Whether it is ``h.relu()``."""
-        return self.step is not None and self.step.callee is None
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether it is given a tensor and no more."""
-        return self.step is None or self.step.is_bare
-
     def options(self) -> dict:
         """The constants that are given beside the tensor; the rest is known when it runs."""
-        given = self.step.options() if self.step is not None else {}
-        return {k: v for k, v in given.items() if not isinstance(v, ast.AST)}
+        return {k: v for k, v in self.step.options().items() if not isinstance(v, ast.AST)}
 
-    def kinds(self, kind_of: Callable = fit.activation_kind) -> list[str | None]:
+    def kinds(self, kind_of: Callable = plain.activation_kind) -> list[str | None]:
         """What each of its values would be as an activation."""
-        if self.is_method:
+        if self.step.callee is None:  # h.relu()
             return ["relu"]
         return [kind_of(v.value, self.options()) for v in self.values]
 
@@ -76,7 +64,7 @@ class Element:
         return [v for v in self.values if test(v.value)]
 
     def is_activation(self) -> bool:
-        return self.is_method or bool(self.of(fit.is_activation))
+        return self.step.callee is None or bool(self.of(fit.is_activation))
 
 
 Chain = list[Element]
@@ -96,15 +84,15 @@ class Model:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}
         self.unread: dict[nn.Module, tuple[str, str]] = {}
-        self._texts: dict[FunctionType, Text] = {}
+        self._text = cache(Text)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
 
     def _visit(self, module: nn.Module, path: str) -> None:
-        if type(module).__hash__ is None:
-            self.frozen[path] = f"{type(module).__name__} cannot be hashed"
-        elif path and (reason := frozen_reason(module)):
-            self.frozen[path] = f"{type(module).__name__} {reason}"
+        cls = type(module)
+        reason = "cannot be hashed" if cls.__hash__ is None else frozen_reason(module)
+        if reason:
+            self.frozen[path] = f"{cls.__name__} {reason}"
         elif module not in self.paths:
             self.paths[module] = path
             for name, child in module._modules.items():
@@ -112,11 +100,8 @@ class Model:
                     self._visit(child, join(path, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
-        if is_sequential(module):
-            if not self._is_inner(module):
-                yield self._flatten(module)
-            return
-        if isinstance(module, FUSED) or not any(fit.is_layer(m) for _, m in named(module)):
+        is_one = isinstance(module, FUSED) or self._is_inner(module)
+        if is_one or not any(fit.is_layer(m) for _, m in named(module)):
             return
         for function in functions_of(type(module)):
             if function is nn.Sequential.forward:
@@ -127,11 +112,10 @@ class Model:
 
     def read(self, module: nn.Module, function: FunctionType) -> list[Chain]:
         try:
-            text = self._texts.get(function) or Text(function)
+            text = self._text(function)
         except Unreadable as error:
             self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
-        self._texts[function] = text
         resolver, path = Resolver(module, text), self.paths[module]
 
         def element(step: Step) -> Element:
@@ -139,15 +123,9 @@ class Model:
             values = [Value(join(path, v.path), v.value) for v in values]
             forms = step.forms if isinstance(step, Product) else ()
             parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
-            return Element(module, values, text, step=step, parts=parts)
+            return Element(module, values, step, text, parts)
 
-        chains = [[element(step) for step in run] for run in text.runs]
-        if not text.scope.takes_locals():
-            return chains
-        if any(map(meet, chains)):
-            reason = f"{function.__qualname__} takes all its local names together"
-            self.unread.setdefault(module, (reason, place_of(function.__code__)))
-        return []
+        return [[element(step) for step in run] for run in text.runs]
 
     def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
         code = code_of(function)
@@ -168,12 +146,13 @@ class Model:
                 chain += self._flatten(child)
             else:
                 path = join(self.paths[sequential], name)
-                chain.append(Element(sequential, [Value(path, child)], name=name))
+                call = ast.parse("module(input)", mode="eval").body
+                chain.append(Element(sequential, [Value(path, child)], step_of(call)))
         return chain
 
     def _is_inner(self, module: nn.Module) -> bool:
         """Whether it stands for its children in the nn.Sequential around it."""
-        if not is_sequential(module) or not (path := self.paths[module]):
+        if not is_sequential(module) or not (path := self.paths.get(module)):
             return False
         outer = self.modules[path.rpartition(".")[0]]
         return is_sequential(outer) and not hooks_objection(module)
@@ -204,16 +183,11 @@ def frozen_reason(module: nn.Module) -> str | None:
     return None
 
 
-def meet(chain: Chain) -> bool:
-    """Whether a layer and an activation are in it."""
-    is_layer = any(e.of(fit.is_layer) for e in chain)
-    return any(e.parts for e in chain) or (is_layer and any(e.is_activation() for e in chain))
-
-
 def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
-    is_one = isinstance(module, nn.Sequential)
-    return is_one and type(module).forward is nn.Sequential.forward and walks_children(module)
+    if not isinstance(module, nn.Sequential) or type(module).__hash__ is None:
+        return False
+    return type(module).forward is nn.Sequential.forward and walks_children(module)
 
 
 def walks_children(module: nn.Sequential) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from types import FunctionType
 
 import torch
@@ -20,7 +19,8 @@ from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import parallel
 from .families import ACTIVATIONS, CONV1D, full_name
-from .steps import METHODS as ACTIVATION_METHODS
+from .recipes import called_by
+from .syntax import METHODS as ACTIVATION_METHODS
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_fused"
@@ -44,8 +44,6 @@ MODULES = {
 }
 PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
-# Of plain functions: their code, and what it calls with their argument and nothing else.
-RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, None) for name in METHODS),
     (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
@@ -176,8 +174,8 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         return activation_kind(function.func, function.keywords) if is_bare else None
     if type(function) is not FunctionType:
         return None
-    value, inner = called_by(function)
-    return None if value is None else activation_kind(value, inner)
+    value, options = called_by(function)
+    return None if value is None else activation_kind(value, options)
 
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
@@ -185,18 +183,6 @@ def plain_kind(function: object, options: dict | None = None) -> str | None:
     if isinstance(function, nn.Module) and is_watched(function):
         return None
     return activation_kind(function, options)
-
-
-def called_by(function: FunctionType) -> tuple[object, dict | None]:
-    """What a function calls with its argument, if it does no more, and the options of that call."""
-    known = RECIPES.get(function)
-    if known is None or known[1] is None or known[0] is not function.__code__:
-        return None, None
-    (name, *attributes), options = known[1]
-    value = function.__globals__.get(name)
-    for attribute in attributes:
-        value = getattr(value, attribute, None)
-    return (None, None) if value is function else (value, options)
 
 
 def dropped_share(function: object, args: tuple, kwargs: dict) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .source import Text
-from .steps import dotted
+from .syntax import dotted
 
 ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
 CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
@@ -143,7 +144,7 @@ def _attribute(base: object, name: str) -> object:
     for held in (vars(base), base._modules):
         if name in held:
             return held[name]
-    found = next((vars(c)[name] for c in type(base).__mro__ if name in vars(c)), None)
+    found = inspect.getattr_static(type(base), name, None)
     found = getattr(found, "__func__", found)  # a function may be a staticmethod
     return found if callable(found) and not isinstance(found, type) else None
 

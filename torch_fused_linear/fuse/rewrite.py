@@ -1,14 +1,12 @@
 """Puts other code into functions, in which calls of layers and activations are in_code.py's.
 
 A function stays the same object with its name, file, lines, closure, decorators and attributes; its
-code is compiled anew from its tree and the scopes around it. Marks on layers say for which of them
-it matters.
+code is compiled anew with its file. Marks on layers say for which of them it matters.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import itertools
 import sys
 import threading
@@ -20,9 +18,9 @@ import torch
 from torch import nn
 
 from . import in_code
-from .products import Product, is_torch_chunk
-from .source import FUNCTIONS, ORIGINALS, Text, codes_in, key_of
-from .steps import Step
+from .runs import Product, is_torch_chunk
+from .source import ORIGINALS, Text, codes_in, functions_in, key_of
+from .syntax import Step
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
@@ -57,8 +55,8 @@ def rewrite(chosen: dict[Text, Groups], with_sequential: bool) -> None:
                 wanted[text] = groups | before
         if with_sequential and not is_sequence_rewritten():
             wanted[Text(SEQUENTIAL)] = set()
-        codes = [(text, _compiled(text, groups)) for text, groups in wanted.items()]
-        for text, code in codes:
+        codes = _compiled(wanted)
+        for text, code in codes.items():
             text.function.__globals__[in_code.NAME] = in_code
             ORIGINALS.setdefault(text.function, text.code)
             _rewritten[text.function] = wanted[text]
@@ -84,41 +82,42 @@ def _forget_compiled() -> None:
         torch._dynamo.reset_code_caches()
 
 
-def _compiled(text: Text, groups: Groups) -> CodeType:
-    """The function's new code, from a copy of its tree within the classes around it, and all of
-    the outermost function."""
-    outer = next(k for k, n in enumerate(text.around) if isinstance(n, FUNCTIONS))
-    copies: dict[int, ast.AST] = {}
-    top = copy.deepcopy(text.around[outer], copies)
-    node = copies[id(text.node)]
-    _Rewriter(text, groups, copies).visit(node)
-    if text.function is SEQUENTIAL:
-        loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
-        (added,) = ast.parse(_SEQUENCE).body
-        for part in ast.walk(added):
-            ast.copy_location(part, node.body[loop])
-        node.body.insert(loop, added)
-    for scope in reversed(text.around[:outer]):
-        shell = copy.copy(scope)
-        shell.bases, shell.keywords, shell.decorator_list, shell.body = [], [], [], [top]
-        top = shell
-    if isinstance(top, ast.Lambda):
-        top = ast.copy_location(ast.Expr(top), top)
-    tree = ast.fix_missing_locations(ast.Module([top], []))
-    code = compile(tree, text.file, "exec", text.flags, dont_inherit=True)
-    return codes_in(code)[key_of(text.node)][0]
+def _compiled(wanted: dict[Text, Groups]) -> dict[Text, CodeType]:
+    """The functions' new code, of their files compiled anew."""
+    found = {}
+    for source, path, flags in {text.file for text in wanted}:
+        tree = ast.parse(source)
+        nodes = {key_of(node): node for node, _ in functions_in(tree)}
+        texts = [text for text in wanted if text.file == (source, path, flags)]
+        for text in texts:
+            _Rewriter(text, wanted[text], nodes[text.key]).visit(nodes[text.key])
+            if text.function is SEQUENTIAL:
+                _look_for_mark(nodes[text.key])
+        ast.fix_missing_locations(tree)
+        codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
+        found |= {text: codes[text.key][0] for text in texts}
+    return found
+
+
+def _look_for_mark(node: ast.FunctionDef) -> None:
+    """Before the loop of nn.Sequential."""
+    loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
+    (added,) = ast.parse(_SEQUENCE).body
+    for part in ast.walk(added):
+        ast.copy_location(part, node.body[loop])
+    node.body.insert(loop, added)
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Changes the chosen calls of one function, in a copy of its tree.
+    """Changes the chosen calls of one function, in another tree of its text.
 
     Attributes:
         roles: of calls and products, in_code.py's name for each.
-        ends: of an ``if`` whose body takes a begun call, the name that holds it where it is not run.
+        ends: of an ``if`` that takes a begun call, the name that holds it where it does not.
     """
 
-    def __init__(self, text: Text, groups: Groups, copies: dict[int, ast.AST]) -> None:
-        self.copies = copies
+    def __init__(self, text: Text, groups: Groups, node: ast.AST) -> None:
+        self.twins = dict(zip(ast.walk(text.node), ast.walk(node)))
         self.roles: dict[ast.AST, str] = {}
         self.ends: dict[ast.AST, str] = {}
         chosen = set(itertools.chain(*groups))
@@ -129,7 +128,7 @@ class _Rewriter(ast.NodeTransformer):
                 for form in step.forms:
                     self._set("later", form.act.node)
                     self._set("step", *(layer.node for layer in form.layers))
-                    self._set("halves", *[form.halves] * (form.halves is not None))
+                    self._set("halves", form.halves)
         for run in runs:
             for (step, number), (after, next_number) in zip(run, [*run[1:], (None, None)]):
                 is_linked = (number, next_number) in links
@@ -139,21 +138,20 @@ class _Rewriter(ast.NodeTransformer):
                 elif number in chosen:
                     self._set("step" if is_linked else "last", step.node)
                 if is_linked and after.guard is not None and isinstance(after.data, ast.Name):
-                    self.ends[copies[id(text.scope.parents[after.guard])]] = after.data.id
+                    self.ends[self.twins[after.guard]] = after.data.id
 
-    def _set(self, role: str, *nodes: ast.AST) -> None:
+    def _set(self, role: str, *nodes: ast.AST | None) -> None:
         for node in nodes:
-            self.roles.setdefault(self.copies[id(node)], role)
+            if node is not None:
+                self.roles.setdefault(self.twins[node], role)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         role = self.roles.get(node)
         if role is None:
             return node
-        is_method = isinstance(node.func, ast.Attribute) and (
-            role == "halves" and not is_torch_chunk(node) or not (node.args or node.keywords)
-        )
-        if is_method:
+        is_bare = not node.args and not node.keywords
+        if is_bare or (role == "halves" and not is_torch_chunk(node)):  # h.relu(), h.chunk(2, -1)
             node.args = [_name(f"method_{node.func.attr}"), node.func.value, *node.args]
         else:
             node.args = [node.func, *node.args]

@@ -6,15 +6,13 @@ import __future__
 import ast
 import linecache
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
 from .runs import runs_of
-from .scope import Scope
-from .steps import Run, Step
+from .syntax import Run, Scope, Step
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 FUTURE = 0  # what `from __future__ import` sets in a code's flags
 for _feature in __future__.all_feature_names:
     FUTURE |= getattr(__future__, _feature).compiler_flag
@@ -30,41 +28,39 @@ class Text:
     """The text of a function, where it is, and what is in it.
 
     Attributes:
-        around: the nodes of the classes and functions that it is in, itself last.
+        file: the text of its file, the file's name, and the flags to compile it with.
+        key: the name and first line of its code, which it has alone in the file.
+        class_name: of the class around it, whose name is put before private ones.
     """
 
     def __init__(self, function: FunctionType) -> None:
         self.function, self.code = function, code_of(function)
-        self.file, self.flags = self.code.co_filename, self.code.co_flags & FUTURE
-        name = function.__qualname__
+        name, path = function.__qualname__, self.code.co_filename
         # linecache knows the cells of notebooks too
-        linecache.checkcache(self.file)
-        lines = linecache.getlines(self.file, function.__globals__)
+        linecache.checkcache(path)
+        lines = linecache.getlines(path, function.__globals__)
         if not lines:
             raise Unreadable(
                 f"there is no source of {name}, which takes a file or a cell of a notebook; layers "
                 "of this package need none"
             )
+        self.file = "".join(lines), path, self.code.co_flags & FUTURE
         try:
-            nodes, codes = index("".join(lines), self.file, self.flags)
+            nodes, codes = index(*self.file)
         except (SyntaxError, ValueError) as error:
             raise Unreadable(f"the source of {name} does not compile") from error
-        key = self.code.co_name, self.code.co_firstlineno
-        if len(nodes.get(key, ())) != 1 or self.code not in codes.get(key, ()):
+        self.key = self.code.co_name, self.code.co_firstlineno
+        if len(nodes.get(self.key, ())) != 1 or self.code not in codes.get(self.key, ()):
             raise Unreadable(
                 f"the code of {name} is not what is in the file; it was changed since it was "
                 "loaded, or made by other code"
             )
-        (self.around,) = nodes[key]
-        self.node = self.around[-1]
+        ((self.node, self.class_name),) = nodes[self.key]
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{name} has type parameters")
-
-    @property
-    def class_name(self) -> str | None:
-        """Of the class around it, whose name is put before private ones."""
-        classes = [n.name for n in self.around if isinstance(n, ast.ClassDef)]
-        return classes[-1] if classes else None
+        self.scope = Scope(self.node, self.code)
+        if self.scope.takes_locals():
+            raise Unreadable(f"{name} takes all its local names together")
 
     @property
     def self_name(self) -> str:
@@ -82,15 +78,19 @@ class Text:
         return tuple(self.numbers[step.node] for step in steps)
 
     @cached_property
-    def scope(self) -> Scope:
-        return Scope(self.node, self.code)
-
-    @cached_property
     def runs(self) -> list[Run]:
         return runs_of(self.scope)
 
     def place(self, node: ast.AST) -> str:
-        return f"{self.file}:{node.lineno}"
+        return f"{self.code.co_filename}:{node.lineno}"
+
+
+def functions_in(tree: ast.AST, class_name: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """All functions, each with the class around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node, class_name
+        yield from functions_in(node, node.name if isinstance(node, ast.ClassDef) else class_name)
 
 
 def key_of(node: ast.AST) -> tuple[str, int]:
@@ -100,20 +100,12 @@ def key_of(node: ast.AST) -> tuple[str, int]:
 
 
 @lru_cache(maxsize=32)
-def index(source: str, file: str, flags: int) -> tuple[dict, dict]:
-    """The functions of a file, each behind the classes and functions around it, and their code."""
+def index(source: str, path: str, flags: int) -> tuple[dict, dict]:
+    """The functions of a file, with the classes around them, and their code."""
     nodes: dict[tuple[str, int], list] = {}
-
-    def visit(node: ast.AST, around: tuple[ast.AST, ...]) -> None:
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            around = (*around, node)
-        if isinstance(node, FUNCTIONS):
-            nodes.setdefault(key_of(node), []).append(around)
-        for child in ast.iter_child_nodes(node):
-            visit(child, around)
-
-    visit(ast.parse(source), ())
-    return nodes, codes_in(compile(source, file, "exec", flags, dont_inherit=True))
+    for node, class_name in functions_in(ast.parse(source)):
+        nodes.setdefault(key_of(node), []).append((node, class_name))
+    return nodes, codes_in(compile(source, path, "exec", flags, dont_inherit=True))
 
 
 def codes_in(code: CodeType) -> dict[tuple[str, int], list[CodeType]]:
