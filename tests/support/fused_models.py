@@ -12,6 +12,9 @@ from stacks import assert_same
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear import _library, functional
+from torch_fused_linear.fuse import call as decisions
+from torch_fused_linear.fuse import in_code
 
 
 @dataclass
@@ -143,3 +146,10 @@ def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs
             assert ours.dtype == theirs.dtype
             tally.add(ours, theirs, exact, ulp(ours.dtype, float(exact.abs().max())))
     tally.check(f"{dtype}")
+
+
+def decided_in_python(monkeypatch) -> None:
+    """What looks at layers and activations in rewritten code is Python, as where C cannot be had."""
+    for name in in_code.IN_C:
+        monkeypatch.setattr(in_code, name, getattr(decisions, name))
+    monkeypatch.setattr(functional, "direct", _library._NotDirect())
