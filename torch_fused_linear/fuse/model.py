@@ -13,7 +13,7 @@ from torch import nn
 
 from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
-from . import fit, plain
+from . import plain
 from .families import NAMES
 from .plain import hooks_objection
 from .resolve import Resolver, Value, named
@@ -54,17 +54,22 @@ class Element:
         """The constants that are given beside the tensor; the rest is known when it runs."""
         return {k: v for k, v in self.step.options().items() if not isinstance(v, ast.AST)}
 
-    def kinds(self, kind_of: Callable = plain.activation_kind) -> list[str | None]:
-        """What each of its values would be as an activation."""
+    def kinds(self, *, is_plain: bool = False) -> list[str | None]:
+        """What each of its values is as an activation, or as one that is plain now."""
         if self.step.callee is None:  # h.relu()
             return ["relu"]
-        return [kind_of(v.value, self.options()) for v in self.values]
+        found = [(v.value, self.options()) for v in self.values]
+        objections = [plain.activation_objection(*given) if is_plain else None for given in found]
+        return [
+            None if objection else plain.activation_kind(*given)
+            for given, objection in zip(found, objections)
+        ]
 
     def of(self, test: Callable[[object], bool]) -> list[Value]:
         return [v for v in self.values if test(v.value)]
 
     def is_activation(self) -> bool:
-        return self.step.callee is None or bool(self.of(fit.is_activation))
+        return self.step.callee is None or bool(self.of(plain.is_activation))
 
 
 Chain = list[Element]
@@ -101,7 +106,7 @@ class Model:
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         is_one = isinstance(module, FUSED) or self._is_inner(module)
-        if is_one or not any(fit.is_layer(m) for _, m in named(module)):
+        if is_one or not any(plain.is_layer(m) for _, m in named(module)):
             return
         for function in functions_of(type(module)):
             if function is nn.Sequential.forward:
@@ -131,11 +136,13 @@ class Model:
         code = code_of(function)
         for name in names(code) | set(code.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
-            if name in (*NAMES, "relu_", "getattr") or fit.is_activation(held):
+            if name in (*NAMES, "relu_", "getattr") or plain.is_activation(held):
                 return True
-            if fit.is_activation(function.__globals__.get(name)):
+            if plain.is_activation(function.__globals__.get(name)):
                 return True
-            if isinstance(held, nn.Module) and any(map(fit.is_activation, held._modules.values())):
+            if isinstance(held, nn.Module) and any(
+                map(plain.is_activation, held._modules.values())
+            ):
                 return True  # block.act, or a list of them
         return False
 
@@ -197,7 +204,7 @@ def walks_children(module: nn.Sequential) -> bool:
 
 def pass_over(chain: Chain, start: int) -> int:
     """The index of the first element from `start` that is neither dropout nor identity."""
-    while start < len(chain) and chain[start].of(fit.is_passed):
+    while start < len(chain) and chain[start].of(plain.is_passed):
         start += 1
     return start
 

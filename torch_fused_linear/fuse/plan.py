@@ -8,7 +8,7 @@ from types import FunctionType
 
 from torch import nn
 
-from . import families, fit, plain
+from . import families, plain
 from .model import FUSED, Chain, Element, Model, functions_of, is_sequential, pass_over
 from .places import Place, blocks, drops
 from .plain import MARK
@@ -62,7 +62,7 @@ class Plan:
 
     def _find_layers(self, chain: Chain) -> None:
         for i, element in enumerate(chain):
-            layers, end = element.of(fit.is_layer), pass_over(chain, i + 1)
+            layers, end = element.of(plain.is_layer), pass_over(chain, i + 1)
             if not layers or element.place in self._gated or end == len(chain):
                 continue
             if not chain[end].is_activation():
@@ -104,18 +104,18 @@ class Plan:
             return "its activation lies in another container"
         if not linear.step.is_bare:
             return "it is given more than a tensor"
-        kinds = set(activation.kinds(fit.plain_kind))
-        found = [v.value for v in activation.of(fit.is_activation)]
+        kinds = set(activation.kinds(is_plain=True))
+        found = [v.value for v in activation.of(plain.is_activation)]
         if isinstance(layers[0].value, nn.Conv2d) and "relu" not in kinds:
             return f"{type(found[0]).__name__}: a convolution can be fused with ReLU only"
         if kinds == {None}:
-            return fit.activation_objection(found[0], activation.options())
+            return plain.activation_objection(found[0], activation.options())
         if drops(steps[1:-1]) and "relu" not in kinds:
             return "a dropout that acts in training stands before the activation"
         return None
 
     def _objection(self, value: Value, common: str | None = None) -> str | None:
-        if reason := fit.layer_objection(value.value, self.is_sharded) or common:
+        if reason := plain.layer_objection(value.value, self.is_sharded) or common:
             return reason
         if self.filter_fn is not None and value.path not in self._asked:
             self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
@@ -155,13 +155,13 @@ class Plan:
             return
         element = chain[0]
         (_, *layers), *others = element.parts
-        kinds = [kind for act, *_ in element.parts for kind in act.kinds(fit.plain_kind)]
+        kinds = [kind for act, *_ in element.parts for kind in act.kinds(is_plain=True)]
         if not kinds or not all(kinds) or owner_objection(element.owner):
             return
         if any(p.values != q.values for _, *other in others for p, q in zip(layers, other)):
             return  # the two forms of a product are of different layers
         steps = self._with_down(chain)
-        columns = [e.of(fit.is_linear) for e in (*layers, *steps[1:][-1:])]
+        columns = [e.of(plain.is_linear) for e in (*layers, *steps[1:][-1:])]
         if len({*map(len, columns)}) > 1:
             return
         sets, is_any_fused = self._sets(steps, columns)
@@ -177,7 +177,7 @@ class Plan:
         after = pass_over(chain, end + 1)
         if end == len(chain) or (after < len(chain) and chain[after].is_activation()):
             return chain[:1]  # or the layer is one call with that activation
-        layers, steps = chain[end].of(fit.is_linear), [e.step for e in chain[1 : end + 1]]
+        layers, steps = chain[end].of(plain.is_linear), [e.step for e in chain[1 : end + 1]]
         if not layers or not steps[-1].is_bare or any(s.guard or not s.is_sole for s in steps):
             return chain[:1]
         reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
@@ -217,12 +217,12 @@ class Plan:
     def _follower(self, element: Element) -> Place | None:
         """The layer of `element`, which is to take over the gradient of the one before."""
         if element.place not in self.places and not owner_objection(element.owner):
-            layers = element.of(fit.is_linear)
+            layers = element.of(plain.is_linear)
             reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
             self._skip(reasons, element, keep=True)
             if element.step.is_bare:
                 self._add([element], [[v] for v in layers if v.path not in reasons])
-        return self.places.get(element.place) if element.of(fit.is_linear) else None
+        return self.places.get(element.place) if element.of(plain.is_linear) else None
 
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
@@ -230,7 +230,7 @@ class Plan:
             result = element.owner, element.text, getattr(element.step.data, "id", None)
             is_known = element.place in {*self.places, *self._gated}
             if result in self._results and element.step.is_bare and not is_known:
-                layers = [v.value for v in element.of(fit.is_linear) if not self._objection(v)]
+                layers = [v.value for v in element.of(plain.is_linear) if not self._objection(v)]
                 if layers:
                     self._choose([element])
                     self.following += layers
@@ -302,7 +302,7 @@ def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     Beside a batch normalisation a convolution seldom is, and those that are have their reason.
     """
     children = module._modules
-    if any(map(fit.is_linear, children.values())):
+    if any(map(plain.is_linear, children.values())):
         return True
     kinds = [plain.activation_kind(children[name]) for name in activations]
     norms = (isinstance(m, BATCH_NORM) for m in children.values())
