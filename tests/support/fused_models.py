@@ -148,6 +148,13 @@ def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs
     tally.check(f"{dtype}")
 
 
+def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
+    """Of one forward, without gradients."""
+    with torch.no_grad(), tfl.explain() as calls:
+        model(*inputs)
+    return [call.operator for call in calls.calls]
+
+
 def decided_in_python(monkeypatch) -> None:
     """What looks at layers and activations in rewritten code is Python, as where C cannot be had."""
     for name in in_code.IN_C:
