@@ -2,13 +2,16 @@
 
 import bdb
 import code
+import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import importlib
 import inspect
 import io
 import linecache
+import os
 import pickle
 import subprocess
 import sys
@@ -233,6 +236,7 @@ def test_modules_of_other_kinds(make, found):
 
 
 def test_attributes_of_a_decorated_method_count():
+    @functools.wraps(Block.forward)
     def counted(*args):
         counted.calls += 1
         return Block.forward(*args)
@@ -335,17 +339,23 @@ def test_a_class_that_is_typed_into_a_terminal():
     """From Python 3.13 on the terminal keeps what was typed; before, the reason says what to do."""
     pty = pytest.importorskip("pty")
     main, child = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-i"], stdin=child, stdout=child, stderr=child)
-    with open(main, "r+b", buffering=0) as terminal:
+    process = subprocess.Popen(
+        [sys.executable, "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "PYTHON_BASIC_REPL": "1"},
+    )
+    os.close(child)  # so that reading ends with the process
+    said = b""
+    with open(main, "r+b", buffering=0) as terminal, contextlib.suppress(OSError):
         terminal.write(SESSION.replace("\n\n    def", "\n    def").encode() + b"exit()\n")
-        said = b""
-        while process.poll() is None or b"exit()" not in said:
-            try:
-                said += terminal.read(4096)
-            except OSError:  # the terminal's other end is closed
-                break
+        while piece := terminal.read(4096):
+            said += piece
+    assert process.wait() == 0
     is_kept = sys.version_info >= (3, 13)
-    assert (b"1 ()" if is_kept else b"there is no source of Cell.forward, which takes") in said
+    expected = b"1 ()" if is_kept else b"there is no source of Cell.forward, which takes"
+    assert expected in said, said.decode()
 
 
 class Carries(Block):

@@ -217,7 +217,7 @@ def test_the_reasons_are_found():
     assert "its gate is frozen" in REASONS["csrc/autograd/gated_node.cpp"]
     assert "own one-pass kernel" in REASONS["csrc"]
     assert "(not cuDNN's fused form: less exact than eager)" in REASONS["csrc/cuda"]
-    assert "has a parametrisation" in REASONS["fuse/fit.py"]
+    assert "has a parametrisation" in REASONS["fuse/plain.py"]
     assert sum(map(len, REASONS.values())) > 60
 
 

@@ -1,7 +1,7 @@
 """What is known about models beyond what the code of one ``forward`` tells.
 
 A block whose ``forward`` passes a linear layer's output straight to an activation needs no entry:
-that is read from its code (reading.py). An entry is needed where the next linear layer lies in
+that is read from its code (runs.py). An entry is needed where the next linear layer lies in
 another module or behind a branch, and for an activation class of another library.
 """
 

@@ -168,7 +168,7 @@ class Model:
 def functions_of(cls: type) -> list[FunctionType]:
     """The methods that run, without those that a child has replaced for good."""
     found: list[FunctionType] = []
-    replaced: set[str] = set()
+    replaced = {"__init__"}  # has run
     for base in cls.__mro__:
         for name, value in vars(base).items() if base not in (nn.Module, object) else ():
             if name in replaced:
