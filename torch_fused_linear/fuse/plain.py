@@ -282,7 +282,8 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
         name = cls.__name__ if is_module else getattr(value, "__name__", repr(value))
         if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
-        return f"{name}: {REFUSALS.get(name, 'only ReLU, GELU (erf, tanh) and SiLU can be fused')}"
+        expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
+        return f"{name}: {REFUSALS.get(name, expected)}"
     if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
         return f"the activation {reason}"
     return None
