@@ -164,7 +164,7 @@ try:
 except TypeError:
     return self.fc2(self.act(self.fc1(x)))
 
-# finally_block: relu linear
+# finally_block: - | does not show
 try:
     h = self.fc1(x)
 finally:
@@ -185,12 +185,12 @@ return h
 shape = f"{tuple(self.relu(self.fc1(x)).shape)!r:>{len('12345')}}"
 return self.relu(self.fc1(x)) * len(shape)
 
-# generator: relu relu
+# generator: relu relu relu
 def forward(self, x):
     return sum(self.drawn(x))
 
 def drawn(self, x):
-    for layer in (self.fc1, self.fc2):
+    for layer in self.layers:
         h = layer(x)
         yield F.relu(h)
 
@@ -206,7 +206,7 @@ async def waited(self, x):
     h = F.relu(h)
     return self.fc2(h)
 
-# elsewhere_as_well: gelu linear
+# elsewhere_as_well: gelu
 return self.fc2(self.act(self.fc1(x)) + self.fc1(x))
 
 # in_another_method (nested): gelu linear
@@ -232,7 +232,7 @@ def features(self, x):
 # name_of_ours: relu
 return step(F.relu(self.fc1(x)), self.fc2.weight, self.fc2.bias)
 
-# local_of_our_name: relu linear
+# local_of_our_name: relu
 end = self.fc2(x)
 return F.relu(self.fc1(x)) + end
 
@@ -350,7 +350,7 @@ def forward(self, x):
 # super_of_type (by_position): relu
 return super(type(self), self).forward(x)
 
-# read_elsewhere: - | what it returns is read elsewhere too
+# read_elsewhere: - | does not show
 h = self.fc1(x)
 return self.fc2(self.act(h)) + h.sum()
 
@@ -378,18 +378,18 @@ except TypeError:
 
 # added_to: - | what it returns is read elsewhere too
 h = self.fc1(x)
-y = self.act(h)
+y = self.relu(h)
 h += 1
 return h + y
 
 # runs_before: - | something runs before its activation does
 y = x * 1
-h = self.fc1(y)
+h = self.fixed(y)
 return y.mul_(2) + self.act(h)
 
 # runs_between: - | something runs before its activation does
 y = x * 1
-h = self.fc1(y)
+h = self.fixed(y)
 y.mul_(2)
 return self.act(h)
 
@@ -491,7 +491,7 @@ a, b = self.both(x).chunk(2, self.axis)
 h = a * self.silu(b) if self.training else self.silu(a) * b
 return self.fc3(h)
 
-# gate_by_name: silu linear
+# gate_by_name: silu
 gate = F.silu(input=self.fc1(input=x))
 return self.fc3(input=gate * self.fc2(x))
 
@@ -575,6 +575,7 @@ class Base(nn.Module):
         self.fc1, self.fc2, self.fc3 = (nn.Linear(6, 6) for _ in range(3))
         self.act, self.relu, self.silu = nn.GELU(), nn.ReLU(), nn.SiLU()
         self.both, self.norm = nn.Linear(6, 12), nn.BatchNorm1d(6)
+        self.fixed = nn.Linear(6, 6).requires_grad_(False)
         self.drop, self.nodrop = nn.Dropout(0.5), nn.Dropout(0.0)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.depth, self.skips, self.times, self.flag = 3, (1,), 0, Stateful()

@@ -260,9 +260,21 @@ def test_a_fused_encoder_is_compiled_scripted_traced_and_exported():
         torch._dynamo.reset()
 
 
-def test_compiled_models_are_compiled_again():
+class Outer(nn.Module):
+    """Whose code stays, while that which is compiled with it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Loop()
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("make", [Loop, Outer])
+def test_compiled_models_are_compiled_again(make):
     for is_inside in (False, True):
-        model, x, ran = Loop(), X[0], []
+        model, x, ran = make(), X[0], []
 
         def count(graph, inputs, ran=ran):
             called = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]

@@ -122,7 +122,9 @@ def test_a_model_that_fuse_script_changed_trains_as_the_plain_one_in_python(shel
     scripted.save(tmp_path / "model.pt")
     done = shell([BINARIES / "scripted", tfl.library_path(), tmp_path])
     assert done.returncode == 0, done.stderr
-    torch.testing.assert_close([*torch.load(tmp_path / "result.pt")], trained_in_python("cpu", plain))
+    torch.testing.assert_close(
+        [*torch.load(tmp_path / "result.pt")], trained_in_python("cpu", plain)
+    )
 
 
 @device_param
