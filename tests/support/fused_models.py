@@ -168,7 +168,7 @@ def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
 
 
 def decided_in_python(monkeypatch) -> None:
-    """What looks at layers and activations in rewritten code is Python, as where C cannot be had."""
+    """What looks at layers and activations in rewritten code is Python, as where C cannot be."""
     for name in in_code.IN_C:
         monkeypatch.setattr(in_code, name, getattr(decisions, name))
     monkeypatch.setattr(functional, "direct", _library._NotDirect())
