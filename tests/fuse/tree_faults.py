@@ -121,10 +121,6 @@ def statement_between_ignored() -> None:
     syntax.passes = lambda statement: True
 
 
-def call_before_ignored() -> None:
-    syntax.Scope._comes_first = lambda *args: True
-
-
 class Trusted(dict):
     """Any code is in the file."""
 

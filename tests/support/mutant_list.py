@@ -386,6 +386,13 @@ MUTANTS = (
         "tests/fuse/test_fuse_programs.py",
     ),
     Mutant(
+        "a call before an activation ignored",
+        "torch_fused_linear/fuse/syntax.py",
+        "            and self._comes_first(node, part)\n",
+        "",
+        "tests/fuse/test_fuse_programs.py",
+    ),
+    Mutant(
         "a read in a loop's next turn",
         "torch_fused_linear/fuse/syntax.py",
         "if is_before and not any(p in loops for p in around):",
