@@ -15,32 +15,22 @@ namespace fused::python {
 namespace {
 
 // What know was given, kept for good.
-PyObject *begun, *factor, *glu, *decide;
-
-struct Reference {
-  explicit Reference(PyObject* object) : object(object) {}
-  ~Reference() { Py_XDECREF(object); }
-  Reference(const Reference&) = delete;
-  PyObject* object;
-};
-
-bool is_tuple_of(PyObject* object, PyObject* kind) {
-  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 &&
-         PyTuple_GET_ITEM(object, 0) == kind;
-}
+PyObject *begun, *glu, *decide;
 
 PyObject* part(PyObject* tuple, Py_ssize_t k) { return PyTuple_GET_ITEM(tuple, k); }
 
-// A begun layer or gated layer, with no dropout behind it.
-bool is_begun(PyObject* object) {
-  return is_tuple_of(object, begun) && PyTuple_GET_SIZE(part(object, 5)) == 0;
+// A begun layer or gated layer, with so many calls behind it.
+bool is_begun(PyObject* object, Py_ssize_t behind = 0) {
+  return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 && part(object, 0) == begun &&
+         PyTuple_GET_SIZE(part(object, 5)) == behind;
 }
 
 PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
-  Tensor x = call.input, w = call.matrix();
+  const Tensor x = call.input, w = call.matrix();
   const OptionalTensor b = call.vector();
-  if (const char* approximate = approximate_of(parse_activation("fuse_", kind))) {
-    return run_operator<dispatch::LinearGelu>(x, w, b, std::string_view(approximate), memory);
+  if (kind.starts_with("gelu")) {
+    const std::string_view approximate = kind == "gelu_tanh" ? "tanh" : "none";
+    return run_operator<dispatch::LinearGelu>(x, w, b, approximate, memory);
   }
   PyObject* result = nullptr;
   dispatch::for_each_row<dispatch::LinearOperators>([&](auto row) {
@@ -125,24 +115,6 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
   END_HANDLE_TH_ERRORS
 }
 
-// call(act, layer, x) in place of act(layer(x)): both in one step
-PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count == 3 && !PyTuple_CheckExact(given[2])) {
-    const std::string_view memory = memory_of(given[1]);
-    if (memory.empty()) {
-      const Reference h(PyObject_CallOneArg(given[1], given[2]));
-      return h.object == nullptr ? nullptr : PyObject_CallOneArg(given[0], h.object);
-    }
-    const std::string_view kind = is_conv(given[1]) ? "" : kind_of(given[0]);
-    if (const auto found = kind.empty() ? std::nullopt : ready(given[1], given[2])) {
-      return run(kind, *found, memory);
-    }
-  }
-  return ask("call", given, count, nullptr);
-  END_HANDLE_TH_ERRORS
-}
-
 // end(h) in place of h: what a begun call would have returned.
 PyObject* end(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count == 1 && !PyTuple_CheckExact(given[0])) return Py_NewRef(given[0]);
@@ -156,7 +128,9 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
   if (is_bare && is_begun(given[1]) && part(given[1], 1) != glu && !is_conv(part(given[1], 1))) {
     const std::string_view kind = kind_of(given[0]);
     if (!kind.empty()) {
-      return Py_BuildValue("(OOsO(){})", factor, given[1], kind.data(), given[0]);
+      PyObject* call = given[1];
+      return Py_BuildValue("(OOOOO((sO(){})))", begun, part(call, 1), part(call, 2), part(call, 3),
+                           part(call, 4), kind.data(), given[0]);
     }
   } else if (is_bare && !PyTuple_CheckExact(given[1])) {
     return PyObject_CallOneArg(given[0], given[1]);
@@ -167,27 +141,27 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
 
 // The gated layer of an activated gate and another layer, both begun with one input; nullptr where
 // Python decides.
-PyObject* glu_of(PyObject* activated, PyObject* other) {
-  if (!is_tuple_of(activated, factor) || !is_begun(part(activated, 1)) || !is_begun(other)) {
-    return nullptr;
-  }
-  PyObject* gate = part(activated, 1);
+PyObject* glu_of(PyObject* gate, PyObject* other) {
+  if (!is_begun(gate, 1) || !is_begun(other)) return nullptr;
+  PyObject* kind = part(part(part(gate, 5), 0), 0);  // or the share of a dropout
   const std::string_view memory = memory_of(part(gate, 1));
   const auto is_matrix = [](PyObject* call) {
     PyObject* weight = part(call, 3);
     return THPVariable_CheckExact(weight) && THPVariable_Unpack(weight).dim() == 2;
   };
-  if (part(other, 1) == glu || part(gate, 2) != part(other, 2) || memory.empty() ||
-      !is_matrix(gate) || !is_matrix(other) ||
+  if (!PyUnicode_Check(kind) || part(other, 1) == glu || part(gate, 2) != part(other, 2) ||
+      memory.empty() || !is_matrix(gate) || !is_matrix(other) ||
       THPVariable_Unpack(part(gate, 3)).sizes() != THPVariable_Unpack(part(other, 3)).sizes()) {
     return nullptr;
   }
   return Py_BuildValue("(OO(OOOOOOs)OO())", begun, glu, part(gate, 2), part(gate, 3),
-                       part(other, 3), part(gate, 4), part(other, 4), part(activated, 2),
-                       memory.data(), Py_None, Py_None);
+                       part(other, 3), part(gate, 4), part(other, 4), kind, memory.data(), Py_None,
+                       Py_None);
 }
 
 // product(left, right) in place of left * right: a begun gated layer or the value.
+// last_product(left, right): it is a value.
+template <bool is_last>
 PyObject* product(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count == 2) {
@@ -197,17 +171,31 @@ PyObject* product(PyObject*, PyObject* const* given, Py_ssize_t count) {
     }
     PyObject* gated = glu_of(left, right);
     if (gated == nullptr && !PyErr_Occurred()) gated = glu_of(right, left);
+    if (gated != nullptr && is_last) {
+      const Reference whole(gated);
+      return ask("end", &whole.object, 1, nullptr);
+    }
     if (gated != nullptr || PyErr_Occurred()) return gated;
   }
-  return ask("product", given, count, nullptr);
+  return ask(is_last ? "last_product" : "product", given, count, nullptr);
   END_HANDLE_TH_ERRORS
 }
 
-// know(what stands in the variables above, in their order)
+// A module's attribute, kept for good; false where there is none.
+bool keep(PyObject*& kept, PyObject* module, const char* name) {
+  kept = PyObject_GetAttrString(module, name);
+  return kept != nullptr;
+}
+
+// know(plain, call, nn.Linear, nn.Conv2d): the two files of Python, and the classes
 PyObject* know(PyObject*, PyObject* arguments) {
-  if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOOOO", &layers, &activations, &relus, &gelu, &silu,
-                        &global_hooks, &untouched, &module_call, &module_call_impl, &linear_class,
-                        &conv_class, &begun, &factor, &glu, &decide)) {
+  PyObject* tables;
+  if (!PyArg_ParseTuple(arguments, "OOOO", &tables, &decide, &linear_class, &conv_class) ||
+      !keep(layers, tables, "LAYERS") || !keep(modules, tables, "MODULES") ||
+      !keep(functions, tables, "FUNCTIONS") || !keep(global_hooks, tables, "GLOBAL_HOOKS") ||
+      !keep(untouched, tables, "UNTOUCHED") || !keep(module_call, tables, "CALL") ||
+      !keep(module_call_impl, tables, "CALL_IMPL") || !keep(begun, decide, "Begun") ||
+      !keep(glu, decide, "glu")) {
     return nullptr;
   }
   Py_INCREF(arguments);  // for good
@@ -226,10 +214,10 @@ constexpr int with_names = METH_FASTCALL | METH_KEYWORDS;
 PyMethodDef expression_methods[8] = {
     {"step", function(step<false>), with_names, nullptr},
     {"last", function(step<true>), with_names, nullptr},
-    {"call", function(call), METH_FASTCALL, nullptr},
     {"end", function(end), METH_FASTCALL, nullptr},
     {"later", function(later), with_names, nullptr},
-    {"product", function(product), METH_FASTCALL, nullptr},
+    {"product", function(product<false>), METH_FASTCALL, nullptr},
+    {"last_product", function(product<true>), METH_FASTCALL, nullptr},
     {"know", know, METH_VARARGS, nullptr},
     {},
 };

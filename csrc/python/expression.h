@@ -5,7 +5,7 @@
 
 namespace fused::python {
 
-// step, last, call, end, later, product and know, for PyModule_AddFunctions.
+// step, last, end, later, product, last_product and know, for PyModule_AddFunctions.
 extern PyMethodDef expression_methods[8];
 
 }  // namespace fused::python

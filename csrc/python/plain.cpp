@@ -6,13 +6,6 @@
 namespace fused::python {
 namespace {
 
-struct Reference {
-  explicit Reference(PyObject* object) : object(object) {}
-  ~Reference() { Py_XDECREF(object); }
-  Reference(const Reference&) = delete;
-  PyObject* object;
-};
-
 PyObject* intern(const char* text) { return PyUnicode_InternFromString(text); }
 
 // Borrowed; nullptr where there is none.
@@ -146,13 +139,14 @@ std::string_view memory_of(PyObject* layer) {
 
 std::string_view kind_of(PyObject* function) {
   static PyObject* const approximate = intern("approximate");
-  PyObject* known = item(activations, reinterpret_cast<PyObject*>(Py_TYPE(function)));
-  if (known == nullptr) {
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(relus); ++k) {
-      if (PyTuple_GET_ITEM(relus, k) == function) return "relu";
-    }
-    return function == gelu ? "gelu_erf" : function == silu ? "silu" : "";
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(functions); ++k) {
+    PyObject* row = PyTuple_GET_ITEM(functions, k);
+    if (PyTuple_GET_ITEM(row, 0) != function) continue;
+    const std::string_view kind = text(PyTuple_GET_ITEM(row, 1));
+    return kind == "gelu" ? "gelu_erf" : kind;
   }
+  PyObject* known = item(modules, reinterpret_cast<PyObject*>(Py_TYPE(function)));
+  if (known == nullptr) return "";
   const Reference dict(PyObject_GenericGetDict(function, nullptr));
   if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
     PyErr_Clear();

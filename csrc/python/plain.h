@@ -15,9 +15,17 @@ namespace fused::python {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// What know was given, kept for good.
-inline PyObject *layers, *activations, *relus, *gelu, *silu, *global_hooks, *untouched,
-    *module_call, *module_call_impl, *linear_class, *conv_class;
+// Tables of plain.py, and classes of torch's: what know was given, kept for good.
+inline PyObject *layers, *modules, *functions, *global_hooks, *untouched, *module_call,
+    *module_call_impl, *linear_class, *conv_class;
+
+// Owns an object, nullptr too.
+struct Reference {
+  explicit Reference(PyObject* object) : object(object) {}
+  ~Reference() { Py_XDECREF(object); }
+  Reference(const Reference&) = delete;
+  PyObject* object;
+};
 
 // A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then
 // sees while the GIL is released that they are in use.

@@ -1,4 +1,4 @@
-"""fuse_ and unfuse_: what changes in a model, what does not, and what becomes of it later."""
+"""fuse_ and unfuse_: what changes in a model, what does not, and what they are given."""
 
 import copy
 import gc
@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 import torch
-from fused_models import Snapshot, assert_fuses, results
+from fused_models import Snapshot, assert_fuses, operators, results
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import torch_fused_linear as tfl
 from torch_fused_linear.fuse.plain import MARK
@@ -23,19 +23,13 @@ def chain():
     return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 8), nn.GELU(), nn.Linear(8, 3))
 
 
-def types(model):
-    return [type(m).__name__ for m in model.children()]
-
-
 class Net(nn.Module):
     """As people write them: one activation for all layers."""
 
     def __init__(self):
         super().__init__()
-        self.fc1 = nn.Linear(6, 7)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(6, 7), nn.Linear(7, 8), nn.Linear(8, 3)
         self.relu = nn.ReLU()
-        self.fc2 = nn.Linear(7, 8)
-        self.fc3 = nn.Linear(8, 3)
 
     def forward(self, x):
         x = self.relu(self.fc1(x))
@@ -43,47 +37,46 @@ class Net(nn.Module):
         return self.fc3(x)
 
 
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def of(*between, bias=True):
+    return lambda: nn.Sequential(nn.Linear(6, 7, bias), *(make() for make in between))
+
+
+def last():
+    return nn.Linear(7, 3)
+
+
+def nested():
+    blocks = (nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Identity()) for _ in "abc")
+    return nn.Sequential(*blocks, nn.Sequential(nn.Linear(6, 3)))
+
+
+def dropout(p=0.5):
+    return lambda: nn.Dropout(p)
+
+
 # maker, blocks, gradients handed over
 MODELS = {
     "chain": (chain, 1, 2),
-    "no next linear": (lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU("tanh")), 1, 0),
-    "no bias": (
-        lambda: nn.Sequential(nn.Linear(6, 7, bias=False), nn.ReLU(), nn.Linear(7, 3)),
-        1,
-        1,
-    ),
-    "in place": (lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True)), 1, 0),
-    "nested": (
-        lambda: nn.Sequential(
-            *(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Identity()) for _ in "abc"),
-            nn.Sequential(nn.Linear(6, 3)),
-        ),
-        1,
-        3,
-    ),
-    "two apart": (
-        lambda: nn.Sequential(
-            nn.Linear(6, 7), nn.ReLU(), nn.LayerNorm(7), nn.Linear(7, 3), nn.GELU()
-        ),
-        2,
-        0,
-    ),
-    "dropout after": (
-        lambda: nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Dropout(0.5), nn.Linear(7, 3)),
-        1,
-        1,  # in eval mode, which comes last
-    ),
-    "dropout of 0 between": (
-        lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.0), nn.GELU(), nn.Linear(7, 3)),
-        1,
-        1,
-    ),
+    "no next linear": (of(lambda: nn.GELU("tanh")), 1, 0),
+    "no bias": (of(nn.ReLU, last, bias=False), 1, 1),
+    "in place": (of(lambda: nn.ReLU(inplace=True)), 1, 0),
+    "nested": (nested, 1, 3),
+    "two apart": (of(nn.ReLU, lambda: nn.LayerNorm(7), last, nn.GELU), 2, 0),
+    "dropout after": (of(nn.GELU, dropout(), last), 1, 1),  # in eval mode, which comes last
+    "dropout of 0 between": (of(dropout(0.0), nn.GELU, last), 1, 1),
     # relu(c·z) = c·relu(z) for c >= 0
-    "dropout between, ReLU": (
-        lambda: nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.ReLU(), nn.Linear(7, 3)),
-        1,
-        1,
-    ),
+    "dropout between, ReLU": (of(dropout(), nn.ReLU, last), 1, 1),
     "one activation": (Net, 1, 2),
 }
 
@@ -99,7 +92,6 @@ def test_layers_get_a_mark_and_nothing_else_changes():
         before, names, owner = Snapshot.of(model), list(vars(model)), type(model)
         children = list(model.children())
         report = tfl.fuse_(model)
-        assert [type(m) for m in children] == [type(m) for m in model.children()]
         assert all(a is b for a, b in zip(children, model.children(), strict=True))
         assert type(model) is owner and {*vars(model)} - {*names} <= {MARK}
         marked = [m for m in children if MARK in vars(m)]
@@ -107,7 +99,7 @@ def test_layers_get_a_mark_and_nothing_else_changes():
         assert repr(model) == before.text
         before.assert_same_parameters(Snapshot.of(model))
     (block,) = report.fused
-    assert (block.path, block.layers, report.skipped) == ("", ("fc1", "fc2", "fc3"), [])
+    assert (block.path, block.layers, report.skipped) == ("", ("fc1", "fc2", "fc3"), ())
 
 
 def test_a_dry_run_says_the_same_and_changes_nothing():
@@ -115,85 +107,69 @@ def test_a_dry_run_says_the_same_and_changes_nothing():
     before = Snapshot.of(model)
     said = tfl.fuse_(model, dry_run=True)
     before.assert_equals(Snapshot.of(model))
-    assert len(said.fused) == 2 and said == tfl.fuse_(model)
+    assert len(said.fused) == 2 and said == tfl.fuse_(model) and len({said, said}) == 1
 
 
-def test_a_part_that_is_unfused_leaves_the_rest():
+def test_what_is_fused_is_said_of_parts_and_copies():
     model = nn.Sequential(chain(), nn.Linear(3, 6), chain())
+    assert not tfl.is_fused(model)
     tfl.fuse_(model)
     tfl.unfuse_(model[0])
-    assert not tfl.is_fused(model[0]) and tfl.is_fused(model[2])
-    with tfl.explain() as calls:
-        model(*X)
-    assert len(calls.calls) == 3
+    assert not tfl.is_fused(model[0]) and tfl.is_fused(model[2]) and tfl.is_fused(model)
+    assert tfl.is_fused(copy.deepcopy(model)) and len(operators(model, *X)) == 3
 
 
-def test_a_shared_activation_and_a_shared_layer():
-    act, linear = nn.GELU(), nn.Linear(6, 6)
-    model = nn.Sequential(linear, act, nn.LayerNorm(6), act, linear).double()
-    plain, x = copy.deepcopy(model), [X[0].double()]
-    assert tfl.fuse_(model).fused[0].layers == ("0",)
-    assert_same(results(model, x), results(plain, x))
+def test_of_two_models_of_one_class_one_is_fused():
+    model, plain = Net(), Net()
+    tfl.fuse_(model)
+    assert operators(model, *X) == ["linear_relu", "linear_relu", "linear"]
+    assert operators(plain, *X) == [] and not tfl.is_fused(plain)
+
+
+def test_shared_activations_layers_and_containers():
+    act, linear, block = nn.GELU(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    for model, layers in (
+        (nn.Sequential(linear, act, nn.LayerNorm(6), act, linear), [("0",)]),
+        (nn.Sequential(block, nn.LayerNorm(6), block), [("0.0",), ("0.0",)]),  # called twice
+    ):
+        model = model.double()
+        plain, x = copy.deepcopy(model), [X[0].double()]
+        assert [b.layers for b in tfl.fuse_(model).fused] == layers
+        assert_same(results(model, x), results(plain, x))
 
 
 def test_a_watched_layer_beside_one_that_is_not():
-    model, plain = Net().double(), Net().double()
-    plain.load_state_dict(model.state_dict())
-    seen = []
+    model, seen = Net().double(), []
+    plain = copy.deepcopy(model)
     model.fc2.register_forward_hook(lambda *args: seen.append(float(args[2].detach().min())))
     report = tfl.fuse_(model)
     assert [b.layers for b in report.fused] == [("fc1",)]
     assert [(s.path, s.reason) for s in report.skipped] == [("fc2", "has forward hooks")]
     assert report.skipped[0].place.partition(":")[0] == __file__
-    x = [X[0].double()]
-    assert_same(results(model, x), results(plain, x))
+    assert_same(results(model, [X[0].double()]), results(plain, [X[0].double()]))
     assert len(seen) == 1 and seen[0] < 0, "what comes before the activation"
 
 
-def test_a_container_that_is_registered_twice_is_one_place():
-    block = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    model = nn.Sequential(block, nn.LayerNorm(6), block).double()
-    x, plain = [torch.randn(2, 6).double()], copy.deepcopy(model)
-    assert len(tfl.fuse_(model).fused) == 1
-    assert_same(results(model, x), results(plain, x))
-
-
-def test_a_model_with_nothing_to_fuse_is_left_as_it_is():
+def test_what_fuse_did_not_make_is_left_as_it_is():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Conv1d(1, 1, 1), nn.ReLU())
     before = Snapshot.of(model)
-    assert not tfl.fuse_(model).fused
-    before.assert_equals(Snapshot.of(model))
-    tfl.unfuse_(model)
-    before.assert_equals(Snapshot.of(model))
-
-
-def test_unfuse_leaves_layers_that_fuse_did_not_make():
+    for change in (tfl.fuse_, tfl.unfuse_):
+        change(model)
+        before.assert_equals(Snapshot.of(model))
     model = nn.Sequential(tfl.FusedLinearReLU(6, 6), nn.Linear(6, 6), nn.ReLU())
     tfl.fuse_(model)
     tfl.unfuse_(model)
-    assert types(model) == ["FusedLinearReLU", "Linear", "ReLU"]
+    assert [type(m) for m in model] == [tfl.FusedLinearReLU, nn.Linear, nn.ReLU]
 
 
-def test_a_model_in_eval_mode_stays_in_it():
+def test_modes_conversions_and_the_meta_device():
     for model in (chain().eval(), nn.TransformerEncoderLayer(4, 2, 8).eval()):
-        assert tfl.fuse_(model).fused
-        assert not any(m.training for m in model.modules())
-
-
-def test_modes_and_conversions_reach_everything():
-    model, activation = chain(), nn.ReLU()
-    model[1] = activation
+        assert tfl.fuse_(model).fused and not any(m.training for m in model.modules())
+    model = chain()
     tfl.fuse_(model)
-    model.eval()
-    assert not any(m.training for m in model.modules())
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert model.to(dtype)(X[0].to(dtype)).dtype == dtype
     assert model.to("meta")(X[0].double().to("meta")).shape == (4, 3)
-    tfl.unfuse_(model)
-    assert model[1] is activation and not activation.training
-
-
-def test_a_model_on_the_meta_device_is_fused_and_filled_later():
     with torch.device("meta"):
         model = chain()
     assert tfl.fuse_(model).fused
@@ -203,14 +179,15 @@ def test_a_model_on_the_meta_device_is_fused_and_filled_later():
 
 
 def test_a_whole_model_in_a_file():
-    model = chain()
+    model, kinds = chain(), [nn.Sequential, nn.Linear, nn.ReLU, nn.GELU]
     tfl.fuse_(model)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    again = torch.load(buffer, weights_only=False)
-    assert_same(results(again, X), results(model, X))
-    assert type(again) is nn.Sequential and tfl.is_fused(again)
+    torch.save(model, file := io.BytesIO())
+    with torch.serialization.safe_globals(kinds):
+        for weights_only in (False, True):
+            file.seek(0)
+            again = torch.load(file, weights_only=weights_only)
+            assert_same(results(again, X), results(model, X))
+            assert type(again) is nn.Sequential and tfl.is_fused(again)
 
 
 def test_a_deleted_model_is_gone_at_once():
@@ -238,43 +215,38 @@ def test_parametrisations_come_and_go():
     tfl.unfuse_(model)
     tfl.fuse_(model)
     for m in (model, plain):
-        nn.utils.parametrize.remove_parametrizations(m[2], "weight")
+        parametrize.remove_parametrizations(m[2], "weight")
     tfl.unfuse_(model)
     assert repr(model) == repr(plain) and type(model) is nn.Sequential
     assert_same(results(model, x), results(plain, x))
 
 
-def test_a_parametrised_owner():
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_parametrised_owner(is_first):
     """torch makes a class of it, before or after."""
-
-    def make():
-        model = Net().double()
-        model.scale = nn.Parameter(torch.ones(3).double())
-        return model
-
-    class Twice(nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    model = make()
-    tfl.fuse_(model)
-    want = results(model, [X[0].double()])
-    nn.utils.parametrize.register_parametrization(model, "scale", Twice())
-    with tfl.explain() as calls:
-        assert_same([model(X[0].double())], want[:1])
-    assert len(calls.calls) == 3
+    model, x = Net().double(), X[0].double()
+    model.scale = nn.Parameter(torch.ones(3).double())
+    want = model(x)
+    for change in (tfl.fuse_, None)[:: -1 if is_first else 1]:
+        if change is None:
+            parametrize.register_parametrization(model, "scale", Twice())
+        else:
+            assert len(change(model).fused) == 1
+    torch.testing.assert_close(model(x), want)
+    assert len(operators(model, x)) == 3
     tfl.unfuse_(model)
-    with tfl.explain() as calls:
-        assert_same([model(X[0].double())], want[:1])
-    assert not calls.calls and float(model.scale.detach()[0]) == 2
-    model = make()
-    nn.utils.parametrize.register_parametrization(model, "scale", Twice())
-    assert len(tfl.fuse_(model).fused) == 1
+    torch.testing.assert_close(model(x), want)
+    assert not operators(model, x) and float(model.scale.detach()[0]) == 2
 
 
-def test_a_fused_model_is_compiled_scripted_traced_and_exported():
+def test_a_fused_encoder_is_compiled_scripted_traced_and_exported():
     encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    for model, inputs in ((chain(), X), (Net(), X), (encoder, [torch.randn(2, 3, 6)])):
+    for model, inputs in ((chain(), X), (encoder, [torch.randn(2, 3, 6)])):
         want = results(model, inputs)
         tfl.fuse_(model)
         for changed in (
@@ -286,3 +258,105 @@ def test_a_fused_model_is_compiled_scripted_traced_and_exported():
         exported = torch.export.export(model, tuple(inputs)).module()
         assert_same([exported(*inputs)], want[:1])
         torch._dynamo.reset()
+
+
+class Outer(nn.Module):
+    """Whose code stays, while that which is compiled with it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Loop()
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("make", [Loop, Outer])
+def test_compiled_models_are_compiled_again(make):
+    for is_inside in (False, True):
+        model, x, ran = make(), X[0], []
+
+        def count(graph, inputs, ran=ran):
+            called = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+            return lambda *args: (ran.append(called), graph.forward(*args))[1]
+
+        want = model(x)
+        if is_inside:
+            compiled = model
+            model.compile(backend=count)
+        else:
+            compiled = torch.compile(model, backend=count)
+        for change, fused in ((lambda m: m, 0), (tfl.fuse_, 3), (tfl.unfuse_, 0)):
+            change(compiled)
+            torch.testing.assert_close(compiled(x), want)
+            assert ran[-1].count("fused.linear_relu") == fused
+        torch._dynamo.reset()
+
+
+# --- filter_fn and wrong use ----------------------------------------------------------------------
+
+
+def test_filter_fn_is_asked_once_for_every_layer_that_is_to_change():
+    asked = []
+    model = nn.Sequential(chain(), nn.Linear(3, 3), nn.Tanh())
+    tfl.fuse_(model, lambda name, module: asked.append((name, module)) or True)
+    assert [name for name, _ in asked] == ["0.0", "0.2", "0.4"]
+    assert all(model.get_submodule(name) is module for name, module in asked)
+
+
+def test_what_filter_fn_refuses_stays():
+    model = chain()
+    report = tfl.fuse_(model, lambda name, module: name != "2")
+    assert operators(model, *X) == ["linear_relu"]
+    assert [(s.path, s.reason) for s in report.skipped] == [("2", "filter_fn says no")]
+    assert len(tfl.fuse_(model).fused) == 1, "a later call may have the rest"
+    assert operators(model, *X) == ["linear_relu", "linear_gelu", "linear"]
+
+
+def test_a_layer_in_a_loop_may_be_refused():
+    for refused in (0, 1, 2):
+        model = Loop()
+        report = tfl.fuse_(model, lambda name, module, n=refused: name != f"layers.{n}")
+        assert [s.path for s in report.skipped] == [f"layers.{refused}"]
+        assert operators(model, *X) == ["linear_relu"] * 2
+        other = copy.deepcopy(model)
+        other.layers[refused] = nn.Linear(6, 6)  # the name was refused
+        assert operators(other, *X) == ["linear_relu"] * 2
+        tfl.fuse_(model)
+        assert operators(model, *X) == ["linear_relu"] * 3
+
+
+def test_a_filter_that_accepts_nothing_is_reported():
+    model = chain()
+    before = Snapshot.of(model)
+    report = tfl.fuse_(model, lambda name, module: name.startswith("encoder"))
+    assert not report.fused and {s.reason for s in report.skipped} == {"filter_fn says no"}
+    before.assert_equals(Snapshot.of(model))
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    yield torch.jit.script(model)
+    yield torch.jit.trace(model, torch.randn(2, 6))
+    yield torch.fx.symbolic_trace(model)
+    yield torch.export.export(model, (torch.randn(2, 6),)).module()
+
+
+def test_models_that_are_fixed_already_are_refused():
+    for model in frozen():
+        with pytest.raises(TypeError, match="fuse_: expected a model before it is scripted"):
+            tfl.fuse_(model)
+        report = tfl.fuse_(nn.Sequential(model, nn.Linear(6, 6), nn.ReLU()))
+        assert len(report.fused) == 1 and [s.path for s in report.skipped] == ["0"]
+
+
+def test_other_arguments_are_refused():
+    for wrong in (torch.export.export(chain(), tuple(X)), [nn.Linear(2, 2)], nn.Linear):
+        for function in (tfl.fuse_, tfl.unfuse_, tfl.is_fused):
+            message = rf"{function.__name__}: expected an nn.Module, got"
+            with pytest.raises(TypeError, match=message):
+                function(wrong)
+    with pytest.raises(TypeError, match=r"filter_fn\(name, module\) -> bool or None, got str"):
+        tfl.fuse_(chain(), "0")
+    with pytest.raises(TypeError, match=r"call torch_fused_linear\.fuse_\(model\), with an under"):
+        tfl.fuse(chain())

@@ -1,8 +1,9 @@
 """What a fused place costs beyond the operator that it calls, with its three tensors at hand.
 
-python tests/fuse/test_fuse_cost.py     prints the numbers that docs/models.md has
+PYTHONPATH=. python tests/fuse/test_fuse_cost.py     prints the numbers that docs/models.md has
 """
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -61,9 +62,12 @@ def quickest(*functions: Callable[[], object]) -> list[float]:
     return [min(times) * 1e6 for times in zip(*rounds)]
 
 
-def costs() -> dict[str, tuple[float, float]]:
-    """By the way in which it is written: microseconds for one place, of the operator alone and
-    beyond it. Calling a forward, and looking up its layer, is there without fuse_ too."""
+Times = dict[str, tuple[float, float]]
+
+
+def fused() -> Times:
+    """By the way in which it is written: microseconds for one place, and of the operator alone.
+    Calling a forward, and looking up its layer, is there without fuse_ too."""
     x, found = torch.randn(1, 4), {}
     layer = nn.Linear(4, 4)
     weight, bias = layer.weight, layer.bias
@@ -77,7 +81,7 @@ def costs() -> dict[str, tuple[float, float]]:
         plain = type("Plain", (nn.Module,), {"forward": lambda self, x: self.fc and operator()})()
         plain.fc = model.fc
         ours, theirs = quickest(lambda m=model: m.forward(x), lambda p=plain: p.forward(x))
-        found[cls.__name__] = theirs, ours - theirs
+        found[cls.__name__] = ours, theirs
     gated = Gated()
     assert len(tfl.fuse_(gated).fused) == 1
     linears = (gated.gate, gated.up, gated.down)
@@ -87,7 +91,7 @@ def costs() -> dict[str, tuple[float, float]]:
         return self.down and self.act and self.gate and self.up and tfl.gated_mlp(x, *given)
 
     ours, theirs = quickest(lambda: gated.forward(x), lambda: block(gated, x))
-    found["gated"] = theirs, ours - theirs
+    found["gated"] = ours, theirs
     layers = [nn.Linear(4, 4) for _ in range(PLACES)]
     chain = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())))
     assert len(tfl.fuse_(chain).fused) == 1
@@ -100,21 +104,34 @@ def costs() -> dict[str, tuple[float, float]]:
         return h
 
     ours, theirs = quickest(lambda: chain.forward(x), operators)
-    found["nn.Sequential"] = theirs / PLACES, (ours - theirs) / PLACES
+    found["nn.Sequential"] = ours / PLACES, theirs / PLACES
     return found
 
 
-def test_a_fused_place_costs_little():
-    """A third of the smallest operator, whatever the machine: a microsecond where that takes 3.
-    Other programs can disturb a whole measurement, but not several."""
-    tries = []
-    for _ in range(5):
-        tries.append(costs())
-        if all(extra < operator / 3 for operator, extra in tries[-1].values()):
+def unmarked() -> Times:
+    """The same of a place's own calls, in an instance that has no mark when another one gets it."""
+    x, model, marked = torch.randn(1, 4), Expression(), Expression()
+    expression = functools.partial(model.forward, x)
+    (before,) = quickest(expression)
+    tfl.fuse_(marked)
+    (after,) = quickest(expression)
+    tfl.unfuse_(marked)
+    return {"unmarked": (after, before)}
+
+
+@pytest.mark.parametrize("measure, share", [(fused, 1 / 3), (unmarked, 1 / 30)])
+def test_a_place_costs_little(measure, share):
+    """A third of the smallest operator, whatever the machine, which is a microsecond where that
+    takes 3; and a thirtieth of two calls of torch's. What other programs disturb is tried again."""
+    best: Times = {}
+    for _ in range(10):
+        for name, times in measure().items():
+            best[name] = tuple(map(min, times, best.get(name, times)))
+        if all(ours - theirs < theirs * share for ours, theirs in best.values()):
             return
-    pytest.fail(str(tries))
+    pytest.fail(str(best))
 
 
 if __name__ == "__main__":
-    for name, (operator, extra) in costs().items():
-        print(f"{name}: {extra:.2f} us beyond the operator's {operator:.2f} us")
+    for name, (ours, theirs) in {**fused(), **unmarked()}.items():
+        print(f"{name}: {ours - theirs:.2f} us beyond {theirs:.2f} us")

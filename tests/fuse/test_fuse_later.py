@@ -1,20 +1,19 @@
 """What is done to a model before and after fuse_ has the meaning that it has in plain torch."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import results
+from fused_models import decided_in_python, operators, results
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
+from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library, functional
-from torch_fused_linear.fuse import call as forms
-from torch_fused_linear.fuse import in_code
 
 X = [torch.randn(4, 6, dtype=torch.float64)]
 
@@ -23,15 +22,14 @@ X = [torch.randn(4, 6, dtype=torch.float64)]
 def decides(request, monkeypatch):
     """What looks at layers and activations; Python does where C cannot be had."""
     if request.param == "Python":
-        for name in in_code.IN_C:
-            monkeypatch.setattr(in_code, name, getattr(forms, name))
-        monkeypatch.setattr(functional, "direct", _library._NotDirect())
+        decided_in_python(monkeypatch)
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+        self.up, self.drop, self.axis = nn.Linear(6, 6), nn.Dropout(0.0), -1
 
     def forward(self, x):
         h = self.fc1(x)
@@ -39,19 +37,34 @@ class Block(nn.Module):
         return self.fc2(h)
 
 
+class ByMethod(Block):
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+
+class Gated(Block):
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        return self.fc2(self.drop(gate * self.up(x)))
+
+
+class Halves(Block):
+    def forward(self, x):
+        gate, up = self.fc1(x).chunk(2, self.axis)
+        h = up * self.act(gate) if self.training else self.act(up) * gate
+        return self.fc2(torch.cat([h, h], -1)) + h.sum()
+
+
 def chain():
     return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
 
 
-def operators(model, x=X[0]):
-    with torch.no_grad(), tfl.explain() as calls:
-        model(x)
-    return [c.operator for c in calls.calls]
-
-
-class Functions(Block):
-    def forward(self, x):
-        return F.relu(self.fc1(x))
+def pair(make):
+    torch.manual_seed(0)
+    plain = make().double()
+    model = copy.deepcopy(plain)
+    assert tfl.fuse_(model).fused
+    return model, plain
 
 
 class Lora(nn.Module):
@@ -85,6 +98,10 @@ def first(model):
     return model[0] if isinstance(model, nn.Sequential) else model.fc1
 
 
+def act(model):
+    return model[1] if isinstance(model, nn.Sequential) else model.act
+
+
 def put(model, name, number, module):
     if isinstance(model, nn.Sequential):
         model[number] = module
@@ -92,69 +109,87 @@ def put(model, name, number, module):
         setattr(model, name, module)
 
 
-def wrap(model):
-    put(model, "fc1", 0, Lora(first(model)))
-
-
-def subclass(model):
-    first(model).__class__ = LoraLinear
-
-
 def weight_class(model):
     weight = first(model).weight.detach().as_subclass(Doubled)
     first(model).weight = nn.Parameter(weight, requires_grad=False)
 
 
-def other_function(model):
-    first(model).forward = lambda x: x + 1
-
-
-def in_another_mode(model):
-    put(model, "act", 1, nn.GELU("tanh"))
-
-
 CHANGES = {
-    "LoRA": wrap,
-    "child of nn.Linear": subclass,
+    "LoRA": lambda m: put(m, "fc1", 0, Lora(first(m))),
+    "child of nn.Linear": lambda m: setattr(first(m), "__class__", LoraLinear),
     "weight of another class": weight_class,
     "exchanged": lambda m: put(m, "fc1", 0, nn.Linear(6, 6, bias=False).double()),
     "no layer": lambda m: put(m, "fc1", 0, nn.Tanh()),
     "other activation": lambda m: put(m, "act", 1, nn.SiLU()),
-    "GELU": in_another_mode,
+    "another kind": lambda m: put(m, "act", 1, nn.GELU("tanh")),
+    "no activation": lambda m: put(m, "act", 1, nn.Tanh()),
     "tied": lambda m: setattr(first(m), "weight", list(m.children())[2].weight),
     "frozen": lambda m: first(m).requires_grad_(False),
-    "forward of its own": other_function,
+    "forward of its own": lambda m: setattr(first(m), "forward", lambda x: x + 1),
     "forward hook": lambda m: first(m).register_forward_hook(lambda *a: a[2] * 2),
     "forward pre hook": lambda m: first(m).register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
     "backward hook": lambda m: first(m).register_full_backward_hook(lambda m, i, o: (i[0] * 2,)),
     "weight norm": lambda m: parametrizations.weight_norm(first(m)),
     "old weight norm": lambda m: nn.utils.weight_norm(first(m)),
     "pruned": lambda m: prune.l1_unstructured(first(m), "weight", 0.5),
-    "hook of the activation": lambda m: list(m.children())[1].register_forward_hook(
-        lambda *a: a[2] + 1
+    "hook of the activation": lambda m: act(m).register_forward_hook(lambda *a: a[2] + 1),
+    "activation exchanged by a hook": lambda m: first(m).register_forward_hook(
+        lambda *a: put(m, "act", 1, nn.Tanh())
     ),
 }
+OF_A_GATE = {
+    "up exchanged": lambda m: setattr(m, "up", LoraLinear(6, 6).double()),
+    "up broadcast": lambda m: setattr(m, "up", nn.Linear(6, 1).double()),
+    "down exchanged": lambda m: setattr(m, "fc2", LoraLinear(6, 6).double()),
+    "dropout": lambda m: setattr(m.drop, "p", 0.5),
+    "chunks of rows": lambda m: setattr(m, "axis", 0),
+    "odd features": lambda m: setattr(m, "fc1", nn.Linear(6, 5).double()),
+}
+ROWS = [(make, name) for make in (chain, Block, Gated, Halves) for name in CHANGES]
+ROWS += [(make, name) for make in (Gated, Halves) for name in OF_A_GATE]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("make", [chain, Block])
-@pytest.mark.parametrize("change", CHANGES)
-def test_any_order(change, make):
+@pytest.mark.parametrize("make, name", ROWS)
+def test_any_order(make, name):
+    change = {**CHANGES, **OF_A_GATE}[name]
     for is_first in (False, True):
         torch.manual_seed(0)
         model = make().double()
         plain = copy.deepcopy(model)
-        for one, steps in ((plain, (change,)), (model, (change, "") if is_first else ("", change))):
-            for step in steps:
+        for one, steps in ((plain, [change]), (model, [tfl.fuse_, change])):
+            for step in steps[:: -1 if is_first else 1]:
                 torch.manual_seed(1)
-                CHANGES[step](one) if step else tfl.fuse_(one)
-        assert_same(results(model, X), results(plain, X), f"{change}, first: {is_first}")
-        if change not in ("forward of its own", "weight of another class", "old weight norm"):
-            compiled = torch.compile(model, backend="eager")
-            assert_same([compiled(*X)], [plain(*X)])
+                step(one)
+        assert_same_outcome(model, plain)
+        if "chain" in make.__name__ and name not in ("weight of another class", "old weight norm"):
+            assert_same([torch.compile(model, backend="eager")(*X)], [plain(*X)])
             torch._dynamo.reset()
         tfl.unfuse_(model)
-        assert_same(results(model, X), results(plain, X))
+        assert_same_outcome(model, plain)
+
+
+def assert_same_outcome(model, plain):
+    """Results and gradients, or the error that torch raises, in the same words."""
+    outcomes = []
+    for net in (model, plain):
+        try:
+            outcomes.append((results(net, X), ""))
+        except RuntimeError as error:
+            outcomes.append(([], str(error)))
+    assert outcomes[0][1] == outcomes[1][1]
+    assert_same(outcomes[0][0], outcomes[1][0])
+
+
+def test_what_hooks_of_a_gate_see_comes_in_the_order_in_which_it_is_written():
+    seen = []
+    for net in pair(Gated):
+        for name, child in net.named_children():
+            child.register_forward_hook(
+                lambda *args, n=name: seen.append((n, args[2].sum().item()))
+            )
+        net(*X)
+    assert len(seen) == 10 and seen[:5] == seen[5:]
 
 
 EDITS = {
@@ -171,10 +206,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_sequential_runs_its_children_as_they_are(edit):
-    model = chain().double()
-    plain = copy.deepcopy(model)
-    tfl.fuse_(model)
-    model, plain = (EDITS[edit](m) or m for m in (model, plain))
+    model, plain = (EDITS[edit](m) or m for m in pair(chain))
     assert_same(results(model, X), results(plain, X))
     model.eval(), plain.eval()
     for changed in (
@@ -187,36 +219,37 @@ def test_a_sequential_runs_its_children_as_they_are(edit):
 
 
 def test_dropout_in_place_before_relu():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5, inplace=True), nn.ReLU()).double()
-    plain = copy.deepcopy(model)
-    assert tfl.fuse_(model).fused
+    layers = nn.Linear(6, 6), nn.Dropout(0.5, inplace=True), nn.ReLU()
+    model, plain = pair(lambda: nn.Sequential(*layers))
     assert_same(results(model, X), results(plain, X))
-    assert operators(model) == ["linear"]  # torch draws other numbers in place
-    assert operators(model.eval()) == ["linear_relu"]
+    assert operators(model, *X) == ["linear"]  # torch draws other numbers in place
+    assert operators(model.eval(), *X) == ["linear_relu"]
+
+
+class Apart(nn.Module):
+    """Calls the children of a Sequential by themselves too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([chain(), chain()])
+        self.alias = [self.blocks[0][0]]
+
+    def forward(self, x):
+        for block in self.blocks:
+            before = next(block.children())(x)
+            for layer in block:
+                before = layer(before)
+            x = block(x) + before + self.alias[0](x) + getattr(block, "2")(x)
+        return x
 
 
 def test_a_child_of_a_sequential_used_apart():
-    class Apart(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([chain(), chain()])
-            self.alias = [self.blocks[0][0]]
-
-        def forward(self, x):
-            for block in self.blocks:
-                before = next(block.children())(x)
-                x = block(x) + before + self.alias[0](x) + getattr(block, "2")(x)
-            return x
-
-    model = Apart().double()
-    plain = copy.deepcopy(model)
-    assert len(tfl.fuse_(model).fused) == 2
+    model, plain = pair(Apart)
     assert_same(results(model, X), results(plain, X))
 
 
 def test_global_hooks_see_every_module():
-    model = Block().double()
-    tfl.fuse_(model)
+    model, _ = pair(Block)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *a: seen.append(m))
     try:
@@ -224,30 +257,53 @@ def test_global_hooks_see_every_module():
     finally:
         handle.remove()
     assert seen == [model.fc1, model.act, model.fc2, model]
-    assert operators(model) == ["linear_relu", "linear"]
+    assert operators(model, *X) == ["linear_relu", "linear"]
 
 
-def test_what_replaces_torchs_functions_is_called(monkeypatch):
-    model = Block().double()
-    tfl.fuse_(model)
-    monkeypatch.setattr(F, "linear", lambda x, w, b: torch.zeros(4, 6))
-    torch.testing.assert_close(model(*X), torch.zeros(4, 6))
-    functions = Functions().double()
-    tfl.fuse_(functions)
-    torch.testing.assert_close(functions(*X), torch.zeros(4, 6))
-    monkeypatch.undo()
-    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x)
-    torch.testing.assert_close(model(*X), model.fc2(model.fc1(*X)))
+PATCHES = [
+    *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.Dropout)
+      for name in ("forward", "__call__", "_call_impl")),
+    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+    *((torch.Tensor, "relu"), (F, "relu"), (F, "linear"), (torch, "relu")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("owner, name", [(torch, "relu"), (nn.Module, "_call_impl")])
-def test_what_replaces_what_they_call_is_called(owner, name, monkeypatch):
-    model = Block().double()
-    plain = copy.deepcopy(model)
-    tfl.fuse_(model)
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: original(*args) + 1)
-    torch.testing.assert_close(model(*X), plain(*X))
+@pytest.mark.parametrize("owner, name", PATCHES, ids=lambda p: getattr(p, "__name__", p))
+@pytest.mark.parametrize("make", [Block, ByMethod, Gated, chain])
+def test_functions_that_are_exchanged_later_are_seen(make, owner, name, monkeypatch):
+    model, plain = pair(make)
+    original, counts = getattr(owner, name), []
+
+    def watching(*args, **kwargs):
+        counts.append(1)
+        result = original(*args, **kwargs)
+        return result * 2 if torch.is_tensor(result) else result
+
+    monkeypatch.setattr(owner, name, watching)
+    got = model(*X)
+    ours = len(counts)
+    assert torch.equal(got, plain(*X)) and len(counts) == 2 * ours
+    if ours and owner is not nn.Dropout:
+        fused = {"linear_relu", "gated_mlp", *["linear_gelu"] * (owner is not nn.ReLU)}
+        assert not fused & {*operators(model, *X)}
+
+
+@pytest.mark.parametrize("cls", [nn.Dropout, nn.Identity])
+def test_a_dropout_that_is_exchanged_for_all_is_seen(cls, monkeypatch):
+    model, plain = pair(lambda: nn.Sequential(nn.Linear(6, 6), cls(), nn.ReLU(), nn.Linear(6, 6)))
+    monkeypatch.setattr(cls, "forward", lambda self, x: x - 0.25)
+    assert_same(results(model, X), results(plain, X))
+
+
+@pytest.mark.parametrize("name", ["forward", "_call_impl"])
+@pytest.mark.parametrize("child", ["fc1", "act", "fc2", "up", "drop"])
+def test_functions_that_are_set_on_an_object_are_seen(child, name):
+    model, plain = pair(Gated)
+    for net in (model, plain):
+        module = getattr(net, child)
+        original = getattr(module, name)
+        setattr(module, name, functools.partial(lambda run, x: run(x) * 3, original))
+    assert_same(results(model, X), results(plain, X))
 
 
 class Mode(torch.overrides.TorchFunctionMode):
@@ -257,13 +313,11 @@ class Mode(torch.overrides.TorchFunctionMode):
 
 
 def test_function_modes_see_torchs_functions():
-    model = Block().double()
-    plain = copy.deepcopy(model)
-    tfl.fuse_(model)
+    model, plain = pair(Block)
     with Mode():
         assert_same([model(*X)], [plain(*X)])
     with torch.device("cpu"):  # torch's own, which looks for factories
-        assert operators(model) == ["linear_relu", "linear"]
+        assert operators(model, *X) == ["linear_relu", "linear"]
 
 
 WRONG = {
@@ -276,38 +330,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_errors_are_torchs_own(what):
-    for make in (chain, Block):
-        model = make().double()
-        plain = copy.deepcopy(model)
-        tfl.fuse_(model)
-        with pytest.raises(Exception) as theirs:
-            plain(WRONG[what])
-        with pytest.raises(type(theirs.value)) as ours:
-            model(WRONG[what])
-        assert str(ours.value) == str(theirs.value)
-
-
-def test_the_order_in_which_things_are_looked_up():
-    """A hook of the layer that exchanges the activation takes effect, as it always did."""
-
-    class Nested(Block):
-        def forward(self, x):
-            return self.act(self.fc1(x))
-
-    for cls in (Block, Nested):
-        model = cls().double()
-        plain = copy.deepcopy(model)
-        tfl.fuse_(model)
-        for m in (model, plain):
-            m.fc1.register_forward_hook(lambda *a, m=m: setattr(m, "act", nn.Tanh()))
-        assert_same([model(*X), model(*X)], [plain(*X), plain(*X)])
+@pytest.mark.parametrize("make", [chain, Block, Gated, Halves])
+def test_errors_are_torchs_own(make, what):
+    model, plain = pair(make)
+    with pytest.raises(Exception) as theirs:
+        plain(WRONG[what])
+    with pytest.raises(type(theirs.value)) as ours:
+        model(WRONG[what])
+    assert str(ours.value) == str(theirs.value)
 
 
 def test_functional_transforms():
-    model = Block().double()
-    plain = copy.deepcopy(model)
-    tfl.fuse_(model)
+    model, plain = pair(Block)
     state = {name: 2 * value for name, value in plain.state_dict().items()}
     with tfl.explain() as calls:
         got = torch.func.functional_call(model, state, tuple(X))
@@ -318,15 +352,47 @@ def test_functional_transforms():
     graph = torch.fx.symbolic_trace(model)
     assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["fc1", "act", "fc2"]
     torch.testing.assert_close(graph(*X), plain(*X))
+    values, _ = torch.func.stack_module_state([model, plain])
+    assert values["fc1.weight"].shape == (2, 6, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    model = Block()
-    plain, x = copy.deepcopy(model), X[0].float()
-    tfl.fuse_(model)
+@pytest.mark.parametrize("make", [Block, Gated])
+def test_autocast(make, dtype):
+    model, plain = (net.float() for net in pair(make))
+    x = X[0].float()
     with torch.autocast("cpu", dtype):
         got, want = model(x), plain(x)
-        assert operators(model, x.to(dtype)) == ["linear_relu", "linear"]
+        assert operators(model, x.to(dtype))
     assert got.dtype == want.dtype == dtype
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.quant, self.fc, self.act = quantization.QuantStub(), nn.Linear(6, 6), nn.ReLU()
+        self.dequant = quantization.DeQuantStub()
+
+    def forward(self, x):
+        return self.dequant(self.act(self.fc(self.quant(x))))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("turn", range(4))
+def test_eager_quantisation_in_any_order(turn):
+    def run(net, fuses):
+        steps = [
+            lambda: quantization.fuse_modules(net, [["fc", "act"]], inplace=True),
+            lambda: quantization.prepare(net, inplace=True) and net(X[0].float()),
+            lambda: quantization.convert(net, inplace=True),
+        ]
+        for step in [*steps[:turn], *[lambda: tfl.fuse_(net)] * fuses, *steps[turn:]]:
+            step()
+        return net(X[0].float())
+
+    plain = Quantised().eval()
+    plain.qconfig = quantization.get_default_qconfig("qnnpack")
+    model = copy.deepcopy(plain)
+    torch.testing.assert_close(run(model, True), run(plain, False))
+    assert type(model.fc) is type(plain.fc)

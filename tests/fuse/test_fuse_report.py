@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 from torch import nn
 
 import torch_fused_linear as tfl
@@ -14,8 +15,20 @@ from torch_fused_linear.picture import spans
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def block(activation=nn.ReLU, bias=True):
-    return nn.Sequential(nn.Linear(4, 8, bias=bias), activation(), nn.Linear(8, 4))
+def block(activation=nn.ReLU):
+    return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 4))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.both, self.act = nn.Linear(4, 16, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        h = self.w2(self.act(self.w1(x)) * self.w3(x))
+        gate, up = self.both(x).chunk(2, -1)
+        return h + (F.gelu(gate, approximate="tanh") * up).sum()
 
 
 def model():
@@ -50,7 +63,7 @@ def test_the_table_counts_what_is_alike():
     (tower,) = [line for line in lines if "tower" in line]
     assert tower.split()[:4] == ["3", "×", "tower.*.0", "Sequential"]
     assert tower.endswith("MatMul → BiasAdd → ReLU → MatMul → BiasAdd  ⇒  linear_relu → linear")
-    assert lines[-1].startswith("1 ×  mish.0  ") and "only ReLU, GELU" in lines[-1]
+    assert lines[-1].startswith("1 ×  mish.0  ") and "only ReLU, squared" in lines[-1]
     assert str(tfl.fuse_(nn.Linear(2, 2))) == "0 blocks fused, 0 places left alone"
     assert str(tfl.fuse_(block())).startswith("1 block fused, 0 places")
 
@@ -89,6 +102,26 @@ def test_the_picture_has_every_kind_of_block_once(tmp_path):
         assert text.count(word) == times, word
     report.save_picture(str(tmp_path / "ops.png"))
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gated_layers(tmp_path):
+    report = tfl.fuse_(Gated(), memory="low")
+    assert report == tfl.fuse_(Gated(), dry_run=True)
+    first, second = report.fused
+    assert first.layers == ("w1", "w3", "w2") and second.layers == ("both",)
+    parts = ["MatMul", "BiasAdd", "SiLU", "MatMul", "BiasAdd", "Mul", "MatMul", "BiasAdd"]
+    assert first.before == tuple(parts) and first.after == ("gated_mlp (SiLU)",)
+    assert second.before == ("MatMul", "Chunk", "GELU (tanh)", "Mul")
+    assert second.after == ("linear_glu (GELU (tanh))",)
+    assert first.place.endswith(f":{line_of('h = self.w2(self.act(self.w1')}")
+    pytest.importorskip("matplotlib", reason="draws the picture")
+    report.save_picture(path := tmp_path / "blocks.svg")
+    assert "gated_mlp (SiLU)" in path.read_text() and "linear_glu" in path.read_text()
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(k for k, line in enumerate(lines, 1) if text in line)
 
 
 def test_a_picture_of_nothing(tmp_path):

@@ -26,7 +26,16 @@ import tree_parts  # noqa: E402
 from torch import nn  # noqa: E402
 from trees import grow  # noqa: E402
 
-from torch_fused_linear.fuse import call, in_code, plain, reading, rewrite  # noqa: E402
+from torch_fused_linear import functional  # noqa: E402
+from torch_fused_linear.fuse import (  # noqa: E402
+    call,
+    in_code,
+    plain,
+    rewrite,
+    runs,
+    source,
+    syntax,
+)
 
 MOST_TREES = 600  # within which a fault must show
 
@@ -37,18 +46,12 @@ def in_python() -> None:
         setattr(in_code, name, getattr(call, name))
 
 
-def both(name: str, value: Callable) -> None:
-    """Where the name is defined, and where it is imported."""
-    setattr(plain, name, value)
-    setattr(call, name, value)
-
-
 def hooks_ignored() -> None:
-    both("hooks_objection", lambda module: None)
+    plain.hooks_objection = lambda module: None
 
 
 def global_hooks_ignored() -> None:
-    both("_has_any_global_hook", lambda: False)
+    plain._has_any_global_hook = lambda: False
 
 
 def patched_forward_ignored() -> None:
@@ -58,7 +61,7 @@ def patched_forward_ignored() -> None:
         reason = original(module)
         return None if reason and "of its own" in reason else reason
 
-    both("hooks_objection", without)
+    plain.hooks_objection = without
 
 
 def patched_class_ignored() -> None:
@@ -92,29 +95,45 @@ def training_dropout_ignored() -> None:
 
 
 def bias_dropped() -> None:
-    original = call.linear_relu
-    call.linear_relu = lambda x, weight, bias, memory: original(x, weight, None, memory)
+    original = functional.linear_relu
+    functional.linear_relu = lambda x, weight, bias, memory: original(x, weight, None, memory)
 
 
 def bias_dropped_for_wide_inputs() -> None:
-    original = call.linear_gelu
+    original = functional.linear_gelu
 
     def gelu(x, weight, bias, *more):
         return original(x, weight, None if x.dim() > 2 else bias, *more)
 
-    call.linear_gelu = gelu
+    functional.linear_gelu = gelu
 
 
 def later_read_ignored() -> None:
-    reading._Reader._is_sole = lambda *args: True
+    original = runs.replace
+
+    def replace(step, **given):
+        return original(step, **{k: v if k == "guard" else True for k, v in given.items()})
+
+    runs.replace = replace
 
 
 def statement_between_ignored() -> None:
-    reading._Reader.passes = lambda *args: True
+    syntax.passes = lambda statement: True
+
+
+class Trusted(dict):
+    """Any code is in the file."""
+
+    def get(self, key, default=None):
+        return self
+
+    def __contains__(self, code):
+        return True
 
 
 def stale_source_trusted() -> None:
-    reading.same = lambda one, other: True
+    original = source.index
+    source.index = lambda *file: (original(*file)[0], Trusted())
 
 
 def unfuse_does_nothing() -> None:
@@ -126,7 +145,7 @@ def other_half_gated() -> None:
 
     def swapped(*args, **kwargs):
         first, second = original(*args, **kwargs)
-        return (second, first) if call.is_half(first) else (first, second)
+        return (second, first) if call.is_a(call.Half, first) else (first, second)
 
     in_code.halves = swapped
 
@@ -135,17 +154,15 @@ def one_input_for_both_factors() -> None:
     original = call.product
 
     def product(left, right):
-        if call.is_factor(right):
-            left, right = right, left
-        if call.is_factor(left) and call.is_begun(left[1]) and call.is_begun(right):
-            right = (*right[:2], left[1][2], *right[3:])
+        if call.is_a(call.Begun, left) and call.is_a(call.Begun, right):
+            right = (*right[:2], left[2], *right[3:])
         return original(left, right)
 
-    in_code.product = product
+    in_code.product, in_code.last_product = product, lambda *both: call.end(product(*both))
 
 
 def read_of_a_factor_ignored() -> None:
-    reading._Reader.is_read_by = lambda *args: True
+    syntax.Scope.is_read_by = lambda *args: True
 
 
 def children_remembered() -> None:
@@ -170,7 +187,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     for name, value in list(globals().items())
     if callable(value)
     and getattr(value, "__module__", "") == __name__
-    and name not in ("in_python", "both")
+    and name not in ("in_python", "Trusted")
 }
 
 

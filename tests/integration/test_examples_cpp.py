@@ -80,10 +80,10 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^loss (\S+)$", output, re.MULTILINE)]
 
 
-def trained_in_python(device: str) -> list[torch.Tensor]:
+def trained_in_python(device: str, model: torch.nn.Module | None = None) -> list[torch.Tensor]:
     """What `scripted` does, with the layers themselves in eager mode."""
     made = runpy.run_path(str(EXAMPLES / "make_model.py"))
-    model = made["make_model"]().to(device)
+    model = (model or made["make_model"]()).to(device)
     x, target = (tensor.to(device) for tensor in made["make_data"]().values())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     for _ in range(100):
@@ -110,6 +110,21 @@ def test_scripted_trains_as_python_does(shell, model, device, tmp_path):
     assert len(seen) == 6 and seen[-1] < seen[0] / 4, "it learns"
     got, want = torch.load(tmp_path / "result.pt"), trained_in_python(device)
     torch.testing.assert_close(list(got), want, rtol=0, atol=0)
+
+
+def test_a_model_that_fuse_script_changed_trains_as_the_plain_one_in_python(shell, model, tmp_path):
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    kinds = (torch.nn.ReLU, torch.nn.GELU)
+    layers = [m for kind in kinds for m in (torch.nn.Linear(8, 8), kind())]
+    plain = torch.nn.Sequential(*layers, torch.nn.Linear(8, 4))
+    scripted = torch.jit.script(plain)
+    assert len(tfl.fuse_script_(scripted).fused) == 2
+    scripted.save(tmp_path / "model.pt")
+    done = shell([BINARIES / "scripted", tfl.library_path(), tmp_path])
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(
+        [*torch.load(tmp_path / "result.pt")], trained_in_python("cpu", plain)
+    )
 
 
 @device_param

@@ -10,8 +10,12 @@ import torch
 from numerics import Tally, ulp
 from stacks import assert_same
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fused_linear as tfl
+from torch_fused_linear import _library, functional
+from torch_fused_linear.fuse import call as decisions
+from torch_fused_linear.fuse import in_code
 
 
 @dataclass
@@ -143,3 +147,28 @@ def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs
             assert ours.dtype == theirs.dtype
             tally.add(ours, theirs, exact, ulp(ours.dtype, float(exact.abs().max())))
     tally.check(f"{dtype}")
+
+
+class _Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        library, name, _ = str(function).split(".")
+        self.names += [name] * (library == "fused")
+        return function(*args, **(kwargs or {}))
+
+
+def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
+    """Those of ours that one forward calls, without gradients."""
+    with torch.no_grad(), _Called() as called:
+        model(*inputs)
+    return called.names
+
+
+def decided_in_python(monkeypatch) -> None:
+    """What looks at layers and activations in rewritten code is Python, as where C cannot be."""
+    for name in in_code.IN_C:
+        monkeypatch.setattr(in_code, name, getattr(decisions, name))
+    monkeypatch.setattr(functional, "direct", _library._NotDirect())

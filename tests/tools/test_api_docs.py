@@ -220,7 +220,7 @@ def test_the_reasons_are_found():
     assert {"own one-pass kernel", "PyTorch's own (not fused)"} <= set(REASONS["csrc"])
     assert "(no kernel: tensor subclass)" in REASONS["csrc/core/check.h"]
     assert "(not cuDNN's fused form: less exact than eager)" in REASONS["csrc/cuda"]
-    assert "has a parametrisation" in REASONS["fuse/fit.py"]
+    assert "has a parametrisation" in REASONS["fuse/plain.py"]
     assert sum(map(len, REASONS.values())) > 60
 
 

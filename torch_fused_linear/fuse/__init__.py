@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 from torch import nn
 
@@ -26,30 +28,20 @@ def fuse_(
     memory: Memory = "default",
     dry_run: bool = False,
 ) -> Report:
-    r"""Makes one call, in place, of linear layers or convolutions and the activation after each.
+    r"""Replaces each linear layer or convolution and its activation by one fused call, in place.
 
     Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
     becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, GELU
     or SiLU run as :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`, an
     ``nn.Conv2d`` and ReLU as :func:`conv2d_relu`, a gated layer ``act(gate(x)) * up(x)`` as
     :func:`linear_glu` or with the layer after it as :func:`gated_mlp`, and anything else runs the
-    original expression.
-    The linear layer after the activation is called as :func:`linear`, so that in the backward
-    gradients are handed over from layer to layer (:class:`torch_fused_linear.handover`). Found are
-    neighbours in
-    ``nn.Sequential``, ``self.act(self.fc1(x))``, ``F.relu(self.fc1(x))``, ``self.fc1(x).relu()``,
-    statements and loops of these, and the blocks of timm, torchvision and Hugging Face
-    transformers that are written so.
+    original expression. The linear layer after the activation is called as :func:`linear`, which
+    hands its gradient over (:class:`torch_fused_linear.handover`).
 
-    Modules stay the same objects of the same classes, and mean what they meant whoever calls them.
-    The function whose code holds the expression stays the same object too, and gets other code
-    once for the process; a mark on each layer, the attribute ``_fused``, says for which it matters,
-    and copies share it. So the model is the same function whatever is done to it, before or after:
-    hooks, LoRA, quantisation, parametrisation, exchange, insertion, sharding, ``torch.compile``.
-    What is not plain, or has no mark, is called as before. A model from a file that another process
-    wrote is fused again by another call.
-
-    ``torch.compile`` and ``torch.export`` get the operators. ``torch.jit.script`` compiles the text
+    Modules stay the same objects of the same classes, and the model the same function whatever is
+    done to it, before or after. The function whose code holds the expression gets other code, once
+    for the process; a mark on each layer, the attribute ``_fused``, says for which it matters.
+    ``torch.compile`` and ``torch.export`` get the operators; ``torch.jit.script`` compiles the text
     of functions, so a scripted model is the plain one until :func:`fuse_script_`.
 
     Args:
@@ -79,8 +71,7 @@ def fuse_(
         1 block fused, 0 places left alone
         ...
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_: expected an nn.Module, got {type(model).__name__}")
+    _check_module("fuse_", model)
     if reason := frozen_reason(model):
         raise TypeError(
             f"fuse_: expected a model before it is scripted, traced or exported, got "
@@ -111,8 +102,7 @@ def is_fused(module: nn.Module) -> bool:
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"is_fused: expected an nn.Module, got {type(module).__name__}")
+    _check_module("is_fused", module)
     return any(MARK in vars(m) for _, m in named(module))
 
 
@@ -126,11 +116,26 @@ def unfuse_(model: nn.Module) -> None:
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unfuse_: expected an nn.Module, got {type(model).__name__}")
+    _check_module("unfuse_", model)
     for _, module in named(model):
         vars(module).pop(MARK, None)
     objects = gc.get_objects()  # copies share marks, so no list of models would do
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, nn.Module)}
     if not any(MARK in vars(module) for module in objects if type(module) in kinds):
         put_back()
+
+
+def _check_module(who: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{who}: expected an nn.Module, got {type(module).__name__}")
+
+
+class _Package(ModuleType):
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise TypeError(
+            "torch_fused_linear.fuse is the package that fuse_ is in; call "
+            "torch_fused_linear.fuse_(model), with an underscore, as it changes the model"
+        )
+
+
+sys.modules[__name__].__class__ = _Package

@@ -18,27 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
-from .._torch_internals import has_any_global_hook
-from ..activations import ACTIVATIONS as BY_NAME
+from ..activations import ACTIVATIONS
 from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
-from ..subclasses import PLAIN, is_foreign
+from ..subclasses import PLAIN
 from . import parallel, plain
-from .plain import METHODS, dropped_share, hooks_objection, memory_of, plain_kind
+from .plain import METHODS, dropped_share, memory_of, plain_kind
 
 
 class Begun:
-    """A begun call: (Begun, layer, input, weight, bias, dropouts behind it)."""
+    """A begun call: (Begun, layer, input, weight, bias, behind).
 
-
-class Factor:
-    """An activation whose result a product gets: (Factor, begun or half, kind, activation,
-    what else it is given by position, and by name)."""
+    ``behind`` are the calls after it that wait too, (what, function, what else that is given by
+    position, and by name): a dropout, which is the share that it drops, or the activation of a
+    gate, which is its kind.
+    """
 
 
 class Half:
     """One half of a begun layer's result: (Half, list of the begun call and the chunk's function
-    and arguments, or of both halves when they were made, number)."""
+    and arguments, or of both halves when they were made, number, behind)."""
 
 
 def glu(*given) -> Tensor:
@@ -47,16 +46,13 @@ def glu(*given) -> Tensor:
     return linear_glu(*tensors, activation=activation, memory=memory)
 
 
-def is_begun(value: object) -> bool:
-    return type(value) is tuple and len(value) == 6 and value[0] is Begun
+def is_a(kind: type, value: object) -> bool:
+    """Whether it is a begun call or a half of one."""
+    return type(value) is tuple and len(value) > 0 and value[0] is kind
 
 
-def is_half(value: object) -> bool:
-    return type(value) is tuple and len(value) == 3 and value[0] is Half
-
-
-def is_factor(value: object) -> bool:
-    return type(value) is tuple and len(value) == 6 and value[0] is Factor
+def waits(value: object) -> bool:
+    return is_a(Begun, value) or is_a(Half, value)
 
 
 # --- one call after another ---------------------------------------------------------------------
@@ -64,24 +60,20 @@ def is_factor(value: object) -> bool:
 
 def step(function, /, *args, **named):
     """In place of ``function(h, ...)`` whose result only the next of these calls gets."""
-    h = args[0] if args else named.get("input")
-    if is_begun(h):
-        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
+    h, more, options = _parts(args, named)
+    if is_a(Begun, h):
         share = dropped_share(function, more, options)
         if share is not None:
-            return (*h[:5], (*h[5], (share, function, more, options))) if share else h
+            return _behind(h, share, function, more, options) if share else h
         result = _activated(function, h, more, options)
         if result is None and not more and not options:
             result = _down(function, h)
         if result is not None:
             return result
         h = end(h)
-        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
-    if len(args) + len(named) == 1:
-        begun = _begun(function, h) or _begun_between_hooks(function, h)
-        if begun is not None:
-            return begun
-    return function(*args, **named)
+        args, named = _with(h, args, named)
+    begun = None if more or options else _begun(function, h)
+    return function(*args, **named) if begun is None else begun
 
 
 def last(function, /, *args, **named):
@@ -89,77 +81,67 @@ def last(function, /, *args, **named):
     return end(step(function, *args, **named))
 
 
-def call(activation, layer, input):
-    """In place of ``activation(layer(input))``."""
-    return last(activation, step(layer, input))
-
-
 def end(h):
-    """What a begun call would have returned; anything else as it is."""
-    if not is_begun(h):
+    """What a begun call, or a half of one, would have returned; anything else as it is."""
+    if is_a(Half, h):
+        return _half(h)
+    if not is_a(Begun, h):
         return h
-    layer = h[1]
+    layer, behind = h[1], h[5]
+    if behind:
+        *_, (what, function, more, options) = behind
+        begun = (*h[:5], behind[:-1])
+        if isinstance(what, str):
+            return last(function, begun, *more, **options)
+        return function(end(begun), *more, **options)
     if layer is glu:
-        result = glu(*h[2])
-    elif type(layer) is nn.Conv2d:
-        result = layer(h[2])
-    else:
-        result = _run(linear, h)
-    for _, function, more, options in h[5]:
-        result = function(result, *more, **options)
-    return result
+        return glu(*h[2])
+    return layer(h[2]) if type(layer) is nn.Conv2d else _run(linear, h)
+
+
+def _behind(h, what, function, more, options) -> tuple:
+    return (*h[:-1], (*h[-1], (what, function, more, options)))
+
+
+def _parts(args, named) -> tuple:
+    """The tensor of a call, what else it is given by position, and what by name."""
+    if args:
+        return args[0], args[1:], named
+    return named.get("input"), (), {name: v for name, v in named.items() if name != "input"}
+
+
+def _with(h, args, named) -> tuple:
+    """What a call is given, with another tensor."""
+    return ((h, *args[1:]), named) if args else (args, {**named, "input": h})
 
 
 def _begun(layer, input) -> tuple | None:
     """A begun call of a plain layer; None where it must be called as it is."""
-    if type(input) not in PLAIN or not isinstance(layer, nn.Module) or memory_of(layer) is None:
-        return None
-    held = plain.parameters(layer)
+    held = None if memory_of(layer) is None else plain.parameters(layer)
     if held is None or not plain.fits(layer, input, *held):
         return None
     return (Begun, layer, input, *held, ())
 
 
-def _begun_between_hooks(layer, input) -> tuple | None:
-    """The same of a layer under a plan of tensor parallelism, whose weight is a DTensor."""
-    if not isinstance(layer, nn.Module) or not parallel.is_spread(layer):
-        return None
-    if memory_of(layer) is None or is_foreign(input) or not plain.plain_modes():
-        return None
-    if hooks_objection(layer) or has_any_global_hook():
-        return None
-    held = layer._parameters
-    weight, bias = held.get("weight"), held.get("bias")
-    given = [weight] if bias is None else [weight, bias]
-    if weight is None or any(type(t) in PLAIN or is_foreign(t) for t in given):
-        return None
-    if not plain.is_untouched(nn.Linear, plain.LAYERS[nn.Linear]):
-        return None
-    return (Begun, layer, input, weight, bias, ())
-
-
 def _activated(function, h, more, options) -> Tensor | None:
     """The activation of a begun call; None where it must be called as it is."""
-    _, layer, input, weight, _, dropouts = h
-    if layer is glu:
+    _, layer, input, weight, _, behind = h
+    if layer is glu or len(more) > 1 or (more and options):
         return None
-    if more:
-        if len(more) > 1 or options or function not in (F.relu, F.silu):
-            return None
-        options = {"inplace": more[0]}
-    kind = plain_kind(function, options or None)
-    if kind is None or (kind != "relu" and (dropouts or type(layer) is nn.Conv2d)):
+    kind = plain_kind(function, {"inplace": more[0]} if more else options)
+    is_convolution = type(layer) is nn.Conv2d
+    if kind is None or (kind != "relu" and (behind or is_convolution)):
         return None
     if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
         return None
-    memory = memory_of(layer) or "default"
-    if type(layer) is nn.Conv2d:
+    if is_convolution:
         result = FusedConv2dReLU.forward(layer, input)
     else:
-        activation = BY_NAME[kind]
+        activation = ACTIVATIONS[kind]
         operator = getattr(functional, activation.operator)
+        memory = memory_of(layer) or "default"
         result = _run(operator, h, **activation.options, memory=memory)
-    for share, *_ in dropouts:
+    for share, *_ in behind:
         result = F.dropout(result, share)
     return result
 
@@ -177,26 +159,24 @@ def _run(operator, h, **options):
 
 def later(function, /, *args, **named):
     """In place of ``act(h)`` whose result only a product gets."""
-    h = args[0] if args else named.get("input")
-    if is_begun(h) or is_half(h):
-        more, options = args[1:], {name: v for name, v in named.items() if name != "input"}
-        kind = None if more else plain_kind(function, options or None)
-        if kind is not None and not (is_half(h) and _is_in_place(function, options)):
-            return (Factor, h, kind, function, more, options)
-        h = _value(h)
-        args, named = ((h, *more), named) if args else ((), {**named, "input": h})
+    h, more, options = _parts(args, named)
+    if is_a(Begun, h) or is_a(Half, h):
+        kind = None if more else plain_kind(function, options)
+        if kind is not None and not (is_a(Half, h) and _is_in_place(function, options)):
+            return _behind(h, kind, function, more, options)
+        args, named = _with(end(h), args, named)
     return function(*args, **named)
 
 
 def halves(chunk, h, /, *args, **named):
     """In place of ``chunk(h, 2, dim=-1)``."""
-    if not is_begun(h):
+    if not is_a(Begun, h):
         return chunk(h, *args, **named)
     is_known = chunk is method_chunk or chunk is torch.chunk
     is_single = h[1] is not glu and not h[5] and type(h[1]) is not nn.Conv2d
     if is_known and is_single and h[3].dim() == 2 and _is_in_two(h[2], *args, **named):
         cell = [h, chunk, args, named]
-        return (Half, cell, 0), (Half, cell, 1)
+        return (Half, cell, 0, ()), (Half, cell, 1, ())
     return chunk(end(h), *args, **named)
 
 
@@ -207,45 +187,55 @@ def method_chunk(h, /, *args, **named):
 def product(left, right):
     """In place of ``left * right`` whose result only a layer of ours gets."""
     begun = _gated(left, right) or _gated(right, left)
-    return begun or _value(left) * _value(right)
+    return begun or end(left) * end(right)
 
 
-def _gated(factor, other) -> tuple | None:
-    """A begun gated layer of both layers or of one for both; None where one is not plain."""
-    if not is_factor(factor):
+def last_product(left, right):
+    """The same where the result may go anywhere."""
+    return end(product(left, right))
+
+
+def _gated(gate, up) -> tuple | None:
+    """A begun gated layer of an activated gate and the other factor; None if one is not plain."""
+    if not waits(gate) or not waits(up) or len(gate[-1]) != 1 or up[-1] or gate[0] is not up[0]:
         return None
-    _, h, kind, *_ = factor
-    begun = h if is_begun(h) else h[1][0]
-    if not is_begun(begun):
-        return None  # its halves were made
-    _, layer, input, gate, gate_bias, dropouts = begun
-    up = up_bias = None
-    if is_begun(h):
-        if not is_begun(other) or other[1] is glu or other[2] is not input or other[5]:
-            return None
-        up, up_bias = other[3:5]
-        if gate.shape != up.shape:
-            return None
-        given = gate, up
-    else:
-        if not is_half(other) or other[1] is not h[1] or other[2] == h[2] or gate.shape[0] % 2:
-            return None
-        given = (gate,)
-        if h[2] == 1:
-            up, gate = gate.chunk(2)
-            if gate_bias is not None:
-                up_bias, gate_bias = gate_bias.chunk(2)
-    if dropouts or layer is glu or any(t.dim() != 2 or type(t) not in PLAIN for t in given):
+    kind = gate[-1][0][0]
+    given = _of_two(gate, up) if gate[0] is Begun else _of_one(gate, up)
+    if given is None or not isinstance(kind, str):
         return None
-    memory = memory_of(layer) or "default"
-    return Begun, glu, (input, gate, up, gate_bias, up_bias, kind, memory), None, None, ()
+    layer = gate[1] if gate[0] is Begun else gate[1][0][1]
+    return Begun, glu, (*given, kind, memory_of(layer) or "default"), None, None, ()
+
+
+def _of_two(gate, up) -> tuple | None:
+    """What linear_glu takes of two layers."""
+    (layer, input, weight, bias), (other, its_input, its_weight, its_bias) = gate[1:5], up[1:5]
+    if layer is glu or other is glu or input is not its_input or weight.shape != its_weight.shape:
+        return None
+    is_plain = all(t.dim() == 2 and type(t) in PLAIN for t in (weight, its_weight))
+    return (input, weight, its_weight, bias, its_bias) if is_plain else None
+
+
+def _of_one(gate, up) -> tuple | None:
+    """The same of the halves of one."""
+    (cell, number), (other_cell, other_number) = gate[1:3], up[1:3]
+    if cell is not other_cell or number == other_number or len(cell) == 2:
+        return None  # or the halves were made
+    input, weight, bias = cell[0][2:5]
+    if weight.shape[0] % 2 or type(weight) not in PLAIN:
+        return None
+    if number == 0:
+        return input, weight, None, bias, None
+    other, activated = weight.chunk(2)
+    other_bias, activated_bias = (None, None) if bias is None else bias.chunk(2)
+    return input, activated, other, activated_bias, other_bias
 
 
 def _down(layer, h) -> Tensor | None:
     """The layer after a begun gated layer, as one operator with it."""
-    if h[1] is not glu or h[5] or not isinstance(layer, nn.Module) or memory_of(layer) is None:
+    if h[1] is not glu or h[5] or type(layer) is nn.Conv2d or memory_of(layer) is None:
         return None
-    held = None if type(layer) is nn.Conv2d else plain.parameters(layer)
+    held = plain.parameters(layer)
     if held is None or not _fits_glu(h[2], *held):
         return None
     (x, gate, up, gate_bias, up_bias, activation, memory), (weight, bias) = h[2], held
@@ -259,24 +249,23 @@ def _fits_glu(given, weight, bias) -> bool:
     hidden = gate.shape[0] // (2 if up is None else 1)
     tensors = (weight,) if bias is None else (weight, bias)
     return (
-        weight.dim() == 2
+        type(weight) in PLAIN
+        and weight.dim() == 2
         and weight.shape[1] == hidden
         and all(t.dtype == gate.dtype and t.device == gate.device for t in tensors)
     )
 
 
-def _value(h):
-    """The value of whatever waits for a product."""
-    if is_factor(h):
-        _, inner, _, function, more, options = h
-        return last(function, _value(inner) if is_half(inner) else inner, *more, **options)
-    if not is_half(h):
-        return end(h)
-    _, cell, number = h
+def _half(h):
+    """What a half of a begun call's result would have been."""
+    _, cell, number, behind = h
     if len(cell) != 2:
         begun, chunk, args, named = cell
         cell[:] = chunk(end(begun), *args, **named)
-    return cell[number]
+    value = cell[number]
+    for _, function, more, options in behind:
+        value = function(value, *more, **options)
+    return value
 
 
 def _is_in_place(function, options) -> bool:

@@ -1,41 +1,24 @@
 """What is known about models beyond what the code of one ``forward`` tells.
 
 A block whose ``forward`` passes a linear layer's output straight to an activation needs no entry:
-that is read from its code (reading.py). An entry is needed where the next linear layer lies in
+that is read from its code (runs.py). An entry is needed where the next linear layer lies in
 another module or behind a branch, and for an activation class of another library.
 """
 
-from dataclasses import dataclass
+import posixpath
 from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
 
-
-def full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where the output of a block's activation goes.
-
-    Attributes:
-        block: full names of the classes, as a shell pattern.
-        next_linear: path from the block to the linear layer that takes the activation's output;
-        ``..`` is the block's parent.
-    """
-
-    block: str
-    next_linear: str
-
-
-FAMILIES = (
+# Where the output of a block's activation goes: the block's class, as a shell pattern, and the path
+# from it to the linear layer that takes that output.
+FAMILIES = {
     # BERT, RoBERTa, ELECTRA and their many relatives: BertLayer holds both halves.
-    Family("transformers.models.*Intermediate", "../output.dense"),
+    "transformers.models.*Intermediate": "../output.dense",
     # T5 v1.0, mT5, LongT5: a cast to wo's dtype stands in an if between.
-    Family("transformers.models.*DenseActDense", "wo"),
-)
+    "transformers.models.*DenseActDense": "wo",
+}
 
 # The function of each activation class, by the operators' names. Every formula here is the very
 # function, whatever operations it is written in; approximations of another kind are left out.
@@ -74,16 +57,14 @@ ACTIVATION_FUNCTIONS = [getattr(lib, n) for lib in (torch, F) for n in NAMES if 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def next_linear_of(path: str, block: type) -> str | None:
     """The path, in the model, of the linear layer that follows the block at `path`."""
-    for family in FAMILIES:
-        if fnmatchcase(full_name(block), family.block):
-            parts = path.split(".") if path else []
-            steps = family.next_linear
-            while steps.startswith("../"):
-                if not parts:
-                    return None  # the model is the block itself
-                parts.pop()
-                steps = steps.removeprefix("../")
-            return ".".join([*parts, steps])
+    for pattern, following in FAMILIES.items():
+        if fnmatchcase(full_name(block), pattern):
+            joined = posixpath.join(path.replace(".", "/"), following)
+            return posixpath.normpath(joined).replace("/", ".")
     return None

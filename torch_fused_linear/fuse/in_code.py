@@ -5,24 +5,21 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .. import _library
-from .._torch_internals import GLOBAL_HOOKS
 from .._when_imported import when_imported
-from . import call as forms
-from . import plain
+from . import call, plain
 from .call import halves, method_chunk  # noqa: F401  (as the rest of this file's names)
 
 #: This module's name in the globals of a rewritten function.
 NAME = "__fused__"
 MARK = plain.MARK
 
-_direct = _library.direct if isinstance(_library.direct, ModuleType) else forms
+_direct = _library.direct if isinstance(_library.direct, ModuleType) else call
 # Of call.py, those that are in C where it was built.
-IN_C = ("step", "last", "call", "end", "later", "product")
-step, last, call, end, later, product = (getattr(_direct, name) for name in IN_C)
+IN_C = ("step", "last", "end", "later", "product", "last_product")
+step, last, end, later, product, last_product = (getattr(_direct, name) for name in IN_C)
 method_relu, method_relu_ = plain.METHODS["relu"], plain.METHODS["relu_"]
 
 
@@ -37,13 +34,9 @@ def _substitute() -> None:
     """Lets torch.compile trace the Python of what is C."""
     for name in IN_C:
         as_c = torch.compiler.substitute_in_graph(getattr(_direct, name), skip_signature_check=True)
-        as_c(getattr(forms, name))
+        as_c(getattr(call, name))
 
 
-if _direct is not forms:
-    _direct.know(
-        *(plain.LAYERS, plain.MODULES, plain.RELU, F.gelu, F.silu, GLOBAL_HOOKS),
-        *(plain.UNTOUCHED, plain.CALL, plain.CALL_IMPL, nn.Linear, nn.Conv2d),
-        *(forms.Begun, forms.Factor, forms.glu, forms),
-    )
+if _direct is not call:
+    _direct.know(plain, call, nn.Linear, nn.Conv2d)
     when_imported("torch._dynamo", _substitute)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType
 
 import torch
@@ -10,16 +13,66 @@ from torch import nn
 
 from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
-from . import fit
-from .chains import Chain, Element, is_activation, is_sequential, walks_children
+from . import plain
 from .families import NAMES
 from .plain import hooks_objection
-from .products import Product
-from .reading import Text, Unreadable, code_of, names, place_of, unwrapped
 from .resolve import Resolver, Value, named
-from .steps import Step
+from .runs import Product
+from .source import Text, Unreadable, code_of, names, place_of, unwrapped
+from .syntax import Step, step_of
 
 FUSED = (FusedMLP, FusedGatedMLP)
+
+
+@dataclass(eq=False)
+class Element:
+    """One step of a chain, which is a run of calls for one module.
+
+    Attributes:
+        owner: the module in whose code, or as whose child, it stands.
+        values: what is called, with the path from the model: several in a loop.
+        step: as it was read; of a child of an nn.Sequential, what its forward does.
+        text: the code that it is in; None for such a child.
+        parts: of each form of a product: its activation, its layer or both layers.
+    """
+
+    owner: nn.Module
+    values: list[Value]
+    step: Step
+    text: Text | None = None
+    parts: list[list[Element]] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[nn.Module, ast.AST]:
+        return self.owner, self.step.node
+
+    @property
+    def where(self) -> str:
+        return "" if self.text is None else self.text.place(self.step.node)
+
+    def options(self) -> dict:
+        """The constants that are given beside the tensor; the rest is known when it runs."""
+        return {k: v for k, v in self.step.options().items() if not isinstance(v, ast.AST)}
+
+    def kinds(self, *, is_plain: bool = False) -> list[str | None]:
+        """What each of its values is as an activation, or as one that is plain now."""
+        if self.step.callee is None:  # h.relu()
+            return ["relu"]
+        found = [(v.value, self.options()) for v in self.values]
+        objections = [plain.activation_objection(*given) if is_plain else None for given in found]
+        return [
+            None if objection else plain.activation_kind(*given)
+            for given, objection in zip(found, objections)
+        ]
+
+    def of(self, test: Callable[[object], bool]) -> list[Value]:
+        return [v for v in self.values if test(v.value)]
+
+    def is_activation(self) -> bool:
+        return self.step.callee is None or bool(self.of(plain.is_activation))
+
+
+Chain = list[Element]
 
 
 class Model:
@@ -36,30 +89,24 @@ class Model:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}
         self.unread: dict[nn.Module, tuple[str, str]] = {}
-        self._texts: dict = {}
+        self._text = cache(Text)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
 
     def _visit(self, module: nn.Module, path: str) -> None:
-        if type(module).__hash__ is None:
-            self.frozen[path] = f"{type(module).__name__} cannot be hashed"
-            return
-        if module in self.paths:
-            return
-        if path and (reason := frozen_reason(module)):
-            self.frozen[path] = f"{type(module).__name__} {reason}"
-            return
-        self.paths[module] = path
-        for name, child in module._modules.items():
-            if child is not None:
-                self._visit(child, join(path, name))
+        cls = type(module)
+        reason = "cannot be hashed" if cls.__hash__ is None else frozen_reason(module)
+        if reason:
+            self.frozen[path] = f"{cls.__name__} {reason}"
+        elif module not in self.paths:
+            self.paths[module] = path
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._visit(child, join(path, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
-        if is_sequential(module):
-            if not self._is_inner(module):
-                yield self._flatten(module)
-            return
-        if isinstance(module, FUSED) or not any(fit.is_layer(m) for _, m in named(module)):
+        is_one = isinstance(module, FUSED) or self._is_inner(module)
+        if is_one or not any(plain.is_layer(m) for _, m in named(module)):
             return
         for function in functions_of(type(module)):
             if function is nn.Sequential.forward:
@@ -70,11 +117,10 @@ class Model:
 
     def read(self, module: nn.Module, function: FunctionType) -> list[Chain]:
         try:
-            text = self._texts.get(function) or Text(function)
+            text = self._text(function)
         except Unreadable as error:
             self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
-        self._texts[function] = text
         resolver, path = Resolver(module, text), self.paths[module]
 
         def element(step: Step) -> Element:
@@ -82,25 +128,21 @@ class Model:
             values = [Value(join(path, v.path), v.value) for v in values]
             forms = step.forms if isinstance(step, Product) else ()
             parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
-            return Element(module, values, text, step=step, parts=parts)
+            return Element(module, values, step, text, parts)
 
-        chains = [[element(step) for step in run] for run in text.runs]
-        if not text.takes_locals:
-            return chains
-        if any(map(meet, chains)):
-            reason = f"{function.__qualname__} takes all its local names together"
-            self.unread.setdefault(module, (reason, place_of(function.__code__)))
-        return []
+        return [[element(step) for step in run] for run in text.runs]
 
-    def _mentions_activation(self, module: nn.Module, function) -> bool:
+    def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
         code = code_of(function)
         for name in names(code) | set(code.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
-            if name in (*NAMES, "relu_", "getattr") or fit.is_activation(held):
+            if name in (*NAMES, "relu_", "getattr") or plain.is_activation(held):
                 return True
-            if fit.is_activation(function.__globals__.get(name)):
+            if plain.is_activation(function.__globals__.get(name)):
                 return True
-            if isinstance(held, nn.Module) and any(map(fit.is_activation, held._modules.values())):
+            if isinstance(held, nn.Module) and any(
+                map(plain.is_activation, held._modules.values())
+            ):
                 return True  # block.act, or a list of them
         return False
 
@@ -111,23 +153,22 @@ class Model:
                 chain += self._flatten(child)
             else:
                 path = join(self.paths[sequential], name)
-                chain.append(Element(sequential, [Value(path, child)], None, name))
+                call = ast.parse("module(input)", mode="eval").body
+                chain.append(Element(sequential, [Value(path, child)], step_of(call)))
         return chain
 
     def _is_inner(self, module: nn.Module) -> bool:
         """Whether it stands for its children in the nn.Sequential around it."""
-        return (
-            is_sequential(module)
-            and is_sequential(self.modules.get(self.paths.get(module, "").rpartition(".")[0]))
-            and self.paths.get(module) != ""
-            and not hooks_objection(module)
-        )
+        if not is_sequential(module) or not (path := self.paths.get(module)):
+            return False
+        outer = self.modules[path.rpartition(".")[0]]
+        return is_sequential(outer) and not hooks_objection(module)
 
 
 def functions_of(cls: type) -> list[FunctionType]:
     """The methods that run, without those that a child has replaced for good."""
     found: list[FunctionType] = []
-    replaced: set[str] = set()
+    replaced = {"__init__"}  # has run
     for base in cls.__mro__:
         for name, value in vars(base).items() if base not in (nn.Module, object) else ():
             if name in replaced:
@@ -149,11 +190,23 @@ def frozen_reason(module: nn.Module) -> str | None:
     return None
 
 
-def meet(chain: Chain) -> bool:
-    """Whether a layer and an activation are in it."""
-    return any(e.parts for e in chain) or (
-        any(e.of(fit.is_layer) for e in chain) and any(map(is_activation, chain))
-    )
+def is_sequential(module: object) -> bool:
+    """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    if not isinstance(module, nn.Sequential) or type(module).__hash__ is None:
+        return False
+    return type(module).forward is nn.Sequential.forward and walks_children(module)
+
+
+def walks_children(module: nn.Sequential) -> bool:
+    """Whether nn.Sequential's forward means its children, one by one."""
+    return type(module).__iter__ is nn.Sequential.__iter__
+
+
+def pass_over(chain: Chain, start: int) -> int:
+    """The index of the first element from `start` that is neither dropout nor identity."""
+    while start < len(chain) and chain[start].of(plain.is_passed):
+        start += 1
+    return start
 
 
 def join(path: str, name: str) -> str:

@@ -1,13 +1,14 @@
-"""What is plain, when it runs: a layer that only applies its parameters, an activation of ours.
+"""What is plain, and why other things are not: a layer that only applies its parameters, an
+activation of ours.
 
-csrc/python/plain.cpp decides the same in C where it is simple; tests hold both to one table.
+When it runs csrc/python/plain.cpp decides the same in C where it is simple; tests hold both to one
+table.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from types import FunctionType
 
 import torch
@@ -15,22 +16,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from .._torch_internals import function_modes, has_any_global_hook
+from .._torch_internals import GLOBAL_HOOKS, function_modes, has_any_global_hook
 from ..activations import name_of_gelu
-from ..subclasses import PLAIN
+from ..subclasses import PLAIN, is_foreign
 from . import parallel
-from .families import ACTIVATIONS, CONV1D, full_name
-from .steps import METHODS as ACTIVATION_METHODS
+from .families import (
+    ACTIVATION_FUNCTIONS,
+    ACTIVATION_LIBRARIES,
+    ACTIVATIONS,
+    CONV1D,
+    REFUSALS,
+    full_name,
+)
+from .recipes import called_by
+from .syntax import METHODS as ACTIVATION_METHODS
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_fused"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
 # What stands for `h.relu()`, as a function of h.
 METHODS = {name: operator.methodcaller(name) for name in ACTIVATION_METHODS}
-RELU = (F.relu, torch.relu, torch.relu_, *METHODS.values())
+# Functions that are activations: which, and the option that they may be given.
+FUNCTIONS = (
+    (F.relu, "relu", "inplace"),
+    (F.gelu, "gelu", "approximate"),
+    (F.silu, "silu", "inplace"),
+    *((function, "relu", "") for function in (torch.relu, torch.relu_, *METHODS.values())),
+)
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
 MODULES = {
@@ -38,9 +52,8 @@ MODULES = {
     for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
 }
 PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
+KNOWN = tuple(MODULES)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
-# Of plain functions: their code, and what it calls with their argument and nothing else.
-RECIPES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, None) for name in METHODS),
     (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
@@ -52,8 +65,10 @@ UNTOUCHED = (  # None where there was none: methods of torch's own tensors are t
 )
 
 
-def memory_of(layer: nn.Module) -> str | None:
-    """What a layer's mark says, None without one."""
+def memory_of(layer: object) -> str | None:
+    """What the mark of a layer says, None without one."""
+    if not isinstance(layer, nn.Module):
+        return None
     if is_dynamo_compiling():
         return getattr(layer, MARK, None)  # which it guards, an entry of __dict__ it does not
     return layer.__dict__.get(MARK)
@@ -81,6 +96,10 @@ def hooks_objection(module: nn.Module) -> str | None:
     return None
 
 
+def is_watched(module: nn.Module) -> bool:
+    return bool(hooks_objection(module) or has_any_global_hook())
+
+
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
     if is_dynamo_compiling() or is_exporting():  # which do, for a while
@@ -91,13 +110,19 @@ def is_untouched(cls: type, forward: object) -> bool:
 
 def plain_modes() -> bool:
     """Whether no function mode of somebody else wants to see torch's own calls."""
+    if is_dynamo_compiling():
+        return True
     return all(type(mode).__module__.startswith("torch.") for mode in function_modes())
 
 
-def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
     """False where torch's own function would raise an error, which then does."""
+    if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
+        return not is_foreign(input)
     others = (input,) if bias is None else (input, bias)
-    if input.is_nested or any(t.device != weight.device for t in others):
+    if type(input) not in PLAIN or input.is_nested:
+        return False
+    if any(t.device != weight.device for t in others):
         return False
     if any(t.dtype != weight.dtype for t in others):
         return torch.is_autocast_enabled(weight.device.type)
@@ -107,26 +132,23 @@ def fits(layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -
     return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
 
-def parameters(layer: object) -> tuple[Tensor, Tensor | None] | None:
+def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a layer that does nothing but apply them; None of any other."""
-    cls = type(layer)
-    if not isinstance(layer, nn.Module) or cls not in LAYERS:
+    cls, held = type(layer), layer._parameters
+    if cls not in LAYERS or is_watched(layer) or not is_untouched(cls, LAYERS[cls]):
         return None
-    if hooks_objection(layer) or has_any_global_hook() or not is_untouched(cls, LAYERS[cls]):
-        return None
-    if parallel.is_spread(layer):
-        return None
-    held = layer._parameters
     if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
         return None
     weight, bias = held["weight"], held["bias"]
-    if type(weight) not in PLAIN or not (bias is None or type(bias) in PLAIN):
+    tensors = (weight,) if bias is None else (weight, bias)
+    if parallel.is_spread(layer):
+        is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
+    else:
+        is_known = all(type(t) in PLAIN for t in tensors)
+    if not is_known or not plain_modes():
         return None
-    if not is_dynamo_compiling() and not plain_modes():
-        return None
-    if cls is not nn.Linear and cls is not nn.Conv2d:
-        weight = weight.t()  # a view: the operators take any strides
-    return weight, bias
+    # another library's layer has its weight transposed; the operators take any strides
+    return (weight if cls in (nn.Linear, nn.Conv2d) else weight.t()), bias
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
@@ -136,65 +158,48 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         function: a module or a function.
         options: the keyword arguments beside the tensor.
     """
+    for known, kind, option in FUNCTIONS:
+        if function is known:
+            if options and options.keys() != {option}:
+                return None
+            approximate = options["approximate"] if options and kind == "gelu" else "none"
+            return name_of_gelu(approximate) if kind == "gelu" else kind
+    if options:
+        return None
     if isinstance(function, nn.Module):
         cls = type(function)
         if cls not in MODULES and not is_dynamo_compiling():
             learn(function)
-        if options or cls not in MODULES:
+        if cls not in MODULES:
             return None
         kind, forward = MODULES[cls]
         if not is_untouched(cls, forward):
             return None
         return name_of_gelu(function.approximate) if kind == "gelu" else kind
-    if function is F.gelu:
-        if options and (len(options) > 1 or "approximate" not in options):
-            return None
-        return name_of_gelu(options["approximate"] if options else "none")
-    if any(function is known for known in RELU):
-        if options and (function is not F.relu or options.keys() != {"inplace"}):
-            return None
-        return "relu"
-    if function is F.silu:
-        return None if options and options.keys() != {"inplace"} else "silu"
-    if options:
-        return None
     if type(function) is functools.partial:
-        known = function.func in (F.relu, F.gelu, F.silu)
-        return activation_kind(function.func, function.keywords) if known and not function.args \
-            else None  # fmt: skip
+        known = any(function.func is f for f, _, option in FUNCTIONS if option)
+        is_bare = known and not function.args
+        return activation_kind(function.func, function.keywords) if is_bare else None
     if type(function) is not FunctionType:
         return None
-    value, inner = called_by(function)
-    return None if value is None else activation_kind(value, inner)
+    value, options = called_by(function)
+    return None if value is None else activation_kind(value, options)
 
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
     """The same, unless somebody watches the activation."""
-    if isinstance(function, nn.Module) and (hooks_objection(function) or has_any_global_hook()):
+    if isinstance(function, nn.Module) and is_watched(function):
         return None
     return activation_kind(function, options)
 
 
-def called_by(function: FunctionType) -> tuple[object, object]:
-    """What a function calls with its argument, if it does no more, and the options of that call."""
-    known = RECIPES.get(function)
-    if known is None or known[1] is None or known[0] is not function.__code__:
-        return None, None
-    (name, *attributes), options = known[1]
-    value = function.__globals__.get(name)
-    for attribute in attributes:
-        value = getattr(value, attribute, None)
-    return (None, None) if value is function else (value, options)
-
-
-def dropped_share(function, args, kwargs) -> float | None:
+def dropped_share(function: object, args: tuple, kwargs: dict) -> float | None:
     """What share of its input it drops now; None if it is neither dropout nor identity."""
     if function is F.dropout:
         p, training, inplace = _dropout_arguments(*args, **kwargs)
     elif isinstance(function, nn.Module) and type(function) in PASSED:
         cls = type(function)
-        watched = hooks_objection(function) or has_any_global_hook()
-        if watched or not is_untouched(cls, PASSED[cls]):
+        if is_watched(function) or not is_untouched(cls, PASSED[cls]):
             return None
         if cls is nn.Identity:
             return 0
@@ -209,3 +214,74 @@ def dropped_share(function, args, kwargs) -> float | None:
 
 def _dropout_arguments(p=0.5, training=True, inplace=False):
     return p, training, inplace
+
+
+# --- before anything runs -----------------------------------------------------------------------
+
+
+def is_linear(value: object) -> bool:
+    """Whether it stands where a linear layer may stand, fit to be fused or not."""
+    if not isinstance(value, nn.Module):
+        return False
+    if isinstance(value, nn.Linear) or full_name(type(value)) == CONV1D:
+        return True
+    # quantised and LoRA layers are not all children of nn.Linear, but they are named like it
+    return type(value).__name__.endswith(("Linear", "Linear4bit", "Linear8bitLt"))
+
+
+def is_layer(value: object) -> bool:
+    """Whether it is of a kind that may be one call with the activation after it."""
+    return is_linear(value) or isinstance(value, nn.Conv2d)
+
+
+def is_activation(value: object) -> bool:
+    if isinstance(value, nn.Module):
+        return (
+            isinstance(value, KNOWN) or type(value).__module__ in ACTIVATION_LIBRARIES
+        ) and not isinstance(value, nn.MultiheadAttention)
+    if any(value is function for function in ACTIVATION_FUNCTIONS):
+        return True
+    return callable(value) and activation_kind(value) is not None
+
+
+def is_passed(value: object) -> bool:
+    """Whether it is a dropout or nothing at all, which may stand between or after."""
+    return value is F.dropout or (
+        type(value) in (nn.Dropout, nn.Identity) and not hooks_objection(value)
+    )
+
+
+def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
+    """Why this linear layer, or convolution, must be called as it is, or None."""
+    kind = type(layer)
+    if "parametrizations" in layer._modules:
+        return "has a parametrisation"
+    learn(layer)
+    if kind not in LAYERS:
+        expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
+        return f"{kind.__name__} is not exactly {expected}"
+    if reason := hooks_objection(layer):
+        return reason
+    weight = layer._parameters.get("weight")
+    may_be_distributed = is_sharded or parallel.is_spread(layer)
+    is_distributed = may_be_distributed and type(weight).__name__ == "DTensor"
+    if type(weight) is not nn.Parameter and not is_distributed:
+        return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
+    if weight.dtype not in DTYPES:
+        return f"there are no fused kernels for {weight.dtype}"
+    return None
+
+
+def activation_objection(value: object, options: dict | None = None) -> str | None:
+    """Why this activation must be called as it is, or None."""
+    if activation_kind(value, options) is None:
+        cls = type(value)
+        is_module = isinstance(value, nn.Module)
+        name = cls.__name__ if is_module else getattr(value, "__name__", repr(value))
+        if isinstance(value, KNOWN) and cls not in KNOWN:
+            return f"{name} is a subclass and may compute something else"
+        expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
+        return f"{name}: {REFUSALS.get(name, expected)}"
+    if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
+        return f"the activation {reason}"
+    return None

@@ -8,25 +8,14 @@ from types import FunctionType
 
 from torch import nn
 
-from . import families, fit
-from .chains import (
-    Chain,
-    Element,
-    Layer,
-    blocks,
-    drops,
-    has_parameters,
-    is_activation,
-    is_sequential,
-    pass_over,
-)
-from .gated_plan import FILTERED, GatedPlan
-from .model import FUSED, Model, functions_of
+from . import families, plain
+from .model import FUSED, Chain, Element, Model, functions_of, is_sequential, pass_over
+from .places import Place, blocks, drops
 from .plain import MARK
-from .reading import Text, code_of, place_of
 from .report import Report, Skipped
 from .resolve import Value
-from .rewrite import Chosen, chosen_in, is_sequence_rewritten, rewrite
+from .rewrite import Groups, is_rewritten, is_sequence_rewritten, rewrite
+from .source import Text, code_of, place_of
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -36,14 +25,16 @@ FOLD = (
     "fuse_linear_bn_eval)"
 )
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-class Plan(GatedPlan):
+class Plan:
     """Finds what can be fused.
 
     Attributes:
-        layers: to mark, by place.
+        places: of calls that are to be one, by the place of the first.
         chosen: the calls to rewrite.
+        following: layers that take the result of a fused call, in loops say.
         skipped: reason and place, by path.
     """
 
@@ -51,219 +42,223 @@ class Plan(GatedPlan):
         self.filter_fn = filter_fn
         self.model = Model(root)
         self.paths = self.model.paths
-        self.layers: dict[tuple, Layer] = {}
+        self.places: dict[tuple, Place] = {}
+        self.chosen: dict[Text, Groups] = {}
+        self.following: list[nn.Module] = []
         self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
-        self.chosen: dict[Text, Chosen] = {}
-        self.following: list[Value] = []  # that take the result of a fused call, in loops say
         self._asked: dict[str, bool] = {}
-        self._results: dict[tuple[nn.Module, Text], set[str]] = {}
+        self._results: set[tuple] = set()  # names to which functions give what fused calls return
         self._gated: set[tuple] = set()  # places of calls in gated layers
         self._seen: set[int] = set()  # activations that follow a layer somewhere
         bases = {base.__name__ for module in self.paths for base in type(module).__mro__}
         self.is_sharded = "FSDPModule" in bases  # whose layers have plain weights when they run
         chains = [chain for module in self.paths for chain in self.model.chains(module)]
-        for step in (self._find_gated, self._find_layers, self._link, self._follow_names):
+        for find in (self._find_gated, self._find_layers, self._link, self._follow_names):
             for chain in chains:
-                step(chain)
+                find(chain)
         self._explain_the_rest()
 
     # --- layers and their activations -----------------------------------------------------------
 
     def _find_layers(self, chain: Chain) -> None:
-        self._find_normalised(chain)
         for i, element in enumerate(chain):
-            layers = element.of(fit.is_layer)
-            if not layers or element.place in self._gated:
+            layers, end = element.of(plain.is_layer), pass_over(chain, i + 1)
+            if not layers or element.place in self._gated or end == len(chain):
                 continue
-            k = pass_over(chain, i + 1)
-            if k == len(chain) or not is_activation(chain[k]):
+            if not chain[end].is_activation():
+                self._explain_normalised(chain[i : i + 3])
                 continue
-            self._seen |= {id(v.value) for v in chain[k].values}
-            steps = [e.step for e in chain[i + 1 : k + 1] if e.step is not None]
-            if not all(step.is_sole for step in steps):
-                for value in layers:
-                    self.skipped.setdefault(value.path, (SEEN, element.where))
+            activation, steps = chain[end], chain[i : end + 1]
+            self._seen |= {id(v.value) for v in activation.values}
+            if not all(e.step.is_sole for e in steps[1:]):
+                self._skip(dict.fromkeys([v.path for v in layers], SEEN), element, keep=True)
                 continue
-            layer = Layer(element, layers, activation=chain[k])
-            layer.drops_before = drops(chain[i + 1 : k])
-            if self._accept(layer, chain[i : k + 1]):
-                self.layers[element.place] = layer
+            sets, _ = self._sets(steps, [layers], self._place_objection(steps, layers))
+            kind = next(filter(None, activation.kinds()), "relu")
+            if any(isinstance(value, ast.AST) for value in activation.step.options().values()):
+                kind = kind.partition("_")[0]
+            self._add(steps, sets, kind)
 
-    def _accept(self, layer: Layer, steps: Chain) -> bool:
-        """Whether at least one of the layers that may stand there can be fused; why others not."""
-        element, activation, fitting = layer.linear, layer.activation, []
-        common = self._place_objection(layer, steps)
-        for value in layer.layers:
-            reason = self._objection(value, common)
-            if reason is None and self._is_fused(element, steps, value):
-                reason = "already fused"
-            if reason is None:
-                fitting.append(value)
-            else:
-                self.skipped[value.path] = reason, element.where
-        if fitting:
-            layer.kind = next(filter(None, activation.kinds()), "relu")
-            given = activation.step.options().values() if activation.step else ()
-            if any(isinstance(value, ast.AST) for value in given):
-                layer.kind = layer.kind.partition("_")[0]
-            layer.layers = fitting
-            self._choose(steps)
-        return bool(fitting)
+    def _sets(
+        self, steps: Chain, columns: list[list[Value]], common: str | None = None
+    ) -> tuple[list[list[Value]], bool]:
+        """The layers that run together and can be one call, several times in a loop; whether some
+        are that already. Of others the reason is noted."""
+        found, is_any_fused = [], False
+        for values in zip(*columns):
+            reasons = {v.path: reason for v in values if (reason := self._objection(v, common))}
+            if not reasons and all(self._is_fused(steps, v.value) for v in values):
+                reasons = {v.path: "already fused" for v in values}
+                is_any_fused = True
+            elif not reasons:
+                found.append([*values])
+            self._skip(reasons, steps[0])
+        return found, is_any_fused
 
-    def _place_objection(self, layer: Layer, steps: Chain) -> str | None:
+    def _place_objection(self, steps: Chain, layers: list[Value]) -> str | None:
         """What stands in the way for whatever layer it is."""
-        linear, activation = layer.linear, layer.activation
-        if reason := self._owner_objection(linear.owner):
+        linear, activation = steps[0], steps[-1]
+        if reason := owner_objection(linear.owner):
             return reason
         if activation.owner is not linear.owner:
             return "its activation lies in another container"
-        if linear.step is not None and not linear.step.is_bare:
+        if not linear.step.is_bare:
             return "it is given more than a tensor"
-        if activation.step is not None and activation.step.callee is None:  # h.relu()
-            return None
-        options, found = activation.options(), activation.of(fit.is_activation)
-        kinds = {fit.plain_kind(v.value, options) for v in found}
-        if layer.is_convolution and "relu" not in kinds:
-            return f"{type(found[0].value).__name__}: a convolution can be fused with ReLU only"
+        kinds = set(activation.kinds(is_plain=True))
+        found = [v.value for v in activation.of(plain.is_activation)]
+        if isinstance(layers[0].value, nn.Conv2d) and "relu" not in kinds:
+            return f"{type(found[0]).__name__}: a convolution can be fused with ReLU only"
         if kinds == {None}:
-            return fit.activation_objection(found[0].value, options)
-        if layer.drops_before and "relu" not in kinds:
+            return plain.activation_objection(found[0], activation.options())
+        if drops(steps[1:-1]) and "relu" not in kinds:
             return "a dropout that acts in training stands before the activation"
         return None
 
-    def _owner_objection(self, owner: nn.Module) -> str | None:
-        is_own = "forward" in vars(owner)
-        name = type(owner).__name__
-        return f"{name} has a forward of its own, set on the object" if is_own else None
+    def _objection(self, value: Value, common: str | None = None) -> str | None:
+        if reason := plain.layer_objection(value.value, self.is_sharded) or common:
+            return reason
+        if self.filter_fn is not None and value.path not in self._asked:
+            self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
+        return None if self._asked.get(value.path, True) else "filter_fn says no"
 
-    def _is_fused(self, element: Element, steps: Chain, value: Value) -> bool:
-        if MARK not in vars(value.value):
-            return False
-        if element.text is None:
-            return MARK in vars(element.owner) and is_sequence_rewritten()
-        chosen = Chosen()
-        chosen.add(element.text, [e.step for e in steps])
-        return chosen_in(element.text.function).has(chosen)
+    def _is_fused(self, steps: Chain, layer: nn.Module) -> bool:
+        text, owner = steps[0].text, steps[0].owner
+        if text is None:
+            return MARK in vars(layer) and MARK in vars(owner) and is_sequence_rewritten()
+        return MARK in vars(layer) and is_rewritten(text, (e.step for e in steps))
+
+    def _skip(self, reasons: dict[str, str], element: Element, keep: bool = False) -> None:
+        found = {path: (reason, element.where) for path, reason in reasons.items()}
+        self.skipped |= found | (self.skipped if keep else {})
+
+    def _add(self, steps: Chain, sets: list[list[Value]], kind: str = "") -> None:
+        """Has the steps become one call, or one step a call that may take a fused one's result."""
+        first, last = steps[0], steps[-1]
+        if not sets:
+            return
+        place = self.places[first.place] = Place(first, sets, kind, last, drops(steps[1:-1]))
+        self._choose(steps)
+        if place.hands_over and first.text is not None:
+            statement = first.text.scope.statement_of(last.step.node)
+            for target in statement.targets if isinstance(statement, ast.Assign) else ():
+                self._results.add((first.owner, first.text, getattr(target, "id", "")))
 
     def _choose(self, steps: Chain) -> None:
-        """The steps are to be one call, or one step a call that may take a fused one's result."""
         if (text := steps[0].text) is not None:
-            self.chosen.setdefault(text, Chosen()).add(text, [e.step for e in steps])
+            self.chosen.setdefault(text, set()).add(text.numbers_of(e.step for e in steps))
 
-    def _objection(self, value: Value, common: str | None = None) -> str | None:
-        reason = fit.linear_objection(value.value, self.is_sharded) or common
-        return reason or (None if self._wants(value) else FILTERED)
+    # --- gated layers, ``act(gate(x)) * up(x)`` -------------------------------------------------
 
-    def _wants(self, value: Value) -> bool:
-        if self.filter_fn is None:
-            return True
-        if value.path not in self._asked:
-            self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
-        return self._asked[value.path]
+    def _find_gated(self, chain: Chain) -> None:
+        """Of a chain that begins with a product."""
+        if not chain or not chain[0].parts:
+            return
+        element = chain[0]
+        (_, *layers), *others = element.parts
+        kinds = [kind for act, *_ in element.parts for kind in act.kinds(is_plain=True)]
+        if not kinds or not all(kinds) or owner_objection(element.owner):
+            return
+        if any(p.values != q.values for _, *other in others for p, q in zip(layers, other)):
+            return  # the two forms of a product are of different layers
+        steps = self._with_down(chain)
+        columns = [e.of(plain.is_linear) for e in (*layers, *steps[1:][-1:])]
+        if len({*map(len, columns)}) > 1:
+            return
+        sets, is_any_fused = self._sets(steps, columns)
+        if sets or is_any_fused:
+            self._gated |= {part.place for form in element.parts for part in form}
+            self._gated.add(steps[-1].place)
+            self._seen |= {id(v.value) for act, *_ in element.parts for v in act.values}
+        self._add(steps, sets, kinds[0])
 
-    def _find_normalised(self, chain: Chain) -> None:
-        for layer, norm, activation in zip(chain, chain[1:], chain[2:]):
-            found = [type(v.value) for v in norm.values if isinstance(v.value, nn.Module)]
-            if layer.of(fit.is_layer) and is_activation(activation) and any(activation.kinds()):
-                if any(issubclass(cls, nn.modules.batchnorm._BatchNorm) for cls in found):
-                    self.skipped[layer.values[0].path] = NORMALISED + FOLD, layer.where
-                elif any(cls.__name__.endswith("Norm") for cls in found):
-                    self.skipped[layer.values[0].path] = NORMALISED, layer.where
+    def _with_down(self, chain: Chain) -> Chain:
+        """The product, with the layer that takes it where that may be part of the same call."""
+        end = pass_over(chain, 1)
+        after = pass_over(chain, end + 1)
+        if end == len(chain) or (after < len(chain) and chain[after].is_activation()):
+            return chain[:1]  # or the layer is one call with that activation
+        layers, steps = chain[end].of(plain.is_linear), [e.step for e in chain[1 : end + 1]]
+        if not layers or not steps[-1].is_bare or any(s.guard or not s.is_sole for s in steps):
+            return chain[:1]
+        reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
+        self._skip(reasons, chain[end])
+        return chain[:1] if reasons else chain[: end + 1]
 
     # --- the layers that follow -----------------------------------------------------------------
 
     def _link(self, chain: Chain) -> None:
-        for i, element in enumerate(chain):
-            layer = self.layers.get(element.place)
-            if layer is None or layer.activation is None or element is not layer.linear:
+        for element in chain:
+            place = self.places.get(element.place)
+            if place is None or not place.hands_over:
                 continue
-            if layer.is_convolution:
-                continue  # it hands no gradient over
-            after = next(k for k in range(i, len(chain)) if chain[k] is layer.activation) + 1
+            after = chain.index(place.last) + 1
             end = pass_over(chain, after)
-            layer.drops_after = drops(chain[after:end])
+            place.drops_after = drops(chain[after:end])
             if end < len(chain):
-                layer.next = self._follower(chain[end])
-                layer.meets_parameters = any(has_parameters(v.value) for v in chain[end].values)
+                place.next = self._follower(chain[end])
+                found = [v.value for v in chain[end].of(lambda value: isinstance(value, nn.Module))]
+                place.meets_parameters = any([*module.parameters()] for module in found)
             elif following := self._following_in_family(element):
-                layer.next = self._follower(following)
+                place.next = self._follower(following)
 
     def _following_in_family(self, element: Element) -> Element | None:
         path = families.next_linear_of(self.paths[element.owner], type(element.owner))
         if path not in self.model.modules:
             return None
-        owner = self.model.modules[path.rpartition(".")[0]]
-        name = path.rpartition(".")[2]
+        outer, _, name = path.rpartition(".")
+        owner = self.model.modules[outer]
         for function in functions_of(type(owner)):
             if name in code_of(function).co_names:
-                for chain in self.model.read(owner, function):
-                    for found in chain:
-                        if [v.path for v in found.values] == [path]:
-                            return found
+                for found in (e for chain in self.model.read(owner, function) for e in chain):
+                    if [v.path for v in found.values] == [path]:
+                        return found
         return None
 
-    def _follower(self, element: Element) -> Layer | None:
+    def _follower(self, element: Element) -> Place | None:
         """The layer of `element`, which is to take over the gradient of the one before."""
-        layers = element.of(fit.is_linear)
-        if not layers or self._owner_objection(element.owner):
-            return None
-        if element.place not in self.layers:
-            fitting = []
-            for value in layers:
-                if reason := self._objection(value):
-                    self.skipped.setdefault(value.path, (reason, element.where))
-                else:
-                    fitting.append(value)
-            if not fitting or (element.text and not element.step.is_bare):
-                return None
-            self._choose([element])
-            self.layers[element.place] = Layer(element, fitting)
-        return self.layers[element.place]
+        if element.place not in self.places and not owner_objection(element.owner):
+            layers = element.of(plain.is_linear)
+            reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
+            self._skip(reasons, element, keep=True)
+            if element.step.is_bare:
+                self._add([element], [[v] for v in layers if v.path not in reasons])
+        return self.places.get(element.place) if element.of(plain.is_linear) else None
 
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
         for element in chain:
-            if element.text is None or element.place in {*self.layers, *self._gated}:
-                continue
-            name = getattr(element.step.data, "id", None)
-            if name is None or not element.step.is_bare:
-                continue
-            key = element.owner, element.text
-            if key not in self._results:
-                self._results[key] = self._results_in(*key)
-            layers = element.of(fit.is_linear) if name in self._results[key] else []
-            if layers := [v for v in layers if not self._objection(v)]:
-                self._choose([element])
-                self.following += layers
-
-    def _results_in(self, owner: nn.Module, text: Text) -> set[str]:
-        """The names to which a function gives the results of fused calls."""
-        calls = [
-            layer.activation.step.node
-            for layer in self.layers.values()
-            if layer.activation and layer.linear.owner is owner and layer.linear.text
-        ]
-        return {
-            getattr(target, "id", "")
-            for node in (ast.walk(text.node) if calls else ())
-            if isinstance(node, ast.Assign) and any(n in calls for n in ast.walk(node.value))
-            for target in node.targets
-        }
+            result = element.owner, element.text, getattr(element.step.data, "id", None)
+            is_known = element.place in {*self.places, *self._gated}
+            if result in self._results and element.step.is_bare and not is_known:
+                layers = [v.value for v in element.of(plain.is_linear) if not self._objection(v)]
+                if layers:
+                    self._choose([element])
+                    self.following += layers
 
     # --- the rest -------------------------------------------------------------------------------
 
+    def _explain_normalised(self, steps: Chain) -> None:
+        if len(steps) < 3 or not any(steps[2].kinds()) or not steps[2].is_activation():
+            return
+        found = [type(v.value) for v in steps[1].values if isinstance(v.value, nn.Module)]
+        if any(issubclass(cls, BATCH_NORM) for cls in found):
+            self._skip({steps[0].values[0].path: NORMALISED + FOLD}, steps[0])
+        elif any(cls.__name__.endswith("Norm") for cls in found):
+            self._skip({steps[0].values[0].path: NORMALISED}, steps[0])
+
     def _explain_the_rest(self) -> None:
         """Says why modules that look like a block, with activations of ours, are none."""
-        owners = {layer.linear.owner for layer in self.layers.values()}
+        owners = {place.first.owner for place in self.places.values()}
         for module, path in self.paths.items():
+            if is_sequential(module) or isinstance(module, FUSED):
+                continue  # no linear layer before that activation; fused already
             names = [
                 name
                 for name, child in module._modules.items()
-                if isinstance(child, nn.Module) and fit.activation_kind(child)
+                if child is not None
+                and plain.activation_kind(child)
                 and id(child) not in self._seen
-            ]  # fmt: skip
-            if is_sequential(module) or isinstance(module, FUSED):
-                continue  # no linear layer before that activation; fused already
+            ]
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
@@ -279,20 +274,26 @@ class Plan(GatedPlan):
 
     def apply(self, memory: str, dry_run: bool) -> Report:
         """Changes the model. Nothing here can fail half way."""
-        found = list(blocks(list(self.layers.values()), self.paths))
-        skipped = [Skipped(path, *reason) for path, reason in self.skipped.items()]
+        places = list(self.places.values())
+        skipped = (Skipped(path, *reason) for path, reason in self.skipped.items())
+        report = Report(tuple(blocks(places, self.paths)), tuple(skipped))
         if dry_run:
-            return Report(found, skipped)
-        sequences = [e.linear.owner for e in self.layers.values() if e.linear.text is None]
+            return report
+        sequences = [place.first.owner for place in places if place.first.text is None]
         rewrite(self.chosen, bool(sequences))
-        of_layers = [v.value for layer in self.layers.values() for v in layer.layers]
-        for module in (*sequences, *of_layers, *(v.value for v in self.following)):
+        layers = [v.value for place in places for v in place.layers]
+        for module in (*sequences, *layers, *self.following):
             vars(module).setdefault(MARK, "default")
-        if memory == "low":
-            for layer in self.layers.values():
-                for value in layer.layers if layer.memory_pays else ():
-                    vars(value.value)[MARK] = memory
-        return Report(found, skipped)
+        for place in places if memory == "low" else ():
+            for value in place.layers if place.memory_pays else ():
+                vars(value.value)[MARK] = memory
+        return report
+
+
+def owner_objection(owner: nn.Module) -> str | None:
+    is_own = "forward" in vars(owner)
+    name = type(owner).__name__
+    return f"{name} has a forward of its own, set on the object" if is_own else None
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
@@ -301,9 +302,9 @@ def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     Beside a batch normalisation a convolution seldom is, and those that are have their reason.
     """
     children = module._modules
-    if any(map(fit.is_linear, children.values())):
+    if any(map(plain.is_linear, children.values())):
         return True
-    kinds = [fit.activation_kind(children[name]) for name in activations]
-    norms = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in children.values())
+    kinds = [plain.activation_kind(children[name]) for name in activations]
+    norms = (isinstance(m, BATCH_NORM) for m in children.values())
     convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
     return "relu" in kinds and not any(norms) and any(convolutions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
 
@@ -54,8 +54,8 @@ class Report:
         skipped: what might have been fused and was not, with the reason.
     """
 
-    fused: list[Block]
-    skipped: list[Skipped]
+    fused: tuple[Block, ...]
+    skipped: tuple[Skipped, ...]
 
     def patterns(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[Block]]:
         """The blocks by what ran before and what runs now."""
@@ -78,30 +78,22 @@ class Report:
         draw_blocks(path, self.patterns())
 
     def __str__(self) -> str:
-        blocks = "block" if len(self.fused) == 1 else "blocks"
-        places = "place" if len(self.skipped) == 1 else "places"
-        title = f"{len(self.fused)} {blocks} fused, {len(self.skipped)} {places} left alone"
         fused = [
-            (f"{number} ×", where, kind, f"{' → '.join(before)}  ⇒  {' → '.join(after)}")
-            for (where, kind, before, after), number in counted(
-                (numberless(block.layers[0]), block.kind, block.before, block.after)
-                for block in self.fused
-            )
+            (numberless(b.layers[0]), b.kind, f"{' → '.join(b.before)}  ⇒  {' → '.join(b.after)}")
+            for b in self.fused
         ]
         skipped = [
-            (f"{number} ×", where, reason, os.path.basename(place))
-            for (where, reason, place), number in counted(
-                (numberless(skip.path) or "(the model)", skip.reason, skip.place)
-                for skip in self.skipped
-            )
+            (numberless(s.path) or "(the model)", s.reason, os.path.basename(s.place))
+            for s in self.skipped
         ]
-        return "\n".join(
-            [
-                title,
-                *table(("", "first layer", "in", "before  ⇒  after"), fused),
-                *table(("", "left alone", "because", "at"), skipped),
-            ]
-        )
+        title = f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"
+        tables = table(("first layer", "in", "before  ⇒  after"), fused)
+        tables += table(("left alone", "because", "at"), skipped)
+        return "\n".join([title, *tables])
+
+
+def number(found: list, word: str) -> str:
+    return f"{len(found)} {word}" if len(found) == 1 else f"{len(found)} {word}s"
 
 
 def numberless(path: str) -> str:
@@ -109,16 +101,11 @@ def numberless(path: str) -> str:
     return re.sub(r"(?<=[._])\d+(?=\.)", "*", path)
 
 
-def counted(rows: Iterable[tuple]) -> list[tuple[tuple, int]]:
-    counts: dict[tuple, int] = {}
-    for row in rows:
-        counts[row] = counts.get(row, 0) + 1
-    return list(counts.items())
-
-
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """With what is alike counted."""
     if not rows:
         return []
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    counted = [(f"{count} ×", *row) for row, count in Counter(rows).items()]
+    widths = [max(map(len, column)) for column in zip(("", *head), *counted)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (("", *head), *counted)]
     return ["", lines[0], "-" * max(map(len, lines)), *lines[1:]]

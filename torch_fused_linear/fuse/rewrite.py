@@ -1,90 +1,61 @@
 """Puts other code into functions, in which calls of layers and activations are in_code.py's.
 
 A function stays the same object with its name, file, lines, closure, decorators and attributes; its
-code is compiled anew from its tree and the scopes around it. Marks on layers say for which of them
-it matters.
+code is compiled anew with its file. Marks on layers say for which of them it matters.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import itertools
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 
 from torch import nn
 
 from .._torch_internals import forget_compiled
 from . import in_code
-from .products import Form, Product, is_torch_chunk
-from .reading import FUNCTIONS, ORIGINALS, Text, codes_in, key_of
-from .steps import Step
+from .runs import Product, is_torch_chunk
+from .source import ORIGINALS, Text, codes_in, functions_in, key_of
+from .syntax import Step
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
 if {in_code.MARK!r} in self.__dict__:
     return {in_code.NAME}.run_sequential(self, input)
 """
+# Of a function: the numbers in its text of calls that become one, for each place.
+Groups = set[tuple[int, ...]]
+_rewritten: weakref.WeakKeyDictionary[FunctionType, Groups] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-@dataclass
-class Chosen:
-    """The calls of a function that are to be in_code.py's, by their numbers in its text.
-
-    Attributes:
-        calls: of all of them.
-        links: of each two of which the first may return a begun call to the second.
-    """
-
-    calls: set[int] = field(default_factory=set)
-    links: set[tuple[int, int]] = field(default_factory=set)
-
-    def add(self, text: Text, steps: Iterable[Step]) -> None:
-        """Steps of a run that become one call."""
-        before: list[int] = []
-        for step in steps:
-            numbers = text.numbers_of(step)
-            self.calls.update(numbers)
-            self.links.update((a, b) for a in before for b in numbers)
-            before = numbers
-
-    def has(self, other: Chosen) -> bool:
-        return other.calls <= self.calls and other.links <= self.links
-
-
-_rewritten: weakref.WeakKeyDictionary[FunctionType, Chosen] = weakref.WeakKeyDictionary()
-
-
-def chosen_in(function: FunctionType) -> Chosen:
-    """What has been rewritten in it."""
-    return _rewritten.get(function, Chosen())
+def is_rewritten(text: Text, steps: Iterable[Step]) -> bool:
+    """Whether these calls are in_code.py's, and one."""
+    return text.numbers_of(steps) in _rewritten.get(text.function, set())
 
 
 def is_sequence_rewritten() -> bool:
     return SEQUENTIAL in ORIGINALS
 
 
-def rewrite(functions: dict[Text, Chosen], with_sequential: bool) -> None:
-    """Puts the code in, beside what is rewritten in them already.
+def rewrite(chosen: dict[Text, Groups], with_sequential: bool) -> None:
+    """Puts the code in, beside what is rewritten in the functions already.
 
     All is compiled before the first function changes.
     """
     with _lock:
         wanted = {}
-        for text, chosen in functions.items():
-            before = chosen_in(text.function)
-            if not before.has(chosen):
-                calls, links = before.calls | chosen.calls, before.links | chosen.links
-                wanted[text] = Chosen(calls, links)
+        for text, groups in chosen.items():
+            before = _rewritten.get(text.function, set())
+            if not groups <= before:
+                wanted[text] = groups | before
         if with_sequential and not is_sequence_rewritten():
-            wanted[Text(SEQUENTIAL)] = Chosen()
-        codes = [(text, _compiled(text, chosen)) for text, chosen in wanted.items()]
-        for text, code in codes:
+            wanted[Text(SEQUENTIAL)] = set()
+        codes = _compiled(wanted)
+        for text, code in codes.items():
             text.function.__globals__[in_code.NAME] = in_code
             ORIGINALS.setdefault(text.function, text.code)
             _rewritten[text.function] = wanted[text]
@@ -103,104 +74,77 @@ def put_back() -> None:
         forget_compiled()
 
 
-def _compiled(text: Text, chosen: Chosen) -> CodeType:
-    """The function's new code, from a copy of its tree within the classes around it, and all of
-    the outermost function."""
-    outer = next(k for k, n in enumerate(text.around) if isinstance(n, FUNCTIONS))
-    top = copy.deepcopy(text.around[outer])
-    place = next(k for k, n in enumerate(ast.walk(text.around[outer])) if n is text.node)
-    node = next(itertools.islice(ast.walk(top), place, None))
-    _Rewriter(text, node, chosen).visit(node)
-    if text.function is SEQUENTIAL:
-        loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
-        (added,) = ast.parse(_SEQUENCE).body
-        for part in ast.walk(added):
-            ast.copy_location(part, node.body[loop])
-        node.body.insert(loop, added)
-    for scope in reversed(text.around[:outer]):
-        shell = copy.copy(scope)
-        shell.bases, shell.keywords, shell.decorator_list, shell.body = [], [], [], [top]
-        top = shell
-    if isinstance(top, ast.Lambda):
-        top = ast.copy_location(ast.Expr(top), top)
-    tree = ast.fix_missing_locations(ast.Module([top], []))
-    code = compile(tree, text.file, "exec", text.flags, dont_inherit=True)
-    return codes_in(code)[key_of(text.node)][0]
+def _compiled(wanted: dict[Text, Groups]) -> dict[Text, CodeType]:
+    """The functions' new code, of their files compiled anew."""
+    found = {}
+    for source, path, flags in {text.file for text in wanted}:
+        tree = ast.parse(source)
+        nodes = {key_of(node): node for node, _ in functions_in(tree)}
+        texts = [text for text in wanted if text.file == (source, path, flags)]
+        for text in texts:
+            _Rewriter(text, wanted[text], nodes[text.key]).visit(nodes[text.key])
+            if text.function is SEQUENTIAL:
+                _look_for_mark(nodes[text.key])
+        ast.fix_missing_locations(tree)
+        codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
+        found |= {text: codes[text.key][0] for text in texts}
+    return found
+
+
+def _look_for_mark(node: ast.FunctionDef) -> None:
+    """Before the loop of nn.Sequential."""
+    loop = next(k for k, n in enumerate(node.body) if isinstance(n, ast.For))
+    (added,) = ast.parse(_SEQUENCE).body
+    for part in ast.walk(added):
+        ast.copy_location(part, node.body[loop])
+    node.body.insert(loop, added)
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Changes the calls of one function, in a tree of its own."""
+    """Changes the chosen calls of one function, in another tree of its text.
 
-    def __init__(self, text: Text, node: ast.AST, chosen: Chosen) -> None:
-        fresh = list(ast.walk(node))
-        self.twin = {key: fresh[k] for key, k in text.numbers.items()}
-        self.text, self.chosen = text, chosen
-        self.roles: dict[ast.AST, str] = {}  # in_code.py's name for it
-        self.methods: set[ast.AST] = set()  # h.relu()
-        self.nested: set[ast.AST] = set()  # act(layer(x)), of which both are simple
-        self.ends: dict[ast.AST, str] = {}  # names that hold a begun call where the `if` is not run
-        ifs = {id(n.test): n for n in ast.walk(text.node) if isinstance(n, ast.If)}
-        for run in text.runs:
-            if isinstance(run[0], Product):
-                for form in run[0].forms:
-                    self._add_form(form)
-        for run in text.runs:
-            for before, step, after in zip((None, *run), run, (*run[1:], None)):
-                self._add(step, before, after)
-                is_first = step.guard is not None and isinstance(step.data, ast.Name)
-                if is_first and self._is_linked(before, step):
-                    self.ends[self.twin[id(ifs[id(step.guard)])]] = step.data.id
+    Attributes:
+        roles: of calls and products, in_code.py's name for each.
+        ends: of an ``if`` that takes a begun call, the name that holds it where it does not.
+    """
 
-    def _is_linked(self, one: Step | None, other: Step | None) -> bool:
-        if one is None or other is None:
-            return False
-        pairs = itertools.product(self.text.numbers_of(one), self.text.numbers_of(other))
-        return not self.chosen.links.isdisjoint(pairs)
+    def __init__(self, text: Text, groups: Groups, node: ast.AST) -> None:
+        self.twins = dict(zip(ast.walk(text.node), ast.walk(node)))
+        self.roles: dict[ast.AST, str] = {}
+        self.ends: dict[ast.AST, str] = {}
+        chosen = set(itertools.chain(*groups))
+        links = {pair for group in groups for pair in itertools.pairwise(group)}
+        runs = [list(zip(run, text.numbers_of(run))) for run in text.runs]
+        for step, number in itertools.chain(*runs):
+            if isinstance(step, Product) and number in chosen:
+                for form in step.forms:
+                    self._set("later", form.act.node)
+                    self._set("step", *(layer.node for layer in form.layers))
+                    self._set("halves", form.halves)
+        for run in runs:
+            for (step, number), (after, next_number) in zip(run, [*run[1:], (None, None)]):
+                is_linked = (number, next_number) in links
+                if number in chosen and isinstance(step, Product):
+                    role = "product" if is_linked else "last_product"
+                    self._set(role, *(form.node for form in step.forms))
+                elif number in chosen:
+                    self._set("step" if is_linked else "last", step.node)
+                if is_linked and after.guard is not None and isinstance(after.data, ast.Name):
+                    self.ends[self.twins[after.guard]] = after.data.id
 
-    def _add_form(self, form: Form) -> None:
-        if self.text.numbers[id(form.node)] not in self.chosen.calls:
-            return
-        self._set(form.act.node, "later", form.act.callee is None)
-        for layer in form.layers:
-            self._set(layer.node, "step")
-        if form.halves is not None:
-            self._set(form.halves, "halves")
-
-    def _add(self, step: Step, before: Step | None, after: Step | None) -> None:
-        linked = self._is_linked(step, after)
-        if isinstance(step, Product):
-            for form in step.forms:
-                if self.text.numbers[id(form.node)] in self.chosen.calls:
-                    self._set(form.node, "product" if linked else "last_product")
-            return
-        if self.text.numbers[id(step.node)] not in self.chosen.calls:
-            return
-        self._set(step.node, "step" if linked else "last", step.callee is None)
-        is_pair = isinstance(getattr(before, "node", None), ast.Call) and step.data is before.node
-        is_simple = is_pair and all(s.is_bare and s.node.args for s in (before, step))
-        if is_simple and not linked and step.guard is None and self._is_linked(before, step):
-            self.nested.add(self.twin[id(step.node)])
-
-    def _set(self, node: ast.AST, role: str, is_method: bool = False) -> None:
-        twin = self.twin[id(node)]
-        self.roles.setdefault(twin, role)
-        if is_method:
-            self.methods.add(twin)
+    def _set(self, role: str, *nodes: ast.AST | None) -> None:
+        for node in nodes:
+            if node is not None:
+                self.roles.setdefault(self.twins[node], role)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         role = self.roles.get(node)
         if role is None:
             return node
-        if role == "halves":
-            is_torch = is_torch_chunk(node)
-            data = [] if is_torch else [node.func.value]
-            node.args = [node.func if is_torch else _name("method_chunk"), *data, *node.args]
-        elif node in self.methods:
-            node.args = [_name(f"method_{node.func.attr}"), node.func.value]
-        elif node in self.nested:
-            role, inner = "call", node.args[0]
-            node.args = [node.func, *inner.args]
+        is_bare = not node.args and not node.keywords
+        if is_bare or (role == "halves" and not is_torch_chunk(node)):  # h.relu(), h.chunk(2, -1)
+            node.args = [_name(f"method_{node.func.attr}"), node.func.value, *node.args]
         else:
             node.args = [node.func, *node.args]
         node.func = _name(role)
@@ -208,23 +152,17 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        role = self.roles.get(node)
-        if role is None:
-            return node
-        made = ast.copy_location(ast.Call(_name("product"), [node.left, node.right], []), node)
-        return made if role == "product" else _ended(made)
+        if role := self.roles.get(node):
+            return ast.copy_location(ast.Call(_name(role), [node.left, node.right], []), node)
+        return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
         if name := self.ends.get(node):
-            value = _ended(ast.copy_location(ast.Name(name, ast.Load()), node.test))
+            value = ast.Call(_name("end"), [ast.Name(name, ast.Load())], [])
             end = ast.Assign([ast.Name(name, ast.Store())], value)
             node.orelse.insert(0, ast.copy_location(end, node.test))
         return node
-
-
-def _ended(node: ast.expr) -> ast.Call:
-    return ast.copy_location(ast.Call(_name("end"), [node], []), node)
 
 
 def _name(name: str) -> ast.Attribute:

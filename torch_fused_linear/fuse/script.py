@@ -61,7 +61,7 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
         skipped += method.skipped
     if fused:
         scripted._reconstruct(module)
-    return Report(fused, skipped)
+    return Report(tuple(fused), tuple(skipped))
 
 
 class _Method:
@@ -125,11 +125,9 @@ class _Method:
             name, options = "conv2d_relu", ()
         else:
             name, options = kind.operator, (*filter(None, [kind.approximate]), "default")
-        result = self._insert(name, layer, [*layer.inputs()], options)
-        value.replaceAllUsesWith(result)
-        act.output().replaceAllUsesWith(last if drop else result)
+        act.output().replaceAllUsesWith(last)
         act.destroy()
-        layer.destroy()
+        self._put(value, name, [*layer.inputs(), *options], [layer])
         self.fused.append(Block("", "", (path,), (*before, *drop, kind.label), (name, *drop)))
 
     def _fuse_gated(self, mul: Node) -> None:
@@ -193,9 +191,7 @@ class _Method:
             given = [*given[:3], down.inputsAt(1), *given[3:], down.inputsAt(2)]
             layers, before = (*layers, down), [*before, *_operators(down)]
         paths = tuple(self._path(layer) or "" for layer in layers)
-        result.replaceAllUsesWith(self._insert(name, gone[0], given, (kind.name, "default")))
-        for node in (*gone, *reversed(nodes)):
-            node.destroy()
+        self._put(result, name, [*given, kind.name, "default"], [*gone, *reversed(nodes)])
         self.fused.append(Block("", "", paths, tuple(before), (f"{name} ({kind.label})",)))
 
     def _follow(self, layer: Node) -> None:
@@ -203,18 +199,18 @@ class _Method:
         source = layer.inputsAt(0).node()
         source = source.inputsAt(0).node() if source.kind() == "aten::dropout" else source
         if source.kind().startswith("fused::") and layer.output().unique() in self.here:
-            result = self._insert("linear", layer, [*layer.inputs()], ())
-            layer.output().replaceAllUsesWith(result)
-            layer.destroy()
+            self._put(layer.output(), "linear", [*layer.inputs()], [layer])
 
-    def _insert(self, name: str, before: Node, given: list, options: tuple) -> Value:
-        values = [v if isinstance(v, Value) else self._constant(v, before) for v in given]
-        values += [self._constant(option, before) for option in options]
+    def _put(self, result: Value, name: str, given: list, gone: list[Node]) -> None:
+        """An operator in the place of nodes, the last of which comes first."""
+        values = [v if isinstance(v, Value) else self._constant(v, gone[0]) for v in given]
         node = self.graph.create(f"fused::{name}", values, 1)
-        node.insertBefore(before)
+        node.insertBefore(gone[0])
         node.output().setType(TensorType.get())
         self.here.add(node.output().unique())
-        return node.output()
+        result.replaceAllUsesWith(node.output())
+        for node in gone:
+            node.destroy()
 
     def _constant(self, value: str | None, before: Node) -> Value:
         constant = self.graph.insertConstant(value)

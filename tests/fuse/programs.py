@@ -1,0 +1,638 @@
+"""Programs as people write them: a text each, with the operators that run once it is fused.
+
+``# name (base): operators | reason`` heads the body of a ``forward(self, x)``, or of a class. The
+operators are those of one call in eval mode; the reason is one that the report gives, ``reads:``
+before it that the class has no source.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+TEXT = '''
+# function: relu linear
+return self.fc2(F.relu(self.fc1(x)))
+
+# torch_function: relu linear
+return self.fc2(torch.relu(self.fc1(x)))
+
+# method: relu relu
+return self.fc2(self.fc1(x).relu()).relu_()
+
+# keywords: gelu relu
+x = F.gelu(input=self.fc1(input=x), approximate="tanh")
+return F.relu(self.fc2(x), inplace=True)
+
+# option_of_the_module: gelu
+return F.gelu(self.fc1(x), approximate=self.form)
+
+# by_position: relu
+return F.relu(self.fc1(x), True)
+
+# nested: gelu linear
+return x + self.fc2(self.nodrop(self.act(self.fc1(x))))
+
+# statements: relu linear
+"""With a docstring."""
+h = self.fc1(x)
+shape, scale = x.shape, 2
+h = F.relu(h)
+return self.fc2(h) * scale + shape[0]
+
+# annotated: gelu linear
+h: torch.Tensor = self.fc1(x)
+h = self.act(h)
+h = F.dropout(h, p=self.drop.p, training=self.training)
+h = self.fc2(h)
+return h + x
+
+# other_names: gelu linear
+h = self.fc1(x)
+y = self.act(h)
+h = self.fc2(y)
+return h + y
+
+# loop: relu relu relu linear
+for layer in self.layers:
+    x = F.relu(layer(x))
+return self.fc2(x)
+
+# conditional: relu relu linear
+for i, layer in enumerate(self.layers):
+    x = F.relu(layer(x)) if i < self.depth - 1 else layer(x)
+return x
+
+# guarded: relu relu linear
+for i, layer in enumerate(self.layers):
+    x = layer(x)
+    if i != len(self.layers) - 1:
+        x = F.relu(x)
+return x
+
+# nerf: relu relu relu
+h = x
+for i, _ in enumerate(self.layers):
+    h = self.layers[i](h)
+    h = F.relu(h)
+    if i in self.skips:
+        h = torch.cat([x[:, :3], h[:, :3]], -1)
+return h
+
+# while_loop: relu relu relu
+i = 0
+while i < len(self.layers):
+    x = F.relu(self.layers[i](x))
+    i += 1
+else:
+    return x
+
+# alias: gelu linear
+fc, act = self.fc1, self.act
+return getattr(self, "fc2")(act(fc(x)))
+
+# given_on: relu relu
+def forward(self, x):
+    return self.run(self.fc1, self.run(self.fc2, x))
+
+def run(self, layer, x):
+    return F.relu(layer(x))
+
+# helper: gelu linear
+def forward(self, x):
+    return self.feed(x)
+
+def feed(self, x):
+    x = self.fc1(x)
+    x = self.act(x)
+    return self.fc2(x)
+
+# dropout_between: relu
+return F.relu(self.drop(self.fc1(x)))
+
+# dropout_function_between: relu
+h = self.fc1(x)
+h = F.dropout(h, 0.5, self.training, True)
+return F.relu(h)
+
+# comprehension: relu relu relu
+return sum(F.relu(layer(x)) for layer in self.layers)
+
+# comprehensions: relu relu relu relu
+a = [F.relu(self.fc1(x)) for _ in range(2)]
+b = {k: self.fc2(y).relu() for k, y in enumerate(a)}
+return sum(b.values())
+
+# child (nested): gelu linear
+pass
+
+# parents_forward (nested): gelu linear relu
+return F.relu(self.fc3(super().forward(x)))
+
+# grandchild (parents_forward): gelu linear relu
+return super().forward(x) * 2
+
+# mixed_in (Mixin, Base): relu
+return self.mixed(x)
+
+# decorated: gelu linear
+@logged
+def forward(self, x):
+    x = self.fc1(x)
+    return self.fc2(self.act(x))
+
+# blocks: gelu linear gelu linear
+for _ in range(2):
+    if x.dim() == 2:
+        with torch.autograd.profiler.record_function("block"):
+            y = self.fc2(self.act(self.fc1(x)))
+        try:
+            x = x + y
+        except TypeError:
+            raise
+    else:
+        return x
+return x
+
+# handler: gelu linear
+try:
+    raise TypeError
+except TypeError:
+    return self.fc2(self.act(self.fc1(x)))
+
+# finally_block: - | does not show
+try:
+    h = self.fc1(x)
+finally:
+    h = F.relu(h)
+return self.fc2(h)
+
+# match_block: gelu linear
+match x.dim():
+    case 2:
+        return self.fc2(self.act(self.fc1(x)))
+
+# walrus: relu linear
+if (h := self.fc1(x)).shape[0] == 4:
+    h = self.fc2(F.relu(self.fc3(h)))
+return h
+
+# formatted: relu relu
+shape = f"{tuple(self.relu(self.fc1(x)).shape)!r:>{len('12345')}}"
+return self.relu(self.fc1(x)) * len(shape)
+
+# generator: relu relu relu
+def forward(self, x):
+    return sum(self.drawn(x))
+
+def drawn(self, x):
+    for layer in self.layers:
+        h = layer(x)
+        yield F.relu(h)
+
+# coroutine: relu linear
+def forward(self, x):
+    try:
+        self.waited(x).send(None)
+    except StopIteration as stop:
+        return stop.value
+
+async def waited(self, x):
+    h = self.fc1(x)
+    h = F.relu(h)
+    return self.fc2(h)
+
+# elsewhere_as_well: gelu
+return self.fc2(self.act(self.fc1(x)) + self.fc1(x))
+
+# in_another_method (nested): gelu linear
+def features(self, x):
+    return self.fc1(x)
+
+# handed_on (nested): gelu linear
+def features(self, x):
+    return torch.utils.checkpoint.checkpoint(self.fc1, x, use_reentrant=False)
+
+# called_by_forward (nested): gelu linear
+def features(self, x):
+    return self.fc1.forward(x)
+
+# activation_elsewhere: gelu linear
+return self.fc2(self.act(self.fc1(x))) + self.act(x)
+
+# beside_a_hidden_method (nested): gelu linear
+@hidden
+def features(self, x):
+    return F.relu(self.fc1(x))
+
+# name_of_ours: relu
+return step(F.relu(self.fc1(x)), self.fc2.weight, self.fc2.bias)
+
+# local_of_our_name: relu
+end = self.fc2(x)
+return F.relu(self.fc1(x)) + end
+
+# inner_function: relu
+def later(add, y):
+    return y + add
+h = self.fc1(x)
+h = F.relu(h)
+return later(1, h)
+
+# inner_function_reads: - | does not show
+h = self.fc1(x)
+def later():
+    return h
+h = self.act(h)
+return later()
+
+# brackets: relu relu relu
+h = F.relu((self.fc1(x)))
+return (F.relu((
+    self.fc2((h))  # of the second )
+)) + F.relu(((self.fc1(x)  # )
+    ))))
+
+# commas: relu relu
+h = F.relu(self.fc1(x,),)
+return F.relu(self.fc2(h), )
+
+# method_in_brackets: relu relu
+return (self.fc1(x).relu)() + self.fc2(x).relu( )
+
+# other_self: relu relu relu
+def forward(this, x):
+    for layer in this.layers:
+        x = F.relu(layer(x))
+    return x
+
+# all_locals: - | all_locals.forward takes all its local names together
+h = F.relu(self.fc1(x))
+return h * len(locals())
+
+# own_locals: relu
+h = F.relu(self.fc1(x))
+return h * len(vars(self)["_modules"])
+
+# condition_that_the_argument_takes_from: relu linear
+xs, out = [x, x + 1], []
+while xs:
+    h = self.fc1(xs.pop())
+    if xs:
+        h = self.relu(h)
+    out.append(h)
+return out[0] - out[1]
+
+# condition_that_the_argument_changes: relu
+def forward(self, x):
+    self.times = 0
+    h = self.fc1(self.change(x))
+    if self.times:
+        h = self.relu(h)
+    return h
+
+# condition_that_counts: relu linear relu
+for _ in range(3):
+    h = self.fc1(x)
+    if self.flag:
+        h = self.relu(h)
+    x = h + 1
+return x
+
+# condition_with_else: relu linear relu
+for i in range(3):
+    h = self.fc1(x)
+    n = i % 2
+    if n == 0:
+        h = self.relu(h)
+    else:
+        h = h - 3
+        x = x + 1
+    x = h + x
+return x
+
+# property_as_condition: relu linear
+h = self.fc1(x)
+if self.is_odd:
+    h = F.relu(h)
+return self.fc2(h)
+
+# buffer_as_condition: relu linear
+h = self.fc1(self.norm(x))
+if self.norm.num_batches_tracked < 2:
+    h = F.relu(h)
+return self.fc2(h)
+
+# counted_calls: relu linear
+@counted
+def forward(self, x):
+    return self.fc2(self.relu(self.fc1(x)))
+
+# dictionary (Base, dict): relu linear
+__hash__ = object.__hash__
+
+def forward(self, x):
+    return self.fc2(self.relu(self.fc1(x)))
+
+# of_a_metaclass (Base, metaclass=type("Meta", (type,), {})): relu
+return F.relu(self.fc1(x))
+
+# with_slots: relu
+__slots__ = ("slot",)
+
+def forward(self, x):
+    return F.relu(self.fc1(x))
+
+# super_of_type (by_position): relu
+return super(type(self), self).forward(x)
+
+# read_elsewhere: - | does not show
+h = self.fc1(x)
+return self.fc2(self.act(h)) + h.sum()
+
+# returned_too: - | what it returns is read elsewhere too
+h = self.fc1(x)
+y = self.act(h)
+return self.fc2(y) + h
+
+# read_in_the_next_turn: - | what it returns is read elsewhere too
+h = x
+for layer in self.layers:
+    y = h + x
+    h = layer(x)
+    x = F.relu(h) + y
+return x
+
+# read_by_a_handler: - | what it returns is read elsewhere too
+h = x
+try:
+    h = self.fc1(x)
+    h = self.act(h)
+    raise TypeError
+except TypeError:
+    return h
+
+# added_to: - | what it returns is read elsewhere too
+h = self.fc1(x)
+y = self.relu(h)
+h += 1
+return h + y
+
+# runs_before: - | something runs before its activation does
+y = x * 1
+h = self.fixed(y)
+return y.mul_(2) + self.act(h)
+
+# runs_between: - | something runs before its activation does
+y = x * 1
+h = self.fixed(y)
+y.mul_(2)
+return self.act(h)
+
+# not_in_any_case: - | something runs before its activation does
+h = self.fc1(x)
+y = self.act(h) if x.sum() > 0 else x
+return y
+
+# another_value: - | does not show
+y = x[:, :1] * torch.ones(6, dtype=x.dtype)
+h = self.fc1(x)
+h = self.act(y)
+return self.fc2(h)
+
+# something_between: - | does not show
+h = self.fc1(x)
+h = h * 2
+h = self.act(h)
+return self.fc2(h)
+
+# branch_that_calls: - | does not show
+h = self.fc1(x)
+if x.sum() > 0:
+    h = self.act(h)
+return self.fc2(h)
+
+# more_arguments: - | does not show
+return self.fc2(self.act(self.fc1(x, **{})))
+
+# overridden (nested): - | does not show
+return self.fc2(self.fc1(x))
+
+# torchtune: gated_mlp
+return self.fc3(self.silu(self.fc1(x)) * self.fc2(x))
+
+# up_first: gated_mlp
+return self.fc3(self.fc2(x) * self.silu(self.fc1(x)))
+
+# gate_in_statements: gated_mlp
+up = self.fc2(x)
+gate = self.fc1(x)
+gate = self.silu(gate)
+hidden = self.nodrop(up * gate)
+return self.fc3(hidden)
+
+# gate_alone: linear_glu
+gate = F.gelu(self.fc1(x), approximate="tanh")
+return (gate * self.fc2(x)).tanh()
+
+# gate_of_relu: gated_mlp
+return self.fc3(self.fc1(x).relu() * self.fc2(x))
+
+# gate_on_lines: gated_mlp
+return self.fc3(
+    (
+        self.silu(
+            self.fc1(
+                x,
+            )
+        )
+    )
+    * (self.fc2(x))
+)
+
+# gate_in_tuples: linear_glu
+return (F.silu((self.fc1(x,)),)) * ((self.fc2((x),)))
+
+# gate_before_gelu: linear_glu gelu
+return self.act(self.fc3(self.silu(self.fc1(x)) * self.fc2(x)))
+
+# gate_under_a_guard: gated_mlp
+if x.dim() == 2:
+    gate = self.silu(self.fc1(x))
+    x = self.fc3(gate * self.fc2(x))
+return x
+
+# gates_in_a_loop: gated_mlp gated_mlp gated_mlp
+for gate, up, down in zip(self.layers, self.layers, self.layers):
+    x = x + down(self.silu(gate(x)) * up(x))
+return x
+
+# chunks: gated_mlp
+gate, up = self.both(x).chunk(2, dim=-1)
+return self.fc3(self.silu(gate) * up)
+
+# chunks_up_first: gated_mlp
+h = self.both(x)
+up, h = h.chunk(2, self.axis)
+h = up * self.silu(h)
+h = self.fc3(h)
+return h
+
+# torch_chunk: gated_mlp
+up, gate = torch.chunk(self.both(x), 2, -1)
+return self.fc3(up * self.silu(gate))
+
+# either_half: gated_mlp
+a, b = self.both(x).chunk(2, self.axis)
+h = a * self.silu(b) if self.training else self.silu(a) * b
+return self.fc3(h)
+
+# gate_by_name: silu
+gate = F.silu(input=self.fc1(input=x))
+return self.fc3(input=gate * self.fc2(x))
+
+# gate_read_elsewhere: silu
+gate = self.silu(self.fc1(x))
+up = self.fc2(x)
+return self.fc3(gate * up) + gate.sum()
+
+# gate_of_another_input: silu
+y = x + 1
+return self.fc3(self.silu(self.fc1(x)) * self.fc2(y))
+
+# gate_with_a_call_between: - | something runs before its activation does
+gate = self.fc1(x)
+self.drop(x)
+return self.fc3(self.silu(gate) * self.fc2(x))
+
+# gate_of_a_layer_exchanged: silu
+layer = self.fc1
+gate = layer(x)
+layer = self.fc2
+return self.fc3(self.silu(gate) * layer(x))
+
+# three_chunks: - | does not show
+gate, up, rest = self.both(x).chunk(3, -1)
+return self.silu(gate) * up + rest
+
+# the_same_half: - | does not show
+gate, up = self.both(x).chunk(2, -1)
+return self.fc3(self.silu(gate) * gate) + up.sum()
+'''
+
+HEADER = '''"""Programs of a test."""
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def step(x, weight, bias):
+    return F.linear(x, weight, bias) + 100
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+def counted(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        wrapper.calls += 1
+        return function(*args)
+
+    wrapper.calls = 0
+    return wrapper
+
+
+def hidden(function):
+    return lambda *args: function(*args)
+
+
+class Stateful:
+    times = 0
+
+    def __bool__(self):
+        self.times += 1
+        return self.times % 2 == 1
+
+
+class Base(nn.Module):
+    form: str = "tanh"
+    axis: int = -1
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = (nn.Linear(6, 6) for _ in range(3))
+        self.act, self.relu, self.silu = nn.GELU(), nn.ReLU(), nn.SiLU()
+        self.both, self.norm = nn.Linear(6, 12), nn.BatchNorm1d(6)
+        self.fixed = nn.Linear(6, 6).requires_grad_(False)
+        self.drop, self.nodrop = nn.Dropout(0.5), nn.Dropout(0.0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.depth, self.skips, self.times, self.flag = 3, (1,), 0, Stateful()
+
+    @property
+    def is_odd(self):
+        self.times += 1
+        return self.times % 2 == 1
+
+    def change(self, x):
+        self.times = 1
+        return x * 2
+
+
+class Mixin:
+    def mixed(self, x):
+        h = self.fc3(x)
+        return F.relu(h)
+'''
+
+
+class Program(NamedTuple):
+    name: str
+    bases: str
+    operators: list[str]
+    reason: str
+    body: str
+
+    def source(self) -> str:
+        body = self.body
+        if body != "pass" and not re.search(r"^def \w+\((self|this)", body, re.MULTILINE):
+            body = f"def forward(self, x):\n{textwrap.indent(body, '    ')}"
+        return f"class {self.name}({self.bases}):\n{textwrap.indent(body, '    ')}\n"
+
+
+SHORT = {"relu": "linear_relu", "gelu": "linear_gelu", "silu": "linear_silu"}
+
+
+def parsed(text: str) -> list[Program]:
+    found = []
+    for head, body in re.findall(r"^# (.*)\n((?:(?!^# ).*\n)+)", text, re.MULTILINE):
+        name, bases, operators, reason = re.match(
+            r"(\w+)(?: \((.*)\))?: (.*?)(?: \| (.*))?$", head
+        ).groups()
+        names = [SHORT.get(word, word) for word in operators.split() if word != "-"]
+        found.append(Program(name, bases or "Base", names, reason or "", body.strip("\n")))
+    return found
+
+
+PROGRAMS = {program.name: program for program in parsed(TEXT)}
+
+
+def write_programs(folder: Path):
+    """The module of all programs, from a file of their classes."""
+    sources = [program.source() for program in PROGRAMS.values()]
+    (path := folder / "all_programs.py").write_text("\n\n".join([HEADER, *sources]))
+    spec = importlib.util.spec_from_file_location("all_programs", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,222 @@
+"""What is decided when a fused call runs: one table, to which C and Python are held alike."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_models import decided_in_python
+from helpers import one_thread  # noqa: F401
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import torch_fused_linear as tfl
+from torch_fused_linear.activations import SquaredReLU
+from torch_fused_linear.fuse import in_code, plain
+
+X = torch.randn(3, 4)
+
+
+class Doubled(torch.Tensor):
+    pass
+
+
+class Conv1D(nn.Module):
+    """As transformers has it, with the weight the other way round."""
+
+    __module__, __qualname__ = "transformers.pytorch_utils", "Conv1D"
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def layer(change=None, *, mark="default", make=lambda: nn.Linear(4, 4)):
+    found = make()
+    plain.learn(found)
+    if mark is not None:
+        found._fused = mark
+    if change is not None:
+        change(found)
+    return found
+
+
+def buffer(linear):
+    del linear.bias
+    linear.register_buffer("bias", torch.zeros(4))
+
+
+def of_class(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Doubled))
+
+
+def without_forward(module):
+    module.forward = lambda x: x + 1
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *args: None)
+
+
+class OtherReLU(nn.ReLU):
+    pass
+
+
+IMAGE = torch.randn(1, 1, 6, 6)
+# The layer, what it gets, and whether the call may wait for its activation.
+LAYERS = {
+    "plain": (layer(), X, True),
+    "no bias": (layer(make=lambda: nn.Linear(4, 4, bias=False)), X, True),
+    "low memory": (layer(mark="low"), X, True),
+    "one row": (layer(), X[0], True),
+    "no rows": (layer(), X[:0], True),
+    "transposed": (layer(make=Conv1D), X, True),
+    "convolution": (layer(make=lambda: nn.Conv2d(1, 2, 3)), IMAGE, True),
+    "convolution of groups": (
+        layer(make=lambda: nn.Conv2d(2, 2, 3, groups=2)),
+        torch.randn(1, 2, 6, 6),
+        True,
+    ),
+    "frozen": (layer(lambda m: m.requires_grad_(False)), X, True),
+    "no mark": (layer(mark=None), X, False),
+    "hook": (layer(hooked), X, False),
+    "pre hook": (layer(lambda m: m.register_forward_pre_hook(lambda *a: None)), X, False),
+    "backward hook": (
+        layer(lambda m: m.register_full_backward_hook(lambda *a: None)),
+        X,
+        False,
+    ),
+    "own forward": (layer(without_forward), X, False),
+    "own call": (layer(lambda m: setattr(m, "_call_impl", m._call_impl)), X, False),
+    "compiled": (layer(lambda m: m.compile(backend="eager")), X, False),
+    "parametrised": (layer(parametrizations.weight_norm), X, False),
+    "bias as a buffer": (layer(buffer), X, False),
+    "no weight": (layer(lambda m: m._parameters.update(weight=None)), X, False),
+    "weight of a class": (layer(of_class), X, False),
+    "child of nn.Linear": (layer(make=lambda: tfl.FusedLinear(4, 4)), X, False),
+    "no layer": (layer(make=nn.Tanh), X, False),
+    "width": (layer(), torch.randn(3, 5), False),
+    "scalar": (layer(), torch.tensor(1.0), False),
+    "other type": (layer(), X.double(), False),
+    "whole numbers": (layer(), torch.ones(3, 4, dtype=torch.long), False),
+    "other device": (layer(), X.to("meta"), False),
+    "sparse": (layer(), X.to_sparse(), True),
+    "of a class": (layer(), X.as_subclass(Doubled), False),
+    "a tuple": (layer(), (X, X), False),
+    "a number": (layer(), 3, False),
+    "channels": (layer(make=lambda: nn.Conv2d(1, 2, 3)), torch.randn(1, 2, 6, 6), False),
+}
+# The activation, and which it is.
+ACTIVATIONS = {
+    "ReLU": (nn.ReLU(), "linear_relu"),
+    "in place": (nn.ReLU(inplace=True), "linear_relu"),
+    "GELU": (nn.GELU(), "linear_gelu"),
+    "GELU, tanh": (nn.GELU("tanh"), "linear_gelu"),
+    "SiLU": (nn.SiLU(), "linear_silu"),
+    "ReLU²": (SquaredReLU(), "linear_relu2"),
+    "F.relu": (F.relu, "linear_relu"),
+    "torch.relu": (torch.relu, "linear_relu"),
+    "torch.relu_": (torch.relu_, "linear_relu"),
+    "F.gelu": (F.gelu, "linear_gelu"),
+    "F.silu": (F.silu, "linear_silu"),
+    "method": (plain.METHODS["relu"], "linear_relu"),
+    "partial": (functools.partial(F.gelu, approximate="tanh"), "linear_gelu"),
+    "lambda": (lambda x: F.silu(x), "linear_silu"),
+    "child of nn.ReLU": (OtherReLU(), "linear"),
+    "hooked": (layer(hooked, make=nn.ReLU, mark=None), "linear"),
+    "own forward": (layer(without_forward, make=nn.ReLU, mark=None), "linear"),
+    "another": (nn.Tanh(), "linear"),
+    "F.mish": (F.mish, "linear"),
+    "partial of two": (functools.partial(F.relu, X), None),
+    "unknown form": (
+        layer(lambda m: setattr(m, "approximate", "?"), make=nn.GELU, mark=None),
+        None,
+    ),
+}
+
+
+@pytest.fixture(params=["C", "Python"])
+def decides(request, monkeypatch):
+    if request.param == "Python":
+        decided_in_python(monkeypatch)
+
+
+def outcome(function):
+    """What it gives, or the error that it raises."""
+    try:
+        return function()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def assert_alike(got, want):
+    if isinstance(want, torch.Tensor) and want.device.type == "cpu":
+        torch.testing.assert_close(got, want)
+    else:
+        assert type(got) is type(want) and (not isinstance(got, tuple) or got == want)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_whether_a_layers_call_waits(name, decides):
+    module, x, waits = LAYERS[name]
+    begun = outcome(lambda: in_code.step(module, x))
+    is_begun = type(begun) is tuple and begun[0] is not RuntimeError and len(begun) == 6
+    assert is_begun is waits
+    want = outcome(lambda: type(module).forward(module, x) if waits else module(x))
+    assert_alike(in_code.end(begun) if waits else begun, want)
+    assert_alike(outcome(lambda: in_code.last(module, x)), want)
+    relu = F.relu(want) if waits else None
+    with tfl.explain() as calls:
+        got = outcome(lambda: in_code.last(F.relu, in_code.step(module, x)))
+    assert ("relu" in str([call.operator for call in calls.calls])) is waits
+    if waits:
+        torch.testing.assert_close(got, relu)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_which_activation_it_is(name, decides):
+    act, operator = ACTIVATIONS[name]
+    linear = layer()
+    want = outcome(lambda: act(linear(X)))
+    with torch.no_grad(), tfl.explain() as calls:
+        got = outcome(lambda: in_code.last(act, in_code.step(linear, X)))
+    assert_alike(got, want)
+    assert operator is None or [call.operator for call in calls.calls] == [operator]
+
+
+# What gates are made of, and the operators that run, in this or the other order.
+GLU, APART = ["linear", "linear", "_glu"], ["linear_silu", "linear"]
+GATES = {
+    "both plain": (layer(), layer(), X, X, GLU),
+    "up hooked": (layer(), layer(hooked), X, X, ["linear_silu"]),
+    "gate hooked": (layer(hooked), layer(), X, X, ["linear"]),
+    "two inputs": (layer(), layer(), X, X + 1, APART),
+    "widths": (layer(), layer(make=lambda: nn.Linear(4, 1)), X, X, APART),
+    "transposed": (layer(make=Conv1D), layer(make=Conv1D), X, X, GLU),
+}
+
+
+@pytest.mark.parametrize("is_gate_left", [True, False])
+@pytest.mark.parametrize("name", GATES)
+def test_gates(name, is_gate_left, decides):
+    gate, up, x, other_x, operators = GATES[name]
+    down = layer()
+
+    def product(multiply):
+        left = in_code.later(F.silu, in_code.step(gate, x))
+        right = in_code.step(up, other_x)
+        return multiply(left, right) if is_gate_left else multiply(right, left)
+
+    want = F.silu(gate(x)) * up(other_x)
+    with torch.no_grad(), tfl.explain() as calls:
+        torch.testing.assert_close(product(in_code.last_product), want)
+    assert sorted(c.operator for c in calls.calls) == sorted(operators), calls
+    is_one = operators is GLU
+    glu = product(in_code.last_product)
+    assert (glu.grad_fn.name() == "FusedLinearGlu_silu_Backward") is is_one
+    block = in_code.last(down, product(in_code.product))  # with a layer after it
+    torch.testing.assert_close(block, down(want))
+    assert (block.grad_fn.name() == "FusedGatedMlp_silu_Backward") is is_one

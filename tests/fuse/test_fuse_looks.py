@@ -1,0 +1,421 @@
+"""Whoever looks at classes, functions, files and stacks sees what is there without fuse_."""
+
+import bdb
+import code
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import importlib
+import inspect
+import io
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_models import operators, results
+from helpers import one_thread  # noqa: F401
+from stacks import assert_same
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear.fuse import in_code, plain
+from torch_fused_linear.fuse.source import ORIGINALS, Text
+
+SOURCE = '''import torch
+import torch.nn.functional as F
+from torch import nn
+
+OFFSET = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.__hidden = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, scale: float = 2.0, *, more=OFFSET):
+        """What it does, über alles."""
+        text = "ü"; h = self.fc1(x)  # the first
+        h = F.relu(  # over
+            h,
+        )
+        return F.gelu(self.__hidden(h)) * scale + more + OFFSET + len(text) * (
+            self.other(x)
+        )
+
+    def other(self, x):
+        return torch.relu(self.fc1(x)).sum()
+
+
+def make(power):
+    class Closure(Block):
+        def forward(self, x):
+            return F.relu(self.fc1(super().forward(x))) ** power
+
+        def change(self, to):
+            nonlocal power
+            power = to
+
+    return Closure()
+'''
+X = torch.randn(4, 6)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    (tmp_path / "of_a_user.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
+    yield importlib.import_module("of_a_user")
+    sys.modules.pop("of_a_user", None)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def fused_block():
+    model = Block()
+    plain = copy.deepcopy(model)
+    assert len(tfl.fuse_(model).fused) == 1
+    return model, plain
+
+
+def test_classes_and_functions_stay_what_they_are():
+    method, source, subclasses = Block.forward, inspect.getsource(Block), Block.__subclasses__()
+    before, held = dict(vars(Block)), dict(vars(method))
+    model, plain = fused_block()
+    assert type(model) is type(plain) is Block and Block.forward is method
+    assert vars(Block) == before and vars(method) == held
+    assert Block.__subclasses__() == subclasses and inspect.getsource(Block) == source
+    assert isinstance(plain, type(model)) and pickle.loads(pickle.dumps(type(model))) is Block
+    assert {nn.Linear: 1}.get(type(model.fc1)) == {Block: 1}.get(type(model)) == 1
+    assert_same(results(model, [X]), results(plain, [X]))
+
+
+def test_a_class_that_is_patched_before_or_later_runs_the_patch(monkeypatch):
+    model, _ = fused_block()
+    monkeypatch.setattr(Block, "forward", lambda self, x: x + 41)
+    assert torch.equal(model(X), X + 41)
+    assert not tfl.fuse_(Block()).fused
+    monkeypatch.undo()
+    assert tfl.fuse_(Block()).fused and operators(model, X) == ["linear_relu", "linear"]
+
+
+def test_the_code_is_put_back_with_the_last_mark(monkeypatch):
+    model, _ = fused_block()
+    other, fused = copy.deepcopy(model), Block.forward.__code__
+    tfl.unfuse_(model)
+    assert Block.forward.__code__ is fused, "the copy has marks"
+    assert operators(other, X)
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        monkeypatch.delitem(vars(module), plain.MARK, raising=False)  # other tests' too
+    tfl.unfuse_(other)
+    assert Block.forward.__code__ is not fused and not ORIGINALS
+    assert Block.forward.__code__ == Text(Block.forward).code
+
+
+def test_signature_globals_closure_and_class(library, monkeypatch):
+    for make in (library.Block, lambda: library.make(2)):
+        model = make()
+        plain = copy.deepcopy(model)
+        assert tfl.fuse_(model).fused
+        assert type(model) is type(plain) and type(model).forward in ORIGINALS
+        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+        assert model.forward.__doc__ == plain.forward.__doc__
+        assert type(model).forward.__globals__ is vars(library)
+        torch.testing.assert_close(model(X), plain(X))
+        monkeypatch.setattr(library, "OFFSET", 5.0)
+        torch.testing.assert_close(model(X), plain(X))
+    plain.change(3)  # the cell is one
+    torch.testing.assert_close(model(X), plain(X))
+    monkeypatch.setattr(library, "F", torch)
+    with pytest.raises(AttributeError, match="gelu"):
+        model(X)
+
+
+def test_the_lines_that_are_shown_are_the_users(library):
+    model = library.Block()
+    source = inspect.getsource(model.forward)
+    block = tfl.fuse_(model).fused[0]
+    file, _, line = block.place.rpartition(":")
+    assert file == library.__file__ and "self.fc1(x)" in linecache.getline(file, int(line))
+    assert inspect.getsource(model.forward) == source and "h = self.fc1(x)  # the first" in source
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(4, 5))
+    frames = [f for f in traceback.extract_tb(caught.tb) if f.name == "forward"]
+    assert frames[0].lineno == int(line) and "self.fc1(x)" in frames[0].line
+    seen = []
+
+    class Steps(bdb.Bdb):
+        def user_line(self, frame):
+            name = frame.f_code.co_filename
+            seen.append(linecache.getline(name, frame.f_lineno).strip())
+
+    Steps().runcall(model.forward, X)
+    assert any("self.fc1(x)" in text for text in seen)
+
+
+def test_modules_that_cannot_be_hashed_are_left_alone():
+    @dataclasses.dataclass
+    class Unhashable(nn.Module):
+        size: int
+
+        def __post_init__(self):
+            super().__init__()
+            self.fc, self.act = nn.Linear(6, 6), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.fc(x))
+
+    holder = nn.Sequential(Unhashable(6), nn.Linear(6, 6), nn.ReLU())
+    report = tfl.fuse_(holder)
+    assert ("0", "Unhashable cannot be hashed") in [(s.path, s.reason) for s in report.skipped]
+    assert len(report.fused) == 1
+    assert tfl.is_fused(holder) and not tfl.is_fused(holder[0])
+    tfl.unfuse_(holder)
+    assert not tfl.is_fused(holder)
+
+
+@dataclasses.dataclass(eq=False)
+class Data(Block):
+    size: int = 6
+
+    def __post_init__(self):
+        super().__init__()
+
+
+class Reversed(nn.Sequential):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class ReversedByForward(Reversed):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Extended(nn.Sequential):
+    def forward(self, input):
+        return F.relu(self[2](super().forward(input)))
+
+
+def of(cls):
+    return lambda: cls(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    "make, found",
+    [
+        (Data, ["linear_relu", "linear"]),
+        (of(Reversed), []),
+        (of(ReversedByForward), []),
+        (of(Extended), ["linear_relu", "linear", "linear_relu"]),
+    ],
+)
+def test_modules_of_other_kinds(make, found):
+    model = make().double()
+    plain, x = copy.deepcopy(model), X.double()
+    tfl.fuse_(model)
+    assert_same(results(model, [x]), results(plain, [x]))
+    assert operators(model, x) == found
+
+
+def test_attributes_of_a_decorated_method_count():
+    @functools.wraps(Block.forward)
+    def counted(*args):
+        counted.calls += 1
+        return Block.forward(*args)
+
+    counted.calls, model = 0, type("Counted", (Block,), {"forward": counted})()
+    assert tfl.fuse_(model).fused
+    model(X)
+    assert type(model).forward.calls == counted.calls == 1
+
+
+def test_fusing_while_other_threads_run_the_model():
+    model, plain = fused_block()
+    tfl.unfuse_(model)
+    want, wrong, ends = plain(X), [], threading.Event()
+
+    def run():
+        while not ends.is_set():
+            if not torch.allclose(model(X), want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        tfl.fuse_(model)
+        tfl.unfuse_(model)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_begun_call_is_never_seen():
+    """It is what `step` returns, and nothing that a model computes may be one."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    tfl.fuse_(model)
+    assert type(in_code.step(model[0], X)) is tuple
+    for end in range(1, 4):
+        assert isinstance(model[:end](X), torch.Tensor)
+
+
+# --- text that is the code, and what is not -------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_file_that_was_edited_is_not_believed(library, is_known):
+    path = library.__file__
+    if is_known:
+        linecache.getlines(path)
+    edited = SOURCE.replace("torch.relu(self.fc1(x)).sum()", "torch.relu(self.fc1(x)).mean()")
+    with open(path, "w") as file:
+        file.write(edited + "# and longer\n")
+    model = library.Block()
+    plain = copy.deepcopy(model)
+    report = tfl.fuse_(model)  # what was not edited may be
+    torch.testing.assert_close(model(X), plain(X))
+    assert library.Block.other not in ORIGINALS and library.Block.forward in ORIGINALS
+    assert any("is not what is in the file" in s.reason for s in report.skipped)
+
+
+CELL = "class Cell(Block):\n    def forward(self, x):\n        return self.act(self.fc1(x))\n"
+
+
+def test_a_cell_of_a_notebook_is_fused():
+    """Notebooks keep the text of a cell in linecache."""
+    name, scope = "<ipython-input-1-c0ffee>", {"Block": Block, "__name__": "__main__"}
+    linecache.cache[name] = len(CELL), None, CELL.splitlines(keepends=True), name
+    exec(compile(CELL, name, "exec"), scope)
+    model = scope["Cell"]()
+    assert len(tfl.fuse_(model).fused) == 1 and operators(model, X) == ["linear_relu"]
+
+
+@pytest.mark.parametrize("way", ["exec", "console", "python -c"])
+def test_a_class_without_a_file_is_left_alone_with_the_way_out(way):
+    scope = {"Block": Block, "__name__": "__main__"}
+    if way == "console":
+        console = code.InteractiveConsole(scope)
+        for line in [*CELL.splitlines(), ""]:
+            console.push(line)
+    elif way == "exec":
+        exec(CELL, scope)
+    else:
+        exec(compile(CELL, "<string>", "exec"), scope)
+    model = scope["Cell"]()
+    (skipped,) = tfl.fuse_(model).skipped
+    assert skipped.reason.startswith("there is no source of Cell.forward, which takes a file or a")
+    assert type(model) is scope["Cell"] and not operators(model, X)
+
+
+SESSION = (
+    "from torch import nn\nimport torch, torch_fused_linear as tfl\n"
+    "class Cell(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.fc1, self.act = nn.Linear(6, 6), nn.ReLU()\n\n"
+    "    def forward(self, x):\n        return self.act(self.fc1(x))\n\n"
+    "report = tfl.fuse_(Cell())\nprint(len(report.fused), report.skipped)\n"
+)
+
+
+def test_a_class_that_is_typed_into_a_terminal():
+    """From Python 3.13 on the terminal keeps what was typed; before, the reason says what to do."""
+    pty = pytest.importorskip("pty")
+    main, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "PYTHON_BASIC_REPL": "1"},
+    )
+    os.close(child)  # so that reading ends with the process
+    said = b""
+    with open(main, "r+b", buffering=0) as terminal, contextlib.suppress(OSError):
+        terminal.write(SESSION.replace("\n\n    def", "\n    def").encode() + b"exit()\n")
+        while piece := terminal.read(4096):
+            said += piece
+    assert process.wait() == 0
+    is_kept = sys.version_info >= (3, 13)
+    expected = b"1 ()" if is_kept else b"there is no source of Cell.forward, which takes"
+    assert expected in said, said.decode()
+
+
+class Carries(Block):
+    """Says itself how it is kept."""
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "extra": 1}
+
+    def __setstate__(self, state):
+        assert state.pop("extra") == 1
+        super().__setstate__(state)
+
+
+class Reduced(Block):
+    def __reduce__(self):
+        return type(self), (), self.__dict__
+
+
+@pytest.mark.parametrize("cls", [Block, Carries, Reduced])
+def test_copies_and_pickles(cls):
+    model = cls()
+    tfl.fuse_(model)
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    copies = [copy.copy(model), copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        copies.append(pickle.loads(pickle.dumps(model, protocol)))
+    for other in copies:
+        assert type(other) is cls and type(other.fc1) is nn.Linear
+        torch.testing.assert_close(other(X), model(X))
+        assert operators(other, X) == ["linear_relu", "linear"]
+
+
+LOAD = """
+import torch, sys
+sys.path.insert(0, sys.argv[1])
+model, x, want = torch.load(sys.argv[1] + "/all.pt", weights_only=False)
+torch.testing.assert_close(model(x), want)
+assert not any(name.startswith("torch_fused_linear") for name in sys.modules)
+import torch_fused_linear as tfl
+for found in (0, 3):
+    with tfl.explain() as calls:
+        torch.testing.assert_close(model(x), want)
+    assert len(calls.calls) == found, (len(calls.calls), found)
+    report = tfl.fuse_(model)
+tfl.unfuse_(model)
+torch.testing.assert_close(model(x), want)
+"""
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_file_is_loaded_in_a_fresh_process(library, tmp_path, is_edited):
+    """Without this package, and with it, where the code may be another."""
+    model = library.Block()
+    tfl.fuse_(model)
+    torch.save((model, X, model(X).detach()), tmp_path / "all.pt")
+    if is_edited:
+        text = SOURCE.replace("# the first", "# another").replace("torch.relu(", "F.relu(")
+        (tmp_path / "of_a_user.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,236 @@
+"""fuse_ on blocks of real models: the same outputs and gradients, as many blocks as there are."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from fused_models import assert_contract_in, assert_fuses, cast, gated, results
+from helpers import one_thread  # noqa: F401
+from model_families import FAMILIES, SMALL, TOKENS, decoder, encoder, hugging_face
+from stacks import assert_same
+from torch import nn
+
+import torch_fused_linear as tfl
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_gradients_copies_and_files(family):
+    make, inputs, blocks, handed_over = FAMILIES[family]
+    model = assert_fuses(make, inputs, blocks, handed_over)
+    inputs, plain = cast(inputs, torch.float64), copy.deepcopy(model)
+    tfl.unfuse_(plain)
+    want = results(plain, inputs)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert repr(other) == repr(model)
+        assert_same(results(other, inputs), want)
+        tfl.unfuse_(other)
+        assert repr(other) == repr(plain)
+        assert_same(results(other, inputs), want)
+
+
+@pytest.mark.parametrize("family", ["BERT", "GPT-2", "OPT", "timm Mlp", "encoder"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_in_narrow_types_are_not_above_eagers(family, dtype):
+    assert_contract_in(dtype, *FAMILIES[family][:2])
+
+
+KINDS = {
+    **dict.fromkeys(("gelu", "gelu_python"), "linear_gelu (erf)"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "linear_gelu (tanh)"),
+    **{"gelu_accurate": "linear_gelu (tanh)", "relu": "linear_relu", "silu": "linear_silu"},
+    "relu2": "linear_relu2",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_kind_of_activation_is_kept(name):
+    make = hugging_face("PhiModel", "PhiConfig", **SMALL, hidden_act=name)
+    model = assert_fuses(make, TOKENS, 2, 2)
+    tfl.unfuse_(model)
+    assert tfl.fuse_(model).fused[0].after[0] == KINDS[name]
+
+
+@pytest.mark.parametrize("name", ["quick_gelu", "gelu_10", "mish", "relu6", "tanh"])
+def test_other_activations_are_refused_by_name(name):
+    model = hugging_face("PhiModel", "PhiConfig", **SMALL, hidden_act=name)()
+    text = repr(model)
+    report = tfl.fuse_(model)
+    assert not report.fused and repr(model) == text
+    assert [s.path for s in report.skipped] == ["layers.0.mlp.fc1", "layers.1.mlp.fc1"]
+    activation = type(model.layers[0].mlp.activation_fn).__name__
+    assert all(activation in s.reason for s in report.skipped)
+
+
+def test_gradient_checkpointing_still_works():
+    make, inputs, blocks, _ = FAMILIES["BERT"]
+    model = make().double()
+    want = results(model, inputs)
+    model.gradient_checkpointing_enable()
+    assert len(tfl.fuse_(model).fused) == blocks
+    with tfl.explain() as calls:
+        assert_same(results(model, inputs), want)
+    assert calls.handed_over == 2, calls
+
+
+def test_transformers_can_initialise_and_save_a_fused_model(tmp_path):
+    make, inputs, _, _ = FAMILIES["GPT-2"]
+    model = make()
+    tfl.fuse_(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert_same([results(again, inputs)[0]], [results(model, inputs)[0]])
+    old = model.transformer.h[0].mlp.c_fc.weight.clone()
+    # a layer that is initialised is marked, and the mark must have gone with the layer
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.apply(model._init_weights)
+    assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, old)
+
+
+def test_a_decoder_layer_with_an_activation_module_is_copied_as_torch_copies_it():
+    """Its __setstate__ puts F.relu over the module: the copy is another function in torch too."""
+    layer, x = decoder(activation=nn.GELU())(), torch.randn(2, 5, 8)
+    plain = copy.deepcopy(layer)
+    want = layer(x, x)
+    assert len(tfl.fuse_(layer).fused) == 1
+    torch.testing.assert_close(layer(x, x), want)
+    torch.testing.assert_close(copy.deepcopy(layer)(x, x), plain(x, x))
+
+
+def test_a_stack_of_encoder_layers_keeps_its_fast_path():
+    layer = encoder()()
+    tfl.fuse_(layer)
+    stack = nn.TransformerEncoder(layer, 2).double().eval()
+    plain = copy.deepcopy(stack)
+    tfl.unfuse_(plain)
+    x, mask = torch.randn(2, 5, 8).double(), torch.arange(5).expand(2, 5) > 3
+    with torch.no_grad(), tfl.explain() as calls:
+        got = stack(x, src_key_padding_mask=mask)
+    assert not calls.calls, "torch's own kernel ran"
+    with torch.no_grad():
+        assert torch.equal(got, plain(x, src_key_padding_mask=mask))
+
+
+# --- gated ----------------------------------------------------------------------------------------
+
+SIZES = {
+    **{k: v for k, v in SMALL.items() if not k.endswith("prob")},
+    **{"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 4},
+}
+T5 = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+T5 |= {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+IMAGES = {"image_size": 8, "patch_size": 4}
+MODERN = {"cls_token_id": 1, "sep_token_id": 1, "attention_dropout": 0.0, "mlp_dropout": 0.0}
+SILU, TANH, ERF = (f"gated_mlp ({act})" for act in ("SiLU", "GELU (tanh)", "GELU (erf)"))
+GLU = "linear_glu (GELU (tanh))"
+ALIKE = "Llama Mistral Ministral Qwen2 Qwen3 Olmo Olmo2 StableLm Granite Cohere SmolLM3 Helium"
+# Name of the model, what else its configuration is given, and what is found.
+GATED = {
+    **{name: ({}, [SILU]) for name in ALIKE.split()},
+    **{name: ({}, [TANH]) for name in ("Gemma", "Gemma2", "Gemma3Text")},
+    **{name: ({}, [SILU]) for name in ("Phi3", "Glm", "Glm4")},  # gate and up in one layer
+    "Exaone4": ({}, [SILU]),
+    "ModernBert": (MODERN, [ERF]),
+    "T5": (T5, [GLU] * 2),
+    "MT5": (T5, [GLU] * 2),
+    "LongT5": (T5, [TANH] * 2),
+    "Qwen2Moe": ({**MOE, "shared_expert_intermediate_size": 12}, [SILU]),  # the shared expert
+    "Glm4Moe": ({**MOE, **ROUTED}, [SILU]),  # the layers before those with experts
+    "Dinov2": ({**IMAGES, "use_swiglu_ffn": True}, [SILU]),
+    "PixtralVision": (IMAGES, [ERF]),
+}
+IDS = torch.arange(3, 9).reshape(2, 3)
+X = torch.randn(2, 3, 6, dtype=torch.float64)
+
+
+def model_of(name):
+    options, found = GATED[name]
+    inputs = {"pixel_values": torch.randn(1, 3, 8, 8, dtype=torch.float64)}
+    if "image_size" not in options:
+        inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if "T5" in name else {})
+    common = {} if "T5" in name else SIZES
+    model = hugging_face(f"{name}Model", f"{name}Config", **{**common, **options})
+    torch.manual_seed(0)
+    made = model().double()
+    made.config._experts_implementation = "eager"
+    return made, inputs, found
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_models_of_transformers(name):
+    fused, inputs, found = model_of(name)
+    plain = copy.deepcopy(fused)
+    report = tfl.fuse_(fused)
+    assert gated(report) == found, report
+    assert_same(results(fused, inputs), results(plain, inputs))
+    assert not tfl.fuse_(fused).fused
+
+
+def timm_block(name, **options):
+    layers = pytest.importorskip("timm").layers
+    return lambda: getattr(layers, name)(6, 8, bias=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SwiGLU", {}),
+        ("SwiGLUPacked", {}),
+        ("GluMlp", {"act_layer": nn.SiLU}),  # which has gate last
+        ("GluMlp", {"act_layer": nn.GELU, "gate_last": False}),
+        ("SwiGLU", {"norm_layer": nn.LayerNorm}),
+    ],
+)
+def test_gated_blocks_of_timm(name, options):
+    make = timm_block(name, **options)
+    assert_fuses(make, [X], 1, 0)
+    has_norm = "norm_layer" in options
+    assert gated(tfl.fuse_(make()))[0].startswith("linear_glu" if has_norm else "gated_mlp")
+
+
+def test_a_convolution_or_sigmoid_in_timms_block_is_left_alone():
+    for options, x in (({}, X), ({"use_conv": True, "act_layer": nn.SiLU}, X.reshape(1, 6, 2, 3))):
+        fused = timm_block("GluMlp", **options)().double()
+        plain = copy.deepcopy(fused)
+        assert not gated(tfl.fuse_(fused))
+        assert_same(results(fused, [x]), results(plain, [x]))
+
+
+def test_eva_of_timm():
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    for packed in (True, False):
+        options = {"swiglu_mlp": True, "scale_mlp": not packed, "mlp_ratio": 2}
+        fused = timm.models.eva.Eva(**sizes, **options, num_classes=3).double()
+        plain = copy.deepcopy(fused)
+        assert len(gated(tfl.fuse_(fused))) == 2
+        image = [torch.randn(1, 3, 8, 8, dtype=torch.float64)]
+        assert_same(results(fused, image), results(plain, image))
+
+
+class Experts(nn.Module):
+    """Each token goes to one of them; how many each gets is its own affair."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(timm_block("SwiGLU")() for _ in range(4))
+
+    def forward(self, x, chosen):
+        y = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            rows = (chosen == k).nonzero()[:, 0]
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+@pytest.mark.parametrize("counts", [(4, 1, 0, 2), (0, 0, 7, 0), (0, 0, 0, 0)], ids=str)
+def test_experts_of_unequal_and_no_tokens(counts):
+    chosen = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    x = torch.randn(len(chosen), 6, dtype=torch.float64)
+    fused = Experts().double()
+    plain = copy.deepcopy(fused)
+    assert gated(tfl.fuse_(fused)) == [SILU] * 4
+    assert_same(results(fused, [x, chosen]), results(plain, [x, chosen]))

@@ -1,0 +1,144 @@
+"""The text of a function, believed only if compiling its file gives the very code that runs."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import linecache
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from types import CodeType, FunctionType
+
+from .runs import runs_of
+from .syntax import Run, Scope, Step
+
+FUTURE = 0  # what `from __future__ import` sets in a code's flags
+for _feature in __future__.all_feature_names:
+    FUTURE |= getattr(__future__, _feature).compiler_flag
+# The code, as the user wrote it, of functions that have been rewritten.
+ORIGINALS: weakref.WeakKeyDictionary[FunctionType, CodeType] = weakref.WeakKeyDictionary()
+
+
+class Unreadable(Exception):
+    """Says why the source of a function cannot be had, or believed."""
+
+
+class Text:
+    """The text of a function, where it is, and what is in it.
+
+    Attributes:
+        file: the text of its file, the file's name, and the flags to compile it with.
+        key: the name and first line of its code, which it has alone in the file.
+        class_name: of the class around it, whose name is put before private ones.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function, self.code = function, code_of(function)
+        name, path = function.__qualname__, self.code.co_filename
+        # linecache knows the cells of notebooks too
+        linecache.checkcache(path)
+        lines = linecache.getlines(path, function.__globals__)
+        if not lines:
+            raise Unreadable(
+                f"there is no source of {name}, which takes a file or a cell of a notebook; layers "
+                "of this package need none"
+            )
+        self.file = "".join(lines), path, self.code.co_flags & FUTURE
+        try:
+            nodes, codes = index(*self.file)
+        except (SyntaxError, ValueError) as error:
+            raise Unreadable(f"the source of {name} does not compile") from error
+        self.key = self.code.co_name, self.code.co_firstlineno
+        if len(nodes.get(self.key, ())) != 1 or self.code not in codes.get(self.key, ()):
+            raise Unreadable(
+                f"the code of {name} is not what is in the file; it was changed since it was "
+                "loaded, or made by other code"
+            )
+        ((self.node, self.class_name),) = nodes[self.key]
+        if getattr(self.node, "type_params", None):
+            raise Unreadable(f"{name} has type parameters")
+        self.scope = Scope(self.node, self.code)
+        if self.scope.takes_locals():
+            raise Unreadable(f"{name} takes all its local names together")
+
+    @property
+    def self_name(self) -> str:
+        """Its first argument's; empty if it has none by position."""
+        arguments = self.node.args
+        first = [*arguments.posonlyargs, *arguments.args][:1]
+        return first[0].arg if first else ""
+
+    @cached_property
+    def numbers(self) -> dict[ast.AST, int]:
+        """By which number a node is found again in another tree of the same text."""
+        return {node: k for k, node in enumerate(ast.walk(self.node))}
+
+    def numbers_of(self, steps: Iterable[Step]) -> tuple[int, ...]:
+        return tuple(self.numbers[step.node] for step in steps)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        return runs_of(self.scope)
+
+    def place(self, node: ast.AST) -> str:
+        return f"{self.code.co_filename}:{node.lineno}"
+
+
+def functions_in(tree: ast.AST, class_name: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """All functions, each with the class around it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node, class_name
+        yield from functions_in(node, node.name if isinstance(node, ast.ClassDef) else class_name)
+
+
+def key_of(node: ast.AST) -> tuple[str, int]:
+    """The name and first line that the code of a function's node has."""
+    lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
+    return getattr(node, "name", "<lambda>"), min(lines)
+
+
+@lru_cache(maxsize=32)
+def index(source: str, path: str, flags: int) -> tuple[dict, dict]:
+    """The functions of a file, with the classes around them, and their code."""
+    nodes: dict[tuple[str, int], list] = {}
+    for node, class_name in functions_in(ast.parse(source)):
+        nodes.setdefault(key_of(node), []).append((node, class_name))
+    return nodes, codes_in(compile(source, path, "exec", flags, dont_inherit=True))
+
+
+def codes_in(code: CodeType) -> dict[tuple[str, int], list[CodeType]]:
+    """A file's code and that of all functions in it, by name and first line."""
+    found: dict[tuple[str, int], list] = {}
+    waiting = [code]
+    while waiting:
+        code = waiting.pop()
+        found.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        waiting += inner_codes(code)
+    return found
+
+
+def inner_codes(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def code_of(function: FunctionType) -> CodeType:
+    """As the user wrote it."""
+    return ORIGINALS.get(function, function.__code__)
+
+
+def unwrapped(function: object) -> FunctionType | None:
+    """The function under decorators that tell it (functools.wraps)."""
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function if isinstance(function, FunctionType) else None
+
+
+def names(code: CodeType) -> set[str]:
+    """The names of all attributes and globals that a function and those in it mention."""
+    return set(code.co_names).union(*map(names, inner_codes(code)))
+
+
+def place_of(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
