@@ -19,6 +19,7 @@ if _library.load():
     )
     from .fuse import fuse_, is_fused, unfuse_
     from .fuse.script import fuse_script_
+    from .gain import gain
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
@@ -58,6 +59,7 @@ __all__ = [
     "flops",
     "fuse_",
     "fuse_script_",
+    "gain",
     "gated_mlp",
     "get_policy",
     "handover",
