@@ -1,6 +1,6 @@
 # make demo | test | test-models | gpu-test | certify | asan | tsan | docs | build | wheel | lint | format
 # make clean
-# ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
+# ARGS is passed on, e.g. make demo ARGS="--device cpu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
 
 ARGS ?=

@@ -1,4 +1,4 @@
-"""What the command lines of the demo and the benchmark share."""
+"""What the command lines of `gain` and the benchmarks share."""
 
 from __future__ import annotations
 
@@ -33,14 +33,6 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
     convert.__name__ = kind.__name__  # argparse names it where `kind` refuses the text
     return convert
-
-
-def seed_number(text: str) -> int:
-    """An argument type: what torch.manual_seed takes, without the negative numbers."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 2**63 - 1, got {text}")
-    return value
 
 
 def chosen_device(text: str | None) -> torch.device:

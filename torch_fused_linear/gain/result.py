@@ -46,6 +46,13 @@ class Mode:
         """Whether three quarters of its rounds were faster than three quarters of the other's."""
         return self.times[name].q3 < self.times[reference].q1
 
+    def beside_eager(self, name: str) -> str:
+        """How many times as fast as eager it is, where noise can be ruled out."""
+        if name == EAGER:
+            return ""
+        differs = self.is_faster(name) or self.is_faster(EAGER, name)
+        return f"{self.ratio(name):.2f} times eager" if differs else "within noise"
+
     def fastest(self, *names: str) -> str | None:
         found = [name for name in names if name in self.times]
         return min(found, key=lambda name: self.times[name].median, default=None)
@@ -60,9 +67,11 @@ class Mode:
 
     @property
     def verdict(self) -> str:
-        if bad := [*self.wrong, *(name for name in (FUSED, OURS) if name in self.failed)]:
-            what = "its results are not eager's" if bad[0] in self.wrong else "it failed"
-            return f"do not use {HOW[bad[0]]}: {what}; please report it"
+        if self.wrong:
+            return f"do not use {HOW[self.wrong[0]]}: its results are not eager's; please report it"
+        for name, reference in ((FUSED, EAGER), (OURS, COMPILED)):
+            if name in self.failed and reference not in self.failed:
+                return f"do not use {HOW[name]}: it failed; please report it"
         ours, theirs = self.fastest(FUSED, OURS), self.fastest(EAGER, COMPILED)
         if ours is None:
             return "leave it: nothing was measured"
@@ -76,26 +85,27 @@ class Mode:
             return f"leave it: {HOW[theirs]} is {self.ratio(theirs, ours):.2f} times {ours}{memory}"
         return f"leave it: the gain is within noise{memory}"
 
+    def share_in_words(self) -> str:
+        if not self.share.fusable:
+            return "nothing that can be fused runs; torch may take a fast path of its own"
+        return (
+            f"{self.share.part:.0%} of the time lies in what can be fused; if of that only the "
+            f"matrix products took time: {self.share.most:.2f} times eager"
+        )
+
     def lines(self) -> list[str]:
-        share = self.share
-        lines = [
-            f"{share.part:.0%} of the time lies in what can be fused; if of that only the matrix "
-            f"products took time: {share.most:.2f} times"
-        ]
+        lines = [self.share_in_words()]
         for name, time in self.times.items():
             quartiles = f"{scaled(time.q1)} to {scaled(time.q3)}"
             row = f"  {name:18} {scaled(time.median):>9} ms  ({quartiles})"
-            if name != EAGER:
-                differs = self.is_faster(name) or self.is_faster(EAGER, name)
-                row += f"  {self.ratio(name):.2f} times" if differs else "  within noise"
             if name in self.memory:
                 row += f"  {self.memory[name] / 2**20:.0f} MiB"
-            lines.append(row)
+            lines.append(f"{row}  {self.beside_eager(name)}".rstrip())
         lines += [f"  {name:18} failed: {why}" for name, why in self.failed.items()]
         for name, apart in self.apart.items():
             lines.append(
-                f"  {name} differs from eager by {apart:.1e}; the last digit of each weight makes "
-                f"{self.rounding:.1e}"
+                f"  {name} differs from eager by {apart:.1e} of its size; the last digit of each "
+                f"weight makes {self.rounding:.1e}"
                 if apart
                 else f"  {name} gives eager's bits"
             )
@@ -145,9 +155,19 @@ class Gain:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .picture import draw
+        from .picture import draw_bars
 
-        draw(path, self)
+        panels = {}
+        for name, mode in self.modes.items():
+            panels[f"{name}, ms: {mode.verdict}"] = {
+                way: (n.median / 1e3, n.q1 / 1e3, n.q3 / 1e3, mode.beside_eager(way))
+                for way, n in mode.times.items()
+            }
+            if mode.memory:
+                sizes = {way: size / 2**20 for way, size in mode.memory.items()}
+                panels[f"{name}, MiB at most"] = {way: (n, n, n, "") for way, n in sizes.items()}
+        title = f"{self.device}, {self.dtype}" + ("" if panels else f": {self.verdict}")
+        draw_bars(path, title, panels)
 
     def __str__(self) -> str:
         lines = [f"{self.device}, {self.dtype}", str(self.report).split("\n", 1)[0]]
