@@ -21,6 +21,7 @@ from torch_fused_linear._command_line import (
     chosen_device,
     positive,
 )
+from torch_fused_linear.timing import in_one_line
 
 from .named import model_and_inputs
 
@@ -84,8 +85,9 @@ def run(given: Namespace) -> None:
         return value.to(given.device, parameters if value.is_floating_point() else None)
 
     args, kwargs = tree_map(placed, (args, kwargs))
-    autocast = torch.autocast(given.device.type, dtype)
-    with autocast if given.autocast else contextlib.nullcontext():
+    with contextlib.ExitStack() as around:
+        if given.autocast:
+            around.enter_context(torch.autocast(given.device.type, dtype))
         found = gain(
             model,
             *args,
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(parse(arguments))
     except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
-        print(f"gain: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"gain: {in_one_line(error)}", file=sys.stderr)
         return EXIT_BAD_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

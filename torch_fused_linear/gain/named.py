@@ -71,7 +71,10 @@ def settings(options: Sequence[str]) -> dict[str, Any]:
 def of_timm(name: str, options: dict[str, Any], batch: int):
     import timm
 
-    model = timm.create_model(name, pretrained=False, **options)
+    try:
+        model = timm.create_model(name, pretrained=False, **options)
+    except RuntimeError as error:
+        raise ValueError(f"timm:{name}: {error}") from error
     return model, (torch.randn(batch, *model.pretrained_cfg["input_size"]),), {}
 
 

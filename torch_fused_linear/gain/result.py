@@ -82,15 +82,17 @@ class Mode:
             gains = [f"{self.ratio(ours, name):.2f} times {name}" for name in dict.fromkeys(beside)]
             return f"use {HOW[ours]}: {', '.join(gains)}{memory}"
         if self.is_faster(theirs, ours):
-            return f"leave it: {HOW[theirs]} is {self.ratio(theirs, ours):.2f} times {ours}{memory}"
+            return (
+                f"leave it: {HOW[theirs]} is faster, {self.ratio(theirs, ours):.2f} times{memory}"
+            )
         return f"leave it: the gain is within noise{memory}"
 
     def share_in_words(self) -> str:
         if not self.share.fusable:
             return "nothing that can be fused runs; torch may take a fast path of its own"
         return (
-            f"{self.share.part:.0%} of the time lies in what can be fused; if of that only the "
-            f"matrix products took time: {self.share.most:.2f} times eager"
+            f"{self.share.part:.0%} of the time is in layers that can be fused; if all but their "
+            f"matrix products were free: {self.share.most:.2f} times eager"
         )
 
     def lines(self) -> list[str]:
@@ -175,6 +177,8 @@ class Gain:
             lines += ["", f"{name}: {mode.lines()[0]}", *mode.lines()[1:]]
         if not self.modes:
             lines.append(self.verdict)
+        elif self.device == "CPU":
+            lines += ["", "On a CPU most layers run PyTorch's own kernels, fused or not."]
         return "\n".join(lines)
 
 
