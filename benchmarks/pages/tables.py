@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from .expect import expect, expect_on_a_cpu
 from .overview import everything
 from .results import Result, duration, find, shape, table, times, times_of, values
 
@@ -239,6 +240,8 @@ def cold_start(results: Sequence[Result]) -> list[str]:
 
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     EVERYTHING: everything,
+    "expect": expect,
+    "on a CPU, in short": expect_on_a_cpu,
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
     "by dtype": by_dtype,
