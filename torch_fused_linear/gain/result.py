@@ -23,12 +23,12 @@ class Mode:
 
     Attributes:
         share: the part of the time that lies in what can be fused.
-        times: microseconds of a call, by way.
-        memory: bytes that a call takes at most, by way; on a GPU.
-        apart: how far results (of a step, gradients) are from eager's, as a part of them.
+        times (dict): microseconds of a call, by way; each has a ``median`` and quartiles.
+        memory (dict): bytes that a call takes at most, by way; on a GPU.
+        apart (dict): how far results (of a step, gradients) are from eager's, as a part of them.
         rounding: how far eager's are when each weight's last binary digit is another.
-        failed: what became of the ways that could not be run.
-        replaced: how often the pass of ``torch.compile`` put in each operator.
+        failed (dict): what became of the ways that could not be run.
+        replaced (dict): how often the pass of ``torch.compile`` put in each operator.
     """
 
     share: Share
@@ -125,7 +125,7 @@ class Gain:
         report: what :func:`torch_fused_linear.fuse_` fuses in it and leaves alone.
         device: its name.
         dtype: of the parameters, or of autocast.
-        modes: ``"inference"`` and, where asked for, ``"step"``; empty where nothing can be fused.
+        modes (dict): ``"inference"`` and, if asked for, ``"step"``; empty if nothing can be fused.
     """
 
     report: Report
