@@ -19,16 +19,11 @@ MODELS = {
     ("VGG-16", "relu"): "VGG-16, ReLU",
     ("ResNet-50, folded", "relu"): "ResNet-50, folded",
 }
-# Single layers with ReLU: sizes, tokens, what they stand for.
-LAYERS = {
-    ((64, 64), 512): "a small layer",
-    ((1024, 4096), 8192): "a layer",
-    ((4096, 16384), 8192): "a wide layer",
-}
+LAYERS = (((64, 64), 512), ((1024, 4096), 8192), ((4096, 16384), 8192))  # sizes, tokens
 MODES = ("forward", "step")
 WAYS = {
     "eager": "eager",
-    "compile": "`torch.compile`",
+    "compile": "compile",
     "fused": "`fuse_`",
     "compile+pass": "our pass",
 }
@@ -69,10 +64,10 @@ def expect(results: Sequence[Result]) -> list[str]:
         for found in by_mode:
             row += [ratio(found, "fused", "eager"), ratio(found, "compile+pass", "compile")]
         rows.append([*row, fastest(by_mode[1] or by_mode[0])])
-    for (sizes, tokens), label in LAYERS.items():
+    for sizes, tokens in LAYERS:
         layers = find(results, suite="layer", sizes=list(sizes), tokens=tokens, activation="relu")
         for dtype in dict.fromkeys(r["case"]["dtype"] for r in layers):
-            row = [f"{label}, {shape({'sizes': sizes})}, ReLU", dtype]
+            row = [f"layer {shape({'sizes': sizes})}, ReLU", dtype]
             for mode in MODES:
                 row += [ratio(find(layers, dtype=dtype, mode=mode), "ours", "eager"), ""]
             rows.append([*row, ""])
