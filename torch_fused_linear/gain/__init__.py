@@ -110,8 +110,8 @@ def measured(ways: Ways, name: str, compile: bool, seconds: float, say: Callable
     share = share_of(ways.contender(FUSED, step), ways.device)
     mode = Mode(share, rounding)
 
-    # With dropout a compiled model draws other numbers than eager.
-    is_random = step and distance(ways.result(eager, step, seed=1), wanted) > 0
+    # With dropout a compiled model draws other numbers than eager, and is not compared.
+    is_random = step and compile and distance(ways.result(eager, step, 1), wanted) > 20 * rounding
     for way in names[1:]:
         if way in (COMPILED, OURS):
             say(f"{name}: compiling for {way}")

@@ -174,7 +174,8 @@ class Gain:
     def __str__(self) -> str:
         lines = [f"{self.device}, {self.dtype}", str(self.report).split("\n", 1)[0]]
         for name, mode in self.modes.items():
-            lines += ["", f"{name}: {mode.lines()[0]}", *mode.lines()[1:]]
+            first, *rest = mode.lines()
+            lines += ["", f"{name}: {first}", *rest]
         if not self.modes:
             lines.append(self.verdict)
         elif self.device == "CPU":

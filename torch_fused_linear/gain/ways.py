@@ -7,6 +7,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -76,11 +77,11 @@ class Ways:
 
         run = forward
         if name == COMPILED:
-            run = torch.compile(forward, dynamic=False)
+            run = torch.compile(with_own_code(forward), dynamic=False)
         elif name == OURS:
             options = compile_options(conv=any("Conv2d" in b.before for b in self.report.fused))
             self.replaced = options["pre_grad_custom_pass"].replaced
-            run = torch.compile(forward, dynamic=False, options=options)
+            run = torch.compile(with_own_code(forward), dynamic=False, options=options)
         args, kwargs = self.inputs
 
         def train() -> None:
@@ -138,6 +139,12 @@ class Ways:
         backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv
         is_tf32 = kind == "cuda" and any(b.fp32_precision == "tf32" for b in backends)
         return 10 if is_tf32 else digits(torch.float64)
+
+
+def with_own_code(function: FunctionType) -> FunctionType:
+    """The compiler keeps its graphs by code, and after some of one code runs eager instead."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
