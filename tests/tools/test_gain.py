@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import device_param, one_thread  # noqa: F401
 from torch import nn
-
-import torch_fused_linear as tfl
-from torch_fused_linear.gain import Mode, __main__
 from torch_fused_linear.gain.named import model_and_inputs
 from torch_fused_linear.gain.share import Share, share_of
 from torch_fused_linear.gain.ways import COMPILED, EAGER, FUSED, OURS, Ways, distance, loss_of
+
+import torch_fused_linear as tfl
+from torch_fused_linear.gain import Mode, __main__
 from torch_fused_linear.timing import Contender, Number
 
 ROOT = Path(__file__).resolve().parents[2]

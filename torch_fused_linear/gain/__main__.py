@@ -3,61 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
-import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+import re
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 
 from torch_fused_linear import gain
-from torch_fused_linear._command_line import (
-    EXIT_BAD_USAGE,
-    EXIT_INTERRUPTED,
-    OneLineParser,
-    chosen_device,
-    positive,
-)
+from torch_fused_linear._command_line import OneLineParser, chosen_device, positive
 from torch_fused_linear.timing import in_one_line
 
-from .named import model_and_inputs
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES |= {"fp64": torch.float64}
+SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\d+))?")
+HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
+EXAMPLES = """examples:
+  python -m torch_fused_linear.gain timm:vit_base_patch16_224 --input 32x3x224x224 --dtype bf16
+  python -m torch_fused_linear.gain hf:gpt2 --input 8x1024 --dtype bf16 --compile --step
+  python -m torch_fused_linear.gain mine.models:build --input 32x197x768 --why"""
 
 
-def parse(arguments: Sequence[str] | None) -> Namespace:
+def command_line() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m torch_fused_linear.gain",
         description="Say what fusing would bring a model: what is fused, the share of the time in "
-        "it, times beside eager's, memory, and a verdict. Nothing is downloaded.",
-        epilog="examples:\n"
-        "  python -m torch_fused_linear.gain timm:vit_base_patch16_224 --batch 32 --dtype bf16\n"
-        "  python -m torch_fused_linear.gain hf:gpt2 --input 8x1024 --dtype bf16 --compile --step\n"
-        "  python -m torch_fused_linear.gain hf:llama,num_hidden_layers=4 --dtype bf16\n"
-        "  python -m torch_fused_linear.gain mine.models:build --input 32x197x768 --why",
+        "it, times beside eager's, memory, and a verdict. Weights are random; nothing is "
+        "downloaded.",
+        epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "model",
-        help="package.module:function or file.py:function, which returns a model, or a model and "
-        "its inputs; timm:NAME; hf:TYPE; options of a configuration follow as ,key=value",
-    )
+    add("model", help="package.module:function, which returns a model; timm:NAME; hf:TYPE")
     add(
         "--input",
         action="append",
-        default=[],
         metavar="SHAPE",
+        required=True,
         help="32x197x768 of random numbers, or 8x1024:50257 of whole numbers below 50257; once "
         "for each input",
     )
-    add("--batch", type=positive(int), default=1, help="of named models; default: 1")
     add("--dtype", choices=DTYPES, default="fp32", help="of the parameters; default: fp32")
-    add("--autocast", action="store_true", help="parameters in fp32, --dtype by torch.autocast")
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--step", action="store_true", help="also a training step, without an optimizer")
     add("--compile", action="store_true", help="also torch.compile, and that with our pass")
@@ -65,37 +54,53 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
     add("--why", action="store_true", help="list what is fused, and what is not and why")
     add("--picture", type=Path, help="draw bars into this file (.png, .svg)")
     add("--json", type=Path, help="write all numbers into this file")
+    return parser
+
+
+def model_named(name: str) -> nn.Module:
+    kind, _, rest = name.partition(":")
+    if not rest:
+        raise ValueError(f"{name}: expected package.module:function, timm:NAME or hf:TYPE")
+    if kind == "timm":
+        return importlib.import_module("timm").create_model(rest, pretrained=False)
+    if kind != "hf":
+        return getattr(importlib.import_module(kind), rest)()
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.for_model(rest)
+    config.use_cache = False
+    for head in HEADS:
+        with contextlib.suppress(ValueError):  # a model of this type has no such head
+            return getattr(transformers, head).from_config(config)
+    raise ValueError(f"{name}: transformers has no model of this type without a download")
+
+
+def input_of(shape: str, model: nn.Module) -> Tensor:
+    """Random numbers; whole numbers where the shape ends in their limit, or the model has words."""
+    match = SHAPE.fullmatch(shape)
+    if match is None:
+        raise ValueError(
+            f"--input {shape}: expected a shape such as 32x197x768, or 8x1024:50257 for whole "
+            "numbers below 50257"
+        )
+    sizes, limit = [int(size) for size in match[1].split("x")], match[2]
+    if getattr(model, "main_input_name", "") == "input_ids":
+        limit = limit or model.config.get_text_config().vocab_size
+    return torch.randint(int(limit), sizes) if limit else torch.randn(sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    # The profiler of a torch for GPUs complains where there is none.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    parser = command_line()
     given = parser.parse_args(arguments)
     try:
-        given.device = chosen_device(given.device)
-    except ValueError as error:
-        parser.error(str(error))
-    return given
-
-
-def run(given: Namespace) -> None:
-    dtype = DTYPES[given.dtype]
-    model, args, kwargs = model_and_inputs(given.model, given.input, given.batch)
-    parameters = torch.float32 if given.autocast else dtype
-    model = model.to(given.device, parameters)
-
-    def placed(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(given.device, parameters if value.is_floating_point() else None)
-
-    args, kwargs = tree_map(placed, (args, kwargs))
-    with contextlib.ExitStack() as around:
-        if given.autocast:
-            around.enter_context(torch.autocast(given.device.type, dtype))
-        found = gain(
-            model,
-            *args,
-            kwargs=kwargs,
-            step=given.step,
-            compile=given.compile,
-            seconds=given.seconds,
-        )
+        device = chosen_device(given.device)
+        model = model_named(given.model).to(device, DTYPES[given.dtype])
+        inputs = [input_of(shape, model).to(device) for shape in given.input]
+    except (ImportError, AttributeError, ValueError, RuntimeError) as error:
+        parser.error(in_one_line(error))
+    inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
+    found = gain(model, *inputs, step=given.step, compile=given.compile, seconds=given.seconds)
     if given.why:
         print(f"{found.report}\n")
     print(found)
@@ -105,18 +110,5 @@ def run(given: Namespace) -> None:
         found.save_picture(given.picture)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    # The profiler of a torch for GPUs complains where there is none.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    try:
-        run(parse(arguments))
-    except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
-        print(f"gain: {in_one_line(error)}", file=sys.stderr)
-        return EXIT_BAD_USAGE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
