@@ -1,4 +1,5 @@
-# make demo | test | test-models | gpu-test | certify | asan | tsan | docs | build | wheel | lint | format
+# make demo | test | test-models | gpu-test | certify | mutants | asan | tsan | docs | build | wheel
+# make lint | format
 # make clean
 # ARGS is passed on, e.g. make demo ARGS="--device cpu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is.
@@ -21,7 +22,7 @@ WHEEL := .venv/wheel-ready
 HOPPER := .venv/hopper-ready
 endif
 
-.PHONY: demo test test-models gpu-test certify asan tsan docs build wheel lint format clean
+.PHONY: demo test test-models gpu-test certify mutants asan tsan docs build wheel lint format clean
 
 demo: build
 	$(PYTHON) -m examples.demo $(ARGS)
@@ -45,6 +46,11 @@ gpu-test: build
 PARTS ?=
 certify: build
 	$(PYTHON) tests/certify $(PARTS) $(ARGS)
+
+# Faults, planted one at a time in a copy of the sources: do the tests notice them? Hours on one
+# core; ARGS="hand-over ONNX" takes those of whose name or file a word is part.
+mutants: build
+	$(PYTHON) tests/support/mutants.py $(ARGS)
 
 # The C++ tests under the compiler's sanitizers: addresses, and races of threads.
 asan: build

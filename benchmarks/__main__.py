@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from benchmarks import machine, results
 from benchmarks.cases import (
+    AUTOCAST,
     DTYPES,
     SUITES,
     Case,
@@ -101,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
-    add("--dtypes", nargs="+", choices=DTYPES, help="default: each suite's own")
+    add("--dtypes", nargs="+", choices=(*DTYPES, AUTOCAST), help="default: each suite's own")
     add(
         "--baselines",
         nargs="+",

@@ -19,6 +19,7 @@ from benchmarks.convolutions import (
 from benchmarks.problems import problems
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AUTOCAST = "amp"  # fp32 weights under bf16 autocast; of whole models only
 # The operators' names of the activations as cases name them.
 KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf", "silu": "silu"}
 ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
@@ -74,6 +75,7 @@ class Case:
     - forward: inference, no gradient wanted
     - step: forward and backward with the gradients of input, weights and biases
     - first step: the same before there are any plans
+    - train: a step and that of the optimizer, AdamW
     - backward: only the latter half of a step
     - edge: the gradient of the layer before through this one, its ReLU's derivative and bias sum
       included; sizes are those of the later layer, from its output to its input
@@ -182,8 +184,8 @@ SUITES = {
     ),
     "mlp-small": Suite(
         about="small networks, training step with and without a CUDA graph",
-        sizes=((64, 64, 64, 64), (784, 256, 10)),
-        tokens=(256,),
+        sizes=((64, 64, 64, 64), (784, 256, 10), (17, 256, 256, 6)),
+        tokens=(64, 256),  # the fewer for the last only: see worth_the_time
         modes=("step", "graph"),
         baselines=("eager", "mm"),
         seconds=0.6,
@@ -330,11 +332,11 @@ SUITES = {
         about="whole models, inference and training step",
         sizes=(),
         tokens=(),
-        modes=("forward", "step"),
-        ours=("fused", "compile+pass"),
-        baselines=("eager", "compile"),
+        modes=("forward", "step", "train"),
+        ours=("fused", "compile+pass", "reduce-overhead+pass", "compile again"),
+        baselines=("eager", "compile", "reduce-overhead"),
         seconds=1.0,
-        dtypes=("bf16",),
+        dtypes=("bf16", AUTOCAST),
         models=MODELS,
         quick_models=TINY_MODELS,
     ),
@@ -348,7 +350,11 @@ QUICK_IMAGES = 2
 def makes_sense(case: Case, device: torch.device) -> bool:
     """Whether to measure this point of the grid."""
     if "folded" in case.model:  # there is nothing left to train
-        return case.mode == "forward"
+        return case.mode == "forward" and case.dtype != AUTOCAST
+    # For how people train, beside a step of bf16 weights, one model stands for all.
+    if case.mode == "train" or case.dtype == AUTOCAST:
+        is_step = case.mode == ("train" if case.dtype != AUTOCAST else "step")
+        return is_step and case.model.startswith("GPT-2")
     if case.conv and case.mode == "B/element":  # no activation of it is hidden
         return False
     if case.mode in ("graph", "peak"):
@@ -366,6 +372,8 @@ def worth_the_time(case: Case) -> bool:
         return case.sizes in SMALL_LAYERS
     if case.suite == "activation":
         return case.tokens == 8192 or case.sizes == (4096,)
+    if case.suite == "mlp-small":
+        return (case.tokens == 64) == (case.sizes == (17, 256, 256, 6))
     if case.suite == "rivals" and case.tokens > 8192:
         return case.sizes[0] == 1024
     if case.suite == "gated" and case.tokens < 8192:

@@ -26,7 +26,8 @@ COMPILE_MODES = {
     "max-autotune": "max-autotune-no-cudagraphs",
     "reduce-overhead": "reduce-overhead",
 }
-COMPILED = (*COMPILE_MODES, "compile+pass")
+COMPILED = (*COMPILE_MODES, "compile+pass", "reduce-overhead+pass", "compile again")
+MODEL_CONTENDERS = ("fused", "fused-low", "eager", "compile", "compile+pass", "compile again")
 BASELINES = (
     *("low", "mlp-low", "packed", "cublaslt", "mlp-cublaslt"),
     *("eager", "addmm", "mm", "linear", *COMPILE_MODES, "nvmath"),
@@ -36,7 +37,7 @@ BASELINES = (
     *(name for name in rivals.BLOCKS if name not in gated.OTHERS),  # of the suite `rivals` only
 )
 POLICIES = {
-    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass"), "auto"),
+    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass", "reduce-overhead+pass"), "auto"),
     **dict.fromkeys(("low", "mlp-low", "fused-low", "packed"), "auto"),
     **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
 }
@@ -185,7 +186,8 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
         is_asked = case.suite == "rivals" and device.type == "cuda"
         return is_asked and rivals.applies(name, case.activation)
     if case.model:
-        return name in ("fused", "fused-low", "compile+pass", "eager", "compile")
+        compiled = name.startswith("reduce-overhead") and device.type == "cuda"
+        return compiled or name in MODEL_CONTENDERS
     if case.conv and name in ("ours", "eager", "conv"):
         return True
     if case.conv and name not in COMPILED:

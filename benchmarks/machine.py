@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
+import functools
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,41 @@ def clocks(device: torch.device) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(CLOCK_FIELDS, map(str.strip, answer.stdout.strip().split(","))))
+
+
+@functools.cache
+def sensors(device: torch.device) -> Callable[[], tuple[int, int]] | None:
+    """What reads the clock of the multiprocessors, in MHz, and the energy used so far, in mJ, in
+    microseconds; nothing where NVIDIA's library is not there."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, clock, energy = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_ulonglong()
+    which = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(which, ctypes.byref(handle)):
+        return None
+
+    def read() -> tuple[int, int]:
+        of_multiprocessors = 1
+        nvml.nvmlDeviceGetClockInfo(handle, of_multiprocessors, ctypes.byref(clock))
+        nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(energy))
+        return clock.value, energy.value
+
+    return read
+
+
+@contextlib.contextmanager
+def observed(device: torch.device, samples: list[tuple[float, float]]) -> Iterator[None]:
+    """Adds the clock at the end and the mean power, in W, to the samples."""
+    read = sensors(device) if device.type == "cuda" else None
+    if read is None:
+        yield
+        return
+    begin, (_, before) = time.perf_counter(), read()
+    yield
+    clock, after = read()
+    samples.append((clock, (after - before) / 1e3 / (time.perf_counter() - begin)))
 
 
 def warm_up(device: torch.device, seconds: float = 0.5) -> None:

@@ -6,10 +6,12 @@ contenders do the same work.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,11 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
-from benchmarks.cases import DTYPES, Case
+from benchmarks import machine
+from benchmarks.cases import AUTOCAST, DTYPES, Case
 from benchmarks.contenders import conditions_of
 from torch_fused_linear.timing import Call, Contender
 
 PASS = "pre_grad_custom_pass"
+MODES = {"compile": None, "compile again": None, "compile+pass": None}
+MODES |= dict.fromkeys(("reduce-overhead", "reduce-overhead+pass"), "reduce-overhead")
+ATTENTION = "without a mask"
 
 # ----------------------------------------------------------------------------------- what is run
 
@@ -69,8 +75,16 @@ def images(case: Case, module: nn.Module) -> list[Any]:
 
 
 def hugging_face(case: Case, config: dict[str, Any], head: str, settings: str) -> nn.Module:
+    """Where torch.compile traces them, transformers' models make masks that nothing needs, and so
+    lose the quick attention that eager has: BERT took 1.7 times as long compiled as eager. Without
+    padding, attention that is causal or not needs none, compiled or not."""
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+    transformers.AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+    config = {**config, "attn_implementation": ATTENTION}
     if case.model.startswith("BERT"):
         kind = "gelu_pytorch_tanh" if case.activation == "gelu" else "gelu"
         config = {**config, "hidden_act": kind}
@@ -228,11 +242,12 @@ class Models:
         self.case, self.device = case, device
         self.copies: dict[str, nn.Module] = {}
         self.counts: dict[str, Callable[[], int]] = {}
+        self.samples: dict[str, list[tuple[float, float]]] = {}  # of clock and power, of each turn
 
     @cached_property
     def original(self) -> tuple[nn.Module, list[Any]]:
         """Made at first use: what is missing for it is every contender's failure, not the run's."""
-        case, dtype = self.case, DTYPES[self.case.dtype]
+        case, dtype = self.case, DTYPES.get(self.case.dtype, torch.float32)
         family = FAMILIES[case.model]
         module = family.make(case, family.config).to(self.device, dtype)
 
@@ -254,31 +269,75 @@ class Models:
             memory = "low" if name == "fused-low" else "default"
             blocks = len(tfl.fuse_(own, memory=memory).fused)
             self.counts[name] = lambda: blocks
-        elif name == "compile":
-            network = torch.compile(own, dynamic=False)
-        elif name == "compile+pass":
-            options = tfl.compile_options(conv=FAMILIES[self.case.model].conv)
+        elif name.endswith("+pass"):
+            options = tfl.compile_options(MODES[name], conv=FAMILIES[self.case.model].conv)
             network = torch.compile(own, dynamic=False, options=options)
             # Known when it has been compiled, at the first call.
             self.counts[name] = lambda: options[PASS].replaced.total()
+        elif name in MODES:
+            network = torch.compile(own, dynamic=False, mode=MODES[name])
         leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
         return partial(network, *inputs), [*leaves, *own.parameters()]
 
     def contender(self, name: str) -> Contender:
         call, leaves = self.call(name)
-        if self.case.mode == "step":
-            call = step_of(call, leaves)
-        return Contender(name, call, partial(conditions_of, name, self.case))
+        if self.case.mode != "forward":
+            of_weights = list(self.copies[name].parameters())
+            trains = self.case.mode == "train"
+            optimizer = torch.optim.AdamW(of_weights, fused=True) if trains else None
+            call = step_of(call, leaves, optimizer)
+        return Contender(name, call, partial(self.conditions, name))
+
+    @contextlib.contextmanager
+    def conditions(self, name: str) -> Iterator[None]:
+        is_autocast = self.case.dtype == AUTOCAST
+        samples = self.samples.setdefault(name, [])
+        with (
+            conditions_of(name, self.case),
+            torch.autocast(self.device.type, torch.bfloat16, is_autocast),
+            machine.observed(self.device, samples),
+        ):
+            yield
+
+    def observed(self, contenders: Sequence[Contender]) -> dict[str, dict[str, float]]:
+        """Of each contender what Record.observed has; nothing without a GPU."""
+        found: dict[str, dict[str, float]] = {}
+        for contender in contenders if self.device.type == "cuda" else ():
+            samples = list(zip(*self.samples[contender.name]))
+            means = dict(zip(("MHz", "W"), map(statistics.median, samples)))
+            with contender.conditions():
+                torch.cuda.reset_peak_memory_stats()
+                contender.call()
+                peak = torch.cuda.max_memory_allocated() / 2**20
+                means = {"kernels": kernel_microseconds(contender), "peak": peak, **means}
+            found[contender.name] = means
+        return found
 
     def replaced(self) -> dict[str, int]:
         """Blocks that fuse_ found, and operators that the pass put in."""
         return {name: count() for name, count in self.counts.items()}
 
 
-def step_of(loss: Callable[[], Tensor], leaves: list[Tensor]) -> Call:
+def step_of(
+    loss: Callable[[], Tensor],
+    leaves: list[Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Call:
     def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         for leaf in leaves:
             leaf.grad = None
         loss().backward()
+        if optimizer is not None:
+            optimizer.step()
 
     return step
+
+
+def kernel_microseconds(contender: Contender) -> float:
+    """Of one call, without what is idle between its kernels."""
+    on_gpu = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[on_gpu], acc_events=True) as profile:
+        contender.call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.events())

@@ -18,7 +18,8 @@ LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
 YARDSTICKS = ("mm", "linear", "conv")
 # What a way of ours is compared with; all others with eager.
-REFERENCES = {"compile+pass": "compile"}
+REFERENCES = {"compile+pass": "compile", "reduce-overhead+pass": "reduce-overhead"}
+REFERENCES["compile again"] = "compile"  # the same once more: what differs is noise
 
 
 @dataclass
@@ -33,6 +34,9 @@ class Record:
     kernels: dict[str, list[str]] = field(default_factory=dict)
     # Of whole models: blocks that fuse_ found, and operators that the pass put in.
     replaced: dict[str, int] = field(default_factory=dict)
+    # Of whole models on a GPU, by contender: "kernels", the microseconds that kernels run of one
+    # call; "peak", in MiB; and over all its turns the medians of clock, "MHz", and power, "W".
+    observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def times(self, name: str, reference: str = "eager") -> float | None:
         """How many times better than the reference."""

@@ -60,7 +60,9 @@ def timed_record(
     with plans.patience(0):
         record.numbers, failed = measure(ready, clock, seconds)
     record.failed.update(failed)
-    record.replaced = models.replaced() if models else {}
+    if models:
+        record.replaced = models.replaced()
+        record.observed = models.observed([e for e in ready if e.name in record.numbers])
     if kernels:
         running = (entrant for entrant in ready if entrant.name in record.numbers)
         record.kernels = {entrant.name: kernels_of(entrant, device) for entrant in running}

@@ -78,6 +78,8 @@ class Table:
         lines = [f"  {name} failed: {reason}" for name, reason in record.failed.items()]
         for name, kernels in record.kernels.items():
             lines += [f"  {name}: {kernel}" for kernel in kernels]
+        for name, seen in record.observed.items():
+            lines.append(f"  {name}: " + ", ".join(f"{what} {n:.0f}" for what, n in seen.items()))
         return lines
 
     def foot(self, records: Sequence[Record]) -> str:

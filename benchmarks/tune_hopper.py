@@ -95,8 +95,8 @@ extern "C" int run(bool forward, int m, int n, int k, void* a, void* b, void* d,
   const Product product{{m, n, k, a, b, d, forward ? k : m, k, m, aux, m, bias, partials, order,
                         processors, static_cast<cudaStream_t>(stream)}};
   constexpr auto type = gemm::Type::bf16;
-  return forward ? fused::cuda::hopper::forward<type, Activation::{activation}, {keeps}>(product)
-                 : fused::cuda::hopper::backward<type, Activation::{activation}>(product);
+  return forward ? Forward<type, Activation::{activation}, true, {keeps}>::run(product)
+                 : Backward<type, Activation::{activation}, false>::run(product);
 }}
 """
 

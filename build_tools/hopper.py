@@ -18,9 +18,8 @@ KERNELS = ROOT / "csrc" / "cuda" / "hopper"
 PACKAGE = "nvidia-cutlass==4.2.0.0"
 TARGET = ["-gencode=arch=compute_90a,code=sm_90a"]
 # How often kernels.cu is compiled.
-UNITS = list(
-    itertools.product(("forward", "saving_forward", "backward", "gating", "glu"), ("bf16", "f16"))
-)
+KINDS = ("forward", "saving_forward", "backward", "gating", "glu")
+UNITS = list(itertools.product(KINDS, ("bf16", "f16"), ("true", "false")))
 # 2908 is about CUTLASS's own lambdas. Without NDEBUG the tensor cores wait after each instruction.
 FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress=2908"]
 
@@ -86,9 +85,9 @@ def tools(nvcc):
     return texts
 
 
-def compile_unit(nvcc, kind, type_, system, folder, made_with):
+def compile_unit(nvcc, kind, type_, transposed, system, folder, made_with):
     source = KERNELS / "kernels.cu"
-    made = folder / f"{kind}_{type_}.o"
+    made = folder / f"{kind}_{type_}{'_transposed' * (transposed == 'true')}.o"
     stamp = made.with_suffix(".sha256")
     texts = [p.read_bytes() for p in sorted(included(source, set()))]
     current = hashlib.sha256(b"\0".join([*texts, *made_with])).hexdigest()
@@ -97,10 +96,11 @@ def compile_unit(nvcc, kind, type_, system, folder, made_with):
     stamp.unlink(missing_ok=True)
     command = [nvcc, "-c", *FLAGS, *TARGET, "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", *system]
     command += [f"-DFUSED_KIND={kind}", f"-DFUSED_TYPE={type_}"]
+    command += [f"-DFUSED_TRANSPOSED={transposed}"]
     command += ["-isystem", headers(), source, "-o", made]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{source.name}, {kind}, {type_}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"{made.stem}:\n{done.stdout}{done.stderr}")
     stamp.write_text(current)
     return made
 

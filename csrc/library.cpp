@@ -29,6 +29,8 @@ TORCH_LIBRARY(fused, m) {
   for_each_row<Public>(define);
   for_each_row<Steps>(define);
   define(Conv2dBackward());
+  define(MlpInOne());
+  define(EnsembleLinear());
 
   // Whether any of the tensors is of a Python class that has to be asked, and whether one is
   // sharded over devices: Python has the kernels.

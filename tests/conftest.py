@@ -44,3 +44,12 @@ def fresh_compiler():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """cuDNN uses TF32 for fp32 unless told not to, in eager too."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before

@@ -115,7 +115,11 @@ class _Operators:
         approximate = ACTIVATIONS[name].approximate
         if approximate is not None:
             return self._gelu(x, approximate)
-        return self.op.Relu(x) if name == "relu" else self.op.Mul(x, self.op.Sigmoid(x))
+        op = self.op
+        if name == "silu":
+            return op.Mul(x, op.Sigmoid(x))
+        rectified = op.Relu(x)
+        return {"relu": rectified, "relu2": op.Mul(rectified, rectified)}[name]
 
     def _gelu(self, x, approximate: str):
         op = self.op

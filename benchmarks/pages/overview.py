@@ -14,12 +14,15 @@ OURS = {
     "mlp": ("`FusedMLP`", "eager"),
     "fused": ("`fuse_`", "eager"),
     "compile+pass": ("our pass", "compile"),
+    "reduce-overhead+pass": ("our pass, CUDA graphs", "reduce-overhead"),
 }
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
-MODEL_PAIRS = {"fused": "eager", "compile+pass": "compile"}  # ours, and what it is compared with
+# Ours, and what it is compared with.
+MODEL_PAIRS = {name: OURS[name][1] for name in ("fused", "compile+pass", "reduce-overhead+pass")}
 MODEL_HEADS = {
     "fused": ["eager", "`fuse_`", "times", "blocks"],
     "compile+pass": ["compile", "with our pass", "times", "operators"],
+    "reduce-overhead+pass": ["reduce-overhead", "with our pass", "times", "operators"],
 }
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
@@ -121,7 +124,7 @@ def models(results: Iterable[Result]) -> list[str]:
             if not numbers:
                 continue
             both = [numbers[n]["median"] for n in (beside, name)]
-            mode = "inference" if case["mode"] == "forward" else "step"
+            mode = {"forward": "inference", "train": "step, AdamW"}.get(case["mode"], "step")
             words = [
                 case["model"],
                 case["activation"],

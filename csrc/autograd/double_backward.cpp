@@ -66,7 +66,7 @@ std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight, con
   std::pair result(input, weight);
   if (!input.defined()) {
     auto sizes = grad.sym_sizes().vec();
-    sizes.back() = weight.defined() ? weight.sym_size(1) : c10::SymInt(0);
+    sizes.back() = weight.defined() ? weight.sym_size(-1) : c10::SymInt(0);
     result.first = placeholder(grad, sizes);
   }
   if (!weight.defined()) {

@@ -107,13 +107,15 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
         std::get<0>(backward_of_linear(second, input, up, by_columns[1], {true, false, false}));
     result[input_edge] = result[input_edge] + through_up;
   } else if (wants_input) {
-    const explain::Row row("linear_glu", second, up);
-    explain::append("ATen addmm");
     auto sum = as_rows(result[input_edge]);
-    // vmap has no rule for the form that writes to what it reads.
+    // A compiler fuses a sum of its own with what comes after, where it would copy for an addmm;
+    // and vmap has no rule for the form that writes to what it reads.
     if (at::areAnyTensorSubclassLike({sum, second, up})) {
-      result[input_edge] = at::addmm(sum, as_rows(second), up).view_as(result[input_edge]);
+      result[input_edge] =
+          result[input_edge] + at::mm(as_rows(second), up).view_as(result[input_edge]);
     } else {
+      const explain::Row row("linear_glu", second, up);
+      explain::append("ATen addmm");
       at::addmm_out(sum, sum, as_rows(second), up);
     }
   }

@@ -105,8 +105,10 @@ Gradients differentiable(const State& state, const Tensor& grad,
 }
 
 Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
-  const auto search =
-      handover::find_receiver(state.node, state.is_running, state.wanted[Edge::input_edge]);
+  const bool of_ensemble = state.weight.defined() && state.weight.dim() == 3;
+  const auto search = of_ensemble ? handover::Search{{}, "an ensemble"}
+                                  : handover::find_receiver(state.node, state.is_running,
+                                                            state.wanted[Edge::input_edge]);
   const auto& receiver = search.receiver;
   const auto sum = accumulation::target_of(state.node, Edge::weight_edge);
   const KernelsOnly guard;
@@ -198,6 +200,10 @@ variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node)
 std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
                                                 const OptionalTensor& bias, Activation activation,
                                                 Memory memory) {
+  if (weight.dim() == 3) {
+    auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, name(activation));
+    return {output, saved_for(activation) == Saved::output ? output : saved};
+  }
   if (activation == Activation::none) return {fused::linear(input, weight, bias), Tensor()};
   const bool by_library = policy_for_graph(input) == Policy::cublaslt;
   if (activation == Activation::relu && !by_library) {
@@ -244,6 +250,7 @@ LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const Optional
     : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
       activation_(activation),
       weight_by_columns_(grad_lies_by_columns(weight)),
+      of_ensemble_(weight.dim() == 3),
       lends_(memory == Memory::low && saved_for(activation) == Saved::preactivation &&
              are_kept_as_they_are()) {}
 
@@ -255,12 +262,17 @@ void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& o
     kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
     if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
   }
-  if (input.requires_grad()) kept_[weight_index] = saved_weight(weight);
+  if (input.requires_grad()) {
+    kept_[weight_index] = saved_weight(weight);
+  } else if (of_ensemble_) {  // whose form the weight tells
+    kept_[weight_index] = SavedVariable(placeholder(weight, weight.sym_sizes().vec()), false);
+  }
   kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
   remember_bits(saved_index, saved);
 }
 
 const char* LinearNode::refusal() const {
+  if (of_ensemble_) return "an ensemble";
   return activation_ == Activation::none ? "no activation before" : nullptr;
 }
 

@@ -46,6 +46,7 @@ class LinearNode final : public handover::Producer {
 
   const Activation activation_;
   const bool weight_by_columns_;
+  const bool of_ensemble_;
   const bool lends_;
   KeptInput::Form input_form_;
   std::array<SavedVariable, all_indices> kept_;

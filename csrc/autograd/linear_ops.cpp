@@ -54,9 +54,24 @@ struct LinearAutograd {
   }
 };
 
+dispatch::Pair ensemble_linear(const Tensor& input, const Tensor& weight,
+                               const OptionalTensor& bias, std::string_view text) {
+  const auto activation = parse_activation(dispatch::EnsembleLinear::name, text);
+  if (wants_formula(input, weight, bias)) {
+    return reference::LinearFormula::ensemble(input, weight, bias, activation);
+  }
+  if (wants_gradient(input, weight, bias)) {
+    auto output = linear_with_gradient(input, weight, bias, activation, Memory::standard);
+    return {output, reference::unwanted(output)};
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return dispatch::EnsembleLinear::call(input, weight, bias, text);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
+  m.impl(dispatch::EnsembleLinear::name, ensemble_linear);
   dispatch::put<dispatch::LinearOperators, LinearAutograd>(m);
   put_steps<dispatch::LinearSteps, dispatch::LinearKernels<reference::LinearFormula>>(m);
 }

@@ -9,6 +9,7 @@
 #include "autograd/recompute.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
+#include "dispatch/operators.h"
 #include "fused_linear.h"
 #include "reference/linear.h"
 
@@ -317,6 +318,11 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
       make_node<MlpNode>(std::move(edges), Form{activation, by_columns, are_kept_as_they_are()});
 
   std::vector<Layer> kept(count);
+  std::vector<Tensor> in_one;
+  if (input.is_cuda() && memory == Memory::standard && !is_traced(input)) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    in_one = dispatch::MlpInOne::call(input, weights, biases, name(activation));
+  }
   auto hidden = input;
   bool below = input.requires_grad();  // whether a gradient goes into the layer's input
   for (size_t i = 0; i < count; ++i) {
@@ -333,7 +339,10 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
     const auto own = last ? Activation::none : activation;
     const bool output_kept = saved_for(own) == Saved::output && weights[i + 1].requires_grad();
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (below) {
+    if (!in_one.empty()) {
+      hidden = in_one[i];
+      if (below && !last) kept[i].saved = in_one.size() > count ? in_one[count + i] : hidden;
+    } else if (below) {
       std::tie(hidden, kept[i].saved) = forward_for_training(
           hidden, weights[i], bias, own, output_kept ? Memory::standard : memory);
     } else {

@@ -155,6 +155,21 @@ inline void check_linear(const char* op, const Tensor& input, const Tensor& weig
   check_devices(op, input, weight, bias);
 }
 
+// Of a layer of an ensemble's members.
+inline void check_ensemble(const char* op, const Tensor& input, const Tensor& weight,
+                           const OptionalTensor& bias) {
+  const auto of_each = [&](const Tensor& tensor, int64_t dim, const c10::SymInt& last) {
+    return tensor.dim() == dim && tensor.sym_size(0) == input.sym_size(0) &&
+           tensor.sym_size(-1) == last && tensor.scalar_type() == input.scalar_type() &&
+           tensor.device() == input.device();
+  };
+  TORCH_CHECK(input.dim() == 3 && of_each(weight, 3, input.sym_size(2)) &&
+                  (!has_value(bias) || of_each(*bias, 2, weight.sym_size(1))),
+              op, ": expected input [members, tokens, in], weight [members, out, in] and bias ",
+              "[members, out] or None, of one dtype and device, got input ", describe(input),
+              ", weight ", describe(weight), ", bias ", describe(bias));
+}
+
 // One bias or None for each of the weights.
 inline void check_mlp(at::TensorList weights, const c10::List<OptionalTensor>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");

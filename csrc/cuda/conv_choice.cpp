@@ -141,7 +141,7 @@ class Trial {
     for (size_t way = 0; way < all_ways; ++way) {
       field.eligible[way] = eligible_[way] && stopwatch.once(way);
     }
-    const auto choice = tune::fastest(field, stopwatch, clock, /*calls=*/24,
+    const auto choice = tune::fastest(field, stopwatch, clock, plans::budget() * 1e3, /*calls=*/24,
                                       [this](size_t way) { return judge(static_cast<Way>(way)); });
     return choice ? static_cast<Way>(choice->winner) : aten;
   }

@@ -69,9 +69,8 @@ struct Glu : reference::Glu {
     const auto left = rows_of(input), right = rows_of(gate);
     const auto right_of_up = stacked ? Operand() : rows_of(*up);
     const auto &first = right.matrix, &second = right_of_up.matrix;
-    if (first.transposed || second.transposed || (!stacked && first.ld != second.ld)) {
-      return std::nullopt;
-    }
+    const bool alike = first.transposed == second.transposed && first.ld == second.ld;
+    if (!stacked && !alike) return std::nullopt;
     const int64_t rows = left.matrix.rows, features = first.rows / (stacked ? 2 : 1);
     const int64_t half = features * element;  // bytes
     const auto bias = bias_for_epilogue(gate_bias), bias_of_up = bias_for_epilogue(up_bias);
@@ -83,8 +82,8 @@ struct Glu : reference::Glu {
     call.right.cols = features;
     call.result = {rows, features, features, false, hidden.data_ptr()};
     if (keeps) call.aux = {rows, features, first.rows, false, gate_z.data_ptr()};
-    call.up = stacked ? gemm::Up{behind(first.data, half * first.ld), first.ld,
-                                 behind(call.bias, half), behind(call.aux.data, half)}
+    call.up = stacked ? gemm::Up{behind(first.data, half * (first.transposed ? 1 : first.ld)),
+                                 first.ld, behind(call.bias, half), behind(call.aux.data, half)}
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
     call.problem.pass = Pass::glu;
     call.problem.activation = activation;

@@ -8,6 +8,7 @@
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
+#include "cuda/small.h"
 #include "dispatch/linear_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -17,25 +18,6 @@ namespace fused::cuda {
 namespace {
 
 using S = Shapes<Allocator>;
-
-// Contiguous [*, cols] as [rows, cols].
-Matrix matrix_of(const Tensor& result) {
-  const auto cols = result.size(-1);
-  return {cols == 0 ? 0 : result.numel() / cols, cols, std::max(cols, int64_t{1}), false,
-          result.data_ptr()};
-}
-
-PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
-                   void* bias = nullptr, Activation activation = Activation::none,
-                   const Matrix& aux = {}, bool mask = false) {
-  PassCall call{{}, left, right, result, aux, bias};
-  call.problem.pass = pass;
-  call.problem.activation = activation;
-  call.problem.aux = pass == Pass::fprop && aux.data != nullptr;
-  call.problem.mask = mask;
-  call.problem.literal = policy() == Policy::cublaslt;
-  return call;
-}
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* waiting = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
@@ -53,6 +35,9 @@ struct Linear {
 
   static constexpr bool obeys_policy = true;
   static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+  static constexpr auto mlp_in_one = &cuda::mlp_in_one;
+  static constexpr auto ensemble = &cuda::ensemble;
+  static constexpr auto ensemble_backward = &cuda::ensemble_backward;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {

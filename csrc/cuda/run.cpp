@@ -9,10 +9,29 @@
 
 namespace fused::cuda {
 
+namespace {
+
+// This thread's plan, or one for this call only.
+Plan* plan_of(const PassCall& call, std::optional<Plan>& for_this_call) {
+  if (auto* known = take_plan(call.problem)) return known;
+  if (!tune::is_capturing()) {
+    const explain::Quiet nothing_shown;
+    for (const auto& layer : call.layers) run(layer);  // by their plans, with which it is compared
+  }
+  return tune::make_plan(call, for_this_call);
+}
+
+}  // namespace
+
+bool is_small(const PassCall& call) {
+  std::optional<Plan> for_this_call;
+  const auto* plan = plan_of(call, for_this_call);
+  return plan != nullptr && gemm::has_step(*plan->strategy, Step::own_small);
+}
+
 bool run(const PassCall& call, kernels::SmallGradients* waiting) {
   std::optional<Plan> for_this_call;
-  auto* plan = take_plan(call.problem);
-  if (plan == nullptr) plan = tune::make_plan(call, for_this_call);
+  auto* plan = plan_of(call, for_this_call);
   if (plan == nullptr) return false;
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);

@@ -12,4 +12,7 @@ namespace fused::cuda {
 // left in `waiting` (see execute) the caller launches.
 bool run(const PassCall& call, kernels::SmallGradients* waiting = nullptr);
 
+// Whether the pass is planned to be a kernel's for small networks.
+bool is_small(const PassCall& call);
+
 }  // namespace fused::cuda

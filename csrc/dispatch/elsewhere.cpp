@@ -1,6 +1,5 @@
 // Tensors that no kernel of ours takes: other layouts than strided, other devices than CPU and
-// CUDA, and those of vmap (torch.func, is_grads_batched), whose rules batch the formula. What
-// torch's own functions do with them is done.
+// CUDA. What torch's own functions do with them is done.
 
 #include "dispatch/conv_kernels.h"
 #include "dispatch/gated_kernels.h"
@@ -17,7 +16,6 @@ void register_formula(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, FuncTorchBatched, m) { register_formula(m); }
 TORCH_LIBRARY_IMPL(fused, NestedTensorCPU, m) { register_formula(m); }
 TORCH_LIBRARY_IMPL(fused, NestedTensorCUDA, m) { register_formula(m); }
 TORCH_LIBRARY_IMPL(fused, SparseCPU, m) { register_formula(m); }

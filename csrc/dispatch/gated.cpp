@@ -3,6 +3,8 @@
 #include "gemm/hopper.h"
 #include "reference/gated.h"
 
+#include <ATen/core/grad_mode.h>
+
 namespace fused::dispatch {
 
 GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
@@ -49,6 +51,16 @@ GatedForward gated_forward(const gated::Layer& layer, Activation activation, boo
   return whole_or_in_steps(layer, activation, keeps);
 }
 
+namespace {
+
+// Autograd would follow gate alone into what joins the two: below vmap it may be at work.
+bool is_followed(const OptionalTensor& tensor) {
+  return has_value(tensor) &&
+         ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
+}
+
+}  // namespace
+
 Tensor GatedWithoutGradient::gated_layer(const char* op, const gated::Layer& layer,
                                          const gated::Down& down, Activation activation, Memory) {
   gated::check(op, layer);
@@ -56,7 +68,8 @@ Tensor GatedWithoutGradient::gated_layer(const char* op, const gated::Layer& lay
     return reference::gated_as_torch_does(op, why, layer, down, activation);
   }
   gated::check_devices(op, layer, down);
-  const auto hidden = gated_forward(layer, activation, /*keeps=*/false, /*may_join=*/true).hidden;
+  const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);
+  const auto hidden = gated_forward(layer, activation, /*keeps=*/false, may_join).hidden;
   return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
 }
 

@@ -35,6 +35,20 @@ struct LinearKernels {
                [&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
   }
 
+  static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                              std::string_view text) {
+    constexpr auto op = EnsembleLinear::name;
+    const explain::Row row(op, input, weight);
+    check_ensemble(op, input, weight, bias);
+    const auto activation = parse_activation(op, text);
+    return way(input, [&](auto w) -> Pair {
+      if constexpr (requires { decltype(w)::ensemble(input, weight, bias, activation); }) {
+        return decltype(w)::ensemble(input, weight, bias, activation);
+      }
+      return reference::LinearFormula::ensemble(input, weight, bias, activation);
+    });
+  }
+
   static Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          Activation activation) {
     constexpr auto op = "_linear_aux";
@@ -85,6 +99,15 @@ struct LinearKernels {
   static Triple linear_backward(const steps::LinearBackward& layer) {
     constexpr auto op = "_linear_backward";
     const explain::Row row(op, layer.input, layer.weight);
+    if (layer.weight.dim() == 3) {
+      check_ensemble(op, layer.input, layer.weight, {});
+      return way(layer.grad_output, [&](auto w) {
+        if constexpr (requires { decltype(w)::ensemble_backward(layer); }) {
+          return decltype(w)::ensemble_backward(layer);
+        }
+        return reference::LinearFormula::linear_backward(layer);
+      });
+    }
     check_linear_backward(op, layer);
     return way(layer.input, [&](auto w) { return decltype(w)::linear_backward(layer); });
   }
@@ -114,6 +137,10 @@ struct LinearKernels {
       return reference::mlp_as_torch_does(why, input, weights, biases, activation);
     }
     check_devices("mlp", input, weights, biases);
+    if constexpr (requires { &Backend::mlp_in_one; }) {
+      const auto all = Backend::mlp_in_one(input, weights, biases, activation, /*keeps=*/false);
+      if (!all.empty()) return all[weights.size() - 1];
+    }
     auto hidden = input;
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);
@@ -131,6 +158,7 @@ template <class Backend>
 void register_linear(torch::Library& m) {
   put<LinearOperators, LinearKernels<Backend>>(m);
   put<LinearSteps, LinearKernels<Backend>>(m);
+  m.impl(EnsembleLinear::name, &LinearKernels<Backend>::ensemble_linear);
 }
 
 }  // namespace fused::dispatch

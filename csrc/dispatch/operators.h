@@ -21,6 +21,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 namespace fused::dispatch {
 
@@ -403,6 +404,22 @@ using Conv2dBackward = Operator<
     "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef,
            c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
+
+// The forward of a small network on a GPU, for training, where one launch of ours has all layers:
+// the result of each, and the pre-activations of the hidden ones where act' is read from them. Else
+// nothing.
+using MlpInOne = Operator<
+    "_mlp_in_one(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor[]",
+    std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
+                        std::string_view)>;
+
+// A layer of each member of an ensemble, as vmap makes it of those above: input [members, tokens,
+// in], weight [members, out, in], bias [members, out]; saved where act' is read from the
+// pre-activation, or [0]. Its backward is LinearBackward's.
+using EnsembleLinear = Operator<
+    "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> "
+    "(Tensor output, Tensor saved)",
+    Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)>;
 
 // ---- kernels -----------------------------------------------------------------------------------
 

@@ -142,6 +142,8 @@ inline const char* rule(const PassProblem& p, const Available& available) {
     case Pass::gating:
       if (own) return "hopper";
       return is_long_and_thin(p.matmul) ? "mm+one_pass" : "product+one_pass";
+    case Pass::chain:
+      return "layers";
   }
   return "aten";
 }

@@ -35,10 +35,13 @@ enum class Pass {
   wgrad,   // dzᵀ x, and, as "bias", the column sums of dz
   gating,  // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
   glu,     // h = act(x gateᵀ + b) ⊙ (x upᵀ + b)
+  chain,   // fprop of one layer after the other, the activation between them
 };
-inline constexpr Pass last_pass = Pass::glu;
+inline constexpr Pass last_pass = Pass::chain;
 
-inline constexpr bool is_forward(Pass pass) { return pass == Pass::fprop || pass == Pass::glu; }
+inline constexpr bool is_forward(Pass pass) {
+  return pass == Pass::fprop || pass == Pass::glu || pass == Pass::chain;
+}
 
 struct EpilogueRow {
   Pass pass;

@@ -40,12 +40,11 @@ inline constexpr int64_t partial_columns(const Problem& p) {
   return tiles(p.m, tile_features) * tile_features;
 }
 
-// Why the product cannot be done here, or nullptr. The operands are those of torch's layers: the
-// weight as it is stored, and rows of unit stride.
+// Why the product cannot be done here, or nullptr. The weight, operand A, may lie either way round.
 inline const char* refusal(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
-  if (p.transpose_b || p.transpose_a != is_forward(pass)) return "a transposed operand";
+  if (p.transpose_b) return "an operand that lies by columns";
   if (pass == Pass::glu && p.n < least_tokens_of_glu) return "few tokens";
   constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
   const auto fits = [](int64_t extent) { return extent % unit == 0; };

@@ -4,6 +4,7 @@
 
 #include "gemm/problem.h"
 
+#include <array>
 #include <bit>
 
 namespace fused::gemm {
@@ -18,6 +19,7 @@ struct PassProblem {
   bool literal = false;        // the user asked for the library's own epilogues
   bool deterministic = false;  // nothing may depend on timing
   Problem matmul;  // of the bare matrices; alignments of bias and aux where there are any
+  std::array<int64_t, 3> further{};  // chain: the features of layers after the first, or 0
 
   bool operator==(const PassProblem&) const = default;
 };
@@ -28,6 +30,7 @@ struct PassProblemHash {
     for (const bool flag : {p.bias, p.aux, p.mask, p.literal, p.deterministic}) {
       key = key << 1 | static_cast<size_t>(flag);
     }
+    for (const auto features : p.further) key = key * 1031 + static_cast<size_t>(features);
     return ProblemHash()(p.matmul) ^ (key * 0x9e3779b97f4a7c15ull);
   }
 };
@@ -66,6 +69,8 @@ inline const char* name(Pass pass) {
       return "gating";
     case Pass::glu:
       return "glu";
+    case Pass::chain:
+      return "chain";
   }
   return "?";
 }

@@ -16,7 +16,7 @@ inline constexpr int64_t most_tokens = 512, most_features = 1024;
 // weight as it is stored, and rows of unit stride, of any length and at any address.
 inline const char* refusal(Pass pass, const Problem& p) {
   const bool of_weight = pass == Pass::wgrad;
-  if (size_of(p.type) != 2) return "not of 16 bits";
+  if (p.type == Type::f64) return "in fp64";
   if (p.adds || p.to_f32) return "a sum with what is there";
   if (p.transpose_b != of_weight || p.transpose_a != is_forward(pass))
     return "a transposed operand";

@@ -20,6 +20,7 @@ enum class Step : uint8_t {
   matmul,           // the provider's, with the epilogue that the strategy fuses
   matmul_up,        // the same with a gated layer's other weight
   own_small,        // all of the pass by one of our kernels for small networks
+  layers,           // of a chain, each by its own plan
   own_activation,   // act, of a pre-activation
   own_one_pass,     // act'(saved) and the column sums in one pass
   own_column_sum,   //
@@ -164,6 +165,9 @@ inline constexpr Strategy strategies[] = {
      false,
      false,
      {Step::matmul, Step::aten_gating}},
+
+    {Pass::chain, "small", Provider::own, Role::candidate, true, true, {Step::own_small}},
+    {Pass::chain, "layers", Provider::aten, Role::eager_fallback, false, false, {Step::layers}},
 };
 
 inline bool has_step(const Strategy& strategy, Step step) {

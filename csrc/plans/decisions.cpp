@@ -16,6 +16,7 @@ template <typename Problem_, typename Decision_, typename Visit>
 void each_field(Problem_& p, Decision_& d, const Visit& visit) {
   visit(p.pass), visit(p.activation), visit(p.bias), visit(p.aux), visit(p.mask);
   visit(p.literal);
+  for (auto& features : p.further) visit(features);
   auto& g = p.matmul;
   visit(g.arch), visit(g.type), visit(g.to_f32), visit(g.adds), visit(g.math);
   visit(g.split_k);
@@ -110,7 +111,11 @@ std::string summary(const PassProblem& p, const Decision& d) {
   // Rows, inner extent and columns, as torch writes the product.
   text << ' ' << gemm::name(g.type) << (g.math == Math::tf32 ? "/tf32" : "");
   text << (g.to_f32 ? " to f32" : "") << (g.adds ? " added " : " ") << g.n << 'x' << g.k << 'x'
-       << g.m << ": " << d.strategy->name;
+       << g.m;
+  for (const auto features : p.further) {
+    if (features > 0) text << 'x' << features;
+  }
+  text << ": " << d.strategy->name;
   if (d.strategy->provider == Provider::cublaslt) {
     text << ' ' << gemm::name(gemm::matmul_of(p, *d.strategy).epilogue);
   }

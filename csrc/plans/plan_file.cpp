@@ -19,7 +19,7 @@
 namespace fused::plans {
 namespace {
 
-constexpr std::string_view first_line = "torch_fused_linear plans 4\n";
+constexpr std::string_view first_line = "torch_fused_linear plans 5\n";
 
 // FNV-1a: against damage, not against malice.
 uint64_t checksum(const std::string& text) {

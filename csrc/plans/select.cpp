@@ -56,13 +56,16 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
   std::iota(running.begin(), running.end(), 0);
 
   Timings result;
-  double last_round = 0;
+  double last_round = 0, leader = 0;
+  // None before the first.
+  const auto is_steady = [&] { return result.rounds > 0 && leader >= rules.steady_us; };
   while (result.rounds < rules.most_rounds && !running.empty()) {
     const double spent = clock();
     if (result.rounds > 0 && spent + last_round > rules.budget_us * rules.hard_factor) break;
-    if (result.rounds >= rules.least_rounds && spent > rules.budget_us) break;
+    const int least = is_steady() ? std::min(rules.least_rounds, 2) : rules.least_rounds;
+    if (result.rounds >= least && spent > rules.budget_us) break;
     // A lone runner has won, unless it has yet to be compared with the incumbent.
-    if (result.rounds >= rules.least_rounds && running.size() == 1) break;
+    if (result.rounds >= least && running.size() == 1) break;
 
     // Who runs after whom changes, so that nobody always runs behind the hottest.
     std::ranges::rotate(running, running.begin() + (running.size() > 1 ? 1 : 0));
@@ -78,9 +81,10 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
         times[running[i]].clear();
       }
     }
-    double leader = failed;
+    leader = failed;
     for (const size_t i : left) leader = std::min(leader, best(times[i]));
-    const double limit = leader * (result.rounds > 1 ? rules.hopeless : rules.out_of_reach);
+    const bool is_known = result.rounds > 1 || is_steady();
+    const double limit = leader * (is_known ? rules.hopeless : rules.out_of_reach);
     std::erase_if(left, [&](size_t i) { return i != incumbent && best(times[i]) > limit; });
     running = std::move(left);
   }

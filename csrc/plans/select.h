@@ -4,6 +4,7 @@
 // clocks drift and single timings lie, then judged from the fastest on. Pure logic; the caller
 // brings timer and judge.
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <optional>
@@ -17,12 +18,21 @@ struct TuningRules {
   int least_rounds = 3;       // also when the budget is used up ...
   double hard_factor = 1.25;  // ... unless they would take longer than so many times the budget
   int most_rounds = 15;
-  double out_of_reach = 3;   // times the leader's best: timed no more, after a single round
-  double hopeless = 1.15;    // the same after two, of which the better counts: one may be disturbed
+  double out_of_reach = 3;  // times the leader's best: timed no more, after a single round
+  double hopeless = 1.15;   // the same after two, of which the better counts: one may be disturbed
+  double steady_us =
+      200;  // laps so long vary little: hopeless after one, and two rounds are enough
   double clear_lead = 0.02;  // below this part of its time the incumbent stays
   double least_gain_us = 0.5;
   int most_judged = 8;  // then eager's way is taken
 };
+
+// The part of the budget that a problem of so many operations gets. A call of few is soon over, and
+// so is what a better plan saves of it, while loading a kernel takes as long for any.
+inline double share_of_budget(double operations) {
+  constexpr double all = 2e10, least = 0.15;
+  return std::clamp(operations / all, least, 1.0);
+}
 
 struct Timings {
   std::vector<double> medians;  // microseconds; infinity where it failed

@@ -85,8 +85,14 @@ std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
       layer.activation == Activation::none
           ? layer.grad_output
           : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
-  const auto rows = as_rows(gradient);
   const auto none = [&] { return unwanted(layer.grad_output); };
+  if (layer.weight.dim() == 3) {
+    explain::append("reference");
+    return {layer.wanted[0] ? at::bmm(gradient, layer.weight) : none(),
+            layer.wanted[1] ? at::bmm(gradient.mT(), layer.input) : none(),
+            layer.wanted[2] ? gradient.sum(1) : none()};
+  }
+  const auto rows = as_rows(gradient);
   return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
           layer.wanted[1] ? reference::weight_gradient(rows, as_rows(layer.input), layer.weight)
                           : none(),
@@ -112,6 +118,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across
   const auto [dz, grad_previous_bias] =
       activation_backward(grad_input, previous.saved, previous.activation, previous.bias_grad);
   return {dz, grad_weight, grad_bias, grad_previous_bias};
+}
+
+std::tuple<Tensor, Tensor> LinearFormula::ensemble(const Tensor& input, const Tensor& weight,
+                                                   const OptionalTensor& bias,
+                                                   Activation activation) {
+  explain::append("reference");
+  const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
+                                 : at::bmm(input, weight.mT());
+  const bool keeps = saved_for(activation) == Saved::preactivation;
+  return {activate(z, activation), keeps ? z : unwanted(z)};
 }
 
 // ---- what no kernel takes ----------------------------------------------------------------------

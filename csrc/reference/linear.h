@@ -40,6 +40,13 @@ struct LinearFormula {
   // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
       const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
+
+  // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
+  // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
+  static std::tuple<Tensor, Tensor> ensemble(const Tensor& input,         // [members, tokens, in]
+                                             const Tensor& weight,        // [members, out, in]
+                                             const OptionalTensor& bias,  // [members, out]
+                                             Activation activation);
 };
 
 // The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs

@@ -3,37 +3,16 @@ parts, and the activation's gradient with the bias's sum in one pass."""
 
 from __future__ import annotations
 
-import copy
-import gc
 import subprocess
 import sys
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    GELU_ERF,
-    GELU_TANH,
-    LINEAR,
-    OPS,
-    RELU,
-    Case,
-    Tally,
-    add_checked,
-    assert_contract,
-    assert_exact,
-    encode_mask,
-    exact_case,
-    one_thread,  # noqa: F401
-    op_param,
-    policy,
-    random_case,
-    run,
-    without_kinks,
-)
+from helpers import one_thread  # noqa: F401
+from numerics import Tally, add_checked, assert_contract, assert_exact, run
+from operators import DTYPES, GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, Case, op_param, without_kinks
+from steps import encode_mask
 
 import torch_fused_linear as tfl
 
@@ -68,24 +47,24 @@ def paths(call) -> list[str]:
 
 @needs_products
 def test_which_way_is_taken():
-    case = random_case(*SHAPES[0], torch.float32)
+    case = LINEAR.case(*SHAPES[0], torch.float32)
     assert paths(lambda: run(RELU.call, case)) == [
         f"{PRODUCT} + ATen activation",
         " + ".join(["reference", PRODUCT, PRODUCT]),  # too few elements for one pass
     ]
-    many = random_case(16_001, 40, 264, torch.float32)
+    many = LINEAR.case(16_001, 40, 264, torch.float32)
     assert paths(lambda: run(GELU_ERF.call, many)) == [
         f"{PRODUCT} + ATen activation",
         " + ".join([ONE_PASS, PRODUCT, PRODUCT]),
     ]
     assert paths(lambda: LINEAR.call(*case.inputs)) == [PRODUCT]
-    few = random_case(32, 784, 1500, torch.float32)
+    few = LINEAR.case(32, 784, 1500, torch.float32)
     assert paths(lambda: LINEAR.call(*few.inputs)) == ["reference"]
 
 
 @needs_products
 def test_switches_of_torch_are_obeyed():
-    case = random_case(*SHAPES[0], torch.float32)
+    case = LINEAR.case(*SHAPES[0], torch.float32)
 
     def path():
         return paths(lambda: RELU.call(*case.inputs))
@@ -113,7 +92,7 @@ def test_switches_of_torch_are_obeyed():
         assert path() != ["reference"]
     finally:
         cuda.fp32_precision = before
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         assert path() == ["reference"]
 
 
@@ -122,17 +101,17 @@ def test_error_is_not_above_eagers(op):
     def cases():
         for seed, shape in enumerate(SHAPES):
             for bias in (True, False):
-                case = random_case(*shape, torch.float32, bias=bias, seed=seed)
-                yield f"{shape} bias={bias}", without_kinks(case) if op is RELU else case
+                case = LINEAR.case(*shape, torch.float32, bias=bias, seed=seed)
+                yield op, f"{shape} bias={bias}", without_kinks(op, case) if op is RELU else case
 
-    assert_contract(op, cases())
+    assert_contract(cases())
 
 
 @pytest.mark.parametrize("op", [LINEAR, RELU], ids=repr)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_term_is_lost_or_doubled(op, shape):
-    assert_exact(op, exact_case(*shape, torch.float32), shape)
-    assert_exact(op, exact_case(*shape, torch.float32, bias=False), shape)
+    assert_exact(op, LINEAR.exact_case(*shape, torch.float32), shape)
+    assert_exact(op, LINEAR.exact_case(*shape, torch.float32, bias=False), shape)
 
 
 LAYOUTS = {
@@ -147,21 +126,24 @@ LAYOUTS = {
 @pytest.mark.parametrize("which", ["x", "w", "g"])
 @pytest.mark.parametrize("op", [LINEAR, RELU], ids=repr)
 def test_strides(op, which, layout):
-    case = exact_case(300, 784, 150, torch.float32)
-    setattr(case, which, LAYOUTS[layout](getattr(case, which)))
+    case = LINEAR.exact_case(300, 784, 150, torch.float32)
+    *case.inputs, case.g = (
+        LAYOUTS[layout](t) if letter == which else t
+        for letter, t in zip("xwbg", (*case.inputs, case.g))
+    )
     assert_exact(op, case, f"{which} {layout}")
 
 
 @pytest.mark.parametrize("layout", ["every other", "one for all"])
 @op_param
 def test_strides_of_the_bias(op, layout):
-    case = random_case(300, 784, 150, torch.float32)
+    case = LINEAR.case(300, 784, 150, torch.float32)
     change = {
         "every other": lambda b: b.repeat_interleave(2)[::2],
         "one for all": lambda b: b[:1].expand_as(b),
     }[layout]
-    strided = Case(case.x, case.w, change(case.b), case.g)
-    plain = Case(case.x, case.w, strided.b.contiguous(), case.g)
+    strided = Case.of(case.x, case.w, change(case.b), case.g)
+    plain = Case.of(case.x, case.w, strided.b.contiguous(), case.g)
     with torch.no_grad():
         assert torch.equal(op.call(*strided.inputs), op.call(*plain.inputs))
     for ours, same in zip(run(op.call, strided), run(op.call, plain), strict=True):
@@ -171,9 +153,9 @@ def test_strides_of_the_bias(op, layout):
 @op_param
 def test_overlapping_strides(op):
     """One row for all tokens, and one gradient for all outputs."""
-    case = random_case(300, 784, 150, torch.float32)
-    wide = Case(case.x[:1].expand(300, -1), case.w, case.b, case.g[:1, :1].expand(300, 150))
-    plain = Case(wide.x.contiguous(), case.w, case.b, wide.g.contiguous())
+    case = LINEAR.case(300, 784, 150, torch.float32)
+    wide = Case.of(case.x[:1].expand(300, -1), case.w, case.b, case.g[:1, :1].expand(300, 150))
+    plain = Case.of(wide.x.contiguous(), case.w, case.b, wide.g.contiguous())
     for ours, same in zip(run(op.call, wide), run(op.call, plain), strict=True):
         torch.testing.assert_close(ours, same, rtol=1e-5, atol=1e-4)
 
@@ -182,7 +164,7 @@ def test_overlapping_strides(op):
 @op_param
 def test_nan_and_infinity_pass_as_in_torch(op, special):
     for place in ("x", "w", "b", "g"):
-        case = random_case(300, 784, 150, torch.float32)
+        case = LINEAR.case(300, 784, 150, torch.float32)
         tensor = getattr(case, place)
         tensor[tuple(n // 2 for n in tensor.shape)] = special
         for ours, eager in zip(run(op.call, case), run(op.eager, case), strict=True):
@@ -194,107 +176,13 @@ def test_nan_and_infinity_pass_as_in_torch(op, special):
 
 @op_param
 def test_the_same_bits_every_time(op):
-    case = random_case(513, 784, 600, torch.float32)
+    case = LINEAR.case(513, 784, 600, torch.float32)
     first = run(op.call, case)
     for _ in range(5):
         assert all(map(torch.equal, run(op.call, case), first))
 
 
-# --- weights that change ----------------------------------------------------------------------
-
-
-def optimiser_step(layer, new):
-    layer.weight.grad = layer.weight.detach() - new
-    torch.optim.SGD(layer.parameters(), lr=1.0).step()
-
-
-def assign(layer, new):
-    layer.weight.data = new.clone()
-
-
-def replace(layer, new):
-    layer.weight = torch.nn.Parameter(new.clone())
-
-
-@torch.no_grad()
-def copy_in_place(layer, new):
-    layer.weight.copy_(new)
-
-
-@torch.no_grad()
-def to_double_and_back(layer, new):
-    layer.weight.copy_(new)
-    layer.to(torch.float64).to(torch.float32)
-
-
-@torch.no_grad()
-def set_storage(layer, new):
-    layer.weight.set_(new.clone())
-
-
-CHANGES = {
-    "optimiser step": optimiser_step,
-    "load_state_dict": lambda layer, new: layer.load_state_dict(
-        {"weight": new, "bias": layer.bias.detach()}
-    ),
-    "load_state_dict, assigned": lambda layer, new: layer.load_state_dict(
-        {"weight": new.clone(), "bias": layer.bias.detach()}, assign=True
-    ),
-    "to": to_double_and_back,
-    "copy_ under no_grad": copy_in_place,
-    "data.copy_, which autograd does not see": lambda layer, new: layer.weight.data.copy_(new),
-    "numpy": lambda layer, new: layer.weight.detach().numpy().__setitem__(..., new.numpy()),
-    "data =": assign,
-    "set_": set_storage,
-    "another parameter": replace,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_changed_weight_is_seen(change, mode):
-    """Nothing made from a weight outlives the call."""
-    torch.manual_seed(0)
-    for layer in (tfl.FusedLinearReLU(784, 150), tfl.FusedLinearGELU(784, 150)):
-        x, new = torch.randn(300, 784), torch.randn_like(layer.weight)
-        keys = list(layer.state_dict())
-        with mode():
-            for _ in range(3):
-                before = layer(x)
-        CHANGES[change](layer, new)
-        with mode():
-            after = layer(x)
-            fresh = copy.deepcopy(layer)
-            torch.testing.assert_close(fresh.weight, new)
-            assert torch.equal(after, fresh(x)) and not torch.equal(after, before)
-        assert list(layer.state_dict()) == keys
-
-
-def test_a_weight_is_freed():
-    layer, x = tfl.FusedLinearGELU(784, 150), torch.randn(300, 784)
-    with torch.no_grad():
-        layer(x)
-    weight = weakref.ref(layer.weight)
-    del layer
-    gc.collect()
-    assert weight() is None
-
-
-def test_threads_share_a_layer():
-    layer = tfl.FusedLinearGELU(784, 600, approximate="none")
-    inputs = [torch.randn(300, 784) for _ in range(8)]
-    with torch.no_grad():
-        want = [layer(x) for x in inputs]
-
-    def work(x):
-        torch.set_num_threads(1)
-        with torch.no_grad():
-            return [layer(x) for _ in range(5)]
-
-    with ThreadPoolExecutor(8) as pool:
-        for results, y in zip(pool.map(work, inputs), want, strict=True):
-            assert all(torch.equal(result, y) for result in results)
-
+# --- threads --------------------------------------------------------------------------------------
 
 COUNT_THREADS = """
 import os
@@ -348,7 +236,7 @@ def test_one_pass_against_fp64(activation, dtype):
         with tfl.explain() as report:
             dz, grad_bias = backward(grad, saved, activation)
         assert report.calls[0].path == (ONE_PASS if dtype in ONE_PASS_DTYPES else "reference")
-        with policy("eager"):
+        with tfl.set_policy("eager"):
             torch_dz, torch_bias = backward(grad, saved, activation)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(dz, torch_dz, rtol=eps, atol=eps)
@@ -425,7 +313,7 @@ def test_gradient_from_bits_and_its_sum(shape, dtype):
     plain = dtype not in ONE_PASS_DTYPES
     assert report.calls[0].path == (f"{FROM_BITS} + ATen sum" if plain else ONE_PASS)
     assert torch.equal(dz, torch.where(saved > 0, grad, 0)) and dz.is_contiguous()
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         torch_dz, torch_bias = backward(grad, mask, "relu")
     assert torch.equal(dz, torch_dz) and grad_bias.dtype == dtype
     truth = dz.double().flatten(0, -2).sum(0)
@@ -448,7 +336,7 @@ def test_gradient_from_bits_of_any_strides():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layers_backward_from_bits(dtype):
     """The products are given the same gradient as where the output was kept."""
-    case = random_case((2, 20), 40, 264, dtype)
+    case = LINEAR.case((2, 20), 40, 264, dtype)
     output = RELU.call(*case.inputs)
     everything = [True, True, True]
 
@@ -485,8 +373,8 @@ def test_one_pass_has_the_same_bits_on_any_number_of_threads(activation, dtype):
 def test_between_layers(op):
     """The gradient that is handed over is that of the layers one by one."""
     first, second = (
-        random_case(16_001, 40, 264, torch.float32),
-        random_case(1, 264, 150, torch.float32),
+        LINEAR.case(16_001, 40, 264, torch.float32),
+        LINEAR.case(1, 264, 150, torch.float32),
     )
     parameters = [*first.inputs[1:], *second.inputs[1:]]
 
@@ -500,7 +388,7 @@ def test_between_layers(op):
     assert report.handed_over == 1 and ONE_PASS in report.calls[2].path
     with tfl.handover(False):
         assert all(map(torch.equal, handed, gradients()))
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         for ours, eager in zip(handed, gradients(), strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)
 
@@ -509,8 +397,8 @@ def test_between_layers(op):
 def test_error_of_many_tokens_is_not_above_eagers(op):
     def cases():
         for seed, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16]):
-            case = random_case(1031, 65, 264, dtype, seed=seed)
-            yield f"{dtype}", without_kinks(case) if op is RELU else case
+            case = LINEAR.case(1031, 65, 264, dtype, seed=seed)
+            yield op, f"{dtype}", without_kinks(op, case) if op is RELU else case
 
     for case in cases():
-        assert_contract(op, [case])
+        assert_contract([case])

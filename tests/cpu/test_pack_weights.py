@@ -3,12 +3,14 @@
 import copy
 import gc
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import RELU, Tally, add_checked, assert_bits, op_param, random_case
+from numerics import Tally, add_checked, assert_bits
+from operators import LINEAR, RELU, op_param
 
 import torch_fused_linear as tfl
 
@@ -79,7 +81,7 @@ def test_error_is_no_worse_than_eagers(dtype, op, bias):
     tokens, inputs, outputs = SIZES[dtype]
     tally = Tally()
     for seed, lead in enumerate([(tokens,), (1,), (2, 3 * tokens)]):
-        case = random_case(lead, inputs, outputs, dtype, bias=bias, seed=seed)
+        case = LINEAR.case(lead, inputs, outputs, dtype, bias=bias, seed=seed)
         x, w, b = case.x, case.w, case.b
         torch.ops.fused._pack_weight(w, "weight")
         mine = op.call(x, w, b)
@@ -92,7 +94,7 @@ def test_error_is_no_worse_than_eagers(dtype, op, bias):
 @op_param
 def test_any_strides(dtype, op):
     tokens, inputs, outputs = SIZES[dtype]
-    case = random_case((tokens,), inputs, outputs, dtype)
+    case = LINEAR.case((tokens,), inputs, outputs, dtype)
     bias = case.b.repeat_interleave(2)[::2]
     wide_input = torch.cat([case.x, case.x], 1)[:, :inputs]
     weight = torch.empty_strided(case.w.shape, (1, outputs), dtype=dtype).copy_(case.w)
@@ -105,7 +107,7 @@ def test_any_strides(dtype, op):
 
 def test_nan_is_passed_on(dtype):
     tokens, inputs, outputs = SIZES[dtype]
-    case = random_case((tokens,), inputs, outputs, dtype)
+    case = LINEAR.case((tokens,), inputs, outputs, dtype)
     case.x[3, 5] = torch.nan
     torch.ops.fused._pack_weight(case.w, "weight")
     for _ in range(3):
@@ -190,6 +192,33 @@ def test_a_changed_weight_is_noticed(dtype, change):
         assert "packed" in path(layer, x), "and is packed again"
 
 
+WITHOUT_A_TRACE = {
+    "data.copy_": lambda layer: layer.weight.data.copy_(torch.randn_like(layer.weight)),
+    "numpy": lambda layer: layer.weight.numpy().__imul__(-1),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *WITHOUT_A_TRACE])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [tfl.FusedLinearReLU, tfl.FusedLinearGELU])
+def test_of_a_weight_that_is_not_packed_nothing_outlives_a_call(kind, mode, change):
+    layer, x = layer_and_input(FP32, kind)
+    keys = list(layer.state_dict())
+    with mode():
+        before = layer(x)
+    (CHANGES | WITHOUT_A_TRACE)[change](layer)
+    layer.to(FP32)
+    with mode():
+        fresh = copy.deepcopy(layer)(x)
+        assert torch.equal(layer(x), fresh)
+        assert change == "to and back" or not torch.equal(fresh, before)
+    assert list(layer.state_dict()) == keys
+    weight = weakref.ref(layer.weight)
+    del layer
+    gc.collect()
+    assert weight() is None
+
+
 def test_a_fresh_weight_at_the_address_of_a_dead_one(dtype):
     tokens, inputs, outputs = SIZES[dtype]
     x = torch.randn(tokens, inputs, dtype=dtype)
@@ -227,7 +256,7 @@ def test_threads_share_a_layer_while_it_changes(dtype):
 def test_gradients_beside_a_packed_weight(dtype, op):
     """As for an adapter beside a frozen layer: the input and the bias are trained."""
     tokens, inputs, outputs = SIZES[dtype]
-    case = random_case((tokens,), inputs, outputs, dtype)
+    case = LINEAR.case((tokens,), inputs, outputs, dtype)
     with torch.enable_grad():
         x, b = case.x.clone().requires_grad_(), case.b.clone().requires_grad_()
         want = torch.autograd.grad(op.call(x, case.w, b), [x, b], case.g)

@@ -267,7 +267,7 @@ void another_versions_lines_stay() {
   const auto own_plan = to_text(p, decision(p, "hopper"));
   const std::string unknown = "some_new_strategy 1 2 3";
   const auto file = [&](const std::string& version) {
-    std::string text = "torch_fused_linear plans 4\n";
+    std::string text = "torch_fused_linear plans 5\n";
     for (const auto& line : {library_plan, own_plan, unknown}) {
       text += "GPU A\t130100\t580.65\t" + version + '\t' + line + '\n';
     }

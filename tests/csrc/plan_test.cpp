@@ -47,7 +47,7 @@ void every_problem_has_a_way() {
                               has_step(*s, Step::aten_activation) ||
                               has_step(*s, Step::aten_gradient) || has_step(*s, Step::own_gating) ||
                               has_step(*s, Step::aten_gating) || has_step(*s, Step::own_glu) ||
-                              has_step(*s, Step::aten_glu);
+                              has_step(*s, Step::aten_glu) || has_step(*s, Step::layers);
       // Of a gated layer's two products both are done.
       EXPECT((p.pass == Pass::glu && !s->fuses_activation) == has_step(*s, Step::matmul_up));
       EXPECT(p.activation == Activation::none || activation);
@@ -71,7 +71,8 @@ void every_pass_has_one_fallback_and_one_eager() {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
       if (s.pass != pass) continue;
-      EXPECT(s.steps.front() == Step::matmul || s.steps.front() == Step::own_small);
+      EXPECT(s.steps.front() == Step::matmul || s.steps.front() == Step::own_small ||
+             s.steps.front() == Step::layers);
       const bool both = s.role == Role::eager_fallback;
       fallbacks += both || s.role == Role::fallback;
       eagers += both || s.role == Role::eager;
@@ -161,7 +162,6 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.literal = true; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.arch = 100; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = true; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m += 4; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.k += 4; }));
@@ -175,8 +175,9 @@ void hopper_takes_what_the_hardware_can_copy() {
     EXPECT(refused([](PassProblem& p) { p.matmul.align_aux = 3; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = 65536, p.matmul.m = p.matmul.k = 4096; }));
-    // Rows that are apart, at offsets, and numbers of features that no tile divides.
+    // A weight by columns, rows apart, at offsets, and numbers of features that no tile divides.
     EXPECT(!refused([](PassProblem& p) {
+      p.matmul.transpose_a = !p.matmul.transpose_a;
       p.matmul.m = 264, p.matmul.k = 136, p.matmul.n = 8191;
       p.matmul.lda = p.matmul.ldb = p.matmul.ldd = 512, p.matmul.ld_aux = 520;
       p.matmul.align_a = p.matmul.align_b = p.matmul.align_d = p.matmul.align_aux = 4;
@@ -217,7 +218,7 @@ void bits_are_made_behind_any_forward() {
 }
 
 void small_takes_small_problems() {
-  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
+  for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::chain}) {
     auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
     EXPECT(!applies(good, "small"));  // its tokens are many
     tokens_of(good) = small::most_tokens;
@@ -231,7 +232,8 @@ void small_takes_small_problems() {
     EXPECT(refused([](PassProblem& p) { ++tokens_of(p); }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m = small::most_features + 1; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.m = 0; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
+    EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f64; }));
+    EXPECT(!refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_a = !p.matmul.transpose_a; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = !p.matmul.transpose_b; }));
     EXPECT(refused([](PassProblem& p) { p.mask = p.aux = true; }));
@@ -432,6 +434,22 @@ void the_budget_is_kept() {
   EXPECT(lone.run(0, rules).rounds == rules.least_rounds);
 }
 
+void long_laps_are_fewer() {
+  // Each is told apart by its first, so that another lap of the slower ones is none too few.
+  Track quick{{100, 110, 120, 150}}, slow{{1000, 1100, 1200, 1500}};
+  TuningRules none_left;
+  none_left.budget_us = 0;
+  EXPECT(quick.run(0, none_left).rounds == 3 && slow.run(0, none_left).rounds == 2);
+  EXPECT(quick.rounds[2] == 2 && quick.rounds[3] == 2);
+  EXPECT(slow.rounds[1] == 2 && slow.rounds[2] == 1 && slow.rounds[3] == 1);
+  EXPECT((Track{{1000, 900, 1200}}.winner(0)) == 1);
+}
+
+void few_operations_get_a_part_of_the_budget() {
+  EXPECT(share_of_budget(0) == share_of_budget(1e9) && share_of_budget(1e9) == 0.15);
+  EXPECT(share_of_budget(1e10) == 0.5 && share_of_budget(2e10) == 1 && share_of_budget(1e13) == 1);
+}
+
 // ---- exactness ---------------------------------------------------------------------------------
 
 void who_is_inexact_is_out() {
@@ -534,6 +552,8 @@ const Tests tests{
     {"bits_are_made_behind_any_forward", bits_are_made_behind_any_forward},
     {"small_takes_small_problems", small_takes_small_problems},
     {"hopper_partial_sums", hopper_partial_sums_are_all_column_sums},
+    {"long_laps", long_laps_are_fewer},
+    {"share_of_budget", few_operations_get_a_part_of_the_budget},
     {"hopper_orders", hopper_knows_its_orders_only},
     {"rules_prefer_hopper", rules_prefer_hopper_where_it_was_faster},
     {"token_counts_share_buckets", token_counts_share_buckets},

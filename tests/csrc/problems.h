@@ -14,8 +14,8 @@ using namespace fused::plans;
 inline constexpr size_t library = 130100;
 inline constexpr Available with_hopper{library, true, true}, without_hopper{library};
 
-inline constexpr Pass every_pass[] = {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::gating,
-                                      Pass::glu};
+inline constexpr Pass every_pass[] = {Pass::fprop,  Pass::dgrad, Pass::wgrad,
+                                      Pass::gating, Pass::glu,   Pass::chain};
 static_assert(every_pass[std::size(every_pass) - 1] == last_pass);
 
 inline PassProblem problem_of(Pass pass, Activation activation = Activation::none, bool bias = true,
@@ -35,6 +35,7 @@ inline PassProblem problem_of(Pass pass, Activation activation = Activation::non
   const bool reads = pass == Pass::dgrad || pass == Pass::gating;
   if (mask || reads) g.ld_aux = g.m;
   g.workspace_limit = 32 << 20;
+  if (pass == Pass::chain) p.further = {64, 10};
   return p;
 }
 
@@ -60,7 +61,7 @@ inline std::vector<PassProblem> every_problem() {
           }
           const bool gated = pass == Pass::gating || pass == Pass::glu;
           if (gated && activation == Activation::none) continue;
-          if (gated && p.mask) continue;
+          if ((gated || pass == Pass::chain) && p.mask) continue;
           if (pass == Pass::gating && p.bias) continue;
           all.push_back(p);
         }

@@ -50,6 +50,7 @@ struct Rows {
 
 struct Sizes {
   int rows, cols, inner, gap, offset;
+  int cluster = 1;        // blocks that share a column's sums
   bool with = true;       // bias, aux and sums
   bool infinite = false;  // one of the right operand's elements
 };
@@ -60,6 +61,7 @@ double act(Activation activation, double z) {
       : activation == Activation::gelu_erf  ? activate<Activation::gelu_erf, false, double>(z)
       : activation == Activation::gelu_tanh ? activate<Activation::gelu_tanh, false, double>(z)
       : activation == Activation::silu      ? activate<Activation::silu, false, double>(z)
+      : activation == Activation::relu2     ? activate<Activation::relu2, false, double>(z)
                                             : z);
 }
 
@@ -68,8 +70,10 @@ bool equals(T got, double want) {
   if (!std::isfinite(want)) {
     return std::isnan(want) ? std::isnan(static_cast<float>(got)) : static_cast<float>(got) == want;
   }
-  const double one_ulp = std::is_same_v<T, __half> ? 1.0 / 1024 : 1.0 / 128;
-  return std::abs(static_cast<float>(got) - want) <= one_ulp * std::abs(want) + 1e-6;
+  const double one_ulp = std::is_same_v<T, float>    ? 1e-6
+                         : std::is_same_v<T, __half> ? 1.0 / 1024
+                                                     : 1.0 / 128;
+  return std::abs(static_cast<float>(got) - want) <= one_ulp * std::abs(want) + 1e-5;
 }
 
 // Each of the results, against loops in fp64.
@@ -95,21 +99,14 @@ void compare(const Sizes& s) {
   if (forward && s.with) p.bias = bias.data;
   if (!forward && s.with) p.sums = sums.data;
   if (saves || reads) p.aux = aux.data, p.ld_aux = aux.ld;
-  const auto run = [&](auto sums) {
-    using Shape = SmallShape<pass, sums.value>;
-    on_cpu(small_blocks<pass, sums.value>(p), Shape::threads, [&] {
-      alignas(32) static unsigned char shared[Shape::bytes];
-      if (threadIdx.x == 0) std::memset(shared, 0xff, Shape::bytes);  // NaN in all types
-      __syncthreads();
-      small_product_block<T, pass, activation, sums.value>(p, blockIdx.x, shared);
-    });
-  };
-  // Gradients of weights with and without sums are one kernel's.
-  if (of_weight || p.sums != nullptr) {
-    run(std::true_type());
-  } else {
-    run(std::false_type());
-  }
+  using Shape = SmallShape<T, pass>;
+  const int blocks_down = (s.rows + Shape::rows - 1) / Shape::rows;
+  if (pass == Pass::dgrad && s.with) p.cluster = std::min(s.cluster, blocks_down);
+  const unsigned cluster = std::max(p.cluster, 1);
+  on_cpu(
+      small_blocks<T, pass>(p), Shape::threads, Shape::bytes,
+      [&](unsigned char* shared) { SmallBlock<T, pass, activation>(p, blockIdx.x, shared).run(); },
+      cluster);
 
   std::vector<double> column_sums(s.cols), row_sums(s.rows);
   bool right_products = true, right_aux = true, right_sums = true;
@@ -140,11 +137,10 @@ void compare(const Sizes& s) {
                                     (p.sums == nullptr || sums.is_whole()));
   if (!right_products || !right_aux || !right_sums || !whole) {
     std::printf(
-        "%d x %d x %d, gap %d, offset %d, with %d, infinite %d: products %d, aux %d, sums %d, "
-        "whole "
-        "%d\n",
-        s.rows, s.cols, s.inner, s.gap, s.offset, s.with, s.infinite, right_products, right_aux,
-        right_sums, whole);
+        "%d x %d x %d of %zu bytes, gap %d, offset %d, cluster %d, with %d, infinite %d: "
+        "products %d, aux %d, sums %d, whole %d\n",
+        s.rows, s.cols, s.inner, sizeof(T), s.gap, s.offset, s.cluster, s.with, s.infinite,
+        right_products, right_aux, right_sums, whole);
     ++failures;
   }
 }
@@ -162,10 +158,12 @@ void compare_many() {
                   one_of({1, 7, 16, 65, 136, 257, 520}),
                   one_of({0, 0, 3, 8}),
                   one_of({0, 0, 1, 8}),
+                  one_of({1, 2, 4}),
                   one_of({0, 1, 1}) == 1,
                   one_of({0, 0, 1}) == 1};
-    compare<__nv_bfloat16, pass, activation>(s);
-    if (i % 3 == 0) compare<__half, pass, activation>(s);
+    compare<float, pass, activation>(s);
+    if (i % 2 == 0) compare<__nv_bfloat16, pass, activation>(s);
+    if (i % 5 == 0) compare<__half, pass, activation>(s);
   }
 }
 
@@ -176,6 +174,128 @@ void compare_activations() {
   compare<__nv_bfloat16, pass, Activation::gelu_erf>(few);
   compare<__nv_bfloat16, pass, Activation::silu>(few);
   compare<__half, pass, Activation::gelu_tanh>(few);
+  compare<float, pass, Activation::gelu_tanh>(few);
+  compare<float, pass, Activation::gelu_erf>(few);
+  compare<float, pass, Activation::silu>(few);
+  compare<float, pass, Activation::relu2>(few);
+}
+
+// ---- layers in one launch, members of an ensemble -----------------------------------------------
+
+// Each layer's results against loops over what the layer before it has left.
+template <typename T, Activation activation>
+void compare_network(int tokens, std::vector<int> features, unsigned cluster, bool with, int gap) {
+  std::mt19937 random(seed);
+  const int count = static_cast<int>(features.size()) - 1;
+  std::vector<Rows<T>> results, weights, biases, auxes;
+  results.emplace_back(tokens, features[0], gap, 1).draw(random);
+  SmallNetwork network;
+  network.count = count;
+  for (int i = 0; i < count; ++i) {
+    const int in = features[i], out = features[i + 1];
+    weights.emplace_back(out, in, gap, i), biases.emplace_back(1, out, 0, 0);
+    weights.back().draw(random), biases.back().draw(random);
+    results.emplace_back(tokens, out, gap, 0), auxes.emplace_back(tokens, out, gap, 0);
+  }
+  for (int i = 0; i < count; ++i) {
+    auto& p = network.layers[i];
+    p.activation = i + 1 < count ? activation : Activation::none;
+    p.rows = tokens, p.cols = features[i + 1], p.inner = features[i];
+    p.left = results[i].data, p.ld_left = results[i].ld;
+    p.right = weights[i].data, p.ld_right = weights[i].ld;
+    p.result = results[i + 1].data, p.ld_result = results[i + 1].ld;
+    if (with) p.bias = biases[i].data, p.aux = auxes[i].data, p.ld_aux = auxes[i].ld;
+  }
+  using Shape = SmallShape<T, Pass::fprop>;
+  on_cpu(
+      tiles(tokens) * cluster, Shape::threads, Shape::bytes,
+      [&](unsigned char* shared) {
+        small_network_block<T, activation>(network, blockIdx.x, cluster, shared);
+      },
+      cluster);
+  for (int i = 0; i < count; ++i) {
+    const bool hidden = i + 1 < count;
+    bool right = results[i + 1].is_whole();
+    for (int r = 0; r < tokens; ++r) {
+      for (int c = 0; c < features[i + 1]; ++c) {
+        double z = with ? static_cast<float>(biases[i].at(0, c)) : 0;
+        for (int k = 0; k < features[i]; ++k) {
+          z += double(static_cast<float>(results[i].at(r, k))) *
+               static_cast<float>(weights[i].at(c, k));
+        }
+        if (hidden && with) right = right && equals(auxes[i].at(r, c), z);
+        right = right && equals(results[i + 1].at(r, c), hidden ? act(activation, z) : z);
+      }
+    }
+    if (right) continue;
+    std::printf("layer %d of %zu bytes, %d tokens, cluster %u, with %d, gap %d: wrong\n", i,
+                sizeof(T), tokens, cluster, with, gap);
+    ++failures;
+  }
+}
+
+void network() {
+  compare_network<float, Activation::relu>(40, {17, 40, 33, 6}, 2, true, 0);
+  compare_network<float, Activation::silu>(16, {64, 64, 64}, 4, true, 0);
+  compare_network<float, Activation::relu>(33, {300, 20, 1}, 1, false, 3);
+  compare_network<__nv_bfloat16, Activation::gelu_erf>(40, {17, 70, 64, 33, 9}, 4, true, 1);
+  compare_network<__nv_bfloat16, Activation::relu>(20, {16, 16, 16}, 8, false, 0);
+  compare_network<__half, Activation::relu>(9, {24, 100, 8}, 2, true, 0);
+}
+
+// Members that share their left operand, and have all else apart.
+template <typename T, Pass pass>
+void compare_members(bool with = true) {
+  std::mt19937 random(seed);
+  constexpr int members = 3, rows = 30, cols = 20, inner = 40;
+  constexpr bool forward = pass == Pass::fprop, of_weight = pass == Pass::wgrad;
+  Rows<T> left(of_weight ? inner : rows, of_weight ? rows : inner, 0, 0);
+  const int rights = forward ? cols : inner, sums_of_one = of_weight ? rows : cols;
+  Rows<T> right(members * rights, forward ? inner : cols, 0, 0), aux(members * rows, cols, 0, 0);
+  Rows<T> result(members * rows, cols, 0, 0), bias(members, cols, 0, 0);
+  Rows<T> sums(members, sums_of_one, 0, 0);
+  for (auto* drawn : {&left, &right, &bias, &aux}) drawn->draw(random);
+  SmallProduct p;
+  p.rows = rows, p.cols = cols, p.inner = inner, p.members = members,
+  p.cluster = pass == Pass::dgrad;
+  p.left = left.data, p.ld_left = left.ld, p.right = right.data, p.ld_right = right.ld;
+  p.result = result.data, p.ld_result = result.ld;
+  p.apart = {0, rights * right.ld, rows * result.ld, 0, 0, 0};
+  p.apart.bias = cols, p.apart.sums = sums_of_one;
+  if (forward && with) p.bias = bias.data;
+  if (!forward && with) p.sums = sums.data;
+  if (!of_weight) p.aux = aux.data, p.ld_aux = aux.ld, p.apart.aux = rows * aux.ld;
+  constexpr auto activation = of_weight ? Activation::none : Activation::relu;
+  const auto run = [](const SmallProduct& all, unsigned members) {
+    using Shape = SmallShape<T, pass>;
+    on_cpu(dim3(small_blocks<T, pass>(all), members), Shape::threads, Shape::bytes,
+           [&](unsigned char* shared) {
+             const auto own = of_member<T>(all, blockIdx.y);
+             SmallBlock<T, pass, activation>(own, blockIdx.x, shared).run();
+           });
+  };
+  run(p, members);
+  EXPECT(result.is_whole() && (forward || !with || sums.is_whole()));
+  for (int i = 0; i < members; ++i) {
+    Rows<T> alone(rows, cols, 0, 0), alone_sums(1, sums_of_one, 0, 0);
+    auto one = p;
+    one.right = &right.at(i * rights, 0), one.result = alone.data;
+    if (forward && with) one.bias = &bias.at(i, 0);
+    if (!forward && with) one.sums = alone_sums.data;
+    if (!of_weight) one.aux = &aux.at(i * rows, 0);
+    run(one, 1);
+    EXPECT(std::memcmp(alone.data, &result.at(i * rows, 0), rows * cols * sizeof(T)) == 0);
+    EXPECT(forward || std::memcmp(alone_sums.data, &sums.at(i, 0), sums_of_one * sizeof(T)) == 0);
+  }
+}
+
+void members() {
+  compare_members<float, Pass::fprop>();
+  compare_members<float, Pass::dgrad>();
+  compare_members<float, Pass::wgrad>();
+  compare_members<float, Pass::fprop>(/*with=*/false);
+  compare_members<float, Pass::wgrad>(/*with=*/false);
+  compare_members<__nv_bfloat16, Pass::fprop>();
 }
 
 void forward() { compare_many<Pass::fprop, Activation::relu>(); }
@@ -194,6 +314,8 @@ const Tests tests = {
     {"input_gradient_without_activation", input_gradient_without_activation},
     {"input_gradient_of_each_activation", input_gradient_of_each_activation},
     {"weight_gradient", weight_gradient},
+    {"network", network},
+    {"members", members},
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ def program(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 7
+    assert len(NAMES) == 9
 
 
 @pytest.mark.parametrize("name", NAMES)

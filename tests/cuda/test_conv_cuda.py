@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import LAST, Conv, assert_near, full_precision, in_double, without_kinks  # noqa: F401
-from helpers import LOW_DTYPES, Case, policy, run
+from numerics import in_double, run
+from operators import LAST, LOW_DTYPES, POLICIES, Case, Op, channels_last, conv, without_kinks
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, needs_tf32
 
 import torch_fused_linear as tfl
@@ -20,7 +20,22 @@ private = torch.ops.fused._channels_relu_backward
 FUSED = "cuDNN convolution with bias and ReLU"
 OWN = "ATen convolution + own bias and ReLU kernel"
 ATEN = "ATen convolution + ATen ReLU in place"
-BLOCK = Conv(batch=8, channels=64, out=64, size=(14, 14), padding=(1, 1))
+BLOCK = conv(batch=8, channels=64, out=64, size=(14, 14), padding=(1, 1))
+
+
+def case_of(op: Op, dtype: torch.dtype, last="", **options) -> Case:
+    """`last`: what is channels-last of "x", "w" and "g"."""
+    return channels_last(op.case(dtype=dtype, device="cuda", **options), last)
+
+
+def assert_near(results, wanted, level: float) -> None:
+    """Equal up to a part of the largest element: for sums that were taken in another order."""
+    for k, (got, want) in enumerate(zip(results, wanted, strict=True)):
+        tolerance = level * float(want.detach().abs().max()) if want.numel() else 0
+        message = f"result {k}"
+        torch.testing.assert_close(
+            got, want, rtol=0, atol=tolerance, msg=lambda m, n=message: f"{n}: {m}"
+        )
 
 
 def path_of(fn):
@@ -52,21 +67,21 @@ def own_way(cudnn):
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_one_of_the_two_ways_is_taken_and_named(last, dtype):
     """If not cuDNN's, then for a reason; found out once, and the trial leaves no memory behind."""
-    conv = Conv(batch=3, channels=24, out=40, size=(13, 11), padding=(1, 1))
-    case = conv.case(dtype, "cuda", last=last)
+    op = conv(batch=3, channels=24, out=40, size=(13, 11), padding=(1, 1))
+    case = case_of(op, dtype, last=last)
     before = torch.cuda.memory_allocated()
-    first = path_of(lambda: conv.call(*case.inputs))
+    first = path_of(lambda: op.call(*case.inputs))
     assert torch.cuda.memory_allocated() == before
     print(dtype, last, first)
     assert first == FUSED or (first.startswith("(not cuDNN's fused form: ") and OWN in first)
     assert "wrong result" not in first and "fails" not in first, first
-    assert path_of(lambda: conv.call(*case.inputs)) == first
+    assert path_of(lambda: op.call(*case.inputs)) == first
 
 
 def test_reasons_that_can_be_told_beforehand(cudnn):
-    case = BLOCK.case(torch.float64, "cuda")
+    case = case_of(BLOCK, torch.float64)
     assert "fp64" in path_of(lambda: BLOCK.call(*case.inputs))
-    case = BLOCK.case(torch.float32, "cuda")
+    case = case_of(BLOCK, torch.float32)
     cudnn.deterministic = True
     assert "not deterministic" in path_of(lambda: BLOCK.call(*case.inputs))
     cudnn.deterministic, cudnn.enabled = False, False
@@ -78,12 +93,12 @@ def test_reasons_that_can_be_told_beforehand(cudnn):
 @pytest.mark.parametrize("last", ["", "xw"])
 @pytest.mark.parametrize("groups", [1, 32])
 def test_with_a_budget_the_quickest_way_is_taken(groups, last):
-    conv = Conv(batch=4, channels=32, out=64, size=(20, 20), padding=(1, 1), groups=groups)
-    case = conv.case(torch.bfloat16, "cuda", last=last)
+    op = conv(batch=4, channels=32, out=64, size=(20, 20), padding=(1, 1), groups=groups)
+    case = case_of(op, torch.bfloat16, last=last)
     with tfl.plans.budget(20):
-        path = path_of(lambda: conv.call(*case.inputs))
-        assert path_of(lambda: conv.call(*case.inputs)) == path
-        assert_near([conv.call(*case.inputs)], [conv.eager(*case.inputs)], 2e-2)
+        path = path_of(lambda: op.call(*case.inputs))
+        assert path_of(lambda: op.call(*case.inputs)) == path
+        assert_near([op.call(*case.inputs)], [op.eager(*case.inputs)], 2e-2)
     print(path)
     assert path == FUSED or path.endswith((OWN, ATEN))
 
@@ -91,7 +106,7 @@ def test_with_a_budget_the_quickest_way_is_taken(groups, last):
 @pytest.mark.parametrize("searches", [False, True])
 def test_threads_and_streams(searches, cudnn):
     cudnn.benchmark = searches
-    cases = [without_kinks(BLOCK, BLOCK.case(torch.bfloat16, "cuda", seed=k)) for k in range(4)]
+    cases = [without_kinks(BLOCK, case_of(BLOCK, torch.bfloat16, seed=k)) for k in range(4)]
     want = [run(BLOCK.call, case) for case in cases]
     torch.cuda.synchronize()
 
@@ -109,7 +124,7 @@ def test_threads_and_streams(searches, cudnn):
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_misaligned_tensors(last):
     """Slices of larger buffers, which start at any element."""
-    case = without_kinks(BLOCK, BLOCK.case(torch.bfloat16, "cuda", last=last))
+    case = without_kinks(BLOCK, case_of(BLOCK, torch.bfloat16, last=last))
     want = run(BLOCK.call, case)
 
     def shifted(t):
@@ -118,7 +133,7 @@ def test_misaligned_tensors(last):
 
     for which in itertools.product([False, True], repeat=3):
         args = [shifted(t) if move else t for t, move in zip(case.inputs, which)]
-        assert_near(run(BLOCK.call, Case(*args, shifted(case.g))), want, 2e-2)
+        assert_near(run(BLOCK.call, Case(args, shifted(case.g))), want, 2e-2)
 
 
 # --- the guard ----------------------------------------------------------------------------------
@@ -161,9 +176,9 @@ LESS_EXACT = "(not cuDNN's fused form: less exact than eager)"
 @pytest.mark.parametrize("tf32", [True, False])
 def test_an_inexact_form_is_refused_for_good(tf32, bias, cudnn):
     cudnn.allow_tf32 = tf32
-    refused = Conv(batch=5, channels=96, out=40, size=(12, 13), padding=(1, 1))
-    accepted = Conv(batch=6, channels=96, out=40, size=(12, 13), padding=(1, 1))
-    case = refused.case(torch.float32, "cuda", bias=bias)
+    refused = conv(batch=5, channels=96, out=40, size=(12, 13), padding=(1, 1))
+    accepted = conv(batch=6, channels=96, out=40, size=(12, 13), padding=(1, 1))
+    case = case_of(refused, torch.float32, bias=bias)
     with in_place_of_cudnns(times_as_inexact(1.3)):
         path = path_of(lambda: refused.call(*case.inputs))
     assert path == f"{LESS_EXACT} + {OWN if bias else ATEN}"
@@ -171,25 +186,25 @@ def test_an_inexact_form_is_refused_for_good(tf32, bias, cudnn):
     assert path_of(lambda: refused.call(*case.inputs)) == path
     assert_near([refused.call(*case.inputs)], [refused.eager(*case.inputs)], 1e-2)
     with in_place_of_cudnns(times_as_inexact(1)):
-        case = accepted.case(torch.float32, "cuda", bias=bias)
+        case = case_of(accepted, torch.float32, bias=bias)
         assert path_of(lambda: accepted.call(*case.inputs)) == FUSED
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_one_bit_less_is_refused(last, dtype):
-    conv = Conv(batch=7, channels=64, out=48, size=(14, 10), padding=(1, 1))
-    case = conv.case(dtype, "cuda", last=last)
+    op = conv(batch=7, channels=64, out=48, size=(14, 10), padding=(1, 1))
+    case = case_of(op, dtype, last=last)
     with in_place_of_cudnns(six_bits):
-        assert path_of(lambda: conv.call(*case.inputs)).startswith(LESS_EXACT)
+        assert path_of(lambda: op.call(*case.inputs)).startswith(LESS_EXACT)
 
 
 def test_a_form_that_is_wrong_for_few_outputs_is_refused():
     """With 8 of them in each trial, several seeds are pooled."""
-    conv = Conv(batch=1, channels=64, out=8, size=(3, 3))
-    case = conv.case(torch.bfloat16, "cuda")
+    op = conv(batch=1, channels=64, out=8, size=(3, 3))
+    case = case_of(op, torch.bfloat16)
     with in_place_of_cudnns(six_bits):
-        assert path_of(lambda: conv.call(*case.inputs)).startswith(LESS_EXACT)
+        assert path_of(lambda: op.call(*case.inputs)).startswith(LESS_EXACT)
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -197,25 +212,25 @@ def test_a_form_that_is_wrong_for_few_outputs_is_refused():
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 def test_ordinary_convolutions_pass(dtype, last, tf32, cudnn):
     cudnn.allow_tf32 = tf32
-    for conv in (
-        Conv(batch=8, channels=64, out=64, size=(28, 28), padding=(1, 1)),
-        Conv(batch=8, channels=64, out=256, size=(14, 14), kernel=(1, 1)),
-        Conv(batch=8, channels=64, out=128, size=(28, 28), stride=(2, 2), padding=(1, 1)),
-        Conv(batch=8, channels=64, out=64, size=(14, 14), dilation=(2, 2), padding=(2, 2)),
-        Conv(batch=2, channels=8, out=8, size=(5, 5), kernel=(2, 2), padding=(3, 3)),
+    for op in (
+        conv(batch=8, channels=64, out=64, size=(28, 28), padding=(1, 1)),
+        conv(batch=8, channels=64, out=256, size=(14, 14), kernel=(1, 1)),
+        conv(batch=8, channels=64, out=128, size=(28, 28), stride=(2, 2), padding=(1, 1)),
+        conv(batch=8, channels=64, out=64, size=(14, 14), dilation=(2, 2), padding=(2, 2)),
+        conv(batch=2, channels=8, out=8, size=(5, 5), kernel=(2, 2), padding=(3, 3)),
     ):
-        case = conv.case(dtype, "cuda", last=last)
-        path = path_of(lambda c=conv, a=case: c.call(*a.inputs))
+        case = case_of(op, dtype, last=last)
+        path = path_of(lambda c=op, a=case: c.call(*a.inputs))
         print(path)
         refused = any(reason in path for reason in ("less exact", "wrong result", "fails"))
-        assert not refused, f"{conv}: {path}"
+        assert not refused, path
 
 
-def relative_error(result, conv, case):
+def relative_error(result, op, case):
     """The root mean square of e / (Σ|aₖbₖ| + |bias|)."""
     wide = in_double(case).inputs
-    scale = conv.z(*(t.abs() for t in wide))
-    return math.sqrt(float(((result.double() - conv.eager(*wide)) / scale).square().mean()))
+    scale = op.product(*(t.abs() for t in wide))
+    return math.sqrt(float(((result.double() - op.eager(*wide)) / scale).square().mean()))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -225,38 +240,38 @@ def test_whatever_runs_is_as_exact_as_eager(dtype, last, deterministic, cudnn):
     """Depthwise convolutions of ATen add the bias before they round, which our kernel cannot."""
     cudnn.deterministic = deterministic
     for groups in (1, 4, 64):
-        conv = Conv(batch=9, channels=64, out=64, size=(15, 15), padding=(1, 1), groups=groups)
-        case = conv.case(dtype, "cuda", last=last)
-        path = path_of(lambda c=conv, a=case: c.call(*a.inputs))
-        ours, eager = (relative_error(f(*case.inputs), conv, case) for f in (conv.call, conv.eager))
+        op = conv(batch=9, channels=64, out=64, size=(15, 15), padding=(1, 1), groups=groups)
+        case = case_of(op, dtype, last=last)
+        path = path_of(lambda c=op, a=case: c.call(*a.inputs))
+        ours, eager = (relative_error(f(*case.inputs), op, case) for f in (op.call, op.eager))
         print(groups, path, ours / eager)
         assert ours <= 1.2 * eager, f"{groups} groups: {path}"
 
 
 def test_the_trial_leaves_the_random_state_alone():
-    conv = Conv(batch=3, channels=48, out=32, size=(9, 10), padding=(1, 1))
-    case = conv.case(torch.bfloat16, "cuda")
+    op = conv(batch=3, channels=48, out=32, size=(9, 10), padding=(1, 1))
+    case = case_of(op, torch.bfloat16)
     before = torch.cuda.get_rng_state()
-    conv.call(*case.inputs)
+    op.call(*case.inputs)
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_without_memory_for_the_trial_it_is_tried_later():
-    conv = Conv(batch=16, channels=64, out=64, size=(128, 128), kernel=(1, 1))
-    case = conv.case(torch.bfloat16, "cuda", last="xw")  # 32 MiB, and as many of the result
-    conv.eager(*case.inputs)
+    op = conv(batch=16, channels=64, out=64, size=(128, 128), kernel=(1, 1))
+    case = case_of(op, torch.bfloat16, last="xw")  # 32 MiB, and as many of the result
+    op.eager(*case.inputs)
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 95e6) / total)
     try:
-        path = path_of(lambda: conv.call(*case.inputs))
+        path = path_of(lambda: op.call(*case.inputs))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert path.startswith("(not cuDNN's fused form: no memory to try it)")
-    assert path_of(lambda: conv.call(*case.inputs)) == path  # not at once
+    assert path_of(lambda: op.call(*case.inputs)) == path  # not at once
     for _ in range(64):
-        conv.call(*case.inputs)
-    assert "no memory" not in path_of(lambda: conv.call(*case.inputs))
+        op.call(*case.inputs)
+    assert "no memory" not in path_of(lambda: op.call(*case.inputs))
 
 
 # --- numerics -----------------------------------------------------------------------------------
@@ -270,14 +285,14 @@ def errors(results, truth):
 @needs_tf32
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_tf32_switch_is_obeyed_in_both_directions(last, cudnn):
-    conv = Conv(batch=16, channels=128, out=128, size=(28, 28), padding=(1, 1))
-    case = conv.case(torch.float32, "cuda", last=last)
-    z = conv.z(*in_double(case).inputs)
+    op = conv(batch=16, channels=128, out=128, size=(28, 28), padding=(1, 1))
+    case = case_of(op, torch.float32, last=last)
+    z = op.product(*in_double(case).inputs)
     case.g = case.g.masked_fill(z.abs() < 1e-2, 0)  # ReLU's sign is not the topic
-    truth = run(conv.eager, in_double(case))
+    truth = run(op.eager, in_double(case))
     for on in (False, True, False):
         cudnn.allow_tf32 = on
-        ours, eager = errors(run(conv.call, case), truth), errors(run(conv.eager, case), truth)
+        ours, eager = errors(run(op.call, case), truth), errors(run(op.eager, case), truth)
         print(on, ours, eager)
         for k in range(3):
             if on:
@@ -291,14 +306,14 @@ def test_tf32_switch_is_obeyed_in_both_directions(last, cudnn):
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_deterministic_mode_and_our_kernels_round_as_eager(last, dtype, own_way):
     """Bit for bit eager's result, which adds and rectifies in two steps; and the same each time."""
-    for conv in (BLOCK, Conv(channels=3, out=5, size=(9, 7)), Conv(channels=8, out=8)):
-        case = conv.case(dtype, "cuda", last=last)
-        want = F.relu(conv.z(case.x, case.w) + case.b.view(-1, 1, 1))
-        assert OWN in path_of(lambda c=conv, a=case: c.call(*a.inputs))
-        assert torch.equal(conv.call(*case.inputs), want)
-        first = run(conv.call, case)
+    for op in (BLOCK, conv(channels=3, out=5, size=(9, 7)), conv(channels=8, out=8)):
+        case = case_of(op, dtype, last=last)
+        want = F.relu(op.product(case.x, case.w) + case.b.view(-1, 1, 1))
+        assert OWN in path_of(lambda c=op, a=case: c.call(*a.inputs))
+        assert torch.equal(op.call(*case.inputs), want)
+        first = run(op.call, case)
         for _ in range(5):
-            assert all(torch.equal(a, b) for a, b in zip(run(conv.call, case), first))
+            assert all(torch.equal(a, b) for a, b in zip(run(op.call, case), first))
 
 
 PLANES = [(1, 1, 1, 1), (2, 3, 1, 5), (3, 64, 7, 7), (5, 17, 31, 33), (1, 2, 600, 640)]
@@ -357,37 +372,37 @@ def test_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_cuda_graph(last, tried_before):
     """No trial within a capture: the way that needs none is taken there."""
-    conv = Conv(batch=4, channels=16, out=24 + 8 * tried_before, size=(10, 12), padding=(1, 1))
-    other = Conv(batch=2, channels=16, out=16, size=(10, 12), padding=(1, 1))  # loads the libraries
-    case = without_kinks(conv, conv.case(torch.float32, "cuda", last=last))
+    op = conv(batch=4, channels=16, out=24 + 8 * tried_before, size=(10, 12), padding=(1, 1))
+    other = conv(batch=2, channels=16, out=16, size=(10, 12), padding=(1, 1))  # loads the libraries
+    case = without_kinks(op, case_of(op, torch.float32, last=last))
     leaves = [t.detach().requires_grad_() for t in case.inputs]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            run(other.call, other.case(torch.float32, "cuda", last=last))
+            run(other.call, case_of(other, torch.float32, last=last))
             if tried_before:
-                run(conv.call, case)
+                run(op.call, case)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with tfl.explain() as report, torch.cuda.graph(graph):
-        y = conv.call(*leaves)
+        y = op.call(*leaves)
         grads = torch.autograd.grad(y, leaves, case.g)
     assert tried_before or "not tried before the capture" in report.calls[0].path
-    fresh = without_kinks(conv, conv.case(torch.float32, "cuda", last=last, seed=1))
+    fresh = without_kinks(op, case_of(op, torch.float32, last=last, seed=1))
     with torch.no_grad():
         for leaf, new in zip(leaves, fresh.inputs, strict=True):
             leaf.copy_(new)
         case.g.copy_(fresh.g)
     graph.replay()
-    assert_near([y, *grads], run(conv.call, fresh), 1e-3)
+    assert_near([y, *grads], run(op.call, fresh), 1e-3)
 
 
 def test_policies_agree():
-    case = without_kinks(BLOCK, BLOCK.case(torch.float32, "cuda", last="xw"))
+    case = without_kinks(BLOCK, case_of(BLOCK, torch.float32, last="xw"))
     results = []
-    for name in ("auto", "cublaslt", "eager"):
-        with policy(name):
-            results.append(run(BLOCK.call, Case(case.x, case.w, case.b, case.g)))
+    for name in POLICIES:
+        with tfl.set_policy(name):
+            results.append(run(BLOCK.call, case))
     for other in results[1:]:
         assert_near(results[0], other, 1e-3)

@@ -8,31 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import (
-    GELU_ERF,
-    GELU_TANH,
-    LINEAR,
-    OPS,
-    RELU,
-    Case,
-    assert_bits,
-    encode_mask,
-    op_param,
-    policy,
-    preactivation,
-    random_case,
-    run,
-)
+from numerics import assert_bits, in_double, run
+from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
+from steps import encode_mask
 
+import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
-policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
 HALF_SECOND = 1_000_000_000  # cycles, at the 1 to 2 GHz of a GPU
 
 
 def bf16_case(t=129, i=64, o=257, seed=0, bias=True) -> Case:
-    return random_case(t, i, o, torch.bfloat16, "cuda", bias, seed)
+    return LINEAR.case(t, i, o, torch.bfloat16, "cuda", bias, seed)
 
 
 # --- streams and graphs -------------------------------------------------------------------------
@@ -40,10 +28,10 @@ def bf16_case(t=129, i=64, o=257, seed=0, bias=True) -> Case:
 
 @op_param
 @policy_param
-def test_everything_runs_on_the_current_stream(policy_name, op):
+def test_everything_runs_on_the_current_stream(policy, op):
     """The default stream is kept busy: work launched there would not be done in time, and work
     that reads its input too early would see NaN."""
-    with policy(policy_name):
+    with tfl.set_policy(policy):
         case = bf16_case()
         want = run(op.call, case)
         torch.cuda.synchronize()
@@ -57,7 +45,7 @@ def test_everything_runs_on_the_current_stream(policy_name, op):
         with torch.cuda.stream(side):
             torch.cuda._sleep(HALF_SECOND // 10)
             late.copy_(case.x)
-            got = run(op.call, Case(late, case.w, case.b, case.g))
+            got = run(op.call, Case.of(late, case.w, case.b, case.g))
         side.synchronize()
         assert not busy.query(), "something waited for the default stream"
         with torch.cuda.stream(side):
@@ -91,10 +79,10 @@ def warm_up(op, case):
 @op_param
 @policy_param
 @pytest.mark.parametrize("known", [True, False], ids=["seen before", "first met in capture"])
-def test_cuda_graph_of_forward_and_backward(known, policy_name, op):
+def test_cuda_graph_of_forward_and_backward(known, policy, op):
     """Replayed on new data: what is computed, and not what was computed at capture."""
-    with policy(policy_name):
-        case = bf16_case(*((128, 64, 264) if known else (96 + 8 * len(policy_name), 72, 520)))
+    with tfl.set_policy(policy):
+        case = bf16_case(*((128, 64, 264) if known else (96 + 8 * len(policy), 72, 520)))
         warm_up(op, case if known else bf16_case())
         graph, leaves, g, results = capture(op, case)
         for seed in (1, 2):
@@ -129,9 +117,9 @@ def test_two_graphs_of_which_one_goes():
 
 @op_param
 @policy_param
-def test_no_host_synchronisation(policy_name, op):
-    with policy(policy_name):
-        cases = [bf16_case(), bf16_case(5, 7, 9), random_case(33, 8, 16, torch.float32, "cuda")]
+def test_no_host_synchronisation(policy, op):
+    with tfl.set_policy(policy):
+        cases = [bf16_case(), bf16_case(5, 7, 9), LINEAR.case(33, 8, 16, torch.float32, "cuda")]
         for case in cases:
             run(op.call, case)  # choosing how to do a new shape may take its time
         torch.cuda.set_sync_debug_mode("error")
@@ -145,9 +133,9 @@ def test_no_host_synchronisation(policy_name, op):
 
 
 @policy_param
-def test_eight_threads_with_other_shapes_equal_serial_bits(policy_name):
+def test_eight_threads_with_other_shapes_equal_serial_bits(policy):
     """One cache of algorithms, one handle and one workspace per thread or none shared."""
-    with policy(policy_name):
+    with tfl.set_policy(policy):
         shapes = [(t, i, o) for t, i, o in itertools.product((3, 64, 129), (8, 96), (7, 128, 264))]
         jobs = [(op, bf16_case(*s)) for s in shapes for op in OPS]
         want = [run(op.call, case) for op, case in jobs]
@@ -170,7 +158,7 @@ def test_eight_threads_with_other_shapes_equal_serial_bits(policy_name):
 def test_device_of_the_tensors_and_not_the_current_one(op):
     case = bf16_case()
     want = run(op.call, case)
-    there = Case(*(t.to("cuda:1") for t in (case.x, case.w, case.b, case.g)))
+    there = case.map(lambda t: t.to("cuda:1"))
     assert torch.cuda.current_device() == 0
     got = run(op.call, there)
     assert all(t.device == torch.device("cuda:1") for t in got)
@@ -189,7 +177,7 @@ def blocks(size):
 
 @op_param
 @policy_param
-def test_memory_held_after_a_forward(policy_name, op):
+def test_memory_held_after_a_forward(policy, op):
     """Inference leaves the output and nothing else; training what the backward needs."""
     case = bf16_case(4096, 256, 512)
     output = blocks(4096 * 512 * 2)
@@ -202,7 +190,7 @@ def test_memory_held_after_a_forward(policy_name, op):
         del y
         return after - before
 
-    with policy(policy_name):
+    with tfl.set_policy(policy):
         run(op.call, case)  # handles and workspaces that stay come once
         time.sleep(0.1)  # the engine's thread lets go of its last task a moment after the call
         with torch.no_grad():
@@ -210,7 +198,7 @@ def test_memory_held_after_a_forward(policy_name, op):
         w = case.w.clone().requires_grad_()
         saved = {
             "none": 0,
-            "relu": blocks(4096 * 512 // 8) if policy_name == "cublaslt" else 0,
+            "relu": blocks(4096 * 512 // 8) if policy == "cublaslt" else 0,
         }.get(op.activation, output)
         assert held(case.x, w, case.b) <= output + saved
 
@@ -227,8 +215,8 @@ def test_buffers_are_not_overrun(op, o):
     name = {RELU: "relu", GELU_TANH: "gelu_tanh", GELU_ERF: "gelu_erf"}[op]
     aux, options = torch.ops.fused._linear_aux, {"activation": name}
     width = (o + 127) // 128 * 16 if op is RELU else 2 * ((o + 7) // 8 * 8)
-    for policy_name in ("auto", "cublaslt"):
-        with policy(policy_name):
+    for policy in ("auto", "cublaslt"):
+        with tfl.set_policy(policy):
             aux(*case.inputs, **options)  # so that no workspace is made later
         torch.cuda.empty_cache()
         rooms = [
@@ -237,14 +225,14 @@ def test_buffers_are_not_overrun(op, o):
             for _ in range(32)
         ]
         guards, rooms = rooms[::2], None
-        with policy(policy_name):
+        with tfl.set_policy(policy):
             kept = [aux(*case.inputs, **options) for _ in range(8)]
         assert all(bool((g == CANARY).all()) for g in guards), "a neighbour was written to"
         for y, saved in kept:
             assert torch.equal(y, kept[0][0]) and torch.equal(saved, kept[0][1])
             if op is RELU:
-                far = preactivation(case).abs() > 1e-2
-                bits, zero = encode_mask(preactivation(case) >= 0), torch.zeros_like(saved)
+                z, zero = LINEAR.eager(*in_double(case).inputs), torch.zeros_like(saved)
+                far, bits = z.abs() > 1e-2, encode_mask(z >= 0)
                 known = encode_mask(far)
                 assert torch.equal(saved & known, bits & known)
                 pads = ~encode_mask(torch.ones_like(far))
@@ -281,7 +269,7 @@ def test_inference_is_one_kernel(op, count):
     """Fused means fused: bias and activation happen in the product's kernel. erf, which cuBLASLt
     has not, takes one more."""
     case = bf16_case(4096, 512, 1024)
-    with policy("cublaslt"), torch.no_grad():
+    with tfl.set_policy("cublaslt"), torch.no_grad():
         names = kernels(lambda: op.call(*case.inputs))
     assert len(names) == count, names
 
@@ -336,7 +324,7 @@ def test_unwanted_gradients_launch_nothing(op):
 @pytest.mark.parametrize("op", OPS, ids=repr)
 def test_a_column_major_gradient(op):
     """A contiguous copy of it has the size of the results: it must live as long as it is read."""
-    case = random_case(1024, 1024, 1024, torch.bfloat16, "cuda")
+    case = LINEAR.case(1024, 1024, 1024, torch.bfloat16, "cuda")
     leaves = [t.detach().requires_grad_() for t in case.inputs]
     y = op.call(*leaves)
     for _ in range(3):

@@ -7,27 +7,19 @@ import sys
 import pytest
 import torch
 from fresh_process import LET_GO
-from helpers import (
-    GELU_TANH,
-    LINEAR,
-    OPS,
-    RELU,
-    Case,
-    assert_contract,
-    assert_exact,
-    exact_case,
-    op_param,
-    policy,
-    preactivation,
-    random_case,
-    reference,
-    run,
-)
+from numerics import assert_contract, assert_exact, in_double, run
+from operators import GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32
+
+import torch_fused_linear as tfl
 
 fused = torch.ops.fused
 pytestmark = pytest.mark.cuda
-policy_param = pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
+
+
+def leave_out_near_zero(case, least=1e-2):
+    """ReLU's sign is not the topic."""
+    case.g = case.g.masked_fill(LINEAR.eager(*in_double(case).inputs).abs() < least, 0)
 
 
 @pytest.fixture
@@ -45,12 +37,12 @@ def tf32():
 @needs_tf32
 @op_param
 @policy_param
-def test_tf32_switch_is_obeyed_in_both_directions(policy_name, op, tf32):
+def test_tf32_switch_is_obeyed_in_both_directions(policy, op, tf32):
     """Forward and backward, on and off and on again (an algorithm kept under a key without the
     switch would stay)."""
-    case = random_case(512, 1024, 768, torch.float32, "cuda")
-    case.g = case.g.masked_fill(preactivation(case).abs() < 1e-2, 0)  # ReLU's sign is not the topic
-    with policy(policy_name):
+    case = LINEAR.case(512, 1024, 768, torch.float32, "cuda")
+    leave_out_near_zero(case)
+    with tfl.set_policy(policy):
         for on in (False, True, False, True):
             tf32(on)
             for name, error in errors(op, case).items():
@@ -63,15 +55,15 @@ def test_tf32_switch_is_obeyed_in_both_directions(policy_name, op, tf32):
 @needs_tf32
 @op_param
 def test_backward_follows_the_switch_as_it_is_then(op, tf32):
-    case = random_case(512, 1024, 768, torch.float32, "cuda")
-    case.g = case.g.masked_fill(preactivation(case).abs() < 1e-2, 0)
+    case = LINEAR.case(512, 1024, 768, torch.float32, "cuda")
+    leave_out_near_zero(case)
     leaves = [t.clone().requires_grad_() for t in case.inputs]
     tf32(True)
     y = op.call(*leaves)
     tf32(False)
     grads = torch.autograd.grad(y, leaves, case.g)
     if op.activation in ("none", "relu"):  # GELU's slope was rounded in the forward
-        for got, want in zip(grads, reference(op, case)[1:], strict=True):
+        for got, want in zip(grads, run(op.eager, in_double(case))[1:], strict=True):
             assert float((got.double() - want).abs().mean() / want.abs().mean()) < FLOAT32_LEVEL
 
 
@@ -82,7 +74,9 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from helpers import LINEAR, random_case
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors
-case = random_case(512, 1024, 768, torch.float32, "cuda")
+
+import torch_fused_linear as tfl
+case = LINEAR.case(512, 1024, 768, torch.float32, "cuda")
 for mode in ("ieee", "tf32", "ieee"):
     torch.backends.cuda.matmul.fp32_precision = mode
     for name, error in errors(LINEAR, case).items():
@@ -113,7 +107,7 @@ def test_fp32_precision_is_the_same_switch():
 
 @policy_param
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reduced_precision_reduction_switch(policy_name, dtype):
+def test_reduced_precision_reduction_switch(policy, dtype):
     """Switched off, partial sums of a split product may not pass through 16 bits: the first half
     of each sum overflows fp16, and in bf16 it would lose its ones."""
     name = f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}_reduced_precision_reduction"
@@ -123,9 +117,9 @@ def test_reduced_precision_reduction_switch(policy_name, dtype):
     w = torch.full((24, k), 8.0, dtype=dtype, device="cuda")
     w[:, k // 2 :] = -8.0
     w[:, 0] = 11.0  # the sum is 3
-    tall = Case(w.t().contiguous(), torch.ones(16, 24).to(w), None, torch.ones(k, 16).to(w))
+    tall = Case.of(w.t().contiguous(), torch.ones(16, 24).to(w), None, torch.ones(k, 16).to(w))
     try:
-        with policy(policy_name):
+        with tfl.set_policy(policy):
             setattr(matmul, name, False)
             for op in (LINEAR, RELU):
                 assert torch.equal(op.call(x, w), torch.full_like(op.call(x, w), 3.0))
@@ -139,12 +133,12 @@ def test_reduced_precision_reduction_switch(policy_name, dtype):
 
 @op_param
 @policy_param
-def test_fifty_repeats_give_the_same_bits(policy_name, op):
+def test_fifty_repeats_give_the_same_bits(policy, op):
     """With other shapes in between, and in memory that held other things (atomics in a bias
     gradient, or an uninitialised workspace, would show here)."""
-    with policy(policy_name):
-        case = random_case(1000, 256, 385, torch.bfloat16, "cuda")
-        other = random_case(77, 64, 129, torch.bfloat16, "cuda")
+    with tfl.set_policy(policy):
+        case = LINEAR.case(1000, 256, 385, torch.bfloat16, "cuda")
+        other = LINEAR.case(77, 64, 129, torch.bfloat16, "cuda")
         want = run(op.call, case)
         for k in range(50):
             junk = torch.full((1 << 18,), float(k), device="cuda")
@@ -158,13 +152,15 @@ DETERMINISTIC = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from helpers import OPS, policy, random_case, run
+from numerics import run
+from operators import LINEAR, OPS
+from torch_fused_linear import set_policy
 torch.use_deterministic_algorithms(True)
 for name in ("auto", "cublaslt", "eager"):
     for op in OPS:
         for dtype in (torch.float32, torch.bfloat16):
-            case = random_case(1000, 64, 129, dtype, "cuda")
-            with policy(name):
+            case = LINEAR.case(1000, 64, 129, dtype, "cuda")
+            with set_policy(name):
                 first = run(op.call, case)
                 for _ in range(5):
                     assert all(torch.equal(a, b) for a, b in zip(run(op.call, case), first))
@@ -180,9 +176,9 @@ def test_deterministic_algorithms_and_two_processes_agree():
     assert first == second
 
 
-@pytest.mark.parametrize("policy_name", ["auto", "cublaslt"])
+@pytest.mark.parametrize("policy", ["auto", "cublaslt"])
 @pytest.mark.parametrize("widths", [(165, 126), (433, 478), (465, 486)], ids=str)
-def test_nothing_is_rounded_before_the_bias_unless_by_eager(policy_name, widths):
+def test_nothing_is_rounded_before_the_bias_unless_by_eager(policy, widths):
     """At odd sizes the library has algorithms that do; eager takes them for some numbers of tokens,
     and for no strided bias."""
 
@@ -200,7 +196,7 @@ def test_nothing_is_rounded_before_the_bias_unless_by_eager(policy_name, widths)
         for bias in (b[:out].clone(), b[::2]):
             exact = torch.nn.functional.linear(x.double(), w.double(), bias.double()).relu()
             eager = torch.nn.functional.linear(x, w, bias).relu()
-            with policy(policy_name):
+            with tfl.set_policy(policy):
                 for ours in (
                     fused.linear_relu(x, w, bias),
                     fused._linear_aux(x, w, bias, "relu")[0],
@@ -209,17 +205,17 @@ def test_nothing_is_rounded_before_the_bias_unless_by_eager(policy_name, widths)
 
 
 @policy_param
-def test_many_tokens_and_few_features(policy_name):
+def test_many_tokens_and_few_features(policy):
     """655360 x 10 x 10: sizes at which cuBLASLt's bias epilogues have failed to launch."""
-    with policy(policy_name):
-        case = exact_case(655360, 10, 10, torch.float32, "cuda")
+    with tfl.set_policy(policy):
+        case = LINEAR.exact_case(655360, 10, 10, torch.float32, "cuda")
         for op in (LINEAR, RELU):
             assert_exact(op, case, "655360x10->10")
         for dtype in (torch.bfloat16, torch.float16):
-            case = random_case(655360, 10, 10, dtype, "cuda")
-            case.g = case.g.masked_fill(preactivation(case).abs() < 1e-1, 0)
+            case = LINEAR.case(655360, 10, 10, dtype, "cuda")
+            leave_out_near_zero(case, 1e-1)
             for op in OPS:
-                assert_contract(op, [("655360x10->10", case)])
+                assert_contract([(op, "655360x10->10", case)])
 
 
 @pytest.mark.parametrize("op", [RELU, GELU_TANH], ids=repr)
@@ -228,7 +224,7 @@ def test_more_elements_than_32_bits_count(op):
     t, i, o = (1 << 22) + 7, 8, 513
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB of free GPU memory")
-    small = random_case(1024, i, o, torch.bfloat16, "cuda")
+    small = LINEAR.case(1024, i, o, torch.bfloat16, "cuda")
     repeats = -(-t // 1024)
     x = small.x.repeat(repeats, 1)[:t].requires_grad_()
     w, b = small.w.clone().requires_grad_(), small.b.clone().requires_grad_()

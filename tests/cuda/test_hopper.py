@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import encode_mask
 from plan_files import run_forced
+from steps import encode_mask
 from two_layers import (
     ACTIVATIONS,
     Block,
@@ -115,6 +115,42 @@ def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
             got, paths = forced(block.inference, tmp_path, order)
             assert paths == [KERNEL]
             assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+def with_weights_by_columns(block):
+    """Its weights as Hugging Face's Conv1D stores them, [in, out]."""
+    block.weights = [w.detach().t().contiguous().t().requires_grad_() for w in block.weights]
+    return block
+
+
+def assert_laid_out_as_leaves(block, grads):
+    for leaf, grad in zip(block.leaves, grads, strict=True):
+        assert grad.stride() == leaf.stride()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_layers_whose_weights_lie_by_columns(activation, dtype, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES[2:]:
+            block = with_weights_by_columns(Block(*sizes, dtype, activation))
+            got, paths = forced(block.step, tmp_path, order)
+            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
+            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+            assert_laid_out_as_leaves(block, got[1:])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+def test_gated_blocks_whose_weights_lie_by_columns(form, activation, dtype, tmp_path):
+    for order in range(ORDERS):
+        for sizes in SIZES[2:]:
+            block = with_weights_by_columns(GatedBlock(*sizes, dtype, activation, form))
+            got, paths = forced(block.step, tmp_path, order)
+            assert paths.count(KERNEL) == (2 if sizes[0] >= LEAST_TOKENS else 1), paths
+            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+            assert_laid_out_as_leaves(block, got[1:])
 
 
 def of_bits(block):

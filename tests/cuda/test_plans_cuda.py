@@ -7,17 +7,9 @@ import threading
 import cpp_programs
 import pytest
 import torch
-from helpers import (
-    GELU_ERF,
-    GELU_TANH,
-    LINEAR,
-    OPS,
-    RELU,
-    assert_contract,
-    policy,
-    random_case,
-)
-from plan_files import HEAD, file_text, measuring, run_step  # noqa: F401
+from numerics import assert_contract
+from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
+from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401
 from stacks import assert_same
 
 import torch_fused_linear as tfl
@@ -44,8 +36,7 @@ def network(*widths, dtype=torch.bfloat16, layer=tfl.FusedLinearGELU):
 def test_results_keep_the_contract(op, dtype):
     sizes = [(64, 64, 64), (300, 128, 256), (33, 65, 129), (1, 64, 8), (2048, 96, 200), (5, 7, 1)]
     for _ in range(2):  # measured, then known
-        cases = (((t, i, o), random_case(t, i, o, dtype, "cuda")) for t, i, o in sizes)
-        assert_contract(op, cases)
+        assert_contract((op, size, op.case(*size, dtype, "cuda")) for size in sizes)
     assert lines("measured")
 
 
@@ -60,9 +51,9 @@ def test_steps_across_layers(layer, dtype, name):
     def gradients():
         return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
 
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         want = gradients()
-    with policy(name):
+    with tfl.set_policy(name):
         measured, known = gradients(), gradients()
     assert_same(measured, want)
     assert all(torch.equal(a, b) for a, b in zip(measured, known)), "same plans, same bits"
@@ -70,7 +61,7 @@ def test_steps_across_layers(layer, dtype, name):
 
 
 def test_policy_cublaslt_keeps_to_the_library():
-    with policy("cublaslt"):
+    with tfl.set_policy("cublaslt"):
         network(64, 256, 64)(
             torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
         ).sum().backward()
@@ -85,26 +76,26 @@ def test_a_problem_is_measured_once(capfd):
     plans.verbose(1)
     try:
         for _ in range(3):
-            tfl.linear_relu(*random_case(128, 64, 96, torch.bfloat16, "cuda").inputs)
+            tfl.linear_relu(*LINEAR.case(128, 64, 96, torch.bfloat16, "cuda").inputs)
         said = capfd.readouterr().err
     finally:
         plans.verbose(0)
     assert said.count("fused: fprop relu bias bf16 128x64x96: ") == 1
     assert "candidates run" in said and "measured" in said
-    tfl.linear_relu(*random_case(256, 64, 96, torch.bfloat16, "cuda").inputs)
+    tfl.linear_relu(*LINEAR.case(256, 64, 96, torch.bfloat16, "cuda").inputs)
     assert capfd.readouterr().err == ""
     assert len(lines("measured")) == 2
 
 
 def test_token_counts_share_plans():
     for tokens in (1024, 513, 700, 1023, 999, 1000):
-        assert_contract(RELU, [(tokens, random_case(tokens, 64, 64, torch.float16, "cuda"))])
+        assert_contract([(RELU, tokens, LINEAR.case(tokens, 64, 64, torch.float16, "cuda"))])
     assert len(lines("measured")) == 3
     assert all("1024x" in line or "x1024x" in line for line in lines("measured"))
 
 
 def test_nothing_is_measured_without_a_budget_or_when_deterministic():
-    call = random_case(128, 64, 64, torch.bfloat16, "cuda").inputs
+    call = LINEAR.case(128, 64, 64, torch.bfloat16, "cuda").inputs
     with plans.budget(0):
         first = tfl.linear_gelu(*call)
     torch.use_deterministic_algorithms(True)
@@ -119,7 +110,7 @@ def test_nothing_is_measured_without_a_budget_or_when_deterministic():
 
 
 def test_deterministic_mode_does_not_take_what_was_timed():
-    call = random_case(512, 256, 256, torch.bfloat16, "cuda").inputs
+    call = LINEAR.case(512, 256, 256, torch.bfloat16, "cuda").inputs
     tfl.linear_relu(*call)
     torch.use_deterministic_algorithms(True)
     try:
@@ -130,7 +121,7 @@ def test_deterministic_mode_does_not_take_what_was_timed():
 
 
 def test_nothing_is_measured_while_capturing():
-    case = random_case(128, 64, 72, torch.bfloat16, "cuda")
+    case = LINEAR.case(128, 64, 72, torch.bfloat16, "cuda")
     torch.mm(case.x, case.w.t())  # cuBLAS's own workspace
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +152,7 @@ def test_warmup_before_a_capture():
     assert plans.show() == known
     graph.replay()
     torch.cuda.synchronize()
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         want = torch.autograd.grad(model(x).float().square().mean(), list(model.parameters()))
     assert_same(grads, want)
 
@@ -183,8 +174,8 @@ def in_a_thread(work):
 
 def test_a_capture_pins_nothing():
     """What a thread captures by its neighbour's plan, or by rule, it measures afterwards."""
-    cases = [random_case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
-    alone = random_case(384, 64, 72, torch.bfloat16, "cuda").inputs
+    cases = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    alone = LINEAR.case(384, 64, 72, torch.bfloat16, "cuda").inputs
     torch.mm(cases[0][0], cases[0][1].t())
     with plans.patience(3):
         tfl.linear_relu(*cases[0])
@@ -210,7 +201,7 @@ def test_a_capture_pins_nothing():
 
 
 def test_threads_agree():
-    case = random_case(640, 128, 192, torch.float16, "cuda")
+    case = LINEAR.case(640, 128, 192, torch.float16, "cuda")
     outputs, barrier = [None] * 6, threading.Barrier(6)
 
     def work(k):
@@ -231,7 +222,7 @@ def test_threads_agree():
 
 
 def test_measuring_leaves_no_trace():
-    case = random_case(4096, 512, 1024, torch.bfloat16, "cuda")
+    case = LINEAR.case(4096, 512, 1024, torch.bfloat16, "cuda")
 
     def step():
         torch.cuda.synchronize()
@@ -272,7 +263,7 @@ def test_the_order_of_the_stream_is_kept():
 
 
 def test_reports_show_the_call_and_not_the_trials():
-    case = random_case(256, 64, 64, torch.bfloat16, "cuda")
+    case = LINEAR.case(256, 64, 64, torch.bfloat16, "cuda")
     with tfl.explain() as first:
         tfl.linear_gelu(*case.inputs)
     with tfl.explain() as second:
@@ -307,36 +298,34 @@ def test_two_processes_with_one_file_have_the_same_bits(tmp_path):
     assert all(map(torch.equal, a, b)) and all(map(torch.equal, a, c))
 
 
-@pytest.mark.parametrize("head", [HEAD, "torch_fused_linear plans 1\ngpu GPU A\ncublaslt 1\n"])
-def test_a_foreign_files_plans_are_told_of_and_stay(head, tmp_path):
+def test_a_foreign_files_plans_are_told_of_and_stay(tmp_path):
     file = tmp_path / "plans"
-    file.write_text(file_text(head + "version 9.9\nsome_strategy 1 2\n"))
+    file.write_text(file_text(FOREIGN))
     with pytest.raises(ValueError, match="was made for GPU A, this is NVIDIA"):
         plans.load(file)
     out, err, _ = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
     assert err.count("was made for GPU A, this is NVIDIA") == 1 and "frame #" not in err
     assert "measured" in out
-    text = file.read_text()
-    assert "gpu GPU A\n" in text and "version 9.9\nsome_strategy 1 2\n" in text
+    assert FOREIGN in file.read_text().splitlines()
     assert plans.load(file) == out.count("measured")
     out, err, _ = run_step(tmp_path / "b", TORCH_FUSED_LINEAR_PLANS=str(file))
     assert "measured" not in out and err == ""
 
 
 def test_another_drivers_plans_do_not_apply(tmp_path):
-    tfl.linear_relu(*random_case(128, 64, 64, torch.bfloat16, "cuda").inputs)
+    tfl.linear_relu(*LINEAR.case(128, 64, 64, torch.bfloat16, "cuda").inputs)
     file = tmp_path / "plans"
     plans.save(file)
-    lines_of_file = file.read_text().splitlines()[:-1]
-    assert lines_of_file[3].startswith("driver ") and len(lines_of_file[3]) > len("driver ")
-    lines_of_file[3] = "driver 1"
-    file.write_text(file_text("\n".join([*lines_of_file, ""])))
+    fields = file.read_text().splitlines()[1].split("\t")
+    assert fields[2] not in ("", "1")
+    fields[2] = "1"
+    file.write_text(file_text("\t".join(fields)))
     with pytest.raises(ValueError, match="made with driver 1, this is "):
         plans.load(file)
 
 
 def test_save_clear_and_load(tmp_path):
-    call = random_case(128, 64, 64, torch.bfloat16, "cuda").inputs
+    call = LINEAR.case(128, 64, 64, torch.bfloat16, "cuda").inputs
     tfl.linear_relu(*call)
     before = plans.show()
     plans.save(tmp_path / "plans")
@@ -356,15 +345,16 @@ def test_save_clear_and_load(tmp_path):
 
 
 def test_an_algorithm_that_does_not_exist_is_not_run(tmp_path):
-    case = random_case(1024, 64, 64, torch.bfloat16, "cuda")
+    case = LINEAR.case(1024, 64, 64, torch.bfloat16, "cuda")
     tfl.linear_relu(*case.inputs)
     path = tmp_path / "plans"
     plans.save(path)
-    *head, plan, _ = path.read_text().splitlines()
+    _, line, _ = path.read_text().splitlines()
+    *origin, plan = line.split("\t")
     words = plan.split(" ")
     assert words[0] in ("epilogue", "bias+activation"), words
-    words[26:34] = ["123456789"] * 8  # cuBLASLt's description of the algorithm
-    path.write_text(file_text("\n".join([*head, " ".join(words), ""])))
+    words[ALGORITHM] = ["123456789"] * 8  # cuBLASLt's description of the algorithm
+    path.write_text(file_text("\t".join([*origin, " ".join(words)])))
     assert plans.load(path) == 1
     assert_same([tfl.linear_relu(*case.inputs)], [RELU.eager(*case.inputs)])
 
@@ -405,7 +395,7 @@ def test_too_little_memory_to_measure_is_survived(tmp_path):
 
 
 def test_a_neighbour_lends_its_plan_for_a_while():
-    call = [random_case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    call = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
     with plans.patience(5):
         tfl.linear_relu(*call[0])
         for _ in range(5):
@@ -420,12 +410,12 @@ def test_a_neighbour_lends_its_plan_for_a_while():
 def test_who_is_far_away_is_no_neighbour():
     with plans.patience(5):
         for tokens in (2048, 256):
-            tfl.linear_relu(*random_case(tokens, 64, 64, torch.bfloat16, "cuda").inputs)
+            tfl.linear_relu(*LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs)
     assert len(lines("measured")) == 2
 
 
 def test_deterministic_mode_borrows_nothing():
-    calls = [random_case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    calls = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
     with plans.patience(5):
         tfl.linear_relu(*calls[0])
         torch.use_deterministic_algorithms(True)
@@ -448,7 +438,7 @@ def test_an_unaligned_view_has_plans_of_its_own():
     for offset in (0, 1, 2):
         buffer = torch.randn(128 * 64 + offset, device="cuda", dtype=torch.bfloat16)
         x = buffer[offset:].view(128, 64)
-        _, w, b = random_case(1, 64, 64, torch.bfloat16, "cuda").inputs
+        _, w, b = LINEAR.case(1, 64, 64, torch.bfloat16, "cuda").inputs
         assert_same([GELU_TANH.call(x, w, b)], [GELU_TANH.eager(x, w, b)])
         assert_same([GELU_ERF.call(x, w, b)], [GELU_ERF.eager(x, w, b)])
         assert_same([LINEAR.call(x, w, b)], [LINEAR.eager(x, w, b)])
@@ -461,17 +451,17 @@ def test_a_bias_at_any_address(op, name):
     """For each the library's heuristic offers kernels that read two elements of it at a time."""
     for dtype in (torch.bfloat16, torch.float16):
         for offset in (1, 2, 3, 7):
-            x, w, _ = random_case(360, 48, 24, dtype, "cuda").inputs
+            x, w, _ = LINEAR.case(360, 48, 24, dtype, "cuda").inputs
             bias = torch.randn(24 + offset, device="cuda").to(dtype)[offset:]
-            with policy(name), plans.budget(200):
+            with tfl.set_policy(name), plans.budget(200):
                 assert_same([op.call(x, w, bias)], [op.eager(x, w, bias)])
 
 
 def test_another_threads_capture_survives():
     """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
     room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
-    case = random_case(384, 64, 96, torch.bfloat16, "cuda")
-    captured = random_case(8, 8, 8, torch.float32, "cuda")
+    case = LINEAR.case(384, 64, 96, torch.bfloat16, "cuda")
+    captured = LINEAR.case(8, 8, 8, torch.float32, "cuda")
     torch.mm(captured.x, captured.w.t())
     graph, begun, done, failures = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
     del room

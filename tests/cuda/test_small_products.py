@@ -18,8 +18,11 @@ from torch_fused_linear import plans
 
 pytestmark = pytest.mark.cuda
 
-HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BOTH_KINDS = DTYPES[:2]  # single multiplications, tensor cores
 KERNEL = "own small kernel"
+OF_ALL_LAYERS = KERNEL + " of all layers"
+OF_ALL_MEMBERS = KERNEL + " of all members"
 SIZES = [  # tokens, and the features of three layers
     (1, 64, 72, 64),
     (256, 64, 64, 64),
@@ -40,19 +43,26 @@ def built(cuda):
     plans.clear()
 
 
-def forced(step, folder):
-    """What step gives when all its products are done by our small kernels."""
-    products = ("fprop", "dgrad", "wgrad")
-    return run_forced(step, folder, "small", lambda plan: plan.what in products and not plan.mask)
+def forced(step, folder, chains="layers"):
+    """What step gives when all its products are done by our small kernels, layers in a chain one by
+    one, or in one launch."""
+
+    def takes(plan):
+        if plan.what == "chain":
+            return chains
+        return plan.what in ("fprop", "dgrad", "wgrad") and not plan.mask
+
+    return run_forced(step, folder, "small", takes)
 
 
-def assert_all_ours(paths, count, sums=0):
+def assert_all_ours(paths, count, sums=0, chains=0):
     """A row of a backward has a step for each product, and for each bias summed by itself."""
     steps = [step for path in paths for step in path.split(" + ")]
-    assert sorted(steps) == ["own column sum"] * sums + [KERNEL] * count
+    want = ["own column sum"] * sums + [KERNEL] * count + [OF_ALL_LAYERS] * chains
+    assert sorted(steps) == want
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
@@ -63,7 +73,7 @@ def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
         assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
     for sizes in SIZES:
@@ -76,7 +86,7 @@ def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_single_number(activation, tmp_path):
     """Where eager is exact by luck, ours need not be."""
-    for dtype in HALVES:
+    for dtype in DTYPES:
         block = Block(1, 1, 1, 1, dtype, activation)
         got, paths = forced(block.step, tmp_path)
         assert_all_ours(paths, 6)
@@ -86,9 +96,10 @@ def test_a_single_number(activation, tmp_path):
             assert ours <= 5.1 * theirs + 2 * unit
 
 
+@pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("gap, offset", list(itertools.product([0, 3, 8], [0, 1, 8])))
-def test_rows_of_any_length_at_any_address(gap, offset, tmp_path):
-    block = Block(130, 40, 24, 17, torch.bfloat16, "relu")
+def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
+    block = Block(130, 40, 24, 17, dtype, "relu")
     leaves = [block.x, *block.weights]
     for k, leaf in enumerate(leaves):
         rows, cols = leaf.shape
@@ -98,7 +109,7 @@ def test_rows_of_any_length_at_any_address(gap, offset, tmp_path):
     block.x, *block.weights = leaves
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6, sums=int(gap > 0))  # whose weight's gradient is a transpose
-    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+    assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -116,10 +127,11 @@ def test_operands_that_are_copied_first(activation, tmp_path):
     assert_same_bits_again(block.step, got)
 
 
+@pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
-    block = Block(100, 40, 24, 16, torch.bfloat16, activation)
+def test_what_is_not_finite_and_exact_zeros(activation, value, dtype, tmp_path):
+    block = Block(100, 40, 24, 16, dtype, activation)
     with torch.no_grad():
         block.x[3, 5] = block.weights[1][2, 1] = value
         block.x[7] = 0
@@ -128,28 +140,36 @@ def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
     assert_near_eagers(got, block)
 
 
-def test_same_bits_again_in_other_streams_and_captured(tmp_path):
-    block = Block(256, 64, 64, 64, torch.bfloat16, "gelu_tanh")
+@pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
+def test_same_bits_again_in_other_streams_and_captured(dtype, tmp_path):
+    block = Block(256, 64, 64, 64, dtype, "gelu_tanh")
     first, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6)
     assert_same_bits_again(block.step, first)
 
 
 class Deep:
-    """Three layers, all of them small, whose input changes in place."""
+    """Small layers, three if no other sizes are given, whose input changes in place."""
 
-    def __init__(self, count):
+    def __init__(self, count, dtype, tokens=256, sizes=(64, 64, 64, 64)):
         torch.manual_seed(0)
-        self.inputs = torch.randn(count, 256, 64, device="cuda").bfloat16()
+
+        def draw(*sizes):
+            return torch.randn(*sizes, device="cuda").to(dtype)
+
+        self.inputs = draw(count, tokens, sizes[0])
         self.x = self.inputs[0].clone().requires_grad_()
-        self.grad = torch.randn(256, 64, device="cuda").bfloat16()
-        self.weights = [torch.randn(64, 64, device="cuda").bfloat16() / 8 for _ in range(3)]
-        self.biases = [torch.randn(64, device="cuda").bfloat16() for _ in range(3)]
+        self.grad = draw(tokens, sizes[-1])
+        self.weights = [draw(o, i) / i**0.5 for i, o in itertools.pairwise(sizes)]
+        self.biases = [draw(size) for size in sizes[1:]]
         for tensor in (*self.weights, *self.biases):
             tensor.requires_grad_()
 
+    def network(self):
+        return tfl.mlp(self.x, self.weights, self.biases, activation="gelu_tanh")
+
     def step(self):
-        y = tfl.mlp(self.x, self.weights, self.biases, activation="gelu_tanh")
+        y = self.network()
         leaves = [self.x, *self.weights, *self.biases]
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad)]
 
@@ -190,10 +210,12 @@ def captured(step):
     return run
 
 
-def test_kernels_that_are_launched_early_read_what_was_just_written(tmp_path):
-    deep = Deep(40)
-    _, paths = forced(deep.step, tmp_path)
-    assert_all_ours(paths, 9)
+@pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
+@pytest.mark.parametrize("chains", ["layers", "small"])
+def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtype, tmp_path):
+    deep = Deep(40, dtype)
+    _, paths = forced(deep.step, tmp_path, chains)
+    assert_all_ours(paths, 6 + 3 * (chains == "layers"), chains=int(chains == "small"))
     want = deep.results_one_by_one()
     assert not torch.equal(want[0][0], want[1][0])
     for _ in range(5):
@@ -203,7 +225,7 @@ def test_kernels_that_are_launched_early_read_what_was_just_written(tmp_path):
 
 def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
     """Another stream's record keeps memory no longer, with this setting of the allocator's."""
-    deep = Deep(10)
+    deep = Deep(10, torch.float32)
     forced(deep.step, tmp_path)
     want = deep.results_one_by_one()
     settings = torch._C._accelerator_setAllocatorSettings
@@ -213,6 +235,92 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
         assert_all_equal(deep.results_of(run), want)
     finally:
         settings("graph_capture_record_stream_reuse:False")
+
+
+def bits(results):
+    return [t.contiguous().view(torch.uint8) for t in results]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_all_layers_in_one_launch_are_what_they_are_one_by_one(activation, dtype, bias, tmp_path):
+    for sizes in SIZES:
+        block = Block(*sizes, dtype, activation, bias)
+        one_by_one, paths = forced(block.step, tmp_path)
+        assert_all_ours(paths, 6)
+        in_one, paths = forced(block.step, tmp_path, chains="small")
+        assert_all_ours(paths, 4, chains=1)
+        assert all(torch.equal(a, b) for a, b in zip(bits(in_one), bits(one_by_one)))
+        assert_as_exact(in_one, block.plain(dtype), block.plain(torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(64, 17, 256, 256, 6), (1, 4, 64, 64, 64, 2), (512, 256, 256, 1)]
+)
+def test_networks_in_one_launch(sizes, dtype, tmp_path):
+    deep = Deep(4, dtype, sizes[0], sizes[1:])
+    with torch.no_grad():
+        outputs, paths = forced(lambda: [deep.network()], tmp_path, chains="small")
+    assert paths == [OF_ALL_LAYERS]
+    results, paths = forced(deep.step, tmp_path, chains="small")
+    assert_all_ours(paths, 2 * len(deep.weights), chains=1)
+    assert torch.equal(results[0], outputs[0])
+    assert_same_bits_again(deep.step, results)
+    one_by_one, _ = forced(deep.step, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(bits(results), bits(one_by_one)))
+
+
+def test_what_a_network_does_is_measured():
+    deep = Deep(1, torch.float32)
+    deep.step()
+    (line,) = [line for line in plans.show().splitlines() if line.startswith("chain")]
+    assert "256x64x64x64x64: " in line and "eager" in line
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_members_of_an_ensemble_share_launches(activation, dtype, shared, tmp_path):
+    torch.manual_seed(0)
+    for members, tokens, i, h, o in [
+        (2, 256, 64, 64, 64),
+        (10, 77, 23, 256, 1),
+        (3, 512, 9, 40, 7),
+    ]:
+
+        def draw(*sizes):
+            return torch.randn(sizes, device="cuda").to(dtype).requires_grad_()
+
+        x = draw(tokens, i) if shared else draw(members, tokens, i)
+        layers = [draw(members, h, i), draw(members, h), draw(members, o, h), draw(members, o)]
+        grad = draw(members, tokens, o).detach()
+
+        def network(x, w, b, v, c):
+            return tfl.mlp(x, [w, v], [b, c], activation=activation)
+
+        def step(x=x, layers=layers, grad=grad):
+            dims = (None if shared else 0, 0, 0, 0, 0)
+            y = torch.func.vmap(network, dims)(x, *layers)
+            return [y.detach(), *torch.autograd.grad(y, [x, *layers], grad)]
+
+        def of_torch(dtype, x=x, layers=layers, grad=grad):
+            x, w, b, v, c = (t.detach().to(dtype).requires_grad_() for t in (x, *layers))
+            hidden = torch.baddbmm(b[:, None], x.expand(len(w), -1, -1), w.mT)
+            y = torch.baddbmm(c[:, None], ACTIVATIONS[activation](hidden), v.mT)
+            return [y.detach(), *torch.autograd.grad(y, [x, w, b, v, c], grad.to(dtype))]
+
+        got, paths = forced(step, tmp_path)
+        ours = [path for path in paths if path]
+        assert ours == [OF_ALL_MEMBERS] * 3 + ["own one-pass kernel + " + OF_ALL_MEMBERS]
+        assert_as_exact(got, of_torch(dtype), of_torch(torch.float64))
+        assert_same_bits_again(step, got)
+
+
+def test_fp64_goes_another_way(tmp_path):
+    _, paths = forced(Block(256, 64, 64, 64, torch.float64, "relu").step, tmp_path)
+    assert not any(KERNEL in path for path in paths), paths
 
 
 def test_more_tokens_go_another_way(tmp_path):

@@ -5,7 +5,7 @@ import subprocess
 import cpp_programs
 import pytest
 import torch
-from helpers import GELU_ERF, GELU_TANH, OPS, RELU, SILU, random_case
+from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, SILU
 from plan_files import STEP, measuring, run_step, write_forced  # noqa: F401
 from stacks import assert_same
 
@@ -80,7 +80,7 @@ def test_activations_are_exact_where_they_are_flat(op, dtype, way, tmp_path):
 def test_what_is_not_finite_passes_as_in_eager(op, dtype, value):
     for tokens in (300, 1):
         for which in range(3):
-            case = random_case(tokens, 64, 128, dtype, "cuda")
+            case = LINEAR.case(tokens, 64, 128, dtype, "cuda")
             bad = [t.detach().clone() for t in case.inputs]
             bad[which].view(-1)[-1] = value
             results = []
@@ -179,7 +179,7 @@ def test_what_runs_at_one_end_of_its_token_counts_is_not_taken(unfaithful, tmp_p
 
 
 def test_a_capture_takes_from_a_file_what_has_been_judged(tmp_path):
-    call = random_case(256, 64, 128, torch.bfloat16, "cuda").inputs
+    call = LINEAR.case(256, 64, 128, torch.bfloat16, "cuda").inputs
     torch.mm(call[0], call[1].t())
     tfl.linear_relu(*call)  # judged here
     plans.save(tmp_path / "plans")

@@ -4,31 +4,17 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from gated import Gated
 from meshes import local_of, mesh_of, mine, spread
+from operators import ACTS, linear, pair
+from operators import gated as gated_row
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
 
-ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "silu": F.silu,
-    "gelu_erf": F.gelu,
-}
-CALLS = {
-    "none": fused.linear,
-    "relu": fused.linear_relu,
-    "gelu_tanh": fused.linear_gelu,
-    "silu": fused.linear_silu,
-    "gelu_erf": lambda *args: fused.linear_gelu(*args, approximate="none"),
-    "relu low": lambda *args: fused.linear_relu(*args, memory="low"),
-    "gelu low": lambda *args: fused.linear_gelu(*args, memory="low"),
-}
-PLAIN = {**ACTIVATIONS, "relu low": F.relu, "gelu low": ACTIVATIONS["gelu_tanh"]}
+LAYERS = {a: linear(a) for a in ("none", *ACTS)}
+LAYERS |= {"relu low": linear("relu", memory="low"), "gelu low": linear("gelu_tanh", memory="low")}
 
 
 def randn(*shape, seed=0):
@@ -74,21 +60,14 @@ def check_call(fused_call, plain_call, tensors, placements, mesh, g):
 
 def layer(activation, shape, sizes, bias, every):
     """All combinations of placements, or of those each ``every``-th, on one mesh."""
-    mesh = mesh_of(shape)
+    mesh, op = mesh_of(shape), LAYERS[activation]
     x, w, b = randn(*sizes[:-1]), randn(sizes[-1], sizes[-2], seed=1), randn(sizes[-1], seed=2)
     tensors = [x, w, b] if bias else [x, w]
     g = randn(*sizes[:-2], sizes[-1], seed=3)
     each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
     for placements in mine(cases, mesh):
-        check_call(
-            CALLS[activation],
-            lambda *args: PLAIN[activation](F.linear(*args)),
-            tensors,
-            placements,
-            mesh,
-            g,
-        )
+        check_call(op.call, op.eager, tensors, placements, mesh, g)
     return len(cases)
 
 
@@ -99,7 +78,7 @@ def chain(activation, memory, shape, every):
     x = randn(3, 4, widths[0])
     weights = [randn(o, i, seed=i) for i, o in itertools.pairwise(widths)]
     biases = [randn(widths[1]), None, randn(widths[3])]
-    act, n = ACTIVATIONS[activation], len(weights)
+    act, n = ACTS[activation], len(weights)
 
     def ours(x, *rest):
         given = [rest[n], None, rest[n + 1]]
@@ -127,27 +106,30 @@ def chain(activation, memory, shape, every):
 def gated(form, out, bias, activation, shape, every, way="call", memory="default"):
     """The same of a gated layer, or with ``out`` of a block, which may be two layers."""
     mesh = mesh_of(shape)
-    options = {"bias": bias, "activation": activation, "memory": memory}
-    block = Gated(form, (4, 3), (6, 8, out), **options)
-    tensors = [t.detach() for t in block.leaves]
-    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
+    if way == "apart":
+        op = pair(form, activation, hidden=8, memory=memory)
+    else:
+        op = gated_row(form, activation, out is not None, hidden=8, memory=memory)
+    case = op.case((4, 3), 6, out or 8, bias=bias)
+    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in case.inputs]
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
     for placements in mine(cases, mesh):
-        check_call(getattr(block, way), block.eager, tensors, placements, mesh, block.g)
+        check_call(op.call, op.eager, case.inputs, placements, mesh, case.g)
     return len(cases)
 
 
 def gated_in_parts(shape):
     """Gradients of one tensor only, and second derivatives, column and then row parallel."""
     mesh = mesh_of(shape)
-    block = Gated("apart", (4, 3), (6, 8, 5))
+    op = gated_row("apart", "silu", down=True, hidden=8)
+    inputs = op.case((4, 3), 6, 5).inputs
     column, row, same = Shard(0), Shard(1), Replicate()
-    placements = (same, column, column, column, column, row, same)
-    for k in range(len(block.leaves)):
-        ours = [spread(t.detach(), mesh, [p]) for t, p in zip(block.leaves, placements)]
-        plain = [t.detach().clone() for t in block.leaves]
+    placements = (same, column, column, row, column, column, same)
+    for k in range(len(inputs)):
+        ours = [spread(t, mesh, [p]) for t, p in zip(inputs, placements)]
+        plain = [t.clone() for t in inputs]
         grads = []
-        for leaves, call in ((ours, block.call), (plain, block.eager)):
+        for leaves, call in ((ours, op.call), (plain, op.eager)):
             leaves[k].requires_grad_()
             grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k])
             grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k], create_graph=True)
@@ -220,7 +202,7 @@ def frozen(shape):
             if not any(wanted):
                 continue
             want = [t.clone().requires_grad_(on) for t, on in zip((x, w, b), wanted)]
-            PLAIN[activation](F.linear(*want)).backward(g)
+            LAYERS[activation].eager(*want).backward(g)
             for placements in (
                 ([Replicate()], [Shard(0)], [Shard(0)]),
                 ([Shard(1)], [Replicate()], [Replicate()]),
@@ -230,7 +212,7 @@ def frozen(shape):
                     spread(t, mesh, p).requires_grad_(on)
                     for t, p, on in zip((x, w, b), placements, wanted, strict=True)
                 ]
-                CALLS[activation](*got).backward(spread(g, mesh, [Replicate()]))
+                LAYERS[activation].call(*got).backward(spread(g, mesh, [Replicate()]))
                 for a, c, on in zip(got, want, wanted):
                     assert (a.grad is not None) == on
                     if on:
@@ -251,7 +233,7 @@ def second_derivative(activation):
     for place in (lambda t, p: t.clone(), lambda t, p: spread(t, mesh, [p])):
         leaves = [place(x, Replicate()).requires_grad_(), place(w, Shard(0)).requires_grad_()]
         plain = not isinstance(leaves[0], DTensor)
-        call = (lambda *a: PLAIN[activation](F.linear(*a))) if plain else CALLS[activation]
+        call = LAYERS[activation].eager if plain else LAYERS[activation].call
         (gx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
         results.append(torch.autograd.grad(gx.square().sum(), leaves))
     for a, b in zip(*results):

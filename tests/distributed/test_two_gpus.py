@@ -8,7 +8,7 @@ import strategy_checks as strategies
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.parametrize("activation", strategies.CALLS)
+@pytest.mark.parametrize("activation", strategies.LAYERS)
 def test_strategies(activation, two_gpus):
     two_gpus.run(strategies.layer, activation, (2,), (4, 3, 16, 8), True, 7)
 

@@ -1,5 +1,6 @@
 """Which nodes of a graph write: what torch declares, what it does not, and what that forbids."""
 
+import math
 import operator
 import sys
 import types
@@ -17,7 +18,8 @@ from torch.fx import Graph
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torch_fused_linear as tfl
-from torch_fused_linear.graph.effects import may_write
+from torch_fused_linear.graph import effects
+from torch_fused_linear.graph.effects import may_write, switches_mode
 
 
 def writes(target, *args, method=False, **kwargs):
@@ -66,44 +68,61 @@ def test_every_operator_of_aten_that_declares_to_write():
     assert checked > 2000 and not missed, missed
 
 
+# As function, arguments, arguments by name: a row for each entry of the tables of effects.py, and
+# for each argument that tells of a write, that would be answered otherwise without it.
 WRITERS = {
-    "embedding": (F.embedding, (i, w), {"max_norm": 1.0}),
-    "embedding by position": (F.embedding, (i, w, None, 1.0), {}),
-    "embedding_bag": (F.embedding_bag, (i, w, i), {"max_norm": 1.0}),
-    "batch_norm": (F.batch_norm, (x, s, s), {"training": True}),
-    "torch.batch_norm": (torch.batch_norm, (x, s, s, s, s, True, 0.1, 1e-5, False), {}),
+    "inplace": (F.relu, (x,), {"inplace": True}),
+    "inplace by position": (F.dropout, (x, 0.5, True, True), {}),
+    "out of a function that is none of ATen's": (torch.lu, (x,), {"out": (x, i)}),
+    "several results in out": (torch.sort, (x,), {"out": (x, i)}),
+    "max_norm": (F.embedding_bag, (i, w, i), {"max_norm": 1.0}),
+    "max_norm by position": (F.embedding, (i, w, None, 1.0), {}),
+    "running statistics": (F.batch_norm, (x, s, s), {"training": True}),
+    "the mean alone": (F.batch_norm, (x, s, None), {"training": True}),
+    "the variance alone": (F.batch_norm, (x, None, s), {"training": True}),
+    "no flag": (F.instance_norm, (x, s, s), {}),
+    "torch.batch_norm": (torch.batch_norm, (x, *[s] * 4, True, 0.1, 1e-5, False), {}),
     "aten.batch_norm": (torch.ops.aten.batch_norm.default,
-                        (x, s, s, s, s, True, 0.1, 1e-5, False), {}),
-    "instance_norm": (F.instance_norm, (x, s, s), {}),
-    "torch.instance_norm": (torch.instance_norm, (x, s, s, s, s, True, 0.1, 1e-5, False), {}),
-    "native_batch_norm": (torch.native_batch_norm, (x, s, s, s, s, True, 0.1, 1e-5), {}),
-    "relu inplace": (F.relu, (x, True), {}),
-    "dropout inplace": (F.dropout, (x, 0.5, True, True), {}),
-    "+=": (operator.iadd, (x, x), {}),
-    "[]=": (operator.setitem, (x, 0, x), {}),
+                        (x, *[s] * 4, True, 0.1, 1e-5, False), {}),
+    "torch.instance_norm": (torch.instance_norm, (x, *[s] * 4, True, 0.1, 1e-5, False), {}),
+    "native_batch_norm": (torch.native_batch_norm, (x, *[s] * 4, True, 0.1, 1e-5), {}),
     "setattr": (setattr, (x, "data", x), {}),
+    "delattr": (delattr, (x, "grad"), {}),
     "old init": (nn.init.xavier_uniform, (x,), {}),
     "of others": (warnings.warn, ("",), {}),
+    "a call that fails": (F.embedding, (), {"weigth": w}),
 }  # fmt: skip
 READERS = {
-    "embedding": (F.embedding, (i, w), {}),
-    "embedding_bag": (F.embedding_bag, (i, w, i), {}),
-    "batch_norm": (F.batch_norm, (x, s, s), {}),
-    "batch_norm of the batch": (F.batch_norm, (x, None, None), {"training": True}),
-    "torch.batch_norm": (torch.batch_norm, (x, s, s, s, s, False, 0.1, 1e-5, False), {}),
-    "instance_norm": (F.instance_norm, (x, None, None), {}),
-    "relu": (F.relu, (x,), {}),
-    "dropout": (F.dropout, (x, 0.5, True), {}),
-    "torch.dropout": (torch.dropout, (x, 0.5, True), {}),
-    "+": (operator.add, (x, x), {}),
-    "~": (operator.invert, (x,), {}),
-    "[]": (operator.getitem, (x, 0), {}),
-    "sort": (torch.sort, (x,), {}),
+    "inplace=False": (F.relu, (x,), {"inplace": False}),
+    "out=None": (torch.sort, (x,), {"out": None}),
+    "no max_norm": (F.embedding, (i, w), {}),
+    "no max_norm of bags": (F.embedding_bag, (i, w, i), {}),
+    "training=False": (F.batch_norm, (x, s, s), {}),
+    "no statistics": (F.batch_norm, (x, None, None), {"training": True}),
+    "train=False": (torch.native_batch_norm_backward,
+                    (x, x, *[s] * 5, False, 1e-5, [True] * 3), {}),
+    "use_input_stats=False": (F.instance_norm, (x, s, s), {"use_input_stats": False}),
+    "no statistics, no flag": (F.instance_norm, (x, None, None), {}),
+    "torch.batch_norm": (torch.batch_norm, (x, *[s] * 4, False, 0.1, 1e-5, False), {}),
+    "drawing numbers": (F.dropout, (x, 0.5, True), {}),
+    "torch": (torch.sym_max, (1, 2), {}),
+    "torch._C": (F.gelu, (x,), {}),
+    "torch._C, a method": (torch.Tensor.add, (x, x), {}),
+    "torch.functional": (torch.einsum, ("ij->i", x), {}),
+    "torch.nn.functional": (F.silu, (x,), {}),
+    "torch._tensor": (torch.Tensor.split, (x, 1), {}),
+    "torch._lowrank": (torch.pca_lowrank, (x,), {}),
+    "math": (math.sqrt, (2,), {}),
+    "_operator": (operator.getitem, (x, 0), {}),
+    "builtins": (getattr, (x, "T"), {}),
     "packet": (torch.ops.aten.add, (x, x), {}),
-    "getattr": (getattr, (x, "T"), {}),
-    "gelu": (F.gelu, (x,), {}),
     "attention": (F.scaled_dot_product_attention, (x, x, x), {}),
-}
+}  # fmt: skip
+# (a += b and the like, a + b and the like), of the module operator: their methods have the names.
+IN_PLACE = ["setitem", "delitem", *(
+    name[2:-2] for name in dir(operator) if name[:3] == "__i" and f"__{name[3:]}" in dir(operator)
+)]  # fmt: skip
+NOT_IN_PLACE = ["getitem", "invert", "index", *(name[1:] for name in IN_PLACE[2:])]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -119,14 +138,51 @@ def test_only_reads(name):
     assert not writes(target, *args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["add_", "__setitem__", "__iadd__", "uniform_", "retain_grad"])
+@pytest.mark.parametrize("name", [*IN_PLACE, *NOT_IN_PLACE])
+def test_operators_of_python(name):
+    for target, method in ((getattr(operator, f"__{name}__"), False), (f"__{name}__", True)):
+        assert writes(target, x, 1, method=method) == (name in IN_PLACE), target
+
+
+@pytest.mark.parametrize("name", ["add_", "uniform_", "retain_grad"])
 def test_methods_that_write(name):
     assert writes(name, x, 1, method=True)
 
 
-@pytest.mark.parametrize("name", ["add", "__invert__", "__getitem__", "float", "sort", "view"])
+@pytest.mark.parametrize("name", ["add", "float", "sort", "view"])
 def test_methods_that_only_read(name):
     assert not writes(name, x, 1, method=True)
+
+
+@pytest.mark.parametrize("entry", sorted({*effects._IN_PLACE, *effects._KNOWN}))
+def test_every_entry_is_tried(entry, monkeypatch):
+    """Without it a row above fails."""
+    for table in ("_IN_PLACE", "_KNOWN"):
+        entries = getattr(effects, table)
+        monkeypatch.setattr(effects, table, type(entries)(e for e in entries if e != entry))
+    missed = [name for name in IN_PLACE if not writes(getattr(operator, name), x, 1)]
+    rows = READERS.values()
+    assert missed or any(writes(target, *args, **kwargs) for target, args, kwargs in rows)
+
+
+AUTOCAST = ("cpu", torch.bfloat16, True, False)
+
+
+@pytest.mark.parametrize("target, args", [
+    (torch.amp.autocast_mode._enter_autocast, AUTOCAST),
+    (torch.amp.autocast_mode._exit_autocast, (None,)),
+    (torch._C._set_grad_enabled, (False,)),
+])  # fmt: skip
+def test_switches_of_modes(target, args):
+    """By name, or as something that is called for what it does."""
+    graph = Graph()
+    switch, other = graph.call_function(target, args), graph.call_function(operator.add, (1, 2))
+    switch.meta["val"] = other.meta["val"] = 3
+    assert switches_mode(switch) and not switches_mode(other)
+    del other.meta["val"]
+    assert switches_mode(other)
+    graph.output(other)
+    assert not switches_mode(other) and not switches_mode(graph.placeholder("x"))
 
 
 def operators_of_torchs_tests():

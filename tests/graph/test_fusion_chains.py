@@ -172,6 +172,21 @@ def test_every_node_of_a_chain_goes():
     assert sorted(set(left)) == ["fused.mlp.default", "t"]
 
 
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_a_chain_keeps_what_its_layers_were_told_of_memory(memory):
+    found = []
+
+    def record(module, _):
+        found.extend(n for n in module.graph.nodes if "fused" in str(n.target))
+        return module
+
+    def function(x, w, b, v, c):
+        return tfl.linear(tfl.linear_gelu(x, w, b, memory=memory), v, c)
+
+    check(function, tensors(5), backend=record, mlp=1)
+    assert [node.kwargs.get("memory", "default") for node in found] == [memory]
+
+
 def graph_of(between, dtype=torch.float32):
     """A layer and its activation, as they are captured, and a node in between."""
     graph = torch.fx.Graph()

@@ -3,13 +3,15 @@
 import contextlib
 import pickle
 import shutil
+from functools import partial
 
+import fusion
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import ODD
 from fusion import fresh_dynamo, recording_backend, results  # noqa: F401
 from helpers import one_thread  # noqa: F401
+from operators import ODD
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -31,22 +33,7 @@ def tensors(*lead, dtype=torch.float32, kernel=3, last=False):
     return [t.requires_grad_() for t in made]
 
 
-def squares(function, args):
-    """Output and gradients."""
-    y = function(*args)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), args)]
-
-
-def check(function, args, backend="eager", **replaced):
-    """Compiled with the pass it is the same function, and so much of it has been replaced."""
-    backend = tfl.compile_backend(backend, conv=True)
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    for got, want in zip(squares(compiled, args), squares(function, args), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        assert got.stride() == want.stride()
-    assert backend.replaced == replaced
-
-
+check = partial(fusion.check, conv=True)
 ONE = {"conv2d_relu": 1}
 SPELLINGS = {
     "F": lambda x, w, b: F.relu(F.conv2d(x, w, b)),
@@ -88,7 +75,7 @@ def test_dtypes(dtype):
     args = tensors(2, dtype=dtype)
     backend = tfl.compile_backend("eager", conv=True)
     compiled = torch.compile(SPELLINGS["F"], fullgraph=True, backend=backend)
-    for got, want in zip(squares(compiled, args), squares(SPELLINGS["F"], args), strict=True):
+    for got, want in zip(results(compiled, args), results(SPELLINGS["F"], args), strict=True):
         level = 8 * torch.finfo(dtype).eps * float(want.abs().max())
         torch.testing.assert_close(got, want, rtol=0, atol=level)
     assert backend.replaced == ONE
@@ -96,9 +83,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("odd", ODD)
 def test_every_geometry(odd):
-    conv = ODD[odd]
-    case = conv.case(torch.float32)
-    check(conv.eager, [t.requires_grad_() for t in case.inputs], **ONE)
+    check(ODD[odd].eager, ODD[odd].case(dtype=torch.float32).leaves(), **ONE)
 
 
 MODULES = {
@@ -118,16 +103,7 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
     model, count = MODULES[name]
-    backend = tfl.compile_backend("aot_eager", conv=True)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    x = tensors(2)[0]
-    wanted = [x, *model.parameters()]
-    both = [
-        [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
-        for y in (compiled(x), model(x))
-    ]
-    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
-    assert backend.replaced == ({"conv2d_relu": count} if count else {})
+    check(model, tensors(2)[:1], "aot_eager", **({"conv2d_relu": count} if count else {}))
 
 
 def used_twice(x, w, b):
@@ -265,8 +241,8 @@ def test_vmap():
 
     args = tensors(3, 2)
     backend = tfl.compile_backend("aot_eager", conv=True)
-    got = squares(torch.compile(function, backend=backend), args)
-    for a, b in zip(got, squares(function, args), strict=True):
+    got = results(torch.compile(function, backend=backend), args)
+    for a, b in zip(got, results(function, args), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -277,7 +253,7 @@ def test_any_size_of_batch_and_image():
     _, w, b = tensors(2)
     for size in ((2, 4, 9, 8), (3, 4, 11, 12), (5, 4, 8, 13)):
         args = [torch.randn(size, requires_grad=True), w, b]
-        for got, want in zip(squares(compiled, args), squares(function, args), strict=True):
+        for got, want in zip(results(compiled, args), results(function, args), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
     assert backend.replaced == ONE, "one graph for all"
 

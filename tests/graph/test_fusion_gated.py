@@ -1,20 +1,16 @@
 """The pass of torch.compile: gated layers and blocks."""
 
+import fusion
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion import fresh_dynamo, results  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from torch import nn
 
 import torch_fused_linear as tfl
 
 ACTS = {"silu": F.silu, "relu": torch.relu, "gelu_tanh": nn.GELU("tanh"), "gelu_erf": F.gelu}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
 
 
 class Block(nn.Module):
@@ -60,21 +56,8 @@ def used_twice(m, x):
     return m.down(hidden) + hidden.sum()
 
 
-def step(model, x):
-    leaf = x.clone().requires_grad_()
-    y = model(leaf)
-    leaves = [leaf, *(p for p in model.parameters())]
-    grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True, materialize_grads=True)
-    return [y.detach(), *grads]
-
-
-def check(model, found, **options):
-    x = torch.randn(2, 3, 6)
-    backend = tfl.compile_backend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=backend, **options)
-    for a, b in zip(step(compiled, x), step(model, x), strict=True):
-        torch.testing.assert_close(a, b)
-    assert dict(backend.replaced) == found
+def check(model, **options):
+    fusion.check(model, [torch.randn(2, 3, 6, requires_grad=True)], "aot_eager", **options)
 
 
 FORMS = {
@@ -91,17 +74,17 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("bias", [True, False])
 def test_forms(bias, form):
-    check(Block(form, bias=bias), {FORMS[form]: 1})
+    check(Block(form, bias=bias), **{FORMS[form]: 1})
 
 
 @pytest.mark.parametrize("name", ACTS)
 def test_activations(name):
-    check(Block(product_first, ACTS[name]), {"gated_mlp": 1})
-    check(Block(chunked, ACTS[name]), {"gated_mlp": 1})
+    check(Block(product_first, ACTS[name]), gated_mlp=1)
+    check(Block(chunked, ACTS[name]), gated_mlp=1)
 
 
 def test_dynamic_tokens():
-    check(Block(chunked), {"gated_mlp": 1}, dynamic=True)
+    check(Block(chunked), gated_mlp=1, dynamic=True)
 
 
 def gate_read_elsewhere(m, x):
@@ -136,23 +119,15 @@ def written_between(m, x):
     return m.down(gate * up)
 
 
-OTHERS = [
-    gate_read_elsewhere,
-    other_input,
-    three_chunks,
-    chunks_of_rows,
-    same_half,
-]
+OTHERS = [gate_read_elsewhere, other_input, three_chunks, chunks_of_rows, same_half]
 
 
 @pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.__name__)
 def test_what_is_no_gated_layer(form):
-    model, x = Block(form), torch.randn(2, 3, 6)
+    model, x = Block(form), torch.randn(2, 3, 6, requires_grad=True)
     backend = tfl.compile_backend("aot_eager")
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for a, b in zip(step(compiled, x), step(model, x), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(results(compiled, [x]), results(model, [x]))
     assert not {"linear_glu", "gated_mlp"} & set(backend.replaced)
 
 

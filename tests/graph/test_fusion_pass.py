@@ -3,8 +3,6 @@
 import contextlib
 import logging
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,8 @@ from torch import nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library
-from torch_fused_linear.graph import fusion_pass, matching
+from torch_fused_linear.graph import identity
+from torch_fused_linear.graph.formula_pass import FormulaPass
 from torch_fused_linear.graph.fusion_pass import FusionPass
 
 
@@ -112,29 +111,36 @@ def test_exported_graphs_are_taken_too():
 
 def test_identity():
     """The caches pickle the pass: what it has counted must not matter, what it does must."""
-    one, other = FusionPass(), FusionPass()
-    other.replaced["mlp"] += 3
-    assert one.uuid() == other.uuid()
-    assert pickle.dumps(one) == pickle.dumps(other)
-    assert isinstance(pickle.loads(pickle.dumps(one)), FusionPass)
+    for cls, counts in ((FusionPass, "replaced"), (FormulaPass, "written_out")):
+        one, other = cls(), cls()
+        getattr(other, counts)["mlp"] += 3
+        assert one.uuid() == other.uuid()
+        assert pickle.dumps(one) == pickle.dumps(other)
+        assert isinstance(pickle.loads(pickle.dumps(one)), cls)
 
 
 def test_identity_follows_the_source_and_the_library(monkeypatch, tmp_path):
-    before = FusionPass().uuid()
-    fusion_pass._uuid.cache_clear()
+    def uuids():
+        identity.fingerprint.cache_clear()
+        return FusionPass().uuid(), FormulaPass().uuid()
+
+    before = uuids()
+    assert len({*before, FusionPass(conv=True).uuid()}) == 3
+    assert {"criterion.py", "matching.py", "activations.py"} <= {p.name for p in identity.SOURCES}
     try:
         with monkeypatch.context() as patch:
             patch.setattr(_library, "build_info", lambda: {"fingerprint": "another"})
-            assert FusionPass().uuid() != before
-        fusion_pass._uuid.cache_clear()
-        changed = tmp_path / "matching.py"
-        changed.write_text(Path(matching.__file__).read_text() + "\n")
-        with monkeypatch.context() as patch:
-            patch.setattr(matching, "__file__", str(changed))
-            assert FusionPass().uuid() != before
+            assert not {*uuids()} & {*before}
+        for i, path in enumerate(identity.SOURCES):
+            changed = tmp_path / path.name
+            changed.write_text(path.read_text() + "\n")
+            with monkeypatch.context() as patch:
+                sources = [*identity.SOURCES[:i], changed, *identity.SOURCES[i + 1 :]]
+                patch.setattr(identity, "SOURCES", sources)
+                assert not {*uuids()} & {*before}, path.name
     finally:
-        fusion_pass._uuid.cache_clear()
-    assert FusionPass().uuid() == before
+        identity.fingerprint.cache_clear()
+    assert uuids() == before
 
 
 # --- what the user sees --------------------------------------------------------------------------
@@ -150,19 +156,13 @@ def test_replacements_are_counted_and_logged(caplog):
     assert backend.replaced == {"mlp": 1, "linear_relu": 1}
 
 
-def test_wrong_use_says_so(monkeypatch):
+def test_wrong_use_says_so():
     with pytest.raises(ValueError, match="has a pre_grad_custom_pass already"):
         tfl.compile_options(options={"pre_grad_custom_pass": print})
     with pytest.raises(Exception, match="no_such_backend"):
         tfl.compile_backend("no_such_backend")
     with pytest.raises(RuntimeError, match="no-such-mode"):
         tfl.compile_options("no-such-mode")
-    monkeypatch.setitem(sys.modules, "torch_fused_linear.graph.fusion_pass", None)
-    for make in (tfl.compile_options, tfl.compile_backend):
-        with pytest.raises(
-            RuntimeError, match=r"passes over compiled graphs need .* 2\.11 or newer"
-        ):
-            make()
 
 
 @pytest.mark.parametrize("way", ["inductor", "aot_eager"])

@@ -16,68 +16,64 @@ from fresh_process import (
     RUN,
     python,
 )
-from helpers import one_thread  # noqa: F401
+from networks import NETWORKS, OPERATORS, batch, network
 from torch import nn
-from torch.export import Dim
 
 import torch_fused_linear as tfl
 
 RUNNER = ROOT / "examples" / "cpp" / "aoti_runner"
-TOKENS = Dim("tokens", min=2, max=64)
+name_param = pytest.mark.parametrize("name", ["vectors", "images"])
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
 
-class Network(nn.Module):
-    """Every operator, and a plain pair for the pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            tfl.FusedLinearReLU(6, 9),
-            tfl.FusedLinearGELU(9, 8, bias=False),
-            tfl.FusedLinear(8, 8),
-            nn.Tanh(),
-            tfl.FusedMLP(8, 16, 8, activation="gelu_erf"),
-            tfl.FusedLinearSiLU(8, 8),
-            tfl.FusedGatedMLP(8, 12, activation="gelu_tanh"),
-            nn.Tanh(),
-            nn.Linear(8, 12),
-            nn.ReLU(),
-            nn.Linear(12, 5),
-        )
-
-    def forward(self, x):
-        return self.layers(x)
+def export(name, model=None, last=False, device="cpu", **kwargs):
+    model = (model or network(name, device)).eval().requires_grad_(False)
+    dim = torch.export.Dim("batch", min=2, max=64)
+    x = as_is_or_last(batch(name, 4, device=device), last)
+    return model, torch.export.export(model, (x,), dynamic_shapes=({0: dim},), **kwargs)
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return Network().eval().requires_grad_(False)
+def as_is_or_last(x, last):
+    return x.to(memory_format=torch.channels_last) if last else x
 
 
-def export(model, **kwargs):
-    x = torch.randn(4, 3, 6)
-    return torch.export.export(model, (x,), dynamic_shapes={"x": {0: TOKENS}}, **kwargs)
-
-
-def save_data(model, path):
-    inputs = [torch.randn(n, 3, 6) for n in (2, 7, 33)]
-    torch.save([(x, model(x)) for x in inputs], path)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_program_in_a_fresh_process(strict, model, tmp_path):
-    torch.export.save(export(model, strict=strict), tmp_path / "model.pt2")
-    save_data(model, tmp_path / "data.pt")
-    code = "\n".join([IMPORTS, LOAD_LIBRARY, LOAD_EXPORTED, RUN])
-    done = python(code, tmp_path / "model.pt2", tmp_path / "data.pt", cwd=tmp_path)
+def assert_equal_in_a_fresh_process(load, path, model, name, last=False):
+    """In one that has our library, but not our Python."""
+    inputs = [as_is_or_last(batch(name, n), last) for n in (2, 7, 33)]
+    torch.save([(x, model(x)) for x in inputs], path.with_name("data.pt"))
+    code = "\n".join([IMPORTS, LOAD_LIBRARY, load, RUN])
+    done = python(code, path, path.with_name("data.pt"), cwd=path.parent)
+    if done.returncode < 0 and load == LOAD_PACKAGE and plain_packages_crash(path.parent):
+        pytest.skip("the packages that torch makes on this machine crash, plain ones too")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "equal\n"
 
 
-def test_exported_program_without_the_library(model, tmp_path):
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program(strict, name, tmp_path):
+    """Our operators stay whole, in core ATen too, without what only training needs."""
+    model, program = export(name, strict=strict)
+    for graph in (program.graph, program.run_decompositions().graph):
+        targets = [str(node.target) for node in graph.nodes]
+        ours = [t.split(".")[1] for t in targets if t.startswith("fused.")]
+        assert ours == OPERATORS[name]
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert_equal_in_a_fresh_process(LOAD_EXPORTED, tmp_path / "model.pt2", model, name)
+
+
+@name_param
+def test_exported_program_on_every_device(name, device):
+    model, program = export(name, device=device)
+    module = program.module()
+    for n in (2, 9):
+        x = batch(name, n, device=device)
+        torch.testing.assert_close(module(x), model(x))
+
+
+def test_exported_program_without_the_library(tmp_path):
     """torch says which operator is missing and what to do about it."""
-    torch.export.save(export(model), tmp_path / "model.pt2")
+    torch.export.save(export("vectors")[1], tmp_path / "model.pt2")
     code = "\n".join([IMPORTS, LOAD_EXPORTED])
     done = python(code, tmp_path / "model.pt2", cwd=tmp_path)
     assert done.returncode != 0
@@ -85,34 +81,38 @@ def test_exported_program_without_the_library(model, tmp_path):
     assert "import the custom op to register it before deserializing" in done.stderr
 
 
-def test_exported_program_is_decomposed_around_our_operators(model):
-    """Core ATen for everything else; ours stay whole, without what only training needs."""
-    graph = export(model).run_decompositions().graph
-    ours = [n.target.overloadpacket.__name__ for n in graph.nodes if "fused." in str(n.target)]
-    assert ours == ["linear_relu", "linear_gelu", "linear", "mlp", "linear_silu", "gated_mlp"]
-
-
 # --- AOTInductor ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def package(model, tmp_path_factory):
-    """[the packed model, what was replaced in it]: one compilation for all tests below."""
+def with_plain_pair(name):
+    """The network, and layers of torch's for the pass to join."""
+    plain = {
+        "vectors": lambda: [nn.Tanh(), nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 3)],
+        "images": lambda: [nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 6, 1), nn.ReLU(inplace=True)],
+    }
+    model = network(name)
+    return nn.Sequential(model, *plain[name]())
+
+
+def pack(name, folder, last=False):
+    """[the model, the packed program, what the pass replaced]."""
     if not (shutil.which("g++") or shutil.which("c++")):
         pytest.skip("needs a C++ compiler")
     # What is tested is not how fast the code around the operators is.
-    options = tfl.compile_options(options={"aot_inductor.compile_wrapper_opt_level": "O0"})
-    path = tmp_path_factory.mktemp("aoti") / "model.pt2"
+    options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    options = tfl.compile_options(options=options, conv=name == "images")
+    model, program = export(name, with_plain_pair(name), last)
     with torch._inductor.config.patch("aot_inductor.precompile_headers", False):
         torch._inductor.aoti_compile_and_package(
-            export(model), package_path=str(path), inductor_configs=options
+            program, package_path=str(folder / "model.pt2"), inductor_configs=options
         )
-    return path, options["pre_grad_custom_pass"].replaced
+    return model, folder / "model.pt2", options["pre_grad_custom_pass"].replaced
 
 
-def test_pass_joins_layers_of_a_package(package):
-    """The plain ones, and ours that stand one by one."""
-    assert package[1] == {"mlp": 2}
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """One compilation for all tests below."""
+    return pack("vectors", tmp_path_factory.mktemp("aoti"))
 
 
 def plain_packages_crash(tmp_path):
@@ -123,14 +123,18 @@ def plain_packages_crash(tmp_path):
     return python("\n".join([IMPORTS, LOAD_PACKAGE]), path, cwd=tmp_path).returncode < 0
 
 
-def test_package_in_a_fresh_process(package, model, tmp_path):
-    save_data(model, tmp_path / "data.pt")
-    code = "\n".join([IMPORTS, LOAD_LIBRARY, LOAD_PACKAGE, RUN])
-    done = python(code, package[0], tmp_path / "data.pt", cwd=tmp_path)
-    if done.returncode < 0 and plain_packages_crash(tmp_path):
-        pytest.skip("the packages that torch makes on this machine crash, plain ones too")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "equal\n"
+def test_package(packed):
+    """In a fresh process; the pass has joined the plain layers, and ours that stand one by one."""
+    model, path, replaced = packed
+    assert set(replaced) == {"mlp"} and replaced["mlp"] >= 2, replaced
+    assert_equal_in_a_fresh_process(LOAD_PACKAGE, path, model, "vectors")
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+def test_package_of_images(last, tmp_path):
+    model, path, replaced = pack("images", tmp_path, last)
+    assert replaced == {"conv2d_relu": 1}, "of the plain pair"
+    assert_equal_in_a_fresh_process(LOAD_PACKAGE, path, model, "images", last)
 
 
 @pytest.fixture(scope="module")
@@ -154,19 +158,21 @@ def run_in_cpp(runner, library, package, x, tmp_path):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_package_in_a_process_without_python(package, runner, model, tmp_path):
+def test_package_in_a_process_without_python(packed, runner, tmp_path):
+    model, path, _ = packed
     for n in (2, 11):
-        x = torch.randn(n, 3, 6)
-        done = run_in_cpp(runner, LIBRARY, package[0], x, tmp_path)
+        x = batch("vectors", n)
+        done = run_in_cpp(runner, LIBRARY, path, x, tmp_path)
         assert done.returncode == 0, done.stderr
         torch.testing.assert_close(torch.load(tmp_path / "y.pt"), model(x))
 
 
-def test_package_without_the_library(package, runner, tmp_path):
+def test_package_without_the_library(packed, runner, tmp_path):
     """The message names the operator; where there is no library, the file."""
-    x = torch.randn(2, 3, 6)
     other = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    done = run_in_cpp(runner, other, package[0], x, tmp_path)
-    assert done.returncode == 1 and "Could not find schema for fused::" in done.stderr
-    done = run_in_cpp(runner, tmp_path / "none.so", package[0], x, tmp_path)
-    assert done.returncode == 1 and "none.so: cannot open shared object file" in done.stderr
+    for library, words in (
+        (other, "Could not find schema for fused::"),
+        (tmp_path / "none.so", "none.so: cannot open shared object file"),
+    ):
+        done = run_in_cpp(runner, library, packed[1], batch("vectors", 2), tmp_path)
+        assert done.returncode == 1 and words in done.stderr

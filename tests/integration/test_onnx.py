@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
-from convolutions import ODD, Conv
 from helpers import one_thread  # noqa: F401
+from operators import ODD, conv
+from steps import arguments_of
 from torch import nn
 
 import torch_fused_linear as tfl
@@ -40,7 +41,8 @@ def network(dtype=torch.float32, others=True):
         tfl.FusedLinear(5, 3, bias=False),
     ]
     if others:
-        layers += [tfl.FusedLinearSiLU(3, 4, memory="low"), Stacked(4, 6)]
+        layers += [tfl.FusedLinearSiLU(3, 4, memory="low"), tfl.FusedLinearReLU2(4, 4)]
+        layers += [tfl.FusedMLP(4, 9, 4, activation="relu2"), Stacked(4, 6)]
     return nn.Sequential(*layers).eval().to(dtype)
 
 
@@ -105,9 +107,11 @@ def test_gelu_keeps_its_kind(chain, approximate, opset, tmp_path):
 class Operator(nn.Module):
     """The convolution by itself, with as many arguments as are given."""
 
-    def __init__(self, conv, bias, arguments, dtype):
+    def __init__(self, op, bias, dtype, arguments=None):
         super().__init__()
-        case = conv.case(dtype, bias=bias)
+        case = op.case(dtype=dtype, bias=bias)
+        if arguments is None:
+            arguments = arguments_of(op, case.inputs)[0][3:]
         self.x, self.arguments = case.x, arguments
         self.weight = nn.Parameter(case.w)
         self.bias = nn.Parameter(case.b) if bias else None
@@ -128,15 +132,15 @@ FEW = ["plain", "no batch", "groups, strided, dilated"]
 )
 def test_convolutions(odd, bias, dtype, tmp_path):
     """Every geometry of the tests of the operator, also without a batch."""
-    conv = ODD[odd]
-    model = Operator(conv, bias, conv.options, dtype).eval()
-    proto = to_file(model, model.x, tmp_path / "model.onnx", 18, conv.batch is not None)
+    model = Operator(ODD[odd], bias, dtype).eval()
+    batched = model.x.dim() == 4
+    proto = to_file(model, model.x, tmp_path / "model.onnx", 18, batched)
     kinds = [node.op_type for node in proto.graph.node if node.op_type != "Constant"]
-    around = [["Unsqueeze"], ["Squeeze"]] if conv.batch is None else [[], []]
+    around = [[], []] if batched else [["Unsqueeze"], ["Squeeze"]]
     assert kinds == [*around[0], "Conv", *around[1], "Relu"]
     tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float16 else {"rtol": 1e-4}
     tolerance = {"atol": 1e-5, **tolerance}
-    for batch in () if conv.batch is None else (1, 5):
+    for batch in (1, 5) if batched else ():
         x = torch.randn(batch, *model.x.shape[1:]).to(dtype)
         torch.testing.assert_close(run(tmp_path / "model.onnx", x), model(x), **tolerance)
     torch.testing.assert_close(run(tmp_path / "model.onnx", model.x), model(model.x), **tolerance)
@@ -147,8 +151,8 @@ GIVEN = [(), ([2],), ([2, 1], [1]), ([2, 1], [1, 2], [2]), ([1, 1], [0, 0], [1, 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_arguments_of_a_convolution_that_are_left_out(given, tmp_path):
-    conv = Conv(groups=given[3] if len(given) == 4 else 1)
-    model = Operator(conv, True, given, torch.float32).eval()
+    op = conv(groups=given[3] if len(given) == 4 else 1)
+    model = Operator(op, True, torch.float32, given).eval()
     to_file(model, model.x, tmp_path / "model.onnx")
     torch.testing.assert_close(
         run(tmp_path / "model.onnx", model.x), model(model.x), rtol=1e-4, atol=1e-5

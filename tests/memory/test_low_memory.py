@@ -1,228 +1,295 @@
-"""memory='low': exactly the bytes that are promised, and the bits that keeping more would give."""
+"""memory='low': the bits that keeping more would give, in graphs cut, reused or written to.
 
-import itertools
-from functools import partial
+What is kept is in test_kept.py; every derivative, hook and error of the rows that say "low", which
+lend their outputs to each other, in tests/autograd.
+"""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import (  # noqa: F401
-    ERRORS,
-    GELU_ERF,
-    GELU_TANH,
-    assert_bits,
-    decode_mask,
-    kept_bytes,
-    one_thread,
-    policy,
-    random_case,
-    saved_bytes,
-)
-from low_memory import FORMS, ROWS, Net, dtype_param, form_param, identity
-from stacks import HANDED, assert_same
+from numerics import assert_bits, assert_same, run
+from operators import ACTS, gated, linear, mlp, pair, rows, stack
+from stacks import HANDED
+from steps import decode_mask
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from watching import operators_of
 
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SMOOTH = [a for a in ACTS if a != "relu"]
+MADE_ANEW = {
+    **{f"{kind.__name__} {a}": lambda m, k=kind, a=a: k(a, 3, memory=m)
+       for kind in (stack, mlp) for a in SMOOTH},
+    **{f"pair {form}": lambda m, form=form: pair(form, "silu", memory=m)
+       for form in ("apart", "stacked")},
+    **{f"block {a}": lambda m, a=a: gated("apart", a, True, memory=m) for a in ACTS},
+    "relu": lambda m: linear("relu", memory=m),
+    "stack relu": lambda m: stack("relu", 3, memory=m),
+}  # fmt: skip
 
 
-# --- GELU, SiLU: one tensor for each hidden activation instead of two ---------------------------
+def identity(t):
+    return t
 
 
-@form_param
+@pytest.mark.parametrize("name", MADE_ANEW)
 @dtype_param
-def test_bytes_of_gelu(dtype, form, device):
-    net = Net(form, dtype, device)
-    for call in (net.stack, net.mlp):
-        assert kept_bytes(partial(call, "default")) == 2 * net.hidden_bytes
-        assert kept_bytes(call) == net.hidden_bytes
-    assert kept_bytes(net.eager) == 2 * net.hidden_bytes
-    # the operator for a chain keeps its promise where hooks are asked as well
-    inputs = net.x.numel() * dtype.itemsize
-    assert saved_bytes(net.mlp, net.leaves[1:]) == net.hidden_bytes + inputs
-
-
-@form_param
-@dtype_param
-def test_what_is_computed_anew_has_the_bits_of_what_was_kept(dtype, form, device):
-    """Under hooks, identities here, the very same layers keep both tensors."""
-    net = Net(form, dtype, device, lead=(5, 7), widths=(16, 33, 24, 9))
-    kept_both = saved_tensors_hooks(identity, identity)
-    with kept_both:
-        y = net.stack()
-    want = [y, *net.grads(y)]
-    for call in (net.stack, net.mlp):
-        y = call()
-        assert_bits([y, *net.grads(y)], want)
-    with tfl.handover(False):
-        y = net.stack()
-        plain = net.grads(y)
-    assert_same(plain, want[1:])
+def test_what_is_computed_anew_has_the_bits_of_what_was_kept(dtype, name, device):
+    """The same from the default, from layers under hooks, which keep all, and without hand-over."""
+    low, default = (MADE_ANEW[name](memory) for memory in ("low", "default"))
+    for lead in ((), (1,), (5, 7), (0,)):
+        case = low.case(lead, 16, 9, dtype, device)
+        got = run(low.call, case)
+        leaves = case.leaves()
+        with saved_tensors_hooks(identity, identity):
+            y = low.call(*leaves)
+        assert_bits([y, *torch.autograd.grad(y, leaves, case.g)], got, str(lead))
+        with tfl.handover(False):
+            apart = run(low.call, case)
+        assert_same(apart, got)
+        if not name.startswith(("stack", "mlp")):  # an epilogue rounds GELU's sum only afterwards
+            assert_bits(run(default.call, case), got, str(lead))
 
 
 @dtype_param
 def test_numerics_are_eagers(dtype, device):
     """The pre-activation is rounded before GELU, as eager rounds it: on a CPU bit for bit."""
-    net = Net(dtype=dtype, device=device, lead=(9,), widths=(16, 24, 8))
-    y, eager = net.mlp(), net.eager()
+    op = mlp("gelu_tanh", 2, (24,), memory="low")
+    case = op.case((9,), 16, 8, dtype, device)
     compare = assert_bits if device.type == "cpu" else assert_same
-    compare([y, *net.grads(y)], [eager, *net.grads(eager)])
+    compare(run(op.call, case), run(op.eager, case))
 
 
-def test_every_kind_of_layer_can_be_the_next(device):
-    net = Net(device=device, widths=(128, 256, 128))
-    w, b = net.weights[1], net.biases[1]
-    consumers = {
-        "linear": (fused.linear, 0),
-        "relu": (fused.linear_relu, 1),
-        "gelu": (GELU_TANH.call, 1),
-        "gelu low": (lambda *a: fused.linear_gelu(*a, memory="low"), 1),
-    }
-    for name, (consumer, own) in consumers.items():
-        want = net.hidden_bytes + own * ROWS * 128 * 8
-        assert kept_bytes(lambda c=consumer: c(net.hidden(0, net.x), w, b)) == want, name
-    # a linear layer of torch keeps its input
-    assert kept_bytes(lambda: F.linear(net.hidden(0, net.x), w, b)) == 2 * net.hidden_bytes
+def test_bits_are_what_the_output_says(device):
+    case, kept = linear("relu").case((6,), 8, 200, torch.float32, device), []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, identity):
+        y = fused.linear_relu(*case.leaves(), memory="low")
+    (mask,) = [t for t in kept if t.dtype == torch.uint8]
+    assert torch.equal(decode_mask(mask, 200), y > 0)
+    assert not decode_mask(mask, 256)[..., 200:].any()
 
 
-@form_param
-def test_handed_over_and_told(form, device):
-    net = Net(form, device=device)
-    with tfl.explain() as report:
-        y = net.stack()
-        forward = len(report.calls)
-        net.grads(y)
-    assert report.handed_over == 2 and forward == 0
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def ran(op, wanted=None, on=True):
+    """(operator, path, hand-over) of the rows of a step."""
+    case = op.case((5,), 6, 8)
+    leaves = case.leaves(wanted)
+
+    def step():
+        op.call(*leaves).backward(case.g)
+
+    with tfl.handover(on):
+        return operators_of(step, "operator", "path", "handover")
+
+
+@pytest.mark.parametrize("form", ["gelu_tanh", "gelu_erf", "silu"])
+def test_activations_run_twice_and_hand_over(form, device):
     name = form.partition("_")[0]
-    steps = [(call.operator, call.path) for call in report.calls if call.operator == name]
-    assert steps == [(name, f"ATen {name}")] * 2 + [(name, f"ATen {name}, recomputed")] * 2
-    assert not any("aux" in call.operator for call in report.calls)
-    assert [c.operator for c in report.calls if c.handover == HANDED] == (
-        ["_linear_backward_across"] * 2
-    )
-    with tfl.explain() as report:
-        net.grads(net.mlp())
-    assert sum("recomputed" in call.path for call in report.calls) == 2
+    steps = ran(stack(form, 3, memory="low"))
+    paths = [path for operator, path, _ in steps if operator == name]
+    assert paths == [f"ATen {name}"] * 2 + [f"ATen {name}, recomputed"] * 2
+    assert not any("aux" in operator for operator, *_ in steps)
+    handed = [operator for operator, _, handover in steps if handover == HANDED]
+    assert handed == ["_linear_backward_across"] * 2
+    chained = ran(mlp(form, 3, memory="low"))
+    assert sum("recomputed" in path for _, path, _ in chained) == 2
 
 
-def test_nothing_is_computed_anew_for_a_frozen_weight(device):
-    net = Net(device=device)
-    for call in (net.stack, net.mlp):
-        with tfl.explain() as report:
-            torch.autograd.grad(call(), net.x, net.g)
-        assert not any("recomputed" in call.path for call in report.calls), report
+@rows([stack("silu", 3, memory="low"), mlp("silu", 3, memory="low")])
+def test_nothing_is_computed_anew_for_a_frozen_weight(op):
+    count = len(op.case().inputs)
+    steps = ran(op, [True] + [False] * (count - 1))
+    assert not any("recomputed" in path for _, path, _ in steps), steps
 
 
-def test_never_more_than_eager(device):
-    """Whatever is frozen: subsets of the leaves, in 16 bits."""
-    net = Net(dtype=torch.bfloat16, device=device)
-    for wanted in itertools.product([False, True], repeat=len(net.leaves)):
-        for leaf, flag in zip(net.leaves, wanted):
-            leaf.requires_grad_(flag)
-        if any(wanted):
-            eager = kept_bytes(net.eager)
-            for call in (net.stack, net.mlp):
-                assert kept_bytes(call) <= eager, wanted
+def test_up_is_multiplied_with_again_only_where_it_is_read():
+    """Inputs: x, gate, up, down, and their biases."""
+    op = gated("apart", "silu", True, memory="low")
+    for wanted, products in ((range(7), 4), ([6], 3), ([3], 3)):
+        names = [operator for operator, *_ in ran(op, [k in wanted for k in range(7)])]
+        assert names.count("linear") == products, names
+    case = op.case((5,), 6, 8)
+    leaves = case.leaves()
+    y = op.call(*leaves)
+    again = operators_of(lambda: torch.autograd.grad(y, leaves[3], case.g))
+    assert again.count("linear") == 1, "where only down's gradient is asked for"
 
 
-@form_param
-def test_gradcheck_and_gradgradcheck(form, device):
-    net = Net(form, device=device, lead=(2,), widths=(3, 4, 5, 2))
-    operator, _, options = FORMS[form]
-
-    def stack(x, *parameters):
-        for w, b in zip(parameters[0:4:2], parameters[1:4:2]):
-            x = operator(x, w, b, memory="low", **options)
-        return fused.linear(x, *parameters[4:])
-
-    def mlp(x, *parameters):
-        return fused.mlp(x, parameters[::2], parameters[1::2], form, memory="low")
-
-    for function in (stack, mlp):
-        assert torch.autograd.gradcheck(function, net.leaves, check_batched_grad=True)
-        assert torch.autograd.gradgradcheck(function, net.leaves)
+def test_a_pairs_output_comes_with_the_pass_that_is_handed_over():
+    for on, again in ((True, 0), (False, 1)):
+        steps = ran(pair("apart", "silu", memory="low"), on=on)
+        names = [operator for operator, *_ in steps]
+        assert names.count("_glu") == 1 + again and names.count("_glu_backward") == 1, names
+        assert any(handover == HANDED for *_, handover in steps) == on
 
 
-@form_param
-def test_double_backward_of_every_weight_alone(form, device):
-    for k in range(3):
-        results = []
-        for name in ("stack", "mlp", "eager"):
-            net = Net(form, device=device, lead=(4,), widths=(3, 4, 5, 2))
-            (first,) = torch.autograd.grad(
-                getattr(net, name)(), net.weights[k], net.g, create_graph=True
-            )
-            results.append(torch.autograd.grad(first.square().sum(), net.leaves, allow_unused=True))
-        assert_same(results[0], results[2], f"stack, weight {k}")
-        assert_same(results[1], results[2], f"mlp, weight {k}")
+# --- between two layers --------------------------------------------------------------------------
+
+FIRST, LAST = linear("gelu_tanh", memory="low"), linear("none")
+DEFAULT = linear("gelu_tanh")
 
 
-@pytest.mark.parametrize("lead", [(), (0,), (1,), (2, 0), (2, 1, 3)], ids=str)
-def test_every_rank_and_no_rows(lead, device):
-    net = Net(device=device, lead=lead, widths=(3, 17, 1, 2))
-    want = net.eager()
-    for call in (net.stack, net.mlp):
-        y = call()
-        assert_same([y, *net.grads(y)], [want, *net.grads(want, retain_graph=True)])
+def seen(y):
+    return y.mul_(2)
 
 
-def test_nan_passes(device):
-    net = Net(device=device, lead=(4,), widths=(3, 5, 2))
+def unseen(y):
     with torch.no_grad():
-        net.x[1, 0] = torch.nan
-    want = net.eager()
-    want = [want, *net.grads(want)]
-    for call in (net.stack, net.mlp):
-        y = call()
-        for a, b in zip([y, *net.grads(y)], want):
-            assert torch.equal(a.isnan(), b.isnan())
-        assert y.isnan().any() and not y.isnan().all()
+        y.mul_(2)
+    return y
 
 
-# --- arguments ----------------------------------------------------------------------------------
+def through_a_detached(y):
+    y.detach()[1:].zero_()
+    return y
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", ["auto", "eager"])
-def test_wrong_values(name, grad, device):
-    net = Net(device=device, widths=(3, 4, 2))
-    calls = {
-        "linear_relu": lambda m: fused.linear_relu(net.x, net.weights[0], memory=m),
-        "linear_gelu": lambda m: fused.linear_gelu(net.x, net.weights[0], memory=m),
-        "mlp": lambda m: fused.mlp(net.x, net.weights, net.biases, "relu", memory=m),
-    }
-    for op, call in calls.items():
-        for bad in ("", "Low", "lowest"):
-            with (
-                torch.set_grad_enabled(grad),
-                policy(name),
-                pytest.raises(
-                    ERRORS, match=f"{op}: memory must be 'default' or 'low', got '{bad}'"
-                ),
-            ):
-                call(bad)
-        call("default"), call("low")
+def through_a_view(y):
+    with torch.no_grad():
+        y[0, :2].fill_(3)
+    return y
 
 
-@pytest.mark.parametrize("name", ["auto", "cublaslt", "eager"])
-def test_policies(name, device):
-    net = Net(device=device, widths=(16, 24, 8))
-    want = net.grads(net.eager())
-    with policy(name):
-        for call in (net.stack, net.mlp):
-            assert_same(net.grads(call()), want)
+BETWEEN = {
+    "seen": lambda y, w: LAST.call(seen(y), w),
+    "unseen": lambda y, w: LAST.call(unseen(y), w),
+    "through a detached": lambda y, w: LAST.call(through_a_detached(y), w),
+    "through a view": lambda y, w: LAST.call(through_a_view(y), w),
+    "a view": lambda y, w: LAST.call(y.view(2, 4, 8), w),
+    "a part": lambda y, w: LAST.call(y[:, :8][2:], w),
+    "transposed": lambda y, w: LAST.call(y.t(), w),
+    "detached": lambda y, w: LAST.call(y.detach(), w) * y,
+    "twice": lambda y, w: LAST.call(y, w) + fused.linear_relu(y, w),
+    "as weight": lambda y, w: LAST.call(y, y),
+    "cast": lambda y, w: LAST.call(y.float(), w.float()).double(),
+    "a hook": lambda y, w: (y.register_hook(torch.cos), LAST.call(y, w))[1],
+}
 
 
-def test_functional_forms(device):
-    net = Net(device=device, widths=(128, 256, 128))
-    x, w, b = net.x, net.weights, net.biases
+@pytest.mark.parametrize("name", BETWEEN)
+@rows([FIRST, gated("apart", "silu", memory="low")])
+@pytest.mark.parametrize("on", [True, False])
+def test_what_the_next_layer_read_counts(on, op, name, device):
+    """Written to under autograd or behind its back, whole or in part, or not the very output."""
+    results = []
+    for call in (op.call, op.eager):
+        case = op.case((8,), 6, 8, device=device)
+        w = (
+            torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
+            .view(8, 8)
+            .requires_grad_()
+        )
+        leaves = [*case.leaves(), w]
+        with tfl.handover(on):
+            y = BETWEEN[name](call(*leaves[:-1]), w)
+            grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        results.append([y, *grads])
+    assert_same(*results, exact=1e-5 if name == "cast" else 1e-12)
 
-    def layers():
-        return tfl.linear(tfl.linear_gelu(x, w[0], b[0], memory="low"), w[1], b[1])
 
-    assert kept_bytes(layers) == net.hidden_bytes
-    assert kept_bytes(lambda: tfl.mlp(x, w, b, "gelu_tanh", memory="low")) == net.hidden_bytes
-    assert kept_bytes(lambda: tfl.linear_relu(x, w[0], memory="low")) == ROWS * 256 // 8
-    erf = tfl.linear_gelu(x, w[0], b[0], "none", "low")
-    assert_same([erf], [GELU_ERF.eager(x, w[0], b[0])])
+def test_written_to_after_the_next_layer(device):
+    """eager has to refuse the backward: it kept what was written to. Here it is not needed."""
+    op = stack("gelu_tanh", 2, memory="low")
+    case = op.case(device=device)
+    x, v, w, b, c = leaves = case.leaves()
+    hidden = FIRST.call(x, v, b)
+    y = LAST.call(hidden, w, c)
+    with torch.no_grad():
+        hidden.zero_()
+    assert_same(torch.autograd.grad(y, leaves, case.g), run(op.eager, case)[1:])
+
+
+def test_the_layer_before_was_freed_already(device):
+    """Its output is still a tensor that a layer may be given, and that layer keeps it then."""
+    case = FIRST.case((5,), 6, 6, device=device)
+    x, w, b = case.leaves()
+    y = FIRST.call(x, w, b)
+    after = FIRST.call(y, w, b)  # shares the pre-activation, which outlives its layer's graph
+    y.sum().backward()
+    later = FIRST.call(y, w, b)
+    kept = FIRST.eager(x, w, b).detach()
+    for out in (after, later):
+        (got,) = torch.autograd.grad(out.sum(), b, retain_graph=True)
+        (want,) = torch.autograd.grad(DEFAULT.call(kept, w, b).sum(), b)
+        assert_same([got], [want])
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("index", [0, 2, 5])
+def test_a_write_to_what_a_product_that_is_made_again_needs(index):
+    """The input, up's weight and bias."""
+    op = gated("apart", "silu", True, memory="low")
+    case = op.case((5,), 6, 4)
+    leaves = case.leaves()
+    y = op.call(*leaves)
+    with torch.no_grad():
+        leaves[index].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves[3], case.g)
+
+
+# --- hooks on saved tensors, checkpoints ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("around", [None, 0, 1, 2])
+def test_kept_elsewhere(around, device):
+    """Hooks around all layers or around one: each tensor is asked for once in a backward."""
+    asked = []
+
+    def unpack(packed):
+        asked.append(packed)
+        return packed.clone()
+
+    op = stack("gelu_tanh", 3, memory="low")
+    case = op.case(device=device)
+    leaves = case.leaves()
+    hooks = saved_tensors_hooks(torch.clone, unpack)
+    if around is None:
+        with hooks:
+            y = op.call(*leaves)
+    else:
+        y = leaves[0]
+        for k, layer in enumerate((FIRST, FIRST, LAST)):
+            if k == around:
+                with hooks:
+                    y = layer.call(y, leaves[1 + k], leaves[4 + k])
+            else:
+                y = layer.call(y, leaves[1 + k], leaves[4 + k])
+    assert_same(torch.autograd.grad(y, leaves, case.g), run(op.eager, case)[1:])
+    assert asked and len({id(packed) for packed in asked}) == len(asked)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [{0, 1}, {0}, {1}, {1, 2}, {2}], ids=str)
+def test_checkpoints_of_parts(inside, reentrant, device):
+    """The recomputation must decide as the forward did on what is kept."""
+    op = stack("gelu_tanh", 3, memory="low")
+    case = op.case(device=device)
+    leaves = case.leaves()
+    y = leaves[0]
+    for k, layer in enumerate((FIRST, FIRST, LAST)):
+        given = layer.call, y, leaves[1 + k], leaves[4 + k]
+        y = checkpoint(*given, use_reentrant=reentrant) if k in inside else given[0](*given[1:])
+    y.backward(case.g)
+    assert_same([leaf.grad for leaf in leaves], run(op.eager, case)[1:])
+
+
+@pytest.mark.parametrize("form", ["linear", "glu"])
+def test_a_checkpoint_around_the_borrower_alone(form):
+    """Its recomputation must not read in another form what its forward kept."""
+    op = FIRST if form == "linear" else gated("apart", "silu", memory="low")
+    results = []
+    for call in (op.call, op.eager):
+        leaves = op.case((6,), 8, 8).leaves()
+        w = op.case((6,), 8, 8).w.requires_grad_()
+        h = call(*leaves)
+        y = checkpoint(lambda t, w=w: LAST.call(t, w).sin(), h, use_reentrant=False).sum()
+        h.pow(2).sum().backward(retain_graph=True)
+        results.append(torch.autograd.grad(y, [w, *leaves]))
+    assert_same(*results)

@@ -7,7 +7,8 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ERRORS, assert_bits
+from numerics import assert_bits
+from operators import ERRORS
 from torch.overrides import TorchFunctionMode
 
 import torch_fused_linear as tfl

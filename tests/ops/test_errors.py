@@ -1,104 +1,428 @@
-"""Bad arguments: the message names the operator, what was expected and what was got.
+"""Whatever torch's own function takes is taken, with its result; what it refuses, with its class,
+and with the operator, what was expected and what was got in the message.
 
-What is bad, and of which class the error is, torch's own functions say: test_as_torch.py.
+Over a table of arguments: with gradients, without, in inference mode, under the policy "eager", and
+on the meta device.
 """
+
+import contextlib
+import warnings
 
 import pytest
 import torch
-from helpers import ERRORS, device_param, op_param, policy
+import torch.nn.functional as F
+from operators import ERRORS, OPS, op_param, policy_param
+from watching import operators_of
+
+import torch_fused_linear as tfl
+
+FLOAT, DOUBLE, COMPLEX = torch.float32, torch.float64, torch.complex64
+fused = torch.ops.fused
 
 
-def _float(*shape, dtype=torch.float32, device="cpu"):
-    return torch.zeros(shape, dtype=dtype, device=device)
+def t(*shape, dtype=FLOAT):
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=COMPLEX if dtype.is_complex else FLOAT).to(dtype)
+    return torch.randint(0, 2, shape).to(dtype)
 
 
-# what is wrong: (x, w, b), and what the message has to show
-BAD = {
-    "in_features": (lambda: (_float(5, 64), _float(128, 32), None), ["64", "128, 32"]),
-    "weight transposed": (lambda: (_float(5, 64), _float(64, 128), None), ["64", "64, 128"]),
-    "weight 3-D": (lambda: (_float(5, 64), _float(2, 3, 64), None), ["weight", "2, 3, 64"]),
-    "input 0-D": (lambda: (_float(), _float(3, 1), None), ["input"]),
-    "bias length": (lambda: (_float(5, 4), _float(6, 4), _float(7)), ["bias", "6", "7"]),
-    "bias of in_features": (lambda: (_float(5, 4), _float(6, 4), _float(4)), ["bias", "6", "4"]),
-    "weight dtype": (
-        lambda: (_float(5, 4), _float(6, 4, dtype=torch.bfloat16), None),
-        ["weight", "oat", "BFloat16|bfloat16"],
-    ),
-    "bias dtype": (
-        lambda: (_float(5, 4), _float(6, 4), _float(6, dtype=torch.float64)),
-        ["bias", "Double|double|float64"],
-    ),
-    "bool": (
-        lambda: tuple(torch.zeros(s, 4, dtype=torch.bool) for s in (5, 6)) + (None,),
-        ["input", "Bool|bool"],
-    ),
+def nested(layout=torch.strided):
+    return torch.nested.nested_tensor([t(3, 4), t(2, 4)], layout=layout)
+
+
+TAKEN = {
+    "usual": lambda: (t(5, 4), t(6, 4), t(6)),
+    "weight [in]": lambda: (t(5, 4), t(4), None),
+    "weight [in], input 1-D": lambda: (t(4), t(4), None),
+    "weight [in], input 3-D, bias": lambda: (t(2, 5, 4), t(4), t()),
+    "weight [in], input 1-D, bias": lambda: (t(4), t(4), t()),
+    "bias [1]": lambda: (t(5, 4), t(6, 4), t(1)),
+    "bias []": lambda: (t(5, 4), t(6, 4), t()),
+    "bias [1, out]": lambda: (t(5, 4), t(6, 4), t(1, 6)),
+    "bias [rows, out]": lambda: (t(5, 4), t(6, 4), t(5, 6)),
+    "bias [rows, 1]": lambda: (t(5, 4), t(6, 4), t(5, 1)),
+    "bias [1], input 1-D": lambda: (t(4), t(6, 4), t(1)),
+    "bias [5, out], input 3-D, strided": lambda: (t(2, 4, 5).mT, t(6, 4), t(5, 6)),
+    "bias [1], input 4-D": lambda: (t(2, 2, 5, 4), t(6, 4), t(1)),
+    "bias of one output": lambda: (t(5, 4), t(1, 4), t(5, 1)),
+    "bias of another dtype, strided": lambda: (t(2, 4, 5).mT, t(6, 4), t(6, dtype=DOUBLE)),
+    "integers": lambda: (t(5, 4, dtype=torch.int64), t(6, 4, dtype=torch.int64), None),
+    "complex": lambda: (t(5, 4, dtype=COMPLEX), t(6, 4, dtype=COMPLEX), None),
+    "sparse input": lambda: (t(5, 4).to_sparse(), t(6, 4), t(6)),
+    "sparse input, no bias": lambda: (t(5, 4).to_sparse(), t(6, 4), None),
+    "sparse weight": lambda: (t(5, 4), t(6, 4).to_sparse(), None),
+    "compressed weight": lambda: (t(5, 4), t(6, 4).to_sparse_csr(), t(6)),
+    "compressed input": lambda: (t(5, 4).to_sparse_csr(), t(6, 4), None),
+    "oneDNN's layout": lambda: (t(5, 4).to_mkldnn(), t(6, 4).to_mkldnn(), t(6).to_mkldnn()),
+    "nested": lambda: (nested(), t(6, 4), t(6)),
+    "nested, jagged": lambda: (nested(torch.jagged), t(6, 4), t(6)),
 }
-# with gradients it is another path to the same checks; booleans cannot have any
-CASES = [(wrong, training) for wrong in BAD for training in (False, True)]
-CASES.remove(("bool", True))
+# And what the message has to show, where our words are in it.
+REFUSED = {
+    "in_features": (lambda: (t(5, 64), t(128, 32), None), ["64", "128, 32"]),
+    "in_features, 1-D": (lambda: (t(5, 4), t(3), None), ["5, 4", "[3]"]),
+    "weight transposed": (lambda: (t(5, 64), t(64, 128), None), ["64", "64, 128"]),
+    "weight 3-D": (lambda: (t(5, 64), t(2, 3, 64), None), ["weight", "2, 3, 64"]),
+    "weight 0-D": (lambda: (t(5, 1), t(), None), ["weight", "[]"]),
+    "weight [in], bias [1]": (lambda: (t(4), t(4), t(1)), ["bias", "[1]"]),
+    "weight [in], input 2-D, bias": (lambda: (t(5, 4), t(4), t()), []),
+    "input 0-D": (lambda: (t(), t(3, 1), None), ["input", "[]"]),
+    "bias too long": (lambda: (t(5, 4), t(6, 4), t(7)), ["bias", "6", "7"]),
+    "bias of in_features": (lambda: (t(5, 4), t(6, 4), t(4)), ["bias", "6", "4"]),
+    "bias larger than the output": (lambda: (t(4), t(6, 4), t(5, 6)), ["bias", "5, 6"]),
+    "weight's dtype": (
+        lambda: (t(5, 4), t(6, 4, dtype=torch.bfloat16), None),
+        ["weight", "Float", "BFloat16"],
+    ),
+    "weight's dtype, integer": (lambda: (t(5, 4), t(6, 4, dtype=torch.int64), None), ["Long"]),
+    "bias's dtype": (lambda: (t(5, 4), t(6, 4), t(6, dtype=DOUBLE)), ["bias", "Double"]),
+    "booleans": (
+        lambda: (t(5, 4, dtype=torch.bool), t(6, 4, dtype=torch.bool), None),
+        ["input", "Bool"],
+    ),
+    "sparse weight, bias": (lambda: (t(5, 4), t(6, 4).to_sparse(), t(6)), []),
+    "nested, wrong size": (lambda: (nested(), t(6, 5), t(6)), []),
+}
+ARGUMENTS = {**TAKEN, **{name: make for name, (make, _) in REFUSED.items()}}
+MODES = {
+    "gradients": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "eager": lambda: tfl.set_policy("eager"),
+}
 
 
-def assert_raises(op, args, shown):
-    with pytest.raises(ERRORS, match=op.name) as error:
-        op.call(*args)
-    message = str(error.value)
-    assert "got" in message, message
-    for part in shown:
-        assert any(p in message for p in part.split("|")), f"{part!r} is not in: {message}"
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
-@device_param
+def outcome(function, args, grad):
+    """The result with the gradients, or the error."""
+    if grad:
+        args = [None if a is None else a.detach().clone() for a in args]
+        for a in args:
+            if a is not None and (a.is_floating_point() or a.is_complex()):
+                a.requires_grad_()
+    try:
+        y = function(*args)
+        if not (grad and y.requires_grad):
+            return [y]
+        total = y.values().sum() if y.is_nested and y.layout == torch.jagged else None
+        if y.is_nested and total is None:
+            total = torch.nested.to_padded_tensor(y, 0.0).sum()
+        total = y.to_dense().abs().sum() if total is None else total
+        leaves = [a for a in args if a is not None and a.requires_grad]
+        return [y, *torch.autograd.grad(total, leaves)]
+    except ERRORS as error:
+        return error
+
+
+def dense(tensor):
+    if tensor.is_nested:
+        return torch.cat([part.flatten() for part in tensor.detach().unbind()])
+    return tensor.detach().to_dense()
+
+
+def assert_same_outcome(ours, torchs, label):
+    if isinstance(torchs, Exception):
+        assert type(ours) is type(torchs), f"{label}: {ours}, torch raises {torchs}"
+        return
+    assert not isinstance(ours, Exception), f"{label}: {ours}, torch takes it"
+    for a, b in zip(ours, torchs, strict=True):
+        assert (a.dtype, a.layout, a.is_nested) == (b.dtype, b.layout, b.is_nested), label
+        if not b.is_meta:
+            torch.testing.assert_close(dense(a), dense(b), msg=lambda m: f"{label}: {m}")
+        assert a.is_nested or a.shape == b.shape, label
+
+
+def assert_words(error, name, shown):
+    message = str(error)
+    assert name in message and "got" in message, message
+    assert all(part in message for part in shown), f"{shown} in: {message}"
+
+
 @op_param
-@pytest.mark.parametrize("wrong, training", CASES)
-def test_bad_arguments_name_op_expected_and_got(wrong, training, op, device):
-    make, shown = BAD[wrong]
-    args = [None if t is None else t.to(device) for t in make()]
-    if training:
-        args = [None if t is None else t.requires_grad_() for t in args]
-    for name in ("auto", "eager"):
-        with policy(name):
-            assert_raises(op, args, shown)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_function_and_operator_do_as_torch_does(name, mode, op):
+    args, grad = ARGUMENTS[name](), mode in ("gradients", "eager")
+    with MODES[mode]():
+        torchs = outcome(op.eager, args, grad)
+        assert name in TAKEN or isinstance(torchs, Exception), "torch takes it now"
+        for call in (op.call, op.function):
+            ours = outcome(call, args, grad)
+            assert_same_outcome(ours, torchs, f"{op!r}, {name}, {mode}")
+            if name in REFUSED and REFUSED[name][1]:
+                assert_words(ours, op.name, REFUSED[name][1])
+    assert torch.equal(op.call(t(5, 4) * 0, t(6, 4)), torch.zeros(5, 6)), "it is usable still"
 
 
 @op_param
-@pytest.mark.parametrize("wrong", ["in_features", "weight 3-D", "weight dtype"])
-def test_shape_inference_checks_the_same(wrong, op):
-    """On the meta device (and so under torch.compile) the same mistakes get the same message."""
-    make, shown = BAD[wrong]
-    assert_raises(op, [None if t is None else t.to("meta") for t in make()], shown)
+@pytest.mark.parametrize("name", [n for n in ARGUMENTS if "nested" not in n])
+def test_on_the_meta_device(name, op):
+    """What is traced has the shape of what is run, and the same mistakes the same message."""
+    args = ARGUMENTS[name]()
+    if any(a is not None and a.layout != torch.strided for a in args):
+        pytest.skip("torch has no meta tensors of the layout")
+    real = outcome(op.call, args, False)
+    metas = [a if a is None else a.to("meta") for a in args]
+    ours, torchs = (outcome(call, metas, False) for call in (op.call, op.eager))
+    if isinstance(ours, Exception):  # torch does not see every fault there
+        assert type(ours) is type(real)
+        if not isinstance(torchs, Exception):
+            assert_words(ours, op.name, REFUSED[name][1])
+        return
+    assert_same_outcome(ours, torchs, name)
+    if not isinstance(real, Exception) and torchs[0].dtype == real[0].dtype:
+        assert (real[0].shape, real[0].stride()) == (ours[0].shape, ours[0].stride())
 
 
 @op_param
-def test_mixed_devices(op):
-    x, w, b = _float(5, 4), _float(6, 4), _float(6)
-    for k, args in enumerate([(x, w.to("meta"), b), (x, w, b.to("meta")), (x.to("meta"), w, b)]):
-        assert_raises(op, args, ["meta", "cpu", ("weight", "bias", "weight|input|bias")[k]])
+@pytest.mark.parametrize("name", ["weight [in]", "bias [1]", "bias [rows, out]", "integers"])
+def test_compiled(name, op):
+    args = TAKEN[name]()
+    torch._dynamo.reset()
+    compiled = torch.compile(op.call, backend="aot_eager", fullgraph=True)
+    grad = args[0].is_floating_point()
+    assert_same_outcome(outcome(compiled, args, grad), outcome(op.eager, args, grad), name)
 
 
-@pytest.mark.cuda
+@policy_param
 @op_param
-def test_mixed_real_devices(op):
-    x, w, b = _float(5, 4), _float(6, 4), _float(6)
-    for args in [(x, w.cuda(), b), (x.cuda(), w, b), (x.cuda(), w.cuda(), b), (x, w, b.cuda())]:
-        assert_raises(op, args, ["cuda", "cpu"])
+@pytest.mark.parametrize("wrong", ["in_features", "weight 3-D", "bias too long", "bias's dtype"])
+def test_words_on_every_device(wrong, op, policy, device):
+    make, shown = REFUSED[wrong]
+    args = [None if a is None else a.to(device) for a in make()]
+    with tfl.set_policy(policy):
+        for grad in (False, True):
+            assert_words(outcome(op.call, args, grad), op.name, shown)
 
 
-@device_param
-def test_unknown_approximate(device):
-    w = _float(6, 4, device=device)
-    for x in (_float(5, 4, device=device), _float(5, 4, device=device).requires_grad_()):
-        for unknown in ("erf", "Tanh", "", "quick"):
-            with pytest.raises(ERRORS, match="linear_gelu") as error:
-                torch.ops.fused.linear_gelu(x, w, approximate=unknown)
-            message = str(error.value)
-            assert "got" in message and unknown in message
-            assert "tanh" in message and "none" in message
-
-
-@device_param
 @op_param
-def test_an_error_leaves_the_operator_usable(op, device):
-    x, w = _float(5, 4, device=device), _float(6, 4, device=device)
+def test_mixed_devices(op, device):
+    x, w, b = (a.to(device) for a in (t(5, 4), t(6, 4), t(6)))
+    others = ["meta"] if device.type == "cpu" else ["meta", "cpu"]
+    for other in others:
+        for args in [(x, w.to(other), b), (x, w, b.to(other)), (x.to(other), w, b)]:
+            assert_words(outcome(op.call, args, False), op.name, [other, device.type])
+
+
+# --- options -------------------------------------------------------------------------------------
+
+X, W, V, D = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(3, 6)
+CHOICES = "must be 'relu', 'gelu_tanh', 'gelu_erf', 'silu' or 'relu2'"
+LOWER = "memory must be 'default' or 'low', got 'less'"
+PREVIOUS = (X, X, W[:4], None, "none", [True, True, False], X)
+OPTIONS = {  # the operator, its arguments, the error and its words
+    "approximate": ("linear_gelu", (X, W), {"approximate": "erf"}, RuntimeError,
+                    "approximate must be .*'tanh'.*'none'.*got 'erf'"),
+    **{f"memory of {name}": (name, args, {"memory": "less"}, ValueError, LOWER)
+       for name, args in (("linear_relu", (X, W)), ("linear_gelu", (X, W)), ("linear_silu", (X, W)),
+                          ("linear_relu2", (X, W)), ("linear_glu", (X, W, V)),
+                          ("gated_mlp", (X, W, V, D)), ("mlp", (X, [W], [None], "relu")))},
+    **{f"activation {text!r} of mlp": ("mlp", (X, [W, D], [None] * 2, text), {}, ValueError,
+                                       f"activation {CHOICES}, got '{text}'")
+       for text in ("none", "gelu", "ReLU", "")},
+    **{f"activation {text!r} of linear_glu": ("linear_glu", (X, W, V), {"activation": text},
+                                              ValueError, f"activation {CHOICES}, got '{text}'")
+       for text in ("none", "tanh")},
+    "activation of the layer before": ("_linear_backward_across", (*PREVIOUS, "gelu", False), {},
+                                       ValueError, f"previous_activation {CHOICES}, got 'gelu'"),
+    "no layers": ("mlp", (X, [], [], "relu"), {}, ValueError, "at least one tensor, got none"),
+    "biases": ("mlp", (X, [W, D], [None], "relu"), {}, ValueError, "the 2 weights, got 1"),
+    "biases too many": ("mlp", (X, [W], [None] * 2, "relu"), {}, ValueError, "1 weights, got 2"),
+    "odd": ("linear_glu", (X, W[:5]), {}, ValueError,
+            r"must have shape \[2 \* hidden, in\].*got \[5, 4\]"),
+    "up's bias alone": ("linear_glu", (X, W, None, None, V[0]), {}, ValueError,
+                        "up_bias must be None"),
+    "features": ("linear_glu", (X, W[:, :3], V), {}, RuntimeError, r"got .*gate Float \[6, 3\]"),
+    "sizes": ("linear_glu", (X, W, V[:5]), {}, RuntimeError, r"got .*up Float \[5, 4\]"),
+    "dtypes": ("linear_glu", (X, W, V.double()), {}, RuntimeError, "got .*up Double"),
+    "down": ("gated_mlp", (X, W, V, D[:, :5]), {}, RuntimeError, r"got .*down Float \[3, 5\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["auto", "eager"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("wrong", OPTIONS)
+def test_wrong_options_and_sizes(wrong, grad, policy):
+    name, args, options, error, words = OPTIONS[wrong]
+
+    def leaf(a):
+        if isinstance(a, torch.Tensor):
+            return a.clone().requires_grad_(grad)
+        return [leaf(b) for b in a] if isinstance(a, list) else a
+
+    for functions in (fused, tfl) if hasattr(tfl, name) else (fused,):
+        with tfl.set_policy(policy), pytest.raises(error, match=f"(?s){name}.*{words}"):
+            getattr(functions, name)(*map(leaf, args), **options)
+
+
+# --- chains, gated layers ------------------------------------------------------------------------
+
+DEEP = {  # input, weights, biases; the layer that is to blame and what is said of it
+    "usual": (t(5, 4), [t(6, 4), t(3, 6)], [t(6), None], ""),
+    "bias [1]": (t(5, 4), [t(6, 4), t(3, 6)], [t(1), t(5, 3)], ""),
+    "last weight [in]": (t(5, 4), [t(6, 4), t(6)], [t(6), None], ""),
+    "nested": (nested(), [t(6, 4), t(3, 6)], [None, None], ""),
+    "sizes": (t(5, 4), [t(6, 4), t(3, 5)], [None, None], r"layer 1: .*weight Float \[3, 5\]"),
+    "first sizes": (t(5, 3), [t(6, 4), t(3, 6)], [None, None], r"layer 0: .*input Float \[5, 3\]"),
+    "dtype": (t(5, 4), [t(6, 4), t(3, 6, dtype=DOUBLE)], [None] * 2, "layer 1: .*weight Double"),
+    "bias's dtype": (t(5, 4), [t(6, 4)], [t(6, dtype=DOUBLE)], "layer 0: .*bias Double"),
+    "bias's size": (t(5, 4), [t(6, 4), t(3, 6)], [None, t(6)], r"layer 1: .*bias Float \[6\]"),
+    "first weight [in]": (t(5, 4), [t(4), t(3, 6)], [None, None], r"layer 1: .*\[5\]"),
+    "integers": (t(5, 4, dtype=torch.int64), [t(6, 4)], [None], "layer 0: .*input Long"),
+    "input 0-D": (t(), [t(6, 4)], [None], r"layer 0: .*input Float \[\]"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DEEP)
+def test_a_chain_does_as_torch_does(name, mode):
+    x, weights, biases, words = DEEP[name]
+    n = len(weights)
+
+    def chain(function):
+        def run(*tensors):
+            return function(tensors[0], list(tensors[1 : n + 1]), list(tensors[n + 1 :]))
+
+        return outcome(run, [x, *weights, *biases], mode in ("gradients", "eager"))
+
+    def eager(x, weights, biases):
+        for w, b in zip(weights[:-1], biases[:-1]):
+            x = F.relu(F.linear(x, w, b))
+        return F.linear(x, weights[-1], biases[-1])
+
+    with MODES[mode]():
+        torchs = chain(eager)
+        for function in (tfl.mlp, lambda *a: fused.mlp(*a, "relu")):
+            ours = chain(function)
+            assert_same_outcome(ours, torchs, name)
+            if words:
+                with pytest.raises(type(torchs), match=f"(?s)mlp, {words}"):
+                    raise ours
+
+
+def test_a_chain_on_two_devices(device):
+    x, w, v = (a.to(device) for a in (X, W, D))
+    with pytest.raises(ERRORS, match=r"(?s)mlp.*device.*got meta"):
+        fused.mlp(x, [w, v.to("meta")], [None, None], "relu")
+
+
+def test_gated_layers_that_no_kernel_takes():
+    wide = [a.to(COMPLEX) for a in (X, W, V)]
     with pytest.raises(ERRORS):
-        op.call(x, w.t())
-    assert torch.equal(op.call(x, w), torch.zeros(5, 6, device=device))
+        fused.linear_glu(*wide, activation="gelu_erf")  # torch has none either
+    want = F.silu(wide[0] @ wide[1].t()) * F.linear(wide[0], wide[2])
+    torch.testing.assert_close(fused.linear_glu(*wide), want)
+    got = fused.linear_glu(torch.nested.nested_tensor([X, X[:2]]), W, V)
+    for part, x in zip(got.unbind(), (X, X[:2])):
+        torch.testing.assert_close(part, F.silu(x @ W.t()) * (x @ V.t()))
+
+
+# --- convolutions --------------------------------------------------------------------------------
+
+IMAGE, KERNEL, VECTOR = (2, 4, 7, 6), (6, 4, 3, 3), (6,)
+HALF = torch.float16
+CONV = {  # arguments, and what the message has to show; None where torch takes them
+    "usual": (lambda: (t(*IMAGE), t(*KERNEL), t(6)), None),
+    "integers": (lambda: (t(*IMAGE, dtype=torch.int64), t(*KERNEL, dtype=torch.int64), None), None),
+    "complex": (lambda: (t(*IMAGE, dtype=COMPLEX), t(*KERNEL, dtype=COMPLEX), None), None),
+    "oneDNN's layout": (lambda: (t(*IMAGE).to_mkldnn(), t(*KERNEL).to_mkldnn(), None), None),
+    "input 2-D": (lambda: (t(4, 4), t(*KERNEL)), ["input", "4, 4"]),
+    "input 5-D": (lambda: (t(1, 1, 4, 7, 6), t(*KERNEL)), ["input", "1, 1, 4, 7, 6"]),
+    "weight 2-D": (lambda: (t(*IMAGE), t(6, 4)), ["weight", "6, 4"]),
+    "channels": (lambda: (t(*IMAGE), t(6, 3, 3, 3)), ["weight", "4 channels", "6, 3, 3, 3"]),
+    "channels of a group": (
+        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [1, 1], 2),
+        ["weight", "2 groups"],
+    ),
+    "groups and out_channels": (
+        lambda: (t(*IMAGE), t(7, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 2),
+        ["groups", "7"],
+    ),
+    "no groups": (
+        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [1, 1], 0),
+        ["groups", "0"],
+    ),
+    "empty kernel": (lambda: (t(*IMAGE), t(6, 4, 0, 3)), ["weight", "6, 4, 0, 3"]),
+    "no channels": (lambda: (t(2, 0, 7, 6), t(6, 0, 3, 3)), ["weight", "6, 0, 3, 3"]),
+    "kernel too large": (
+        lambda: (t(*IMAGE), t(6, 4, 3, 9), None, [1, 1], [1, 1]),
+        ["width", "9", "8"],
+    ),
+    "dilated too far": (
+        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [4, 1]),
+        ["height", "9", "7"],
+    ),
+    "bias length": (lambda: (t(*IMAGE), t(*KERNEL), t(7)), ["bias", "6", "7"]),
+    "bias [1]": (lambda: (t(*IMAGE), t(*KERNEL), t(1)), ["bias", "6", "1"]),
+    "bias 2-D": (lambda: (t(*IMAGE), t(*KERNEL), t(6, 1)), ["bias", "6, 1"]),
+    "stride 0": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [0, 1]), ["stride", "0, 1"]),
+    "three strides": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1, 1]), ["stride", "1, 1, 1"]),
+    "padding": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1], [0, -1]), ["padding", "0, -1"]),
+    "dilation": (
+        lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1], [0, 0], [0, 0]),
+        ["dilation", "0, 0"],
+    ),
+    "weight dtype": (lambda: (t(*IMAGE), t(*KERNEL).to(HALF), t(6)), ["weight", "Float", "Half"]),
+    "bias dtype": (lambda: (t(*IMAGE), t(*KERNEL), t(6).to(HALF)), ["bias", "Half"]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CONV)
+def test_convolution_does_as_torch_does(name, mode, device):
+    make, shown = CONV[name]
+    x, w, b, *geometry = (*make(), None)[: max(3, len(make()))]
+    if device.type == "cuda" and shown is None and name != "usual":
+        pytest.skip("of the CPU")
+    tensors = [
+        a if a is None or (shown is None and name != "usual") else a.to(device) for a in (x, w, b)
+    ]
+    with MODES[mode]():
+        grad = mode in ("gradients", "eager")
+        torchs = outcome(lambda *a: F.relu(F.conv2d(*a, *geometry)), tensors, grad)
+        assert isinstance(torchs, Exception) == (shown is not None)
+        for call in (tfl.conv2d_relu, fused.conv2d_relu):
+            ours = outcome(lambda *a, call=call: call(*a, *geometry), tensors, grad)
+            assert_same_outcome(ours, torchs, f"{name}, {mode}")
+            if shown:
+                assert_words(ours, "conv2d_relu", shown)
+    if shown:
+        metas = [a if a is None else a.to("meta") for a in tensors]
+        assert_words(outcome(lambda *a: fused.conv2d_relu(*a, *geometry), metas, False), "", shown)
+
+
+def test_a_convolutions_devices_and_its_backward_step():
+    x, w, b = t(*IMAGE), t(*KERNEL), t(*VECTOR)
+    for args in ((x, w.to("meta"), b), (x, w, b.to("meta")), (x.to("meta"), w, b)):
+        with pytest.raises(ERRORS, match=r"conv2d_relu: .* on the device of input"):
+            fused.conv2d_relu(*args)
+    for args in ((x, x[:1]), (x[0], x[0]), (x, x.double()), (x.long(), x.long())):
+        with pytest.raises(ERRORS, match=r"_channels_relu_backward: .*got"):
+            fused._channels_relu_backward(*args, True)
+
+
+# --- what explain says ---------------------------------------------------------------------------
+
+REASONS = {
+    "nested": "nested tensor",
+    "sparse input": "layout",
+    "integers": "dtype",
+    "bias of another dtype, strided": "dtypes differ",
+    "weight [in]": "shape of weight",
+    "bias [1]": "shape of bias",
+    "nested, jagged": "tensor subclass",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_explain_says_why(grad, name):
+    args = TAKEN[name]()
+    ran = operators_of(lambda: outcome(OPS[1].function, args, grad), "operator", "path")
+    assert ran == [("linear_relu", f"(no kernel: {REASONS[name]}) + reference")]

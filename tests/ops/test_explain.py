@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from helpers import one_thread, policy  # noqa: F401
+from helpers import one_thread  # noqa: F401
 from stacks import HANDED, MIXED, Stack, assert_same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -98,6 +98,9 @@ def test_inference_and_single_operators(device):
         torch.ops.fused._linear_relu_bits(x, w, b)
         torch.ops.fused._relu_mask(x)
         torch.ops.fused._activation_backward(x, x, "gelu_tanh", True)
+        image, kernel = (torch.ones(sizes, device=device) for sizes in ((2, 4, 7, 6), (8, 4, 3, 3)))
+        y = tfl.conv2d_relu(image, kernel)
+        torch.ops.fused._channels_relu_backward(y, y, True)
     assert rows(report, "operator", "shapes", "handover") == [
         ("linear", "[3, 4] x [5, 4]", ""),
         ("linear_relu", "[3, 4] x [5, 4]", ""),
@@ -109,6 +112,8 @@ def test_inference_and_single_operators(device):
         ("_linear_relu_bits", "[3, 4] x [5, 4]", ""),
         ("_relu_mask", "[3, 4]", ""),
         ("_activation_backward", "[3, 4]", ""),
+        ("conv2d_relu", "[2, 4, 7, 6] x [8, 4, 3, 3]", ""),
+        ("_channels_relu_backward", "[2, 8, 5, 4]", ""),
     ]
 
 
@@ -130,7 +135,7 @@ def test_paths_on_the_cpu():
 
 def test_policy_eager(device):
     """Its graph is of torch's own operators: a forward to tell of, and nothing backward."""
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         report = explained(Stack(device=device))
     names = ["linear_relu", "linear_gelu", "linear_gelu", "linear"]
     assert rows(report, "operator", "path") == [(name, "reference") for name in names]
@@ -143,7 +148,7 @@ def test_paths_on_a_gpu(cuda):
     options = {"lead": (64,), "widths": [64, 128, 64, 128], "dtype": torch.bfloat16}
 
     def paths(activation, name):
-        with policy(name):
+        with tfl.set_policy(name):
             report = explained(Stack([activation] * 2 + ["none"], device=cuda, **options))
         return [call.path for call in report.calls]
 
@@ -165,7 +170,7 @@ def test_paths_on_a_gpu(cuda):
 @pytest.mark.cuda
 def test_a_refused_epilogue_is_named_with_the_reason(cuda):
     """cuBLASLt cannot do D*_BGRAD of an inner size of 1, and the row says so."""
-    with policy("cublaslt"):
+    with tfl.set_policy("cublaslt"):
         report = explained(Stack(("relu", "none"), lead=(8,), widths=[8, 16, 1], device=cuda))
     path = report.calls[2].path
     assert "(not DRELU_BGRAD: " in path, report

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import one_thread, op_param  # noqa: F401
+from helpers import one_thread  # noqa: F401
+from operators import op_param
 from subclasses import Negated, Plain, Scaled
 from torch import nn
 

@@ -1,10 +1,20 @@
-"""set_policy, handover, plans.budget: calls, blocks entered again, decorators."""
+"""Switches of the process: as calls, blocks and decorators; what policies change and what not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread  # noqa: F401
+from numerics import assert_same
+from operators import POLICIES
+from stacks import MIXED, Stack
+from watching import operators_of
 
 import torch_fused_linear as tfl
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # name: the switch, what is in force, three values, what is no value, what is expected
 SWITCHES = {
@@ -52,6 +62,7 @@ def test_a_call_sets_it(case):
 def test_a_block_puts_it_back_whatever_happens_inside(case):
     switch, now, (first, second, third), *_ = case
     with switch(second):
+        assert now() == second
         switch(third)
     assert now() == first
     with pytest.raises(KeyError), switch(second):
@@ -139,17 +150,119 @@ def test_what_is_no_value_is_refused_and_changes_nothing(case):
     switch, now, (_first, second, _), wrong, expected = case
     switch(second)
     for value in wrong:
-        with pytest.raises(TypeError) as error:
+        with pytest.raises(TypeError, match=expected):
             switch(value)
-        assert str(error.value) == f"{switch.__name__}: {expected}, got {value!r}"
     assert now() == second
 
 
-def test_a_decorator_holds_where_the_function_runs():
-    @tfl.set_policy("eager")
-    def reference(x, w):
-        return tfl.linear_relu(x, w)
+@pytest.mark.parametrize("name", ["", "Auto", "fast", "cublas"])
+def test_a_policy_that_does_not_exist(name):
+    message = f"set_policy: policy must be 'auto', 'cublaslt' or 'eager', got '{name}'"
+    with tfl.set_policy("eager"):
+        with pytest.raises(ValueError, match=message):
+            tfl.set_policy(name)
+        assert tfl.get_policy() == "eager"
 
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-    assert reference(x, w).grad_fn.name() == "ReluBackward0"
-    assert tfl.linear_relu(x, w).grad_fn.name() != "ReluBackward0"
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def in_a_process(code, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_FUSED_LINEAR_")}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", f"import torch, torch_fused_linear as t\n{code}"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("handover", [None, "0", "1"])
+def test_environment(handover, policy):
+    code = "print(t.get_policy(), torch.ops.fused._handover()); t.set_policy('eager')\n"
+    names = {"TORCH_FUSED_LINEAR_POLICY": policy, "TORCH_FUSED_LINEAR_HANDOVER": handover}
+    run = in_a_process(
+        code + "print(t.get_policy())", **{k: v for k, v in names.items() if v is not None}
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [policy or "auto", str(handover != "0"), "eager"]
+
+
+def test_a_policy_of_the_environment_that_does_not_exist():
+    code = "t.linear_relu(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2))"
+    run = in_a_process(code, TORCH_FUSED_LINEAR_POLICY="fast")
+    assert run.returncode == 1, "it was taken for another in silence"
+    assert "'auto', 'cublaslt' or 'eager', got 'fast'" in run.stderr
+
+
+# --- what policies change ------------------------------------------------------------------------
+
+
+def test_what_is_called(device):
+    """In a layer's forward for training."""
+
+    def called(policy, activation):
+        with tfl.set_policy(policy):
+            return operators_of(Stack((activation,), widths=[4, 8], device=device))
+
+    assert called("auto", "relu") == ["linear_relu"]
+    assert called("cublaslt", "relu") == ["_linear_aux"]
+    assert called("auto", "gelu_tanh") == called("cublaslt", "gelu_tanh") == ["_linear_aux"]
+    assert called("eager", "gelu_tanh") == ["linear_gelu"]
+    with tfl.set_policy("eager"):
+        name = Stack(("relu",), device=device)().grad_fn.name()
+    assert name == "ReluBackward0", "eager is not torch's own graph"
+
+
+def test_what_relu_saves(device):
+    """cublaslt: the library's bit mask. auto: the output, which the next layer keeps anyway."""
+
+    def saved(policy):
+        stack, kept = Stack(("relu",), lead=(3,), device=device), []
+        own = [stack.x.data_ptr(), stack.weights[0].data_ptr()]
+        saving = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t) or t, lambda t: t
+        )
+        with tfl.set_policy(policy), saving:
+            y = stack()
+        return y, [t for t in kept if t.data_ptr() not in own]
+
+    _, kept = saved("cublaslt")
+    assert [(t.dtype, tuple(t.shape)) for t in kept] == [(torch.uint8, (3, 16))]
+    y, kept = saved("auto")
+    assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+
+
+@pytest.mark.parametrize("backward", POLICIES)
+@pytest.mark.parametrize("forward", POLICIES)
+def test_changed_between_forward_and_backward(forward, backward, device):
+    """What was saved decides, not the policy of the moment."""
+    for activations in (MIXED, ("relu",) * 3):
+        want, stack = (Stack(activations, lead=(2, 3), device=device) for _ in "ab")
+        want.backward(want(fused=False))
+        with tfl.set_policy(forward):
+            y = stack()
+        with tfl.set_policy(backward):
+            stack.backward(y)
+        assert_same(stack.grads(), want.grads())
+
+
+@pytest.mark.parametrize("policies", [("auto", "cublaslt"), ("cublaslt", "auto")])
+def test_layers_of_different_policies_hand_over_to_each_other(policies, device):
+    """A mask that one layer has saved is read by whichever layer follows."""
+    want, stack = (Stack(("relu", "relu", "gelu_tanh", "none"), device=device) for _ in "ab")
+    want.backward(want(fused=False))
+    y = stack.x
+    for k in range(4):
+        with tfl.set_policy(policies[k % 2]):
+            y = stack.layer(k, y)
+    with tfl.explain() as report:
+        stack.backward(y)
+    assert report.handed_over == 3
+    assert_same(stack.grads(), want.grads())
+
+
+def test_eager_holds_for_mlp_without_gradients(device):
+    """Below autograd too, where oneDNN or cuBLASLt would otherwise take over."""
+    mlp = tfl.FusedMLP(64, 256, 64, activation="gelu_tanh", device=device)
+    x = torch.randn(512, 64, device=device)
+    with tfl.set_policy("eager"), torch.inference_mode():
+        assert set(operators_of(lambda: mlp(x), "path", "operator")) == {("reference", "mlp")}

@@ -1,129 +1,120 @@
-"""Forward and every gradient against fp64, over sizes, dimensions, dtypes and biases."""
+"""Outputs and all gradients against fp64, over sizes, dimensions, dtypes, biases and policies."""
 
 import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import (
+from numerics import assert_contract, assert_exact, assert_same, run
+from operators import (
+    ACTS,
+    CHAINS,
     DTYPES,
-    GELU_ERF,
-    GELU_TANH,
+    FORMS,
     LINEAR,
+    LOW_DTYPES,
+    ODD,
     OPS,
     RELU,
-    RELU2,
-    SILU,
+    SMOOTH,
     Case,
-    assert_contract,
-    assert_exact,
-    device_param,
-    exact_case,
-    one_thread,  # noqa: F401
+    channels_last,
+    conv,
+    dtype_param,
+    every_op,
+    gated,
+    linear,
+    mlp,
     op_param,
-    policy,
-    preactivation,
-    random_case,
-    run,
+    policy_param,
+    rows,
     without_kinks,
 )
 
+import torch_fused_linear as tfl
+
 SIZES = [0, 1, 2, 3, 7, 8, 64, 129, 257]
-dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).split(".")[1])
 
 
-def sizes(device):
-    """(T, I, O): on CUDA every combination; on CPU three Latin squares, a third of them, in which
-    every two sizes still meet for every two of the dimensions."""
+# --- one layer: every size -----------------------------------------------------------------------
+
+
+def shapes_and_biases(device, thinned=False):
+    """(tokens, inputs, outputs): on a GPU every combination; on a CPU three Latin squares, a third
+    of them, in which every two sizes still meet for every two of the dimensions."""
     n = len(SIZES)
-    if device == "cuda":
-        return list(itertools.product(SIZES, repeat=3))
+    if device.type == "cuda" and not thinned:
+        for k, shape in enumerate(itertools.product(SIZES, repeat=3)):
+            yield k, shape, k % 2 == 0
+        return
     square = itertools.product(range(n), range(n), [0, 3, 6])
-    return [(SIZES[a], SIZES[b], SIZES[(a + b + c) % n]) for a, b, c in square]
+    for k, (a, b, c) in enumerate(square):
+        for bias in (True, False):
+            yield k, (SIZES[a], SIZES[b], SIZES[(a + b + c) % n]), bias
 
 
-def shapes_and_biases(device):
-    for k, shape in enumerate(sizes(device)):
-        for bias in [k % 2 == 0] if device == "cuda" else [True, False]:
-            yield k, shape, bias
-
-
-@device_param
 @dtype_param
 @op_param
-def test_every_size_against_fp64(op, dtype, device):
+def test_every_size(op, dtype, device):
+    larger = [(-1, (512, 96, 128), True), (-2, (64, 1031, 129), True)]
+
     def cases():
-        larger = [(-1, (512, 96, 128), True), (-2, (64, 1031, 129), True)]
         for k, (t, i, o), bias in [*larger, *shapes_and_biases(device)]:
-            case = random_case(t, i, o, dtype, device, bias, seed=k)
-            yield f"{t}x{i}->{o} bias={bias}", without_kinks(case) if op is RELU else case
+            case = op.case(t, i, o, dtype, device, bias, seed=k)
+            yield op, f"{t}x{i}->{o} bias={bias}", without_kinks(op, case)
 
-    assert_contract(op, cases())
+    assert_contract(cases())
 
 
-@device_param
 @dtype_param
-@pytest.mark.parametrize("op", [LINEAR, RELU], ids=repr)
-def test_every_size_exact_on_integers(op, dtype, device):
+@policy_param
+@rows([LINEAR, RELU])
+def test_every_size_exact_on_integers(op, policy, dtype, device):
     """No tolerance at all: one dropped, doubled or misplaced term fails. Without a bias many z
-    are exactly 0, where ReLU's gradient must be 0."""
-    for k, (t, i, o), bias in shapes_and_biases(device):
-        case = exact_case(t, i, o, dtype, device, bias, seed=k)
-        assert_exact(op, case, f"{t}x{i}->{o} bias={bias}")
+    are exactly 0, where ReLU's gradient must be 0; that of the library's mask is 1."""
+    with tfl.set_policy(policy):
+        for k, (t, i, o), bias in shapes_and_biases(device, thinned=policy != "auto"):
+            case = op.exact_case(t, i, o, dtype, device, bias, seed=k)
+            if policy == "cublaslt":
+                z = op.product(*(tensor.double() for tensor in case.inputs))
+                case = Case(case.inputs, case.g.masked_fill(z == 0, 0))
+            assert_exact(op, case, f"{t}x{i}->{o} bias={bias}")
 
 
-@device_param
 @dtype_param
-@pytest.mark.parametrize("name", ["cublaslt", "eager"])
-def test_every_size_under_the_other_policies(name, dtype, device):
-    with policy(name):
-        for k, (t, i, o), bias in shapes_and_biases("cpu"):
-            case = exact_case(t, i, o, dtype, device, bias, seed=k)
-            if name == "cublaslt":  # its mask has gradient 1 at exactly 0
-                case.g = case.g.masked_fill(preactivation(case) == 0, 0)
-            label = f"{t}x{i}->{o} bias={bias} policy={name}"
-            assert_exact(LINEAR, case, label)
-            assert_exact(RELU, case, label)
-
-
-@device_param
-@dtype_param
-@pytest.mark.parametrize("name", ["cublaslt", "eager"])
-@pytest.mark.parametrize("op", [GELU_TANH, GELU_ERF, SILU, RELU2], ids=repr)
-def test_gelu_under_the_other_policies(op, name, dtype, device):
-    cases = [
-        (f"{t}x{i}->{o} bias={bias}", random_case(t, i, o, dtype, device, bias, seed=k))
-        for k, (t, i, o), bias in shapes_and_biases("cpu")
-        if k % 4 == 0
-    ]
-    with policy(name):
-        assert_contract(op, cases)
+@pytest.mark.parametrize("policy", ["cublaslt", "eager"])
+@rows(SMOOTH)
+def test_smooth_ones_under_the_other_policies(op, policy, dtype, device):
+    with tfl.set_policy(policy):
+        assert_contract(
+            (op, f"{shape} bias={bias}", op.case(*shape, dtype, device, bias, seed=k))
+            for k, shape, bias in shapes_and_biases(device, thinned=True)
+            if k % 4 == 0
+        )
 
 
 LEADS = [(), (1,), (5,), (2, 3), (1, 1), (0, 3), (3, 0), (2, 1, 3), (2, 2, 1, 3), (2, 0, 2, 2)]
 
 
-@device_param
 @dtype_param
-@pytest.mark.parametrize("lead", LEADS, ids=lambda s: f"{len(s) + 1}d-{'x'.join(map(str, s))}")
-def test_one_to_five_dimensions(lead, dtype, device):
-    for op in OPS:
-        cases = {}
-        for bias, (i, o) in itertools.product([True, False], [(7, 3), (64, 129), (1, 1)]):
-            case = random_case(lead, i, o, dtype, device, bias)
-            assert op.call(*case.inputs).shape == (*lead, o)
-            assert op.call(*case.inputs).is_contiguous()
-            cases[f"lead={lead} {i}->{o} bias={bias}"] = without_kinks(case)
-        assert_contract(op, cases.items())
+@op_param
+def test_one_to_five_dimensions(op, dtype, device):
+    def cases():
+        for lead, bias in itertools.product(LEADS, [True, False]):
+            for i, o in [(7, 3), (64, 129), (1, 1)]:
+                case = op.case(lead, i, o, dtype, device, bias)
+                y = op.call(*case.inputs)
+                assert y.shape == (*lead, o) and y.is_contiguous()
+                yield op, f"lead={lead} {i}->{o} bias={bias}", without_kinks(op, case)
+
+    assert_contract(cases())
 
 
-@device_param
 @dtype_param
 @op_param
 def test_no_input_features_gives_the_activation_of_the_bias(op, dtype, device):
     """K = 0: a GEMM library may return early and leave the output unwritten."""
     for t, o in itertools.product([1, 3, 129], [1, 8, 129]):
-        case = random_case(t, 0, o, dtype, device)
+        case = op.case(t, 0, o, dtype, device)
         want = op.act(case.b.double()).to(dtype).expand(t, o)
         torch.testing.assert_close(op.call(*case.inputs), want)
         assert torch.equal(op.call(case.x, case.w), torch.zeros_like(want))
@@ -134,25 +125,22 @@ def test_no_input_features_gives_the_activation_of_the_bias(op, dtype, device):
         torch.testing.assert_close(db.double(), dz.sum(0), rtol=2e-2, atol=2e-2 * t**0.5)
 
 
-@device_param
 @op_param
-def test_no_tokens_gives_zero_gradients_of_the_right_shape(op, device):
+def test_no_tokens_gives_gradients_of_zeros(op, device):
     """T = 0: the sums over no tokens are 0, not whatever the buffer held."""
     for i, o in [(64, 129), (1, 1), (257, 8)]:
-        _, dx, dw, db = run(op.call, random_case(0, i, o, torch.float32, device))
+        _, dx, dw, db = run(op.call, op.case(0, i, o, torch.float32, device))
         assert dx.shape == (0, i)
         assert torch.equal(dw, torch.zeros(o, i, device=device))
         assert torch.equal(db, torch.zeros(o, device=device))
 
 
-@device_param
 @dtype_param
 @pytest.mark.parametrize("n", [1, 3, 8, 64, 129])
 def test_square_shapes_with_an_asymmetric_bias(n, dtype, device):
     """With T = I = O and an identity weight, a bias along tokens instead of features, or counted
     twice, or a weight that is not transposed cannot hide."""
-    x = torch.zeros(n, n, dtype=dtype, device=device)
-    w = torch.zeros(n, n, dtype=dtype, device=device)
+    x, w = (torch.zeros(n, n, dtype=dtype, device=device) for _ in "xw")
     b = torch.arange(n, dtype=dtype, device=device) - n // 2
     for op in (LINEAR, RELU):
         assert torch.equal(op.call(x, w, b), op.act(b).expand(n, n))
@@ -163,97 +151,212 @@ def test_square_shapes_with_an_asymmetric_bias(n, dtype, device):
     assert torch.equal(LINEAR.call(x, w, b), want)
 
 
-SUBSETS = list(itertools.product([False, True], repeat=3))
-
-
-@device_param
-@op_param
-@pytest.mark.parametrize("policy_name", ["auto", "cublaslt", "eager"])
-@pytest.mark.parametrize("wanted", SUBSETS, ids=lambda s: "".join("FT"[v] for v in s))
-def test_only_wanted_gradients_come_back(wanted, op, policy_name, device):
-    for lead, dtype in [((), torch.float32), ((5,), torch.bfloat16), ((2, 3), torch.float64)]:
-        case = without_kinks(random_case(lead, 7, 9, dtype, device))
-        everything = run(op.call, case)
-        leaves = [t.clone().requires_grad_(r) for t, r in zip(case.inputs, wanted)]
-        with policy(policy_name):
-            y = op.call(*leaves)
-            assert y.requires_grad == any(wanted)
-            if any(wanted):
-                y.backward(case.g)
-        for leaf, r, want in zip(leaves, wanted, everything[1:]):
-            assert (leaf.grad is not None) == r
-            if r:
-                torch.testing.assert_close(leaf.grad, want)
-                assert leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype
-
-
-@device_param
-@op_param
-def test_only_wanted_gradients_without_a_bias(op, device):
-    for x_grad, w_grad in [(True, False), (False, True), (True, True)]:
-        case = without_kinks(random_case(5, 7, 9, torch.float64, device, bias=False))
-        x, w = case.x.clone().requires_grad_(x_grad), case.w.clone().requires_grad_(w_grad)
-        op.call(x, w).backward(case.g)
-        _, dx, dw = run(op.eager, case)
-        for leaf, r, want in ((x, x_grad, dx), (w, w_grad, dw)):
-            assert (leaf.grad is not None) == r
-            assert not r or torch.allclose(leaf.grad, want)
-
-
-@device_param
-@op_param
-def test_inputs_and_grad_output_are_left_alone(op, device):
-    for lead, i, o in [((5,), 7, 9), ((2, 64), 64, 128)]:
-        case = random_case(lead, i, o, torch.float32, device)
-        tensors = [*case.inputs, case.g]
-        before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
-        run(op.call, case)
-        assert all(torch.equal(a, b) for a, b in zip(tensors, before))
-        assert [t._version for t in tensors] == versions
-
-
-@device_param
 @op_param
 def test_training_and_inference_give_the_same_output(op, device):
     """Two code paths (with and without something saved) compute one function."""
     for dtype in DTYPES:
-        case = random_case(65, 48, 129, dtype, device)
+        case = op.case(65, 48, 129, dtype, device)
         with torch.no_grad():
             plain = op.call(*case.inputs)
-        trained = op.call(case.x, case.w.clone().requires_grad_(), case.b)
+        trained = op.call(*case.leaves([False, True, False]))
         close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
         torch.testing.assert_close(trained.detach(), plain, **close)
 
 
-@device_param
 def test_bf16_sums_that_cancel_are_taken_in_fp32(device):
     """256 + 1 - 256 and the like: partial sums rounded to bf16 would lose the ones."""
     k = 512
-    x = torch.ones(3, k, dtype=torch.bfloat16, device=device)
-    w = torch.ones(9, k, dtype=torch.bfloat16, device=device)
+    x, w = (torch.ones(n, k, dtype=torch.bfloat16, device=device) for n in (3, 9))
     w[:, : k // 2] = 255
     w[:, k // 2 :] = -254
     want = torch.full((3, 9), 256.0, dtype=torch.bfloat16, device=device)
     for op in (LINEAR, RELU):
         assert torch.equal(op.call(x, w), want)
-    long = Case(x[:1].expand(4096, k).contiguous(), w, None, torch.ones(4096, 9).to(x))
+    long = Case([x[:1].expand(4096, k).contiguous(), w], torch.ones(4096, 9).to(x))
     assert torch.equal(run(RELU.call, long)[2], torch.full_like(w, 4096))
     # the bias gradient too: 4096 ones counted in bf16 would stop at 256
     b = torch.zeros(9, dtype=torch.bfloat16, device=device, requires_grad=True)
-    for op in set(OPS) - {RELU2}:  # whose slope is 2 here
+    for op in (op for op in OPS if op.activation != "relu2"):  # whose slope is 2 here
         bias_grad = torch.autograd.grad(op.call(long.x, w, b), b, long.g)[0]
         assert torch.equal(bias_grad, torch.full_like(b, 4096)), op
 
 
-def test_functional_forms_are_the_operators():
-    import torch_fused_linear as tfl
+# --- chains and gated layers ---------------------------------------------------------------------
 
-    case = random_case(5, 7, 9, torch.float32)
+
+@policy_param
+@pytest.mark.parametrize("activation", ACTS)
+def test_chains_of_every_depth(activation, policy, device):
+    """Every rank, odd widths, with biases and without; without gradients too."""
+    leads = [(), (1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)]
+    for layers, lead, bias in itertools.product([1, 2, 3, 5], leads, [True, False]):
+        for widths in ([5, 6, 7, 8], [1] * 4, [129, 1, 7, 2]):
+            op = mlp(activation, layers, widths[: layers - 1])
+            case = op.case(lead, 3, 2, device=device, bias=bias)
+            with tfl.set_policy(policy):
+                got = run(op.call, case)
+                with torch.no_grad():
+                    got.append(op.call(*case.inputs))
+            want = run(op.eager, case)
+            assert_same(got, [*want, want[0]], f"{op!r} {lead} {widths} bias={bias}")
+
+
+def test_a_chain_with_some_biases(device):
+    case = CHAINS[1].case(device=device)
+    x, weights, biases = case.x, case.inputs[1:4], case.inputs[4:]
+    biases[1] = None
+    got = tfl.mlp(x, weights, biases, "gelu_tanh")
+    for w, b in zip(weights[:-1], biases):
+        x = ACTS["gelu_tanh"](torch.nn.functional.linear(x, w, b))
+    assert_same([got], [torch.nn.functional.linear(x, weights[2], biases[2])])
+
+
+@dtype_param
+@pytest.mark.parametrize("activation", ACTS)
+def test_errors_of_chains_and_gated_layers(activation, dtype, device):
+    def cases():
+        for layers, seed in itertools.product([1, 2, 3], range(6)):
+            op = mlp(activation, layers, [40, 17][: layers - 1])
+            yield op, f"seed {seed}", op.case((33,), 24, 8, dtype, device, seed=seed)
+        sizes = [(6, 8, None), (7, 9, 5), (1, 1, 1), (64, 40, 48), (33, 129, None)]
+        leads = [(), (1,), (33,), (2, 3)]
+        for k, ((i, hidden, o), lead, bias) in enumerate(itertools.product(sizes, leads, [1, 0])):
+            op = gated(FORMS[k % 4], activation, o is not None, hidden)
+            yield (
+                op,
+                f"{lead} {k}",
+                op.case(lead, i, o or hidden, dtype, device, bool(bias), seed=k),
+            )
+
+    assert_contract((op, label, without_kinks(op, case)) for op, label, case in cases())
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_gated_layers_large_enough_for_blocks_on_every_thread(activation, device):
+    for dtype, form in itertools.product([torch.float32, torch.bfloat16], ["apart", "stacked"]):
+        op = gated(form, activation, down=True, hidden=258)
+        case = without_kinks(op, op.case((3, 171), 24, 16, dtype, device))
+        truth = run(op.eager, case.map(torch.Tensor.double))
+        for a, b, c in zip(run(op.call, case), run(op.eager, case), truth):
+            ours, eager = ((t.double() - c).square().mean().sqrt() for t in (a, b))
+            assert ours <= 1.1 * eager + 1e-6 * (1 + c.abs().max()), (dtype, form)
+
+
+@rows([gated(form, "silu", down) for form in FORMS for down in (False, True)])
+def test_gated_layers_without_elements(op, device):
+    for lead, (i, o) in itertools.product([(), (0,), (3,), (2, 0)], [(4, 6), (0, 6), (4, 0)]):
+        case = op.case(lead, i, o, device=device)
+        assert_same(run(op.call, case), run(op.eager, case), f"{lead} {i}->{o}")
+    empty = gated("apart", "silu", down=True, hidden=0)
+    case = empty.case((3,), 4, 5, device=device)
+    assert_same(run(empty.call, case), run(empty.eager, case))
+
+
+# --- convolutions --------------------------------------------------------------------------------
+
+LAYOUTS = ["", "x", "w", "xw", "xwg", "g"]  # what is channels-last
+
+
+@dtype_param
+def test_convolutions(dtype, device):
+    def cases():
+        for odd, op in ODD.items():
+            every = odd in ("block", "wide", "plain")
+            for layout, bias in itertools.product(LAYOUTS[:: 1 if every else 2], [True, False]):
+                case = channels_last(op.case(dtype=dtype, device=device, bias=bias), layout)
+                yield op, f"{layout!r}, bias {bias}", without_kinks(op, case)
+
+    assert_contract(cases())
+
+
+@pytest.mark.parametrize("policy", ["cublaslt", "eager"])
+def test_convolutions_under_the_other_policies(policy, device):
+    with tfl.set_policy(policy):
+        for dtype, odd in itertools.product(
+            LOW_DTYPES, ["plain", "groups, strided, dilated", "block"]
+        ):
+            op = ODD[odd]
+            case = channels_last(op.case(dtype=dtype, device=device), "xw")
+            assert_contract([(op, policy, without_kinks(op, case))])
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_convolutions_of_small_integers_are_exact(odd):
+    """On a CPU bit for bit (on a GPU a Winograd transform rounds)."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        case = ODD[odd].exact_case((), 0, 0, dtype)
+        thinned = [t * (torch.rand(t.shape) < 0.4) for t in (*case.inputs[:2], case.g)]
+        assert_exact(ODD[odd], Case([*thinned[:2], case.b], thinned[2]), str(dtype))
+
+
+@dtype_param
+def test_a_convolution_without_images(dtype, device):
+    op = conv(batch=0, padding=(1, 1))
+    for layout in ("", "x", "xw"):
+        case = channels_last(op.case(dtype=dtype, device=device), layout)
+        assert op.call(*case.inputs).shape == op.eager(*case.inputs).shape == (0, 6, 7, 6)
+        for grad, leaf in zip(run(op.call, case)[1:], case.inputs, strict=True):
+            assert grad.shape == leaf.shape and grad.dtype == dtype and not grad.any()
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_layout_of_a_convolutions_result(odd, device):
+    """Channels-last where image or kernel is, else contiguous: on every device, for every dtype."""
+    op = ODD[odd]
+    for dtype, layout in itertools.product(
+        [torch.float32, torch.float64, torch.bfloat16], ["", "x", "w", "xw"]
+    ):
+        case = channels_last(op.case(dtype=dtype, device=device), layout)
+        y = op.call(*case.inputs)
+        image = y if y.dim() == 4 else y.unsqueeze(0)
+        # As torch tells it, for which ambiguous tensors are contiguous.
+        formats = [torch._prims_common.suggest_memory_format(t) for t in case.inputs[:2]]
+        is_last = torch.channels_last in formats
+        want = torch.channels_last if is_last else torch.contiguous_format
+        assert image.is_contiguous(memory_format=want), (layout, y.stride())
+        torch.testing.assert_close(y, op.eager(*case.inputs), rtol=2e-2, atol=2e-2)
+
+
+def test_one_channel_between_two_convolutions():
+    """Its strides are ambiguous, and torch's own convolution reads garbage through some of them."""
+    image, first = torch.randn(3, 16, 12, 4), torch.randn(1, 16, 1, 5)
+    second, bias = torch.randn(2, 1, 1, 3), torch.randn(2)
+    first = first.contiguous(memory_format=torch.channels_last)
+
+    def chain(layer, dtype):
+        x, v, w, b = (t.to(dtype) for t in (image, first, second, bias))
+        hidden = layer(x, v, b[:1], (1, 1), (0, 1), (2, 1))
+        return layer(hidden, w, b, (1, 2), (0, 1))
+
+    def plain(x, weight, bias, *geometry):
+        return torch.relu(torch.nn.functional.conv2d(x, weight, bias, *geometry))
+
+    got = chain(torch.ops.fused.conv2d_relu, torch.float32)
+    torch.testing.assert_close(got, chain(plain, torch.float64).float(), rtol=1e-4, atol=1e-4)
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+
+@every_op
+@policy_param
+def test_functions_and_operators_are_one(policy, op, device):
+    """Nor do policies differ in fp64."""
+    for lead, bias in itertools.product([(), (5,), (2, 3)], [True, False]):
+        case = op.smooth_case(lead, 6, 8, device=device, bias=bias)
+        with tfl.set_policy(policy):
+            got, functional = run(op.call, case), run(op.function, case)
+        assert_same(got, run(op.eager, case), f"{op!r} {lead} {bias}")
+        assert all(torch.equal(a, b) for a, b in zip(got, functional))
+
+
+def test_defaults():
+    case = OPS[2].case()
     x, w, b = case.inputs
-    assert torch.equal(tfl.linear(x, w, b), LINEAR.call(x, w, b))
-    assert torch.equal(tfl.linear_relu(x, w, b), RELU.call(x, w, b))
-    assert torch.equal(tfl.linear_gelu(x, w, b), GELU_TANH.call(x, w, b))
-    assert torch.equal(tfl.linear_gelu(x, w, b, "none"), GELU_ERF.call(x, w, b))
-    assert torch.equal(tfl.linear_gelu(input=x, weight=w, approximate="none"), GELU_ERF.call(x, w))
-    assert torch.equal(torch.ops.fused.linear_gelu(x, w, b), GELU_TANH.call(x, w, b))
-    torch.testing.assert_close(tfl.linear(x, w), F.linear(x, w))
+    tanh, erf = linear("gelu_tanh").eager(x, w, b), linear("gelu_erf").eager(x, w, b)
+    for functions in (torch.ops.fused, tfl):
+        assert_same([functions.linear_gelu(x, w, b)], [tanh])
+        assert_same([functions.linear_gelu(input=x, weight=w, bias=b, approximate="none")], [erf])
+        glu = functions.linear_glu(x, w, w)
+        assert_same([glu], [gated("apart", "silu").eager(x, w, w)])
+    assert_same([tfl.mlp(x, [w, w.t()], [None, None])], [mlp("relu", 2).eager(x, w, w.t())])

@@ -14,7 +14,7 @@ def programs(tmp_path_factory):
 
 
 def test_all_are_found():
-    assert len(NAMES) == 30
+    assert len(NAMES) == 32
 
 
 @pytest.mark.parametrize("source, name", NAMES)

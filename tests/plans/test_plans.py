@@ -119,7 +119,7 @@ def test_files_need_a_gpu(call, tmp_path):
         ("something else\n", "is no file of plans"),
         (file_text()[:-3], "is damaged"),
         (file_text().replace("GPU A", "GPU B"), "is damaged"),
-        (file_text("torch_fused_linear plans 5\ngpu A\n"), "is no file of plans that this version"),
+        (file_text(first="torch_fused_linear plans 6"), "is no file of plans that this version"),
     ],
 )
 def test_a_bad_file_is_refused(text, message, tmp_path):

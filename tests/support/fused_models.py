@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from helpers import Tally, ulp
+from numerics import Tally, ulp
 from stacks import assert_same
 from torch import Tensor, nn
 

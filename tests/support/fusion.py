@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import torch_fused_linear as tfl
@@ -23,17 +24,19 @@ def tensors(*lead, dtype=torch.float32):
 
 
 def results(function, args):
+    """Output and gradients, of parameters too."""
     torch.manual_seed(1)  # the same dropout
     y = function(*args)
     wanted = [t for t in args if t.requires_grad]
+    wanted += function.parameters() if isinstance(function, nn.Module) else []
     if not y.requires_grad:
         return [y]
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
 
 
-def recording_backend(graphs):
+def recording_backend(graphs, **how):
     """A backend that runs the graphs as they are, and leaves in `graphs` what the one called
-    "forward" and the one called "backward" call."""
+    "forward" and the one called "backward" call; `how` is aot_autograd's."""
 
     def record(name):
         def compiler(module, _):
@@ -42,15 +45,17 @@ def recording_backend(graphs):
 
         return compiler
 
-    return aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"))
+    return aot_autograd(fw_compiler=record("forward"), bw_compiler=record("backward"), **how)
 
 
-def check(function, args, backend="eager", **replaced):
+def check(function, args, backend="eager", conv=False, dynamic=None, **replaced):
     """Compiled with the pass it is the same function, and so much of it has been replaced."""
-    backend = tfl.compile_backend(backend)
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    backend = tfl.compile_backend(backend, conv=conv)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    near = {"rtol": 1e-4, "atol": 1e-4} if conv else {}
     for got, want in zip(results(compiled, args), results(function, args), strict=True):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, **near)
+        assert not conv or got.stride() == want.stride()
     assert backend.replaced == replaced
 
 

@@ -12,16 +12,17 @@ from fresh_process import LET_GO
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
-HEADER = 5  # lines
-ALGORITHM = slice(26, 34)  # of a plan's words
-PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu")
+ALGORITHM = slice(-11, -3)  # of a plan's words
+PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu", "chain")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
 
 
-HEAD = "torch_fused_linear plans 4\ngpu GPU A\ncublaslt 130100\ndriver 580.65\n"
+# What a plan is valid for, by whom it was written, and the plan: its words.
+FOREIGN = "GPU A\t130100\t580.65\t9.9\tsome_strategy 1 2"
 
 
-def file_text(body=HEAD):
+def file_text(*lines, first="torch_fused_linear plans 5"):
+    body = "\n".join([first, *(lines or [FOREIGN]), ""])
     hash = 0xCBF29CE484222325  # FNV-1a
     for byte in body.encode():
         hash = (hash ^ byte) * 0x100000001B3 % 2**64
@@ -48,17 +49,20 @@ def measuring(cuda):
 
 def write_forced(step, path, strategy, takes, algorithm=0):
     """A file of step's plans, as they are measured, where those that `takes` says yes to are of
-    that strategy."""
+    that strategy, or of the one that it names."""
     plans.clear()
     step()
     plans.save(path)
-    *lines, _ = path.read_text().splitlines()
-    for i, line in enumerate(lines[HEADER:], HEADER):
-        words = line.split(" ")
-        if takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[5] != "0")):
-            words[0], words[ALGORITHM] = strategy, [str(algorithm), *"0000000"]
-            lines[i] = " ".join(words)
-    path.write_text(file_text("\n".join([*lines, ""])))
+    _, *lines, _ = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        *origin, plan = line.split("\t")
+        words = plan.split(" ")
+        taken = takes(Plan(PASSES[int(words[1])], ACTIVATIONS[int(words[2])], words[5] != "0"))
+        if taken:
+            words[0] = taken if isinstance(taken, str) else strategy
+            words[ALGORITHM] = [str(algorithm), *"0000000"]
+            lines[i] = "\t".join([*origin, " ".join(words)])
+    path.write_text(file_text(*lines))
     plans.clear()
 
 

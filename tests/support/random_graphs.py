@@ -33,13 +33,9 @@ def plain(x, weight, bias, activation, memory):
 
 
 def fused(x, weight, bias, activation, memory):
-    ops = torch.ops.fused
     if activation == "none":
-        return ops.linear(x, weight, bias)
-    if activation in ("relu", "silu"):
-        return getattr(ops, f"linear_{activation}")(x, weight, bias, memory=memory)
-    approximate = {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation]
-    return ops.linear_gelu(x, weight, bias, approximate=approximate, memory=memory)
+        return torch.ops.fused.linear(x, weight, bias)
+    return OPS[activation].call(x, weight, bias, memory=memory)
 
 
 def plain_glu(x, gate, up, gate_bias, up_bias, activation, memory):

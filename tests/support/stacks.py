@@ -6,14 +6,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import helpers
+import operators
 import torch
 import torch.nn.functional as F
+from numerics import assert_same
 from torch import Tensor
 
 import torch_fused_linear as tfl
 
-OPS = {op.activation: op for op in helpers.OPS}
+OPS = {op.activation: op for op in operators.OPS}
 
 
 class Glu:
@@ -84,22 +85,6 @@ class Stack:
 
     def grads(self) -> list[Tensor | None]:
         return [None if t.grad is None else t.grad.clone() for t in self.leaves]
-
-
-def assert_same(got: Sequence, want: Sequence, label: str = "", exact: float = 1e-12) -> None:
-    """fp64 to `exact`; narrower types to their rounding, at the size of what is compared."""
-    assert len(got) == len(want), label
-    for k, (a, b) in enumerate(zip(got, want)):
-        where = f"{label} result {k}"
-        assert (a is None) == (b is None), where
-        if a is None:
-            continue
-        a, b = a.detach(), b.detach()
-        assert a.shape == b.shape and a.dtype == b.dtype, where
-        rounding = exact if a.dtype == torch.float64 else 32 * torch.finfo(a.dtype).eps
-        size = float(b.double().abs().max()) if b.numel() else 0.0
-        error = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
-        assert error <= rounding * (1 + size), f"{where}: off by {error}, of {size}"
 
 
 def reasons(report: tfl.explain) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import names, reference, run
+from numerics import in_double, names, run
 
 FLOAT32_LEVEL, TF32_LEVEL = 2e-6, 2e-5  # relative errors below and above which no doubt is left
 needs_tf32 = pytest.mark.skipif(
@@ -13,9 +13,8 @@ needs_tf32 = pytest.mark.skipif(
 
 def errors(op, case):
     """Relative to the size of the result: mean error of the products."""
-    truth = reference(op, case)
+    truth = run(op.eager, in_double(case))
     found = {}
-    for name, got, want in zip(names(case), run(op.call, case), truth, strict=True):
-        if name != "grad_bias":  # no product
-            found[name] = float((got.double() - want).abs().mean() / want.abs().mean())
+    for name, got, want in zip(names(case), run(op.call, case)[:3], truth):
+        found[name] = float((got.double() - want).abs().mean() / want.abs().mean())
     return found

@@ -2,17 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from helpers import policy
+from operators import ACTS as ACTIVATIONS
+from operators import linear
 
 import torch_fused_linear as tfl
-
-ACTIVATIONS = {
-    "relu": F.relu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "gelu_erf": F.gelu,
-    "silu": F.silu,
-    "relu2": lambda z: F.relu(z).square(),
-}
 
 
 class Block:
@@ -42,13 +35,7 @@ class Block:
 
     def inference(self):
         with torch.no_grad():
-            w, b = self.weights[0], self.biases[0]
-            if self.activation == "relu":
-                return [tfl.linear_relu(self.x, w, b)]
-            if self.activation == "silu":
-                return [tfl.linear_silu(self.x, w, b)]
-            approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-            return [tfl.linear_gelu(self.x, w, b, approximate=approximate)]
+            return [linear(self.activation).call(self.x, self.weights[0], self.biases[0])]
 
     def plain(self, dtype, layers=2):
         """The same by torch's functions, in another dtype."""
@@ -74,7 +61,7 @@ def assert_as_exact(got, eager, exact):
 
 def assert_near_eagers(got, block):
     """NaN in the same places, and near each other elsewhere."""
-    with policy("eager"):
+    with tfl.set_policy("eager"):
         want = block.step()
     for ours, theirs in zip(got, want):
         assert torch.equal(ours.isnan(), theirs.isnan())

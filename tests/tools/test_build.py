@@ -135,19 +135,20 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     home, _, why = build.find_cuda()
     if home is None or hopper.headers() is None:
         pytest.skip(f"needs nvcc ({why}) and CUTLASS")
-    # all in one, each for one type and activation
-    kernels = {"forward": "bf16 silu", "saving_forward": "f16 relu", "backward": "f16 gelu_erf"}
-    kernels |= {"gating": "bf16 gelu_tanh", "glu": "f16 silu"}
-    assert {kernel for kernel, _ in hopper.UNITS} == kernels.keys()
+    # all in one, each for one type and activation, of a layer's weight or of one by columns
+    kernels = {"forward": "bf16 silu false", "saving_forward": "f16 relu true"}
+    kernels |= {"backward": "f16 gelu_erf true", "gating": "bf16 gelu_tanh false"}
+    kernels |= {"glu": "f16 silu false"}
+    assert {kernel for kernel, *_ in hopper.UNITS} == kernels.keys()
     text, code = (hopper.KERNELS / "kernels.cu").read_text(), ""
-    for kernel, (type_, activation) in zip(kernels, map(str.split, kernels.values())):
-        code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}>"
-        code += "(const Product&);\n"
+    for kernel, (type_, activation, transposed) in zip(kernels, map(str.split, kernels.values())):
+        code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}, "
+        code += f"{transposed}>(const Product&);\n"
     includes, _, rest = text.partition("template <>")
     (tmp_path / "kernels.cu").write_text(f"{includes}{code}}}\n")
-    assert "FUSED_KIND<gemm::Type::FUSED_TYPE, act>" in rest
+    assert "FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>" in rest
     monkeypatch.setattr(hopper, "KERNELS", tmp_path)
-    monkeypatch.setattr(hopper, "UNITS", [("forward", "bf16")])
+    monkeypatch.setattr(hopper, "UNITS", [("forward", "bf16", "true")])
     monkeypatch.setattr(hopper, "FLAGS", [*hopper.FLAGS, "-cubin"])  # the device's part alone
     torch_include = Path(torch.__file__).parent / "include"
     folders = [torch_include, torch_include / "torch/csrc/api/include"]

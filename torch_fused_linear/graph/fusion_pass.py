@@ -11,25 +11,23 @@ import logging
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
-from .. import _library
 from ..activations import ACTIVATIONS, Activation
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
+from .criterion import convolution_pays
+from .identity import CountingPass, in_words
 
 logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
 
 
-class FusionPass(CustomGraphPass):
+class FusionPass(CountingPass):
     """Replaces linear layers and their activations in a graph, in place.
 
     What it looks for, and what it leaves alone, is described in
@@ -48,6 +46,7 @@ class FusionPass(CustomGraphPass):
 
     def __init__(self, conv: bool = False) -> None:
         self.conv = conv
+        self.options = (conv,)
         self.replaced: Counter[str] = Counter()
 
         self._bodies: WeakKeyDictionary[GraphModule, tuple[Graph, Counter[str]]] = (
@@ -66,8 +65,7 @@ class FusionPass(CustomGraphPass):
             self._bodies[graph.owning_module] = before, counts
         self.replaced.update(counts)
         if counts:
-            found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-            logger.info("put into a graph: %s", found)
+            logger.info("put into a graph: %s", in_words(counts))
 
     def _put_back_bodies(self, graph: Graph) -> None:
         """Undoes the pass in graphs that this one gives to scan, cond and their like, which make
@@ -82,20 +80,6 @@ class FusionPass(CustomGraphPass):
                     body.graph, counts = self._bodies.pop(body)
                     self.replaced -= counts
 
-    def uuid(self) -> str:
-        """What the compiler's caches know this pass by: its source and the library's, and what it
-        has been asked for."""
-        return f"{_uuid()}{'+conv' * self.conv}"
-
-    def __reduce__(self):
-        # The caches pickle the configuration, the pass in it: equal passes must give equal bytes,
-        # whatever they have counted.
-        return (_restore, (self.uuid(), self.conv))
-
-    def __deepcopy__(self, memo) -> "FusionPass":
-        # AOTInductor copies its options; what is counted is to be seen by who gave them.
-        return self
-
 
 def _runs_in_place(operator: HigherOrderOperator) -> bool:
     """Whether its body runs where it stands, as part of the graph around it."""
@@ -109,22 +93,6 @@ def apply(module: GraphModule, fusion: FusionPass) -> None:
         if isinstance(part, GraphModule):
             fusion(part.graph)
             part.recompile()
-
-
-@cache
-def _uuid() -> str:
-    # Not torch's get_hash_for_files, which remembers one result only.
-    from hashlib import sha256
-
-    hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
-    for module in (collectives, effects, matching, matching_conv, matching_gated, spellings):
-        hasher.update(Path(module.__file__).read_bytes())
-    hasher.update(Path(__file__).read_bytes())
-    return hasher.hexdigest()
-
-
-def _restore(uuid: str, conv: bool) -> FusionPass:
-    return FusionPass(conv)
 
 
 def _approximation(activation: Activation) -> dict:
@@ -178,7 +146,8 @@ class _Rewrite:
         counts: Counter[str] = Counter()
         for node in list(self.graph.nodes):
             found = matching_conv.find_conv_relu(node)
-            if found and self.in_one_mode([found.convolution, found.relu]):
+            joins = found and self.in_one_mode([found.convolution, found.relu])
+            if joins and convolution_pays(matching.value(node)):
                 self.replace_convolution(found)
                 counts["conv2d_relu"] += 1
         return counts

@@ -10,75 +10,36 @@ from ..activations import OPERATORS
 
 _aten, _fused = torch.ops.aten, torch.ops.fused
 
+# What torch, ATen and methods call alike.
+_ALIKE = ("addmm", "matmul", "add", "mul", "pow", "square", "tanh", "relu", "t", "transpose")
+_ALIKE += ("permute", "chunk")
+# Whatever keeps every element in its place when the tensor is read row by row.
+_VIEWS = ("reshape", "flatten", "squeeze", "unsqueeze")
+
 # One name for the spellings of a call that mean the same; methods by their names.
 _FUNCTIONS = {
-    F.linear: "linear",
-    _aten.linear: "linear",
-    _fused.linear: "linear",
-    torch.conv2d: "conv2d",
-    _aten.conv2d: "conv2d",
+    **{getattr(where, name): name for where in (torch, _aten) for name in _ALIKE},
+    **{getattr(where, name): "view" for where in (torch, _aten) for name in _VIEWS},
+    **dict.fromkeys((torch.unflatten, _aten.view, _aten._unsafe_view, _aten.contiguous), "view"),
     **{getattr(_fused, name): name for name in OPERATORS},
-    torch.addmm: "addmm",
-    _aten.addmm: "addmm",
-    torch.matmul: "matmul",
-    torch.mm: "matmul",
-    operator.matmul: "matmul",
-    _aten.matmul: "matmul",
-    _aten.mm: "matmul",
-    torch.add: "add",
+    **dict.fromkeys((F.linear, _aten.linear, _fused.linear), "linear"),
+    **dict.fromkeys((torch.conv2d, _aten.conv2d), "conv2d"),
+    **dict.fromkeys((torch.mm, operator.matmul, _aten.mm), "matmul"),
     operator.add: "add",
     operator.iadd: "add_",
-    _aten.add: "add",
-    torch.mul: "mul",
     operator.mul: "mul",
-    torch.pow: "pow",
     operator.pow: "pow",
-    torch.square: "square",
-    _aten.square: "square",
-    torch.tanh: "tanh",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    F.relu: "relu",
-    _aten.relu: "relu",
-    _aten.relu_: "relu",
-    F.gelu: "gelu",
-    _aten.gelu: "gelu",
-    F.silu: "silu",
-    _aten.silu: "silu",
-    _aten.silu_: "silu",
-    F.dropout: "dropout",
-    torch.dropout: "dropout",
-    _aten.dropout: "dropout",
-    torch.t: "t",
-    _aten.t: "t",
-    torch.transpose: "transpose",
-    _aten.transpose: "transpose",
-    torch.permute: "permute",
-    _aten.permute: "permute",
+    **dict.fromkeys((torch.relu_, F.relu, _aten.relu_), "relu"),
+    **dict.fromkeys((F.gelu, _aten.gelu), "gelu"),
+    **dict.fromkeys((F.silu, _aten.silu, _aten.silu_), "silu"),
+    **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout), "dropout"),
     getattr: "getattr",
     operator.getitem: "getitem",
-    torch.chunk: "chunk",
-    _aten.chunk: "chunk",
-    torch.reshape: "view",
-    torch.flatten: "view",
-    torch.unflatten: "view",
-    torch.squeeze: "view",
-    torch.unsqueeze: "view",
-    _aten.view: "view",
-    _aten.reshape: "view",
-    _aten.contiguous: "view",
-    _aten.flatten: "view",
-    _aten.squeeze: "view",
-    _aten.unsqueeze: "view",
 }
 _METHODS = {
-    **{name: name for name in ("addmm", "matmul", "add", "mul", "pow", "square", "tanh", "relu")},
-    **{name: name for name in ("t", "transpose", "permute", "chunk")},
+    **{name: name for name in _ALIKE},
     **{"mm": "matmul", "__matmul__": "matmul", "__add__": "add", "add_": "add_", "relu_": "relu"},
-    # Whatever keeps every element in its place when the tensor is read row by row.
-    **dict.fromkeys(
-        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"), "view"
-    ),
+    **dict.fromkeys((*_VIEWS, "view", "unflatten", "contiguous"), "view"),
 }
 # What the arguments are called; some spellings say `self` for the first.
 _ARGUMENTS = {

@@ -5,7 +5,7 @@
 namespace fused::cuda::hopper {
 
 // product · act'(saved), and of each tile the sums over its tokens.
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 struct Backward {
   using Element = ElementOf<type>;
   // Saved values come as the product's source, so that the result takes their place in shared
@@ -20,7 +20,7 @@ struct Backward {
   using Fusion = fusion::Sm90EVT<
       fusion::Sm90Compute<cutlass::epilogue::thread::Identity, Element, float, nearest>,
       fusion::Sm90EVT<Sums, Gradient>>;
-  using Kernel = hopper::Kernel<Element, Columns, Element, Fusion>;
+  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);
@@ -31,9 +31,9 @@ struct Backward {
   }
 };
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 cudaError_t backward(const Product& product) {
-  return Backward<type, activation>::run(product);
+  return Backward<type, activation, transposed>::run(product);
 }
 
 }  // namespace fused::cuda::hopper

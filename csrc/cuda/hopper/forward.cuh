@@ -6,7 +6,7 @@ namespace fused::cuda::hopper {
 
 // act(product + bias), and what the backward reads stored beside it, if `aux`: the pre-activation,
 // or ReLU's bits.
-template <gemm::Type type, Activation activation, bool aux>
+template <gemm::Type type, Activation activation, bool transposed, bool aux>
 struct Forward {
   using Element = ElementOf<type>;
   static constexpr bool stores_bits = aux && activation == Activation::relu,
@@ -31,7 +31,7 @@ struct Forward {
       Preactivation>;
   using Fusion =
       std::conditional_t<stores_bits, fusion::Sm90EVT<BitsStore<Element>, Active>, Active>;
-  using Kernel = hopper::Kernel<Element, Rows, void, Fusion>;
+  using Kernel = hopper::Kernel<Element, transposed, void, Fusion>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);
@@ -49,14 +49,14 @@ struct Forward {
   }
 };
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 cudaError_t forward(const Product& product) {
-  return Forward<type, activation, false>::run(product);
+  return Forward<type, activation, transposed, false>::run(product);
 }
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 cudaError_t saving_forward(const Product& product) {
-  return Forward<type, activation, true>::run(product);
+  return Forward<type, activation, transposed, true>::run(product);
 }
 
 }  // namespace fused::cuda::hopper

@@ -28,7 +28,7 @@ struct GradGate {
 
 // The gradients of h = act(gate) ⊙ up, and h again: the product is the gradient of h, which reaches
 // no memory.
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 struct Gating {
   using Element = ElementOf<type>;
 
@@ -59,7 +59,7 @@ struct Gating {
       Compute<GradUp, float>, Store,  // 3, 4
       Compute<Hidden, float>, Store,  // 5, 6
       Compute<GradGate, Element>>;    // 7: the result
-  using Kernel = hopper::Kernel<Element, Columns, Element, Fusion>;
+  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);
@@ -82,9 +82,9 @@ struct Gating {
   }
 };
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 cudaError_t gating(const Product& product) {
-  return Gating<type, activation>::run(product);
+  return Gating<type, activation, transposed>::run(product);
 }
 
 }  // namespace fused::cuda::hopper

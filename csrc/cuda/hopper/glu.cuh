@@ -254,13 +254,13 @@ class GatedStore {
   const Params& params_;
 };
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 struct Glu {
   using Element = ElementOf<type>;
   using Epilogue =
       epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<GatedStore<activation, Element>>;
   static constexpr int epilogue_bytes = sizeof(typename Epilogue::SharedStorage);
-  using Mainloop = TwoWeights<MainloopOf<Element, Rows, epilogue_bytes>>;
+  using Mainloop = TwoWeights<MainloopOf<Element, transposed, epilogue_bytes>>;
   using Gemm = GemmOf<Mainloop, Epilogue>;
 
   static cudaError_t run(const Product& p) {
@@ -268,15 +268,10 @@ struct Glu {
     // As if the weights were one of whole tiles.
     const int tiles = static_cast<int>(gemm::hopper::tiles(p.m, half_features));
     arguments.problem_shape = {2 * tiles * half_features, p.n, p.k, 1};
-    const auto rows = [](int64_t ld) {
-      typename Mainloop::Stride stride{};
-      cute::get<0>(stride) = ld;
-      return stride;
-    };
     auto& mainloop = arguments.mainloop;
-    mainloop.ptr_A = static_cast<const Element*>(p.a), mainloop.dA = rows(p.lda);
-    mainloop.ptr_B = static_cast<const Element*>(p.b), mainloop.dB = rows(p.ldb);
-    mainloop.up = p.up.weight, mainloop.d_up = rows(p.up.ld);
+    mainloop.ptr_A = static_cast<const Element*>(p.a), mainloop.dA = stride_of<transposed>(p.lda);
+    mainloop.ptr_B = static_cast<const Element*>(p.b), mainloop.dB = stride_of<true>(p.ldb);
+    mainloop.up = p.up.weight, mainloop.d_up = stride_of<transposed>(p.up.ld);
     mainloop.features = p.m;
     const auto result = [](void* data) { return static_cast<Element*>(data); };
     arguments.epilogue = {static_cast<const Element*>(p.bias),
@@ -293,9 +288,9 @@ struct Glu {
   }
 };
 
-template <gemm::Type type, Activation activation>
+template <gemm::Type type, Activation activation, bool transposed>
 cudaError_t glu(const Product& product) {
-  return Glu<type, activation>::run(product);
+  return Glu<type, activation, transposed>::run(product);
 }
 
 }  // namespace fused::cuda::hopper

@@ -11,24 +11,29 @@ using gemm::Pass, gemm::PassProblem, gemm::Type;
 
 namespace {
 
-template <Type type>
+template <Type type, bool transposed>
 Launch kernel_for(const PassProblem& p) {
   switch (p.pass) {
     case Pass::fprop:
       // ReLU's output is kept, or its bits, and no pre-activation.
       return (p.activation == Activation::relu ? gemm::wants_bits(p) : p.aux)
-                 ? kernel_of<Kind::saving_forward, type>(p.activation)
-                 : kernel_of<Kind::forward, type>(p.activation);
+                 ? kernel_of<Kind::saving_forward, type, transposed>(p.activation)
+                 : kernel_of<Kind::forward, type, transposed>(p.activation);
     case Pass::dgrad:
-      return kernel_of<Kind::backward, type>(p.activation);
+      return kernel_of<Kind::backward, type, transposed>(p.activation);
     case Pass::gating:
-      return kernel_of<Kind::gating, type>(p.activation);
+      return kernel_of<Kind::gating, type, transposed>(p.activation);
     case Pass::glu:
-      return kernel_of<Kind::glu, type>(p.activation);
+      return kernel_of<Kind::glu, type, transposed>(p.activation);
     case Pass::wgrad:
       break;
   }
   return nullptr;
+}
+
+template <Type type>
+Launch kernel_for(const PassProblem& p) {
+  return p.matmul.transpose_a ? kernel_for<type, true>(p) : kernel_for<type, false>(p);
 }
 
 }  // namespace

@@ -82,40 +82,46 @@ cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
   return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
-template <typename Element, typename LayoutA, int epilogue_bytes>
+// Operand A's where it is transposed, and always operand B's, are read along k.
+template <bool along_k>
+auto stride_of(int64_t ld) {
+  if constexpr (along_k) {
+    return cute::make_stride(ld, cute::_1{}, int64_t{0});
+  } else {
+    return cute::make_stride(cute::_1{}, ld, int64_t{0});
+  }
+}
+
+template <typename Element, bool transposed, int epilogue_bytes>
 using MainloopOf = typename cutlass::gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, vector, Element, Columns,
-    vector, float, Tile, Cluster, cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>,
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element,
+    std::conditional_t<transposed, Rows, Columns>, vector, Element, Columns, vector, float, Tile,
+    Cluster, cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>,
     Schedule>::CollectiveOp;
 
 template <typename Mainloop, typename Epilogue>
 using GemmOf = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                     Epilogue, cutlass::gemm::PersistentScheduler>;
 
-template <typename Element, typename LayoutA, typename Source, typename Fusion>
+template <typename Element, bool transposed, typename Source, typename Fusion>
 struct Kernel {
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float,
       float, Source, Columns, vector, Element, Columns, vector, EpilogueSchedule,
       Fusion>::CollectiveOp;
   static constexpr int epilogue_bytes = sizeof(typename Epilogue::SharedStorage);
-  using Gemm = GemmOf<MainloopOf<Element, LayoutA, epilogue_bytes>, Epilogue>;
+  using Gemm = GemmOf<MainloopOf<Element, transposed, epilogue_bytes>, Epilogue>;
   using Arguments = typename Gemm::Arguments;
   using StrideD = typename Gemm::StrideD;
 
-  static StrideD columns(int64_t ld) { return cute::make_stride(cute::_1{}, ld, int64_t{0}); }
+  static StrideD columns(int64_t ld) { return stride_of<false>(ld); }
 
   // What all passes have in common; what the epilogue fuses is the caller's.
   static Arguments arguments(const Product& p) {
     Arguments arguments{};
     arguments.problem_shape = {p.m, p.n, p.k, 1};
-    typename Gemm::StrideA stride_a{};
-    constexpr int down_a = std::is_same_v<LayoutA, Rows> ? 0 : 1;
-    cute::get<down_a>(stride_a) = p.lda;
-    typename Gemm::StrideB stride_b{};
-    cute::get<0>(stride_b) = p.ldb;
-    arguments.mainloop = {static_cast<const Element*>(p.a), stride_a,
-                          static_cast<const Element*>(p.b), stride_b};
+    arguments.mainloop = {static_cast<const Element*>(p.a), stride_of<transposed>(p.lda),
+                          static_cast<const Element*>(p.b), stride_of<true>(p.ldb)};
     arguments.epilogue.ptr_D = static_cast<Element*>(p.d);
     arguments.epilogue.dD = columns(p.ldd);
     return arguments;

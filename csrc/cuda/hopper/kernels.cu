@@ -1,5 +1,6 @@
-// One kind of kernel for one type of results, with every activation. build_tools/hopper.py compiles
-// this for each FUSED_KIND and FUSED_TYPE at the same time, as each takes a minute.
+// One kind of kernel for one type of results and one order of the weight, with every activation.
+// build_tools/hopper.py compiles this for each FUSED_KIND, FUSED_TYPE and FUSED_TRANSPOSED at the
+// same time, as each takes a minute.
 
 #include "cuda/hopper/backward.cuh"
 #include "cuda/hopper/forward.cuh"
@@ -9,14 +10,15 @@
 namespace fused::cuda::hopper {
 
 template <>
-Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE>(Activation activation) {
+Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE, FUSED_TRANSPOSED>(
+    Activation activation) {
   return with_activation(activation, [](auto constant) -> Launch {
     constexpr Activation act = decltype(constant)::value;
     constexpr bool gated = Kind::FUSED_KIND == Kind::gating || Kind::FUSED_KIND == Kind::glu;
     if constexpr (act == Activation::none || (gated && act == Activation::relu)) {
       return nullptr;
     } else {
-      return FUSED_KIND<gemm::Type::FUSED_TYPE, act>;
+      return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>;
     }
   });
 }

@@ -32,8 +32,9 @@ enum class Kind { forward, saving_forward, backward, gating, glu };
 
 using Launch = cudaError_t (*)(const Product&);
 
-// Nothing without an activation; ReLU as a gate is left to other kernels.
-template <Kind kind, gemm::Type type>
+// `transposed`: operand A, the weight, is read along k, as problem.transpose_a says. Nothing
+// without an activation; ReLU as a gate is left to other kernels.
+template <Kind kind, gemm::Type type, bool transposed>
 Launch kernel_of(Activation activation);
 
 }  // namespace fused::cuda::hopper

@@ -42,17 +42,25 @@ int compiled_arch(Kernel* kernel) {
 }
 
 // Launches a kernel that calls wait_for_previous_kernel, while the one before it still runs where
-// its code can wait.
+// its code can wait. `cluster`: so many blocks next to each other along x.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                  const Arguments&... arguments) {
+void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster,
+                  cudaStream_t stream, const Arguments&... arguments) {
   constexpr int waiting_arch = 90;
   static PerDevice waits;  // of all kernels alike: they are compiled for the same architectures
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  const bool allowed = waits([kernel] { return compiled_arch(kernel) >= waiting_arch; });
-  const cudaLaunchConfig_t config{grid, block, 0, stream, &early, allowed};
+  std::array<cudaLaunchAttribute, 2> attributes;
+  unsigned count = 0;
+  if (waits([kernel] { return compiled_arch(kernel) >= waiting_arch; })) {
+    auto& early = attributes[count++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    auto& shape = attributes[count++];
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  const cudaLaunchConfig_t config{grid, block, 0, stream, attributes.data(), count};
   C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 

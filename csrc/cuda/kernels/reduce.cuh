@@ -171,7 +171,7 @@ __device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, 
 template <typename T>
 void sum_partials(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
                   T* grad_bias, cudaStream_t stream) {
-  launch_early(sum_partials_kernel<T>, dim3((cols + 31) / 32), dim3(32, 8), stream, partials,
+  launch_early(sum_partials_kernel<T>, dim3((cols + 31) / 32), dim3(32, 8), 1, stream, partials,
                chunks, cols, ld, grad_bias);
 }
 

@@ -1,8 +1,9 @@
 #pragma once
 
-// The kernels of small_product.h. A block makes 16 columns of the result with the tensor cores, as
-// CUDA's wmma functions have them. Its warps share the sums, so that all that a block reads is on
-// its way at once; what they add up, they add in a fixed order.
+// The kernels of small_product.h. A block makes 16 columns of the result: in 16 bits with the
+// tensor cores, as CUDA's wmma functions have them, in fp32 by single multiplications. Its warps
+// share the sums, so that all that a block reads is on its way at once; what they add up, they add
+// in a fixed order.
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/small_product.h"
@@ -15,23 +16,22 @@
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
 
-// Sides of wmma's tiles, elements in a vector of 16 bytes, and what is added to a row in shared
-// memory, so that neighbouring rows lie in other banks.
-constexpr int tile = 16, unit = 8;
-constexpr int pad = 8;
+namespace wmma = nvcuda::wmma;
+
+// The sides of what a warp adds up.
+constexpr int tile = 16;
 
 // How a block divides its part of a product: `down` tiles, the sums of each among `split` warps.
-// Column sums of a gradient of the input are of all rows, so a block has many of them then.
-template <gemm::Pass pass, bool sums>
+template <typename T, gemm::Pass pass>
 struct SmallShape {
   static constexpr bool forward = pass == gemm::Pass::fprop, of_weight = pass == gemm::Pass::wgrad;
-  static constexpr bool all_rows = pass == gemm::Pass::dgrad && sums;
-  static constexpr int down = all_rows ? 16 : pass == gemm::Pass::dgrad ? 4 : 1;
-  static constexpr int split = of_weight ? 16 : all_rows ? 1 : 4;
+  static constexpr int down = pass == gemm::Pass::dgrad ? 4 : 1;
+  static constexpr int split = of_weight ? 16 : forward && sizeof(T) == 4 ? 8 : 4;
   static constexpr int threads = 32 * down * split, rows = tile * down;
-  static constexpr int inner = all_rows ? 64 : pass == gemm::Pass::dgrad ? 128 : 256;  // at a time
-  // In shared memory the operands lie as they are stored.
+  static constexpr int inner = pass == gemm::Pass::dgrad ? 128 : 256;  // at a time
+  // In shared memory the operands lie as they are stored, neighbouring rows in other banks.
   static constexpr bool left_by_inner = of_weight, right_by_inner = !forward;
+  static constexpr int pad = full_vector<T>;
   static constexpr int ld_left = (left_by_inner ? rows : inner) + pad;
   static constexpr int ld_right = (right_by_inner ? tile : inner) + pad;
   static constexpr int left = (left_by_inner ? inner : rows) * ld_left;
@@ -39,26 +39,35 @@ struct SmallShape {
   static constexpr int ld_products = tile + 4;
   static constexpr int products = split * rows * ld_products;
   // Neighbours in a row that a thread finishes, and which part of a column's sum it adds up.
-  static constexpr int width = std::max(2, rows* tile / threads);
+  static constexpr int width = std::max(sizeof(T) == 4 ? 1 : 2, rows* tile / threads);
   static constexpr int parts = threads / tile;
   // The products lie where the operands were.
-  static constexpr size_t operand_bytes = std::max((left + right) * size_t{2}, products* size_t{4});
+  static constexpr size_t operand_bytes =
+      std::max((left + right) * sizeof(T), products * sizeof(float));
   static constexpr size_t bytes = operand_bytes + (forward ? 0 : threads * sizeof(float));
 };
 
-constexpr int small_forward_threads = SmallShape<gemm::Pass::fprop, false>::threads;
-constexpr int small_backward_threads = SmallShape<gemm::Pass::wgrad, true>::threads;
+template <typename T>
+constexpr int small_forward_threads = SmallShape<T, gemm::Pass::fprop>::threads;
+constexpr int small_backward_threads = SmallShape<float, gemm::Pass::wgrad>::threads;
 
-template <gemm::Pass pass, bool sums>
+__host__ __device__ constexpr int tiles(int extent) { return (extent + tile - 1) / tile; }
+
+// For all columns, and those of one for all rows.
+template <typename T, gemm::Pass pass>
+__host__ __device__ int small_blocks_down(const SmallProduct& p) {
+  constexpr int rows = SmallShape<T, pass>::rows;
+  return p.cluster > 0 ? p.cluster : (p.rows + rows - 1) / rows;
+}
+template <typename T, gemm::Pass pass>
 int small_blocks(const SmallProduct& p) {
-  using Shape = SmallShape<pass, sums>;
-  const int down = Shape::all_rows ? std::min(p.rows, 1) : (p.rows + Shape::rows - 1) / Shape::rows;
-  return down * ((p.cols + tile - 1) / tile);
+  return tiles(p.cols) * small_blocks_down<T, pass>(p);
 }
 
-__device__ inline bool in_vectors(const void* data, int64_t ld, int extent, int width) {
+template <typename T>
+__device__ bool in_vectors(const void* data, int64_t ld, int extent, int width) {
   return ld % width == 0 && extent % width == 0 &&
-         reinterpret_cast<uintptr_t>(data) % (2 * width) == 0;
+         reinterpret_cast<uintptr_t>(data) % (sizeof(T) * width) == 0;
 }
 
 // Starts to copy a part of a matrix of rows x cols elements, from (row, col) on; zeros where the
@@ -66,27 +75,40 @@ __device__ inline bool in_vectors(const void* data, int64_t ld, int extent, int 
 template <int height, int width, int ld_to, int threads, typename T>
 __device__ void start_copy(T* to, const void* matrix, int64_t ld, int row, int col, int rows,
                            int cols) {
-  const auto* from = static_cast<const T*>(matrix);
-  const auto with = [=](int down, int across) {
-    return row + down < (rows + tile - 1) / tile * tile &&
-           col + across < (cols + tile - 1) / tile * tile;
+  constexpr int unit = full_vector<T>;
+  const auto* from = static_cast<const T*>(matrix) + row * ld + col;
+  const int down_end = min(height, tiles(rows) * tile - row);
+  const int across_end = min(width, tiles(cols) * tile - col);
+  const auto is_inside = [=](int down, int across) {
+    return row + down < rows && col + across < cols;
   };
-  if (in_vectors(matrix, ld, cols, unit)) {
+  if (in_vectors<T>(matrix, ld, cols, unit)) {
 #pragma unroll
     for (int turn = 0; turn < height * width / unit; turn += threads) {
       const int i = turn + threadIdx.x;
       const int down = i / (width / unit), across = i % (width / unit) * unit;
-      if (down >= height || !with(down, across)) continue;
-      const bool inside = row + down < rows && col + across < cols;
-      const T* source = inside ? from + (row + down) * ld + col + across : from;
-      __pipeline_memcpy_async(to + down * ld_to + across, source, 16, inside ? 0 : 16);
+      if (down >= down_end || across >= across_end) continue;
+      const bool inside = is_inside(down, across);
+      __pipeline_memcpy_async(to + down * ld_to + across,
+                              inside ? from + down * ld + across : static_cast<const T*>(matrix),
+                              16, inside ? 0 : 16);
     }
   } else {
-    for (int i = threadIdx.x; i < height * width; i += threads) {
-      const int down = i / width, across = i % width;
-      if (!with(down, across)) continue;
-      const bool inside = row + down < rows && col + across < cols;
-      to[down * ld_to + across] = inside ? from[(row + down) * ld + col + across] : narrow<T>(0.0f);
+    // A warp a row: here rows of a few elements are common.
+#pragma unroll 1
+    for (int across = threadIdx.x % 32; across < across_end; across += 32) {
+#pragma unroll 4
+      for (int down = threadIdx.x / 32; down < down_end; down += threads / 32) {
+        const bool inside = is_inside(down, across);
+        T* const place = to + down * ld_to + across;
+        const T* const source = from + down * ld + across;
+        if constexpr (sizeof(T) == 4) {
+          __pipeline_memcpy_async(place, inside ? source : static_cast<const T*>(matrix), 4,
+                                  inside ? 0 : 4);
+        } else {
+          *place = inside ? *source : narrow<T>(0.0f);
+        }
+      }
     }
   }
   __pipeline_commit();
@@ -111,102 +133,219 @@ __device__ void store_row(T* to, int count, bool in_vector, const float (&from)[
   }
 }
 
-// sums: of a gradient of the input, its columns; that of the weight has those of its left operand
-// where p.sums is there.
-template <typename T, gemm::Pass pass, Activation activation, bool sums>
-__device__ void small_product_block(const SmallProduct& p, int block, unsigned char* shared) {
-  namespace wmma = nvcuda::wmma;
-  using Shape = SmallShape<pass, sums>;
-  using RowMajor = wmma::row_major;
-  using ColumnMajor = wmma::col_major;
-  using LeftLayout = std::conditional_t<Shape::left_by_inner, ColumnMajor, RowMajor>;
-  using RightLayout = std::conditional_t<Shape::right_by_inner, RowMajor, ColumnMajor>;
-  constexpr bool reads_aux = pass == gemm::Pass::dgrad && activation != Activation::none;
-  constexpr int width = Shape::width;
+// What a warp adds up: `tile` rows and columns, with the tensor cores.
+template <typename T, typename Shape>
+class WarpProduct {
+ public:
+  __device__ WarpProduct() { wmma::fill_fragment(sums_, 0.0f); }
 
-  auto* left = reinterpret_cast<T*>(shared);
-  auto* right = left + Shape::left;
-  auto* products = reinterpret_cast<float*>(shared);
-  auto* partial_sums = reinterpret_cast<float*>(shared + Shape::operand_bytes);
+  // + left · right, over `tile` of the inner extent.
+  __device__ void add(const T* left, const T* right) {
+    Fragment<wmma::matrix_a, Shape::left_by_inner> a;
+    Fragment<wmma::matrix_b, !Shape::right_by_inner> b;
+    wmma::load_matrix_sync(a, left, Shape::ld_left);
+    wmma::load_matrix_sync(b, right, Shape::ld_right);
+    wmma::mma_sync(sums_, a, b, sums_);
+  }
 
-  const int blocks_across = (p.cols + tile - 1) / tile;
-  const int first_col = block % blocks_across * tile, first = block / blocks_across * Shape::rows;
-  const int last = Shape::all_rows ? p.rows : min(p.rows, first + Shape::rows);
-  const int warp = threadIdx.x / 32, part = warp % Shape::split;
-  const int warp_row = warp / Shape::split * tile;
-  // What is this thread's once the product is there.
-  const int down = threadIdx.x * width / tile, across = threadIdx.x * width % tile;
-  const int col = first_col + across;
-  const int summed = threadIdx.x % tile, share = threadIdx.x / tile;
-  const bool sums_left = Shape::of_weight && p.sums != nullptr && first_col == 0;
-  float sum = 0.0f;
+  __device__ void store(float* to) const {
+    wmma::store_matrix_sync(to, sums_, Shape::ld_products, wmma::mem_row_major);
+  }
 
-  for (int first_row = first; first_row < last; first_row += Shape::rows) {
-    const int row = first_row + down;
-    const int count = down < Shape::rows && row < p.rows ? min(width, p.cols - col) : 0;
-    auto* aux = static_cast<T*>(p.aux) + row * p.ld_aux + col;
-    const bool aux_in_vectors = in_vectors(p.aux, p.ld_aux, p.cols, width);
-    [[maybe_unused]] float saved[width] = {}, bias[width] = {};
-    if constexpr (reads_aux) {
-      if (count > 0) load_row(aux, count, aux_in_vectors, saved);
+ private:
+  template <typename Use, bool by_columns>
+  using Fragment = wmma::fragment<Use, tile, tile, tile, T,
+                                  std::conditional_t<by_columns, wmma::col_major, wmma::row_major>>;
+  wmma::fragment<wmma::accumulator, tile, tile, tile, float> sums_;
+};
+
+// The same by single multiplications: a thread has two rows and four columns of the tile.
+template <typename Shape>
+class WarpProduct<float, Shape> {
+ public:
+  __device__ void add(const float* left, const float* right) {
+#pragma unroll
+    for (int k = 0; k < tile; k += width) {
+      float a[width][down], b[width][across];
+      load<Shape::left_by_inner, Shape::ld_left>(left, lane() / groups, k, a);
+      load<Shape::right_by_inner, Shape::ld_right>(right, lane() % groups, k, b);
+#pragma unroll
+      for (int inner = 0; inner < width; ++inner) {
+#pragma unroll
+        for (int r = 0; r < down; ++r) {
+#pragma unroll
+          for (int c = 0; c < across; ++c) sums_[r][c] += a[inner][r] * b[inner][c];
+        }
+      }
     }
+  }
+
+  __device__ void store(float* to) const {
+#pragma unroll
+    for (int r = 0; r < down; ++r) {
+#pragma unroll
+      for (int c = 0; c < across; ++c) {
+        to[place<Shape::left_by_inner, down>(lane() / groups, r) * Shape::ld_products +
+           place<Shape::right_by_inner, across>(lane() % groups, c)] = sums_[r][c];
+      }
+    }
+  }
+
+ private:
+  static constexpr int down = 2, across = 4, groups = tile / across, width = 4;
+
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  // Where in the tile a thread's i-th row or column is: where they lie next to each other in
+  // memory, a thread has neighbours, else the threads of a load have.
+  template <bool by_inner, int count>
+  __device__ static int place(int group, int i) {
+    return by_inner ? group * count + i : group + tile / count * i;
+  }
+
+  template <bool by_inner, int ld, int count>
+  __device__ static void load(const float* from, int group, int k, float (&to)[width][count]) {
+    if constexpr (by_inner) {
+#pragma unroll
+      for (int inner = 0; inner < width; ++inner) {
+        const auto* row = from + (k + inner) * ld + place<by_inner, count>(group, 0);
+        widen(*reinterpret_cast<const Vector<float, count>*>(row), to[inner]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        float row[width];
+        widen(*reinterpret_cast<const Vector<float, width>*>(
+                  from + place<by_inner, count>(group, i) * ld + k),
+              row);
+#pragma unroll
+        for (int inner = 0; inner < width; ++inner) to[inner][i] = row[inner];
+      }
+    }
+  }
+
+  float sums_[down][across] = {};
+};
+
+// One block of a product. A gradient of the input whose columns are summed is made by clusters of
+// blocks, each of which have all rows of some columns.
+template <typename T, gemm::Pass pass, Activation activation>
+class SmallBlock {
+ public:
+  // waits: what left is read from is being written by the blocks of the cluster.
+  __device__ SmallBlock(const SmallProduct& product, int block, unsigned char* shared,
+                        bool waits = false)
+      : p(product),
+        waits(waits),
+        left(reinterpret_cast<T*>(shared)),
+        right(left + Shape::left),
+        products(reinterpret_cast<float*>(shared)),
+        partial_sums(reinterpret_cast<float*>(shared + Shape::operand_bytes)) {
+    const int blocks_down = small_blocks_down<T, pass>(p);
+    block_row = block % blocks_down;
+    first_col = block / blocks_down * tile;
+    col = first_col + across();
+  }
+
+  __device__ void run() {
+    const int step = p.cluster > 0 ? p.cluster * Shape::rows : p.rows;
+    for (int first_row = block_row * Shape::rows; first_row < p.rows; first_row += step) {
+      row = first_row + down();
+      count = down() < Shape::rows && row < p.rows ? min(width, p.cols - col) : 0;
+      Row around;
+      load_around(around);
+      multiply(first_row);
+      finish(around);
+      if (sums_results()) add_up(products, Shape::ld_products, p.rows - first_row, Shape::rows);
+      __syncthreads();
+    }
+    if (sums_results() || sums_left()) write_sums();
+  }
+
+ private:
+  using Shape = SmallShape<T, pass>;
+  static constexpr bool reads_aux = pass == gemm::Pass::dgrad && activation != Activation::none;
+  static constexpr bool quick = sizeof(T) == 2;
+  static constexpr int width = Shape::width;
+  using Row = float[width];
+
+  // What is this thread's once the product is there: neighbours in a row.
+  __device__ static int down() { return threadIdx.x * width / tile; }
+  __device__ static int across() { return threadIdx.x * width % tile; }
+  // The sum that it has a part of, and which.
+  __device__ static int summed() { return threadIdx.x % tile; }
+  __device__ static int share() { return threadIdx.x / tile; }
+
+  __device__ bool sums_results() const { return pass == gemm::Pass::dgrad && p.sums != nullptr; }
+  __device__ bool sums_left() const {
+    return pass == gemm::Pass::wgrad && p.sums != nullptr && first_col == 0;
+  }
+  __device__ T* aux() const { return static_cast<T*>(p.aux) + row * p.ld_aux + col; }
+  __device__ bool aux_in_vectors() const { return in_vectors<T>(p.aux, p.ld_aux, p.cols, width); }
+
+  // What stands around the product, on its way while that is computed: the bias, or what act' is
+  // read from.
+  __device__ void load_around(Row& to) const {
+#pragma unroll
+    for (int j = 0; j < width; ++j) to[j] = 0.0f;
+    if (count <= 0) return;
+    if constexpr (reads_aux) load_row(aux(), count, aux_in_vectors(), to);
     if constexpr (Shape::forward) {
-      if (count > 0 && p.bias != nullptr) {
-        load_row(static_cast<const T*>(p.bias) + col, count, false, bias);
-      }
+      if (p.bias != nullptr) load_row(static_cast<const T*>(p.bias) + col, count, false, to);
     }
+  }
 
-    wmma::fragment<wmma::accumulator, tile, tile, tile, float> product;
-    wmma::fill_fragment(product, 0.0f);
+  // The product of the block's rows from first_row on, as parts in shared memory.
+  __device__ void multiply(int first_row) {
+    const int warp = threadIdx.x / 32, part = warp % Shape::split;
+    const int warp_row = warp / Shape::split * tile;
+    WarpProduct<T, Shape> product;
     for (int begin = 0; begin < p.inner; begin += Shape::inner) {
-      if constexpr (Shape::left_by_inner) {
-        start_copy<Shape::inner, Shape::rows, Shape::ld_left, Shape::threads>(
-            left, p.left, p.ld_left, begin, first_row, p.inner, p.rows);
-      } else {
-        start_copy<Shape::rows, Shape::inner, Shape::ld_left, Shape::threads>(
-            left, p.left, p.ld_left, first_row, begin, p.rows, p.inner);
-      }
-      if constexpr (Shape::right_by_inner) {
-        start_copy<Shape::inner, tile, Shape::ld_right, Shape::threads>(
-            right, p.right, p.ld_right, begin, first_col, p.inner, p.cols);
-      } else {
-        start_copy<tile, Shape::inner, Shape::ld_right, Shape::threads>(
-            right, p.right, p.ld_right, first_col, begin, p.cols, p.inner);
-      }
-      __pipeline_wait_prior(0);
+      copy_operands(first_row, begin);
       __syncthreads();
       if (first_row + warp_row < p.rows) {
 #pragma unroll
         for (int i = 0; i < Shape::inner / (Shape::split * tile); ++i) {
           const int k = (i * Shape::split + part) * tile;
           if (begin + k >= p.inner) break;
-          wmma::fragment<wmma::matrix_a, tile, tile, tile, T, LeftLayout> a;
-          wmma::fragment<wmma::matrix_b, tile, tile, tile, T, RightLayout> b;
-          wmma::load_matrix_sync(a,
-                                 Shape::left_by_inner ? left + k * Shape::ld_left + warp_row
-                                                      : left + warp_row * Shape::ld_left + k,
-                                 Shape::ld_left);
-          wmma::load_matrix_sync(b, Shape::right_by_inner ? right + k * Shape::ld_right : right + k,
-                                 Shape::ld_right);
-          wmma::mma_sync(product, a, b, product);
+          product.add(Shape::left_by_inner ? left + k * Shape::ld_left + warp_row
+                                           : left + warp_row * Shape::ld_left + k,
+                      Shape::right_by_inner ? right + k * Shape::ld_right : right + k);
         }
       }
-      if (sums_left) {
-#pragma unroll
-        for (int turn = 0; turn < Shape::inner; turn += Shape::parts) {
-          const int k = turn + share;
-          if (begin + k < p.inner) sum += widen(left[k * Shape::ld_left + summed]);
-        }
-      }
+      if (sums_left()) add_up(left, Shape::ld_left, p.inner - begin, Shape::inner);
       __syncthreads();
     }
-
-    wmma::store_matrix_sync(products + (part * Shape::rows + warp_row) * Shape::ld_products,
-                            product, Shape::ld_products, wmma::mem_row_major);
+    product.store(products + (part * Shape::rows + warp_row) * Shape::ld_products);
     __syncthreads();
+  }
+
+  __device__ void copy_operands(int first_row, int begin) {
+    if constexpr (Shape::right_by_inner) {
+      start_copy<Shape::inner, tile, Shape::ld_right, Shape::threads>(
+          right, p.right, p.ld_right, begin, first_col, p.inner, p.cols);
+    } else {
+      start_copy<tile, Shape::inner, Shape::ld_right, Shape::threads>(
+          right, p.right, p.ld_right, first_col, begin, p.cols, p.inner);
+    }
+    if (waits) cluster_sync();
+    waits = false;
+    if constexpr (Shape::left_by_inner) {
+      start_copy<Shape::inner, Shape::rows, Shape::ld_left, Shape::threads>(
+          left, p.left, p.ld_left, begin, first_row, p.inner, p.rows);
+    } else {
+      start_copy<Shape::rows, Shape::inner, Shape::ld_left, Shape::threads>(
+          left, p.left, p.ld_left, first_row, begin, p.rows, p.inner);
+    }
+    __pipeline_wait_prior(0);
+  }
+
+  // Adds up the parts of this thread's results, and writes them. Those that are summed are left in
+  // shared memory.
+  __device__ void finish(const Row& around) {
     if (count > 0) {
-      auto* values = products + down * Shape::ld_products + across;
-      float value[width];
+      auto* values = products + down() * Shape::ld_products + across();
+      Row value;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         value[j] = values[j];
@@ -214,43 +353,96 @@ __device__ void small_product_block(const SmallProduct& p, int block, unsigned c
         for (int other = 1; other < Shape::split; ++other) {
           value[j] += values[other * Shape::rows * Shape::ld_products + j];
         }
-        if constexpr (Shape::forward) value[j] += bias[j];
-        if constexpr (reads_aux)
-          value[j] = activation_gradient<activation, true>(value[j], saved[j]);
+        if constexpr (Shape::forward) value[j] += around[j];
+        if constexpr (reads_aux) {
+          value[j] = activation_gradient<activation, quick>(value[j], around[j]);
+        }
       }
       if constexpr (Shape::forward && activation != Activation::none) {
-        if (p.aux != nullptr) store_row(aux, count, aux_in_vectors, value);
+        if (p.aux != nullptr) store_row(aux(), count, aux_in_vectors(), value);
 #pragma unroll
-        for (int j = 0; j < width; ++j) value[j] = activate<activation, true>(value[j]);
+        for (int j = 0; j < width; ++j) value[j] = activate<activation, quick>(value[j]);
       }
       store_row(static_cast<T*>(p.result) + row * p.ld_result + col, count,
-                in_vectors(p.result, p.ld_result, p.cols, width), value);
-      if constexpr (Shape::all_rows) {
+                in_vectors<T>(p.result, p.ld_result, p.cols, width), value);
+      if (sums_results()) {
 #pragma unroll
         for (int j = 0; j < width; ++j) values[j] = value[j];
       }
     }
-    if constexpr (Shape::all_rows) {
-      __syncthreads();
-#pragma unroll
-      for (int turn = 0; turn < Shape::rows; turn += Shape::parts) {
-        const int r = turn + share;
-        if (first_row + r < p.rows) sum += products[r * Shape::ld_products + summed];
-      }
-      __syncthreads();
+    __syncthreads();
+  }
+
+  // To this thread's sum its share of `count` rows, of which the first `there` are there.
+  template <typename From>
+  __device__ void add_up(const From* from, int ld, int there, int count) {
+    for (int r = share(); r < min(there, count); r += Shape::parts) {
+      sum += widen(from[r * ld + summed()]);
     }
   }
 
-  if constexpr (Shape::all_rows || Shape::of_weight) {
-    if (!Shape::all_rows && !sums_left) return;
-    partial_sums[share * tile + summed] = sum;
+  // Of all threads, and of all blocks of the cluster.
+  __device__ void write_sums() {
+    partial_sums[threadIdx.x] = sum;
     __syncthreads();
-    const int at = (Shape::of_weight ? first : first_col) + summed;
-    if (share != 0 || at >= (Shape::of_weight ? p.rows : p.cols)) return;
+    if (share() == 0) {
 #pragma unroll
-    for (int other = 1; other < Shape::parts; ++other) sum += partial_sums[other * tile + summed];
-    static_cast<T*>(p.sums)[at] = narrow<T>(sum);
+      for (int other = 1; other < Shape::parts; ++other) {
+        sum += partial_sums[other * tile + summed()];
+      }
+      partial_sums[summed()] = sum;
+    }
+    const bool is_shared = sums_results() && p.cluster > 1;
+    if (is_shared) cluster_sync();
+    const int at = (sums_left() ? block_row * Shape::rows : first_col) + summed();
+    const bool writes = share() == 0 && at < (sums_left() ? p.rows : p.cols);
+    if (writes && (block_row == 0 || !is_shared)) {
+      for (int other = 1; is_shared && other < p.cluster; ++other) {
+        sum += *in_block(partial_sums + summed(), other);
+      }
+      static_cast<T*>(p.sums)[at] = narrow<T>(sum);
+    }
+    if (is_shared) cluster_sync();  // shared memory lives no longer than its block
   }
+
+  const SmallProduct& p;
+  bool waits;
+  T *const left, *const right;
+  float *const products, *const partial_sums;
+  int block_row, first_col, row = 0, col, count = 0;
+  float sum = 0.0f;
+};
+
+// The part of a network's block: some rows of one layer after the other, of which each block of
+// the cluster makes some columns.
+template <typename T, Activation activation>
+__device__ void small_network_block(const SmallNetwork& network, int block, int cluster,
+                                    unsigned char* shared) {
+  for (int i = 0; i < network.count; ++i) {
+    const auto& layer = network.layers[i];
+    bool waits = i > 0;
+    for (int col = block % cluster; col < tiles(layer.cols); col += cluster) {
+      const int part = block / cluster + col * tiles(layer.rows);
+      if (layer.activation == Activation::none) {
+        SmallBlock<T, gemm::Pass::fprop, Activation::none>(layer, part, shared, waits).run();
+      } else {
+        SmallBlock<T, gemm::Pass::fprop, activation>(layer, part, shared, waits).run();
+      }
+      waits = false;
+    }
+    if (waits) cluster_sync();
+  }
+}
+
+// The product of one member of an ensemble.
+template <typename T>
+__device__ SmallProduct of_member(SmallProduct p, int64_t member) {
+  const auto move = [member](auto*& data, int64_t apart) {
+    if (data != nullptr) data = const_cast<T*>(static_cast<const T*>(data)) + member * apart;
+  };
+  move(p.left, p.apart.left), move(p.right, p.apart.right), move(p.result, p.apart.result);
+  move(p.bias, p.apart.bias), move(p.aux, p.apart.aux), move(p.sums, p.apart.sums);
+  return p;
 }
 
 }  // namespace

@@ -28,6 +28,12 @@ struct SmallProduct {
   void* aux = nullptr;         // [rows, cols], or nothing
   int64_t ld_aux = 0;
   void* sums = nullptr;  // or nothing
+  int cluster = 0;       // dgrad with sums: the blocks that share those of a column
+  // Of an ensemble's members, which may share an operand: how far theirs are apart, in elements.
+  int members = 1;
+  struct {
+    int64_t left = 0, right = 0, result = 0, bias = 0, aux = 0, sums = 0;
+  } apart;
 };
 
 // A layer's gradients that are left to these kernels: of one type, and neither needs the other.
@@ -35,10 +41,18 @@ struct SmallGradients {
   SmallProduct of_weight, of_input;  // or rows = 0
 };
 
+// A forward layer by layer: each one's result is the next one's left operand.
+struct SmallNetwork {
+  static constexpr int most_layers = 4;
+  int count = 0;
+  SmallProduct layers[most_layers];
+};
+
 // Whether the current device has them; they need tensor cores for bf16.
 bool have_small_products();
 
 void small_forward(const SmallProduct& product, cudaStream_t stream);
 void small_backward(const SmallGradients& gradients, cudaStream_t stream);
+void small_network(const SmallNetwork& network, cudaStream_t stream);
 
 }  // namespace fused::cuda::kernels

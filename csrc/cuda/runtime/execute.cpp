@@ -64,6 +64,38 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
 
 void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStream_t stream) {
   const auto& p = call.problem;
+  explain::append(call.layers.empty() ? "own small kernel" : "own small kernel of all layers");
+  if (!call.layers.empty()) {
+    kernels::SmallNetwork network;
+    for (const auto& layer : call.layers) network.layers[network.count++] = small_product(layer);
+    kernels::small_network(network, stream);
+    return;
+  }
+  const auto product = small_product(call);
+  if (gemm::is_forward(p.pass)) {
+    kernels::small_forward(product, stream);
+    return;
+  }
+  kernels::SmallGradients alone;
+  auto& gradients = waiting != nullptr ? *waiting : alone;
+  (p.pass == gemm::Pass::wgrad ? gradients.of_weight : gradients.of_input) = product;
+  if (waiting == nullptr) kernels::small_backward(alone, stream);
+}
+
+// As measuring compares them, for which all have their plans.
+bool run_layers(const PassCall& call, cudaStream_t stream) {
+  return std::ranges::all_of(call.layers, [stream](const PassCall& layer) {
+    auto* plan = take_plan(layer.problem);
+    if (plan == nullptr) return false;
+    const Workspace workspace(plan->algorithm.workspace);
+    return execute(layer, *plan, workspace.data(), stream);
+  });
+}
+
+}  // namespace
+
+kernels::SmallProduct small_product(const PassCall& call) {
+  const auto& p = call.problem;
   kernels::SmallProduct product;
   product.pass = p.pass, product.activation = p.activation, product.type = p.matmul.type;
   product.rows = static_cast<int>(p.matmul.n), product.cols = static_cast<int>(p.matmul.m);
@@ -72,20 +104,13 @@ void own_small(const PassCall& call, kernels::SmallGradients* waiting, cudaStrea
   product.right = call.right.data, product.ld_right = call.right.ld;
   product.result = call.result.data, product.ld_result = call.result.ld;
   if (!p.mask) product.aux = call.aux.data, product.ld_aux = call.aux.ld;
-  explain::append("own small kernel");
   if (gemm::is_forward(p.pass)) {
     product.bias = call.bias;
-    kernels::small_forward(product, stream);
-    return;
+  } else {
+    product.sums = call.bias;
   }
-  product.sums = call.bias;
-  kernels::SmallGradients alone;
-  auto& gradients = waiting != nullptr ? *waiting : alone;
-  (p.pass == gemm::Pass::wgrad ? gradients.of_weight : gradients.of_input) = product;
-  if (waiting == nullptr) kernels::small_backward(alone, stream);
+  return product;
 }
-
-}  // namespace
 
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
               gemm::Type type, void* dz, void* sums) {
@@ -126,6 +151,9 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
         break;
       case Step::own_small:
         own_small(call, waiting, stream);
+        break;
+      case Step::layers:
+        if (!run_layers(call, stream)) return false;
         break;
       case Step::own_activation: {
         const auto& z = matmul_result(call, *plan.strategy);

@@ -16,6 +16,9 @@ namespace fused::cuda {
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
              kernels::SmallGradients* waiting = nullptr);
 
+// The pass as our kernels for small networks have it.
+kernels::SmallProduct small_product(const PassCall& call);
+
 // matrix's column sums; act'(saved) · grad and its column sums. Either of dz and sums may be null;
 // dz, contiguous rows, may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,

@@ -1,6 +1,7 @@
 #include "cuda/runtime/gemm_call.h"
 
 #include "core/aux_layout.h"
+#include "core/policy.h"
 #include "cuda/runtime/device.h"
 
 #include <ATen/Context.h>
@@ -69,6 +70,23 @@ Tensor bias_for_epilogue(const std::optional<Tensor>& bias) {
   auto dense = bias->contiguous();
   const auto alignment = gemm::alignment_class(dense.const_data_ptr());
   return gemm::is_aligned_to_16_bytes(alignment) ? dense : dense.clone();
+}
+
+Matrix matrix_of(const Tensor& result) {
+  const auto cols = result.size(-1);
+  return {cols == 0 ? 0 : result.numel() / cols, cols, std::max(cols, int64_t{1}), false,
+          result.data_ptr()};
+}
+
+PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
+                   void* bias, Activation activation, const Matrix& aux, bool mask) {
+  PassCall call{{}, left, right, result, aux, bias};
+  call.problem.pass = pass;
+  call.problem.activation = activation;
+  call.problem.aux = pass == Pass::fprop && aux.data != nullptr;
+  call.problem.mask = mask;
+  call.problem.literal = policy() == Policy::cublaslt;
+  return call;
 }
 
 void complete(PassCall& call, gemm::Type type, int device) {

@@ -8,6 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace fused::cuda {
 
 using gemm::Matrix, gemm::Operands, gemm::Pass, gemm::PassProblem, gemm::Provider, gemm::Step,
@@ -21,6 +23,7 @@ struct Operand {
 Operand rows_of(const Tensor& tensor);     // [*, cols] -> [rows, cols]
 Operand plain_rows(const Tensor& tensor);  // the same of unit stride, as our own kernels read them
 Matrix transposed(const Matrix& matrix);
+Matrix matrix_of(const Tensor& result);  // contiguous [*, cols] as [rows, cols]
 
 // Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
 // some that read two elements at a time. Undefined where there is none.
@@ -37,7 +40,12 @@ struct PassCall {
   bool adds = false;            // the product to the result that is there
   bool is_wide = false;         // the result is in fp32, whatever the operands are in
   bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided
+  std::vector<PassCall> layers = {};  // of a chain
 };
+
+PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
+                   void* bias = nullptr, Activation activation = Activation::none,
+                   const Matrix& aux = {}, bool mask = false);
 
 // Completes the call: `problem` holds the pass, the activation and the flags, the matrices and the
 // bias are set.

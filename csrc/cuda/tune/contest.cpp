@@ -1,7 +1,5 @@
 #include "cuda/tune/contest.h"
 
-#include "plans/registry.h"
-
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Sleep.h>
 
@@ -58,7 +56,8 @@ void Stopwatch::set_repeats(double microseconds) {
 }
 
 std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
-                                     const Clock& clock, double calls, const plans::Judge& judge) {
+                                     const Clock& clock, double budget_us, double calls,
+                                     const plans::Judge& judge) {
   plans::TuningRules rules;
   if (field.incumbent < field.eligible.size()) {
     constexpr double least = 5e3;
@@ -68,7 +67,7 @@ std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& 
       rules.budget_us = clock() + std::max(least, calls * once);
     }
   }
-  rules.budget_us = std::min(rules.budget_us, plans::budget() * 1e3);
+  rules.budget_us = std::min(rules.budget_us, budget_us);
   const auto round = [&](const std::vector<size_t>& running) { return stopwatch.round(running); };
   return plans::choose(field, round, clock, judge, rules);
 }

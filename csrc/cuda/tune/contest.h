@@ -63,6 +63,7 @@ class Stopwatch {
 // after as long as so many calls of the incumbent take if that is less, so that measuring is worth
 // its time sooner.
 std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
-                                     const Clock& clock, double calls, const plans::Judge& judge);
+                                     const Clock& clock, double budget_us, double calls,
+                                     const plans::Judge& judge);
 
 }  // namespace fused::cuda::tune

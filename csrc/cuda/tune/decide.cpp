@@ -236,11 +236,11 @@ std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem&
   return fallback_plan(call.problem, "unknown while capturing");
 }
 
+}  // namespace
+
 bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
-
-}  // namespace
 
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   const auto& fallback = gemm::fallback_of(problem.pass);

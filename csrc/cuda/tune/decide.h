@@ -13,6 +13,8 @@ namespace fused::cuda::tune {
 // no way. While a stream captures nothing may be searched for.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call);
 
+bool is_capturing();
+
 // The last resort, and why for explain.
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why);
 

@@ -55,13 +55,21 @@ std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_r
   return result;
 }
 
+// What the call's problem may be measured for, in microseconds.
+double budget_for(const PassCall& call) {
+  const auto& g = call.problem.matmul;
+  const double operations = 2.0 * static_cast<double>(g.m) * static_cast<double>(g.n) *
+                            static_cast<double>(std::max<int64_t>(g.k, 1));
+  return plans::budget() * 1e3 * plans::share_of_budget(operations);
+}
+
 // Other configurations of the algorithm that has won, and itself; nothing where there are none.
 std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
   std::vector<Candidate> result;
   if (winner.strategy->provider != Provider::cublaslt) return result;
   // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
   constexpr double load_us = 5e3;
-  const double room = share_around * plans::budget() * 1e3 / (load_us + 4 * winner.microseconds);
+  const double room = share_around * budget_for(call) / (load_us + 4 * winner.microseconds);
   for (const auto& algorithm :
        algorithms_around(call, *winner.strategy, winner.algorithm, static_cast<size_t>(room))) {
     result.push_back(candidate(call, *winner.strategy, algorithm));
@@ -131,10 +139,10 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
     const bool needed = i == field.incumbent || i == yardstick;
     const bool wanted =
         !call.problem.literal || candidates[i].decision.strategy == incumbent.strategy;
-    const bool in_time = clock() < share * plans::budget() * 1e3;
+    const bool in_time = clock() < share * budget_for(call);
     field.eligible[i] = (wanted && (needed || in_time) && stopwatch.once(i));
   }
-  const auto choice = fastest(field, stopwatch, clock, calls,
+  const auto choice = fastest(field, stopwatch, clock, budget_for(call), calls,
                               [&](size_t i) { return trial.judge(candidates[i].decision); });
   if (!choice) return std::nullopt;
 

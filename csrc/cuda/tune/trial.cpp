@@ -161,7 +161,22 @@ std::optional<Verdict> Trial::known(const plans::Decision& decision) const {
   });
 }
 
+// A kernel that makes all layers does to each what the strategy of its name does to one alone.
+Verdict Trial::judge_layers(const plans::Decision& decision) {
+  plans::Decision alone;
+  alone.strategy = gemm::find_strategy(gemm::Pass::fprop, decision.strategy->name);
+  for (const auto& layer : call_.layers) {
+    const auto bucket = gemm::bucket_of(layer.problem, bucket_.matmul.device);
+    Trial trial(layer, bucket);
+    const auto verdict = trial.judge(alone);
+    lacked_memory_ = lacked_memory_ || trial.lacked_memory();
+    if (verdict != Verdict::sound) return verdict;
+  }
+  return Verdict::sound;
+}
+
 Verdict Trial::judge(const plans::Decision& decision) {
+  if (!call_.layers.empty()) return judge_layers(decision);
   if (const auto verdict = known(decision)) return *verdict;
   auto verdict = Verdict::failed;
   try {

@@ -31,6 +31,7 @@ class Trial {
  private:
   class Errors;
   plans::Verdict try_out(const plans::Decision& decision);
+  plans::Verdict judge_layers(const plans::Decision& decision);
 
   const PassCall& call_;
   const PassProblem& bucket_;

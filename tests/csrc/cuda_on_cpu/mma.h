@@ -23,28 +23,55 @@ using std::min;
 
 inline thread_local uint3 threadIdx, blockIdx;
 inline dim3 gridDim;
-inline std::unique_ptr<std::barrier<>> block_barrier;
+
+using Barrier = std::barrier<>;
+inline thread_local Barrier *warp_barrier, *block_barrier;
+inline thread_local unsigned cluster_rank;
+inline std::unique_ptr<Barrier> cluster_barrier;
 
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline thread_local std::barrier<>* warp_barrier;
 inline void __syncwarp() { warp_barrier->arrive_and_wait(); }
+inline void cluster_sync() { cluster_barrier->arrive_and_wait(); }
 
-// kernel() by each thread of each block.
+// The blocks of a cluster have their shared memory one behind the other.
+inline std::vector<unsigned char> cluster_memory;
+inline size_t shared_bytes;
+inline unsigned char* shared_memory(unsigned rank = cluster_rank) {
+  const auto address = reinterpret_cast<uintptr_t>(cluster_memory.data());
+  return cluster_memory.data() + (32 - address % 32) % 32 + rank * shared_bytes;
+}
+template <typename T>
+T* in_block(T* shared, unsigned rank) {
+  const auto place = reinterpret_cast<unsigned char*>(shared) - shared_memory();
+  return reinterpret_cast<T*>(shared_memory(rank) + place);
+}
+
+// kernel(shared) by each thread of each block; along x, `cluster` blocks at a time. Their shared
+// memory, of so many bytes, holds NaN at first.
 template <typename Kernel>
-void on_cpu(dim3 grid, int threads, const Kernel& kernel) {
+void on_cpu(dim3 grid, int threads, size_t bytes, const Kernel& kernel, unsigned cluster = 1) {
   gridDim = grid;
-  block_barrier = std::make_unique<std::barrier<>>(threads);
-  std::vector<std::unique_ptr<std::barrier<>>> warps;
-  for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32));
+  shared_bytes = (bytes + 31) / 32 * 32;
+  cluster_memory.assign(cluster * shared_bytes + 32, 0xff);
+  cluster_barrier = std::make_unique<Barrier>(threads * cluster);
+  std::vector<std::unique_ptr<Barrier>> blocks, warps;
+  for (unsigned i = 0; i < cluster; ++i) blocks.push_back(std::make_unique<Barrier>(threads));
+  for (unsigned i = 0; i < threads / 32 * cluster; ++i) {
+    warps.push_back(std::make_unique<Barrier>(32));
+  }
   std::vector<std::thread> all;
-  for (unsigned i = 0; i < static_cast<unsigned>(threads); ++i) {
+  for (unsigned i = 0; i < threads * cluster; ++i) {
     all.emplace_back([&, i] {
-      threadIdx = {i, 0, 0};
+      threadIdx = {i % threads, 0, 0};
+      cluster_rank = i / threads;
       warp_barrier = warps[i / 32].get();
+      block_barrier = blocks[cluster_rank].get();
       for (unsigned y = 0; y < grid.y; ++y) {
-        for (unsigned x = 0; x < grid.x; ++x) {
+        for (unsigned x = cluster_rank; x < grid.x; x += cluster) {
           blockIdx = {x, y, 0};
-          kernel();
+          kernel(shared_memory());
+          cluster_sync();
+          if (threadIdx.x == 0) std::fill_n(shared_memory(), shared_bytes, 0xff);
           __syncthreads();
         }
       }

@@ -1,0 +1,327 @@
+"""The pass that writes operators out in ATen where that pays, for a GPU that is made up here."""
+
+import copy
+import dataclasses
+import inspect
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from fusion import fresh_dynamo, recording_backend  # noqa: F401
+from helpers import one_thread  # noqa: F401
+from inductor import quick_to_compile
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from two_layers import assert_as_exact
+
+import torch_fused_linear as tfl
+from torch_fused_linear import _library
+from torch_fused_linear.activations import ACTIVATIONS
+from torch_fused_linear.graph import criterion, formula_pass
+from torch_fused_linear.graph.formula_pass import FormulaPass
+
+H200 = criterion.Machine(own_products=True, bandwidth=4.4e12)
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Has a decision made as for an H200; gives a function that makes it another machine."""
+
+    def be(machine):
+        monkeypatch.setattr(criterion, "machine_of", lambda device: machine)
+
+    be(H200)
+    return be
+
+
+class Gated(nn.Module):
+    def __init__(self, activation="silu", stacked=False, bias=False, sizes=(16, 48)):
+        super().__init__()
+        width, hidden = sizes
+        self.gate = nn.Linear(width, hidden * (1 + stacked), bias)
+        self.up, self.down = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
+        self.act, self.stacked = ACTIVATIONS[activation].module(), stacked
+
+    def forward(self, x):
+        gate, up = self.gate(x).chunk(2, -1) if self.stacked else (self.gate(x), self.up(x))
+        return x + self.down(self.act(gate) * up)
+
+
+class Layer(nn.Module):
+    """With something after it that is a pass of its own, such as dropout."""
+
+    def __init__(self, activation, after=lambda h: h * 0.5):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 48), nn.Linear(48, 16)
+        self.act, self.after = ACTIVATIONS[activation].module(), after
+
+    def forward(self, x):
+        return self.second(self.after(self.act(self.first(x))))
+
+
+def step(call, model, x):
+    leaf = x.clone().requires_grad_()
+    y = call(leaf)
+    leaves = [leaf, *(p for p in model.parameters())]
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)]
+
+
+def compiled_by(formulas, graphs):
+    """A backend with our passes before autograd and after it, without the compiler's own."""
+
+    def part(joint, inputs, **kwargs):
+        formulas(joint.graph)
+        joint.graph.lint()
+        joint.recompile()
+        return torch._functorch.partitioners.min_cut_rematerialization_partition(
+            joint, inputs, **kwargs
+        )
+
+    how = {"partition_fn": part, "decompositions": select_decomp_table()}
+    return tfl.compile_backend(recording_backend(graphs, **how))
+
+
+def check(model, **options):
+    """The model compiled with both passes is the same function. -> what was written out, and what
+    forward and backward call"""
+    x = torch.randn(3, 5, 16)
+    formulas, graphs = FormulaPass(), {}
+    call = torch.compile(model, backend=compiled_by(formulas, graphs), **options)
+    for got, want in zip(step(call, model, x), step(model, model, x), strict=True):
+        torch.testing.assert_close(got, want)
+    return dict(formulas.written_out), graphs
+
+
+# --- the formulas themselves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_formulas_are_what_the_operators_compute(activation):
+    def draw(*sizes):
+        return torch.randn(sizes, dtype=torch.float64)
+
+    x, w, b, grad = draw(2, 3, 8), draw(16, 8), draw(16), draw(2, 3, 16)
+    calls = [("_linear_backward", (grad, x, w, draw(2, 3, 16), activation, [True] * 3))]
+    if activation != "relu":  # whose second result is bits
+        calls.append(("_linear_aux", (x, w, b, activation)))
+    for up, down in ((grad, None), (None, None), (grad, draw(8, 16)), (None, draw(8, 16))):
+        z = draw(2, 3, 16 if up is not None else 32)
+        wanted = [True, up is not None, False, False, True]
+        arrives = grad if down is None else x
+        calls.append(("_glu_backward", (arrives, z, up, activation, wanted, down)))
+    for name, args in calls:
+        operator = getattr(torch.ops.fused, name)
+        formula, _ = formula_pass._FORMULAS[operator.default]
+        for ours, theirs in zip(formula(*args), operator(*args), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        names = [a.name for a in operator.default._schema.arguments]
+        assert list(inspect.signature(formula).parameters)[: len(names)] == names
+
+
+# --- where they are taken ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf", "relu"])
+def test_gating_is_written_out(gpu, activation, stacked):
+    written, graphs = check(Gated(activation, stacked))
+    assert written == {"_glu_backward": 1}
+    assert graphs["forward"].count("fused._linear_glu_aux.default") == 1
+    # h is the forward's, and not made again: one product of two of its factors
+    backward = graphs["backward"]
+    assert "fused._glu_backward.default" not in backward
+    assert backward.count("aten.cat.default") == stacked
+    # of gate and up apart the gradients of their input are summed by the compiler
+    assert backward.count("aten.mm.default") == (not stacked)
+    assert "aten.addmm.default" not in backward
+
+
+def test_with_the_product_before_and_the_forward_out_of_sight(gpu):
+    """As on a GPU, and in a graph of the backward alone, where h is made again."""
+
+    def function(grad, gate, up, down):
+        mask = [True, True, False, False, True]
+        return torch.ops.fused._glu_backward(grad, gate, up, "silu", mask, down)
+
+    args = torch.randn(4, 6), torch.randn(4, 8), torch.randn(4, 8), torch.randn(6, 8)
+    formulas, calls = FormulaPass(), []
+
+    def compiler(module, inputs):
+        formulas(module.graph)
+        module.recompile()
+        calls.extend(str(n.target) for n in module.graph.nodes if n.op == "call_function")
+        return make_boxed_func(module.forward)
+
+    got = torch.compile(function, backend=aot_autograd(fw_compiler=compiler))(*args)
+    torch.testing.assert_close(got, function(*args))
+    assert formulas.written_out == {"_glu_backward": 1}
+    assert "aten.mm.default" in calls and not any(call.startswith("fused") for call in calls)
+
+
+def test_what_is_not_better_stays(gpu):
+    """Each for one reason."""
+    stays = {}, 1
+
+    def seen(model, **options):
+        torch._dynamo.reset()
+        written, graphs = check(model, **options)
+        return written, graphs["backward"].count("fused._glu_backward.default")
+
+    assert seen(Gated(bias=True)) == stays, "sums of biases"
+    assert seen(Gated(), dynamic=True) == stays, "sizes that change"
+    gpu(None)
+    assert seen(Gated()) == stays, "a CPU"
+
+
+def test_gating_stays_ours_where_the_epilogue_is_quicker_than_a_pass(monkeypatch):
+    def pays(machine=H200, dtype=torch.bfloat16, behind_product=True, sums=(False, False)):
+        return criterion.gating_pays(machine, torch.empty(8, dtype=dtype), behind_product, sums)
+
+    assert not pays() and pays(sums=(True, False)) and pays(sums=(False, True))
+    monkeypatch.setattr(criterion, "GATING_EPILOGUE", criterion.GATING_PASS - 0.1)
+    assert pays() and not pays(behind_product=False) and not pays(dtype=torch.float32)
+    assert not pays(dataclasses.replace(H200, own_products=False))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_beside_another_pass_is_written_out(gpu, activation):
+    written, graphs = check(Layer(activation))
+    aux = {} if activation == "relu" else {"_linear_aux": 1}
+    assert written == {**aux, "_linear_backward": 1}
+    first = "fused.linear_relu.default" if activation == "relu" else "fused.linear.default"
+    assert graphs["forward"][0] == first
+    assert graphs["backward"].count("fused._linear_backward.default") == 1
+
+
+def test_an_activation_between_products_is_not(gpu):
+    for after in (lambda h: h, lambda h: h.view(15, 48) @ torch.ones(48, 48)):
+        torch._dynamo.reset()
+        model = Layer("gelu_erf", after)
+        assert check(model)[0] == {}, after
+
+
+def test_low_memory_keeps_bits_that_no_formula_reads(gpu):
+    w = torch.randn(48, 16, requires_grad=True)
+    model = nn.ParameterList([w])
+    function = lambda x: tfl.linear_relu(x, w, memory="low") * 0.5  # noqa: E731
+    call = torch.compile(function, backend=compiled_by(formulas := FormulaPass(), {}))
+    x = torch.randn(5, 16)
+    for got, want in zip(step(call, model, x), step(function, model, x), strict=True):
+        torch.testing.assert_close(got, want)
+    assert not formulas.written_out
+
+
+# --- in the compiler -----------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, caplog):
+    """And once more from its cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, x = Gated(), torch.randn(5, 16)
+    want = step(model, model, x)
+    for written in ({"_glu_backward": 1}, {}):
+        torch._dynamo.reset()
+        options = tfl.compile_options()
+        with quick_to_compile(), tfl.explain() as report, caplog.at_level("INFO"):
+            call = torch.compile(model, options=options)
+            got, code = run_and_get_code(step, call, model, x)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert options["pre_grad_custom_pass"].replaced == {"gated_mlp": 1}
+        assert options["joint_custom_pre_pass"].written_out == written
+        paths = [c.path for c in report.calls if c.operator == "_glu_backward"]
+        assert paths == ["written out in a compiled graph"] * len(written)
+        if written:
+            both = "".join(code)
+            assert "ops.fused._linear_glu_aux" in both and "ops.fused._glu_backward" not in both
+            assert "written out in a graph: 1 _glu_backward" in caplog.text
+
+
+@pytest.mark.cuda
+@needs_compiler
+def test_on_a_gpu(cuda):
+    """By the machine that is there: as exact as what the compiler makes of the plain model."""
+    model = Gated("gelu_tanh", sizes=(128, 320)).to(cuda, torch.bfloat16)
+    x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16)
+    wide = copy.deepcopy(model).double()
+    exact = step(wide, wide, x.double())
+    eager = step(torch.compile(model), model, x)
+    torch._dynamo.reset()
+    options = tfl.compile_options()
+    got, code = run_and_get_code(step, torch.compile(model, options=options), model, x)
+    assert options["joint_custom_pre_pass"].written_out == {"_glu_backward": 1}
+    assert "ops.fused._glu_backward" not in "".join(code)
+    assert_as_exact(got, eager, exact)
+
+
+@pytest.mark.cuda
+@needs_compiler
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+def test_weights_by_columns_on_a_gpu(cuda, activation):
+    """As transformers' Conv1D has them: their gradients lie as they do, without a copy."""
+    act = ACTIVATIONS[activation].module()
+    leaves = [torch.randn(s, device=cuda).bfloat16() / 8 for s in ((64, 256), (256,), (256, 64))]
+    w, b, v = (t.requires_grad_() for t in leaves)
+    x = torch.randn(8192, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+
+    def function(x, w, b, v):
+        return act(torch.addmm(b, x, w)) @ v
+
+    def results(call, *args):
+        return torch.autograd.grad(call(*args).double().square().sum(), args)
+
+    options = tfl.compile_options()
+    call = torch.compile(function, options=options)
+    got, code = run_and_get_code(results, call, x, w, b, v)
+    eager = results(function, x, w, b, v)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b, v)]
+    assert_as_exact(got, eager, results(function, *wide))
+    assert options["pre_grad_custom_pass"].replaced == {"mlp": 1}
+    assert [g.stride() for g in got] == [t.stride() for t in (x, w, b, v)]
+    assert "triton_poi" not in "".join(code), "nothing is copied"
+
+
+# --- what the decision is made by ----------------------------------------------------------------
+
+
+def test_machine(monkeypatch):
+    found = SimpleNamespace(major=9, minor=0, memory_clock_rate=3_201_000, memory_bus_width=6144)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(_library, "build_info", lambda: {"hopper": True})
+    ask = criterion.machine_of.__wrapped__
+    machine = ask(torch.device("cuda", 0))
+    assert machine.own_products and machine.bandwidth == pytest.approx(4.4e12, rel=0.01)
+    assert ask(torch.device("cpu")) is None
+    found.minor = 3
+    assert not ask(torch.device("cuda", 0)).own_products
+    found.minor = 0
+    monkeypatch.setattr(_library, "build_info", lambda: {"hopper": False})
+    assert not ask(torch.device("cuda", 0)).own_products
+
+
+def test_a_convolution_stays_the_compilers_where_a_pass_is_quick(gpu):
+    """Of 64 channels: a pass over 12 MB takes 5 us, over 206 MB 93."""
+    conv = nn.Conv2d(8, 16, 3, padding=1)
+
+    def replaced(x, **options):
+        torch._dynamo.reset()
+        backend = tfl.compile_backend("eager", conv=True)
+        torch.compile(lambda x: F.relu(conv(x)), backend=backend, **options)(x)
+        return backend.replaced["conv2d_relu"]
+
+    x = torch.randn(2, 8, 16, 16)  # the pass moves 65,536 bytes
+    gpu(dataclasses.replace(H200, bandwidth=6e9))
+    assert replaced(x) == 1 and replaced(x, dynamic=True) == 0
+    gpu(dataclasses.replace(H200, bandwidth=7e9))
+    assert replaced(x) == 0
+    gpu(None)
+    assert replaced(x) == 1 and replaced(x, dynamic=True) == 1

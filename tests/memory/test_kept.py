@@ -1,0 +1,361 @@
+"""What is kept for a backward: never more than eager keeps, and in bytes what is promised."""
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import GatedBlock, step
+from numerics import assert_same, run
+from operators import (
+    ACTS,
+    DTYPES,
+    FORMS,
+    GELU_ERF,
+    GELU_TANH,
+    LINEAR,
+    LOW,
+    ODD,
+    OPS,
+    RELU,
+    SILU,
+    Op,
+    every_op,
+    gated,
+    mlp,
+    op_param,
+    pair,
+    policy_param,
+    rows,
+    stack,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from watching import Calls, Storages, kept_bytes, saved_bytes
+
+import torch_fused_linear as tfl
+
+TOKENS, INPUTS, HIDDEN, OUTPUTS = 64, 128, 256, 128  # multiples of 128: no padding is measured
+WIDTHS = (HIDDEN, 128, 384)  # of chains
+BOTH = ("default", "low")
+WIDE = [
+    *OPS,
+    *LOW,
+    *(
+        gated(f, a, d, HIDDEN)
+        for f, a, d in zip(FORMS * 2, [*ACTS, "silu", "relu", "silu"], [0, 1] * 4)
+    ),
+    *(gated("apart", "silu", d, HIDDEN, memory="low") for d in (False, True)),
+    *(mlp(a, 4, WIDTHS, memory=m) for a, m in itertools.product(ACTS, BOTH)),
+    *(stack(a, 4, WIDTHS, memory=m) for a, m in itertools.product(("relu", "silu"), BOTH)),
+    pair("apart", "silu", memory="low"),
+    ODD["block"],
+    ODD["groups"],
+]
+
+
+def case_of(op: Op, dtype=torch.float32, device="cpu", bias=True):
+    return op.case((TOKENS,), INPUTS, OUTPUTS, dtype, device, bias)
+
+
+def subsets(count):
+    every = itertools.product([False, True], repeat=count)
+    return [s for s in every if any(s) and (count <= 3 or sum(s) in (1, count - 1, count))]
+
+
+# --- never more than eager -----------------------------------------------------------------------
+
+
+@rows(WIDE)
+@policy_param
+def test_no_more_than_eager(policy, op, device):
+    """For every subset of wanted gradients: a frozen weight needs no input kept, and so on. Also as
+    hooks on saved tensors see it. The library's bits of ReLU come beside the outputs of a chain."""
+    for dtype in (torch.float32, torch.bfloat16) if op.product is None else DTYPES:
+        case = case_of(op, dtype, device)
+        is_chain = op.activation == "relu" and policy == "cublaslt" and op.name != "conv2d_relu"
+        bits = sum(TOKENS * n // 8 for n in WIDTHS) if is_chain and op.product is None else 0
+        for wanted in subsets(len(case.inputs)):
+            leaves = case.leaves(wanted)
+            for measure in (lambda call, t=leaves: saved_bytes(lambda: call(*t), t[1:]),
+                            lambda call, t=leaves: kept_bytes(lambda: call(*t))):  # fmt: skip
+                with tfl.set_policy(policy):
+                    ours = measure(op.call)
+                assert ours <= measure(op.eager) + bits, f"{op!r} {dtype} {wanted}"
+
+
+@op_param
+def test_nor_under_autocast(op, device):
+    leaves = case_of(op, device=device).leaves()
+
+    def compute(call):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return call(*leaves)
+
+    ours, eager = (saved_bytes(lambda c=call: compute(c), leaves) for call in (op.call, op.eager))
+    assert ours <= eager
+
+
+@every_op
+@policy_param
+def test_nothing_without_a_gradient(policy, op, device):
+    """No gradient wanted: what keeps something does not run, and the output has no history."""
+    case = op.case((5,), 16, 24, torch.float32, device)
+    leaves = case.leaves()
+    with tfl.set_policy(policy):
+        with torch.no_grad(), Calls() as without_grad:
+            y = op.call(*leaves)
+        assert y.grad_fn is None and not y.requires_grad
+        with Calls() as frozen:
+            assert op.call(*case.inputs).grad_fn is None
+        assert saved_bytes(lambda: op.call(*case.inputs)) == 0
+    for calls in (without_grad, frozen):
+        assert not [name for name in calls.names if "aux" in name or "backward" in name]
+
+
+@every_op
+def test_a_backward_frees_what_was_kept(op, device):
+    """A leak would show as growth over steps."""
+    case = op.case((5,), 16, 24, torch.float32, device)
+    y = op.call(*case.leaves())
+    watch = weakref.ref(y)
+    y.backward(case.g)
+    del y
+    gc.collect()
+    assert watch() is None, "the output is part of a reference cycle"
+
+
+@rows([gated(form, "silu", True, 192, memory=m) for form in FORMS for m in BOTH])
+def test_a_step_takes_no_more_than_eagers_at_its_peak(op, device):
+    """The pre-activations go before the weights' gradients come, unless the graph is kept."""
+    case = op.case((96,), 64, 64, torch.float32, device)
+
+    def peak(call, **options):
+        leaves = case.leaves()
+        with Storages() as storages:
+            torch.autograd.grad(call(*leaves), leaves, case.g, **options)
+        return storages.most
+
+    ours = peak(op.call)
+    assert ours <= peak(op.eager)
+    if "low" not in op.label:  # with low memory the peak comes before
+        assert ours < peak(op.call, retain_graph=True)
+
+
+# --- in bytes ------------------------------------------------------------------------------------
+
+H, W = TOKENS * HIDDEN, TOKENS * OUTPUTS
+C = TOKENS * sum(WIDTHS)
+# The operator, and how many elements and how many bits are kept of what it allocates.
+EXACT = [
+    *((op, W, 0) for op in OPS[1:]),
+    (LINEAR, 0, 0),
+    (LOW[0], 0, W),  # ReLU's bits
+    *((op, W, 0) for op in LOW[1:]),
+    *((gated(f, "silu", True, HIDDEN), 2 * H, 0) for f in FORMS),
+    *((gated(f, "silu", True, HIDDEN, memory="low"), (1 + (f == "stacked")) * H, 0) for f in FORMS),
+    *((gated(f, "silu"), 2 * W, 0) for f in FORMS),
+    *((mlp(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ACTS),
+    *((mlp(a, 4, WIDTHS, memory="low"), C, 0) for a in ACTS),
+    *((stack(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ACTS),
+    *((stack(a, 4, WIDTHS, memory="low"), C, 0) for a in ACTS if a != "relu"),
+    (stack("relu", 4, WIDTHS, memory="low"), C, C),  # which the next layers keep anyway
+    (ODD["block"], 4 * 16 * 8 * 8, 0),
+]
+
+
+@pytest.mark.parametrize("op, elements, bits", EXACT, ids=[repr(row[0]) for row in EXACT])
+def test_bytes(op, elements, bits, device):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        leaves = case_of(op, dtype, device).leaves()
+        assert kept_bytes(lambda t=leaves: op.call(*t)) == elements * dtype.itemsize + bits // 8
+
+
+def test_bytes_of_eager(device):
+    """Against which all of this is a gain, or none."""
+    for op, elements in (
+        (gated("apart", "silu", True, HIDDEN), 4 * H),
+        (mlp("gelu_tanh", 4, WIDTHS), 2 * C),
+        (mlp("relu", 4, WIDTHS), C),
+    ):
+        leaves = case_of(op, device=device).leaves()
+        assert kept_bytes(lambda c=op.eager, t=leaves: c(*t)) == elements * 4
+
+
+def test_bytes_of_a_pair(device):
+    for form, memory, frozen in itertools.product(FORMS, BOTH, (False, True)):
+        op = pair(form, "silu", memory=memory)
+        case = op.case((TOKENS,), 16, 23, torch.float32, device, bias=False)
+        leaves = case.leaves([not (frozen and t is case.inputs[-1]) for t in case.inputs])
+        tensors = 3 if memory == "default" and not frozen else 2  # the output, which may be unread
+        assert kept_bytes(lambda o=op, t=leaves: o.call(*t)) == tensors * TOKENS * 24 * 4
+
+
+def test_bytes_of_a_chain_under_hooks(device):
+    """The operator for a chain keeps its promise where hooks are asked as well."""
+    op = mlp("silu", 4, WIDTHS, memory="low")
+    leaves = case_of(op, device=device).leaves()
+    assert saved_bytes(lambda: op.call(*leaves), leaves[1:]) == (C + TOKENS * INPUTS) * 4
+
+
+def test_the_librarys_bits_and_bits_of_narrow_rows(device):
+    leaves = case_of(RELU, device=device).leaves()
+    with tfl.set_policy("cublaslt"):
+        assert saved_bytes(lambda: RELU.call(*leaves), leaves) == W // 8
+    for dtype in DTYPES:  # a row of bits takes 16 bytes at least
+        leaves = RELU.case((TOKENS,), 8, 4, dtype, device).leaves()
+        kept = kept_bytes(lambda t=leaves: LOW[0].call(*t))
+        assert kept == TOKENS * min(16, 4 * dtype.itemsize)
+
+
+def test_every_kind_of_layer_can_be_the_next(device):
+    """Beside the pre-activation that is lent it keeps what is its own; torch's keeps its input."""
+    x, w, b = case_of(SILU, device=device).leaves()
+    hidden = LOW[2].call
+    for after, own in ((LINEAR.call, 0), (RELU.call, 1), (GELU_TANH.call, 1), (LOW[1].call, 1),
+                       (LINEAR.eager, 1)):  # fmt: skip
+        assert kept_bytes(lambda f=after: f(hidden(x, w, b), w, b)) == (1 + own) * W * 4
+
+
+def test_relu_in_a_chain_keeps_bits_beside_frozen_weights_only(device):
+    op, default = (mlp("relu", 4, WIDTHS, memory=m) for m in ("low", "default"))
+    case = case_of(op, device=device)
+    leaves = case.leaves([k != 3 for k in range(9)])
+    with tfl.plans.budget(0):  # a mask and an output have plans of their own
+        assert kept_bytes(lambda: op.call(*leaves)) == 4 * (C - TOKENS * 128) + TOKENS * 128 // 8
+        wanted = [t for t in leaves if t.requires_grad]
+        got, want = (torch.autograd.grad(o.call(*leaves), wanted, case.g) for o in (op, default))
+    torch.testing.assert_close(got, want)
+
+
+# --- no product is done twice --------------------------------------------------------------------
+
+
+@every_op
+def test_flops_are_eagers(op, device):
+    """By torch's count, whatever is wanted: what low memory computes again is no product, but up's
+    of a block."""
+    case = op.case((5,), 8, 16, torch.float32, device)
+
+    def count(call, wanted):
+        leaves = case.leaves(wanted)
+        with FlopCounterMode(display=False) as counter:
+            y = call(*leaves)
+            if y.requires_grad:
+                y.backward(case.g)
+        return counter.get_total_flops()
+
+    for wanted in [*subsets(len(case.inputs)), [False] * len(case.inputs)]:
+        ours, eager = count(op.call, wanted), count(op.eager, wanted)
+        again = 2 * 5 * 8 * 17 if op.label == "block apart silu low" and any(wanted[:6]) else 0
+        assert eager <= ours <= eager + again and eager > 0, f"{op!r} {wanted}"
+
+
+def test_flops_of_what_only_policies_call():
+    x, w, b = OPS[0].case((10,), 8, 16).inputs
+    y, mask = x @ w.t(), [False, False, False]
+    for call in (
+        lambda: torch.ops.fused._linear_aux(x, w, b, "relu"),
+        lambda: GELU_ERF.call(x, w, b),
+        lambda: torch.ops.fused._linear_backward_across(
+            y, x, w, None, "none", mask, x, "relu", True
+        ),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == 2 * 10 * 8 * 16
+    for odd in ODD.values():
+        case, counts = odd.case(dtype=torch.float32), []
+        for call in (odd.call, odd.eager):
+            with FlopCounterMode(display=False) as counter:
+                run(call, case)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0
+
+
+# --- fuse_ ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """The feed-forward block of a transformer, and ReLU with dropout after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)
+        self.fc3, self.relu, self.drop = nn.Linear(128, 256), nn.ReLU(), nn.Dropout(0.0)
+        self.fc4, self.relu2, self.fc5 = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128)
+
+    def forward(self, x):
+        x = self.fc2(self.act(self.fc1(x)))
+        x = self.drop(self.relu(self.fc3(x)))
+        return self.fc5(self.relu2(self.fc4(x)))
+
+
+class AndOn(GatedBlock):
+    """With an activation after it, so that the layer is one call with that."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Chunked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down = nn.Linear(128, 256), nn.Linear(128, 128)
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return self.down(up * F.gelu(gate))
+
+
+class Subclass(nn.Linear):
+    """Left alone by fuse_, as layers of LoRA are."""
+
+
+def relu_and(*after):
+    return lambda: nn.Sequential(nn.Linear(128, 256), nn.ReLU(), *after)
+
+
+# Kept, in bytes a row: by eager, once fused, and with low memory. ReLU's output is kept by a
+# normalisation or a linear layer after it, bits or no bits.
+H4, BITS = 4 * 256, 256 // 8
+FUSED = {
+    "block": (Block, 7 * H4, 4 * H4, 2 * H4 + BITS),
+    "gated": (lambda: GatedBlock(128, 256), 4 * H4, 2 * H4, H4),
+    "chunked": (Chunked, 2 * H4, H4, H4),
+    "gated and on": (lambda: AndOn(128, 256), 4 * H4 + 512, 3 * H4 + 512, 2 * H4 + 16),
+    "alone": (relu_and(), H4, H4, BITS),
+    "dropout": (relu_and(nn.Dropout(0.5)), H4 + 256, H4 + 256, BITS + 256),
+    "sigmoid": (relu_and(nn.Sigmoid()), 2 * H4, 2 * H4, H4 + BITS),
+    "layer norm": (relu_and(nn.LayerNorm(256)), H4 + 8, H4 + 8, H4 + 8),
+    "batch norm": (relu_and(nn.BatchNorm1d(256)), H4, H4, H4),
+    "subclass": (relu_and(Subclass(256, 128)), H4, H4, H4),
+    "dropout, subclass": (relu_and(nn.Dropout(0.0), Subclass(256, 128)), H4, H4, H4),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fuse_takes_low_memory_where_it_pays(name):
+    """And never keeps more than eager; copies keep what they were told."""
+    make, *want = FUSED[name]
+    plain = make()
+    default, low = copy.deepcopy(plain), copy.deepcopy(plain)
+    assert len(tfl.fuse_(default).fused) == len(tfl.fuse_(low, memory="low").fused)
+    x = torch.randn(64, 128)
+    models = (plain, default, low, copy.deepcopy(low))
+    kept = [kept_bytes(lambda m=m: m(x)) // 64 for m in models]
+    assert kept == [*want, want[-1]]
+    if not any(isinstance(m, nn.Dropout) and m.p for m in plain.modules()):
+        steps = [step(m, x) for m in models]
+        for other in steps[1:]:
+            assert_same(other, steps[0])
+    tfl.unfuse_(low)
+    assert kept_bytes(lambda: low(x)) // 64 == want[0]
+
+
+def test_fuse_is_told_of_memory():
+    with pytest.raises(ValueError, match=r"fuse_: memory must be .*got 'less'"):
+        tfl.fuse_(Block(), memory="less")

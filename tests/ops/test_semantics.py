@@ -1,0 +1,280 @@
+"""Torch's semantics at the edges: zero, NaN, infinities, overflow, and the two forms of GELU."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from numerics import assert_same, run, with_inference
+from operators import (
+    ACTS,
+    CHAINS,
+    EVERY,
+    GELU_ERF,
+    GELU_TANH,
+    LINEAR,
+    LOW_DTYPES,
+    OPS,
+    POLICIES,
+    RELU,
+    SILU,
+    Case,
+    channels_last,
+    conv,
+    dtype_param,
+    every_op,
+    mlp,
+    rows,
+    without_kinks,
+)
+
+import torch_fused_linear as tfl
+
+NAN, INF = math.nan, math.inf
+
+
+def specials(dtype):
+    tiny = torch.finfo(dtype).tiny
+    return [0.0, -0.0, NAN, INF, -INF, 1.0, -1.0, tiny, -tiny, tiny / 2, -tiny / 2]
+
+
+def column(values, dtype, device):
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+
+def assert_same_bits(ours, eager, label=""):
+    for k, (a, b) in enumerate(zip(ours, eager, strict=True)):
+        where = f"{label} result {k}"
+        assert torch.equal(a.isnan(), b.isnan()), f"{where}: NaN in other places than eager"
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=where)
+
+
+# --- NaN, infinities, zero -----------------------------------------------------------------------
+
+
+@dtype_param
+@rows([LINEAR, RELU])
+@pytest.mark.parametrize("where", ["input", "bias", "weight", "grad_output"])
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_special_values(size, where, op, dtype, device):
+    """One special value per token or feature, so that each is seen alone: the other products are
+    0 * 0. Large: where a library (oneDNN) takes over, with an activation of its own that eats
+    NaN."""
+    repeats, depth, widths = (1, 1, (1, 8, 129)) if size == "small" else (24, 160, (129,))
+    values = specials(dtype) * repeats
+    n = len(values)
+    for width in widths:
+        x = torch.zeros(n, depth, dtype=dtype, device=device)
+        w = torch.zeros(width, depth, dtype=dtype, device=device)
+        b = torch.zeros(width, dtype=dtype, device=device)
+        g = torch.full((n, width), 2.0, dtype=dtype, device=device)
+        x[:, 0] = w[:, 0] = 1.0
+        per_feature = column(specials(dtype) * width, dtype, device)[:width]
+        if where == "input":
+            x[:, :1] = column(values, dtype, device)
+        elif where == "bias":
+            b = per_feature[:, 0].contiguous()
+            x.zero_()
+        elif where == "weight":
+            w[:, :1] = per_feature
+        else:
+            x[::2, 0] = -1.0
+            g = column(values, dtype, device).repeat(1, width)
+        case = Case([x, w, b], g)
+        ours, eager = with_inference(op.call, case), with_inference(op.eager, case)
+        assert_same_bits(ours, eager, f"{where} {n}x{depth}->{width}")
+
+
+@every_op
+def test_nan_goes_where_it_goes_in_eager(op, device):
+    """From every input and the gradient, in both directions, all else staying equal."""
+    for where in range(len(op.case().inputs) + 1):
+        case = op.case((4,), 6, 8, device=device)
+        tensor = (*case.inputs, case.g)[where]
+        tensor[(0,) * tensor.dim()] = NAN
+        ours, eager = with_inference(op.call, case), with_inference(op.eager, case)
+        for k, (a, b) in enumerate(zip(ours, eager, strict=True)):
+            assert torch.equal(a.isnan(), b.isnan()), f"{op!r}, NaN in {where}: result {k}"
+        assert where == len(case.inputs) or any(t.isnan().any() for t in ours)
+        assert_same([t.nan_to_num() for t in ours], [t.nan_to_num() for t in eager])
+
+
+@dtype_param
+@pytest.mark.parametrize("layout", ["", "xw"])
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_nan_in_a_convolution(where, layout, dtype, device):
+    op = conv(channels=8, out=16, padding=(1, 1))
+    case = without_kinks(op, channels_last(op.case(dtype=dtype, device=device), layout))
+    tensor = (*case.inputs, case.g)[where]
+    tensor[(0,) * tensor.dim()] = NAN
+    for ours, eager in zip(with_inference(op.call, case), with_inference(op.eager, case)):
+        assert torch.equal(ours.isnan(), eager.isnan())
+        torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["", "xw"])
+def test_infinities_of_a_convolution(layout, device):
+    op = conv(channels=8, out=16, padding=(1, 1))
+    case = channels_last(op.case(dtype=torch.float32, device=device), layout)
+    case.b[0], case.b[1] = INF, -INF
+    y = op.call(*case.inputs)
+    assert (y[:, 0] == INF).all() and (y[:, 1] == 0).all()
+
+
+def test_zero_times_infinity_is_nan(device):
+    """A library may skip products with 0; torch does not, and neither may we."""
+    for dtype in LOW_DTYPES:
+        x = torch.tensor([[0.0, 1.0]], dtype=dtype, device=device)
+        w = torch.tensor([[INF, 1.0]], dtype=dtype, device=device)
+        for op in OPS:
+            assert op.call(x, w).isnan().all(), (op, dtype)
+            assert op.call(x.repeat(256, 80), w.repeat(128, 80)).isnan().all(), (op, dtype, "large")
+
+
+def test_fp16_overflow_is_that_of_an_fp32_accumulator(device):
+    """90000 - 90000 is 0 and not inf - inf; 90000 is inf; ReLU of -inf is 0."""
+    half = {"dtype": torch.float16, "device": device}
+    x = torch.tensor([[300.0] * 2], **half)
+    w = torch.tensor([[300.0, -300.0], [300.0, 300.0], [-300.0, -300.0]], **half)
+    for op, last in ((LINEAR, -INF), (RELU, 0.0)):
+        assert torch.equal(op.call(x, w), torch.tensor([[0.0, INF, last]], **half)), op
+    # gradients that overflow fp16 become inf, as in eager, and not NaN
+    case = Case([x, w.abs()], torch.full((1, 3), 6e4, **half))
+    for ours, eager in zip(run(LINEAR.call, case), run(LINEAR.eager, case)):
+        assert torch.equal(ours.isinf(), eager.isinf()) and not ours.isnan().any()
+
+
+# --- ReLU at exactly zero ------------------------------------------------------------------------
+
+
+@dtype_param
+def test_relu_gradient_at_exactly_zero(dtype, device):
+    """torch's rule by default; the mask's rule, as documented, under the policy 'cublaslt', handed
+    over or not."""
+    for width, on in itertools.product((1, 3, 8, 129), (True, False)):
+        x = torch.ones(4, 2, dtype=dtype, device=device)
+        w = torch.tensor([[1.0, -1.0]], dtype=dtype, device=device).repeat(width, 1)
+        b = torch.zeros(width, dtype=dtype, device=device)
+        g = torch.full((4, width), 3.0, dtype=dtype, device=device)
+        eye = torch.eye(width, dtype=dtype, device=device)
+        for policy, slope in zip(POLICIES, (0.0, 1.0, 0.0), strict=True):
+            with tfl.set_policy(policy), tfl.handover(on):
+                y, dx, dw, db = run(
+                    lambda *t, e=eye: LINEAR.call(RELU.call(*t), e), Case([x, w, b], g)
+                )
+                assert_same(run(RELU.call, Case([x, w, b], g)), [y, dx, dw, db])
+            assert not y.any()
+            assert torch.equal(db, torch.full_like(b, 12 * slope)), policy
+            assert torch.equal(dw, torch.full_like(w, 12 * slope)), policy
+            assert torch.equal(dx, (3 * slope * w.sum(0)).expand(4, 2)), policy
+
+
+@dtype_param
+@rows([op for op in EVERY if op.activation == "relu" and op.label != "mlp relu of 1"])
+def test_nothing_passes_where_all_is_zero(op, dtype, device):
+    """Every policy and layout: the gradient at exactly 0 is 0 for all that ReLU was applied to."""
+    for layout in ("", "xw") if op.name == "conv2d_relu" else ("",):
+        case = channels_last(op.case(dtype=dtype, device=device, bias=False), layout)
+        case.x.zero_()
+        for result in run(op.call, case)[:2]:
+            assert not result.any()
+
+
+@pytest.mark.parametrize("width", [1, 7, 128, 129])
+@dtype_param
+def test_bits_keep_torchs_rule_at_zero_and_for_nan(dtype, width, device):
+    case = RELU.case((6,), 5, width, dtype, device, bias=False)
+    case.x[0] = 0
+    case.x[1, 0] = NAN
+    low, default, eager = (
+        run(call, case) for call in (lambda *t: RELU.call(*t, memory="low"), RELU.call, RELU.eager)
+    )
+    assert_same_bits(low, default)
+    for a, b in zip(low, eager):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert_same([a.nan_to_num()], [b.nan_to_num()])
+
+
+# --- the activations at their edges, none taken for another --------------------------------------
+
+
+@dtype_param
+@rows([GELU_TANH, GELU_ERF, SILU])
+def test_smooth_activations_at_the_edges(op, dtype, device):
+    """0, NaN, +inf and large magnitudes as in eager (-inf is 0 * inf: eager's own NaN or 0)."""
+    big = 1e4 if dtype != torch.float16 else 1e3
+    values = [0.0, -0.0, NAN, INF, big, -big, 30.0, -30.0, torch.finfo(dtype).tiny]
+    w, b = torch.ones(8, 1, dtype=dtype, device=device), torch.zeros(8, dtype=dtype, device=device)
+    x = column(values, dtype, device)
+    want = op.act(x.double()).to(dtype)
+    many = torch.nn.functional.pad(x, (0, 159)).repeat(64, 1)  # as a library's own epilogue has it
+    wide = torch.nn.functional.pad(w, (0, 159)).repeat(16, 1)
+    close = {"rtol": 1e-2, "atol": 1e-6, "equal_nan": True}
+    for y in (op.call(x, w, b), op.call(many, wide)[: len(values)]):
+        as_eager = torch.isclose(y, op.eager(x, w[:1]), **close)  # oneDNN's erf has NaN at +inf
+        assert (as_eager | torch.isclose(y, want.expand_as(y), **close)).all()
+    finite = x[~x.isnan() & ~x.isinf()].unsqueeze(1)
+    leaf, wide = finite.clone().requires_grad_(), finite.double().requires_grad_()
+    op.call(leaf, w[:1], b[:1]).sum().backward()
+    op.act(wide).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_gates_at_the_edges(activation, device):
+    """Of an infinity's row every product with 0 is NaN: one number at a time."""
+    one = torch.ones(1, 1, dtype=torch.float64, device=device)
+    for value in (NAN, INF, -INF, -200.0, 200.0, 0.0, -0.0):
+        x = one * value
+        got = tfl.linear_glu(x, one, one, activation=activation)
+        torch.testing.assert_close(got, ACTS[activation](x) * x, equal_nan=True)
+
+
+def test_gelu_forms_are_never_swapped(device):
+    """tanh and erf differ by up to 4.7e-4; each must be within fp32 rounding of its own, calls
+    alternating on one shape (a cache that forgets the activation would answer with the other)."""
+    x = torch.linspace(-10, 10, 4001, device=device).unsqueeze(1)
+    one, zero = torch.ones(1, 1, device=device), torch.zeros(1, device=device)
+    chains = {op: mlp(op.activation, 2) for op in (GELU_TANH, GELU_ERF)}
+    assert (GELU_TANH.act(x) - GELU_ERF.act(x)).abs().max() > 4e-4
+    for policy, (op, chain) in itertools.product(POLICIES * 2, chains.items()):
+        leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        with tfl.set_policy(policy):
+            results = [op.call(x, one, zero), op.call(leaf, one, zero)]
+            results.append(chain.call(x, one, one, zero, zero))
+            (grad,) = torch.autograd.grad(results[1].sum(), leaf)
+        exact = op.act(wide)
+        (slope,) = torch.autograd.grad(exact.sum(), wide)
+        assert all((y.double() - exact).abs().max() < 6e-6 for y in results)
+        assert (grad.double() - slope).abs().max() < 2e-5
+
+
+def test_alternating_operators_on_one_shape(device):
+    """Same sizes, other epilogue, bias or dtype: each call gets its own kernel."""
+    for _ in range(2):
+        for dtype, bias, op in itertools.product([torch.float32, torch.bfloat16], [1, 0], OPS):
+            case = op.case((8,), 16, 24, dtype, device, bool(bias))
+            tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+            torch.testing.assert_close(
+                op.call(*case.inputs), op.eager(*case.inputs), rtol=tolerance, atol=tolerance
+            )
+
+
+def test_the_last_layer_of_a_chain_has_no_activation(device):
+    op = CHAINS[5]
+    assert op.label == "mlp relu of 1"
+    assert (op.call(*op.case((40,), device=device).inputs) < 0).any()
+
+
+@pytest.mark.parametrize("rows_, features", [(513, 64), (3, 32768)])
+def test_the_last_row_is_as_in_torch(rows_, features):
+    """Of a half, a lone row is contiguous, which torch computes in another way than many rows."""
+    both = torch.linspace(-4, 4, rows_ * 2 * features).view(rows_, -1)
+    both[-1, ::7] = INF
+    gate, up = both.chunk(2, -1)
+    fused = torch.ops.fused
+    forward = fused._glu(both, None, "gelu_erf")
+    backward = fused._glu_backward(up, both, None, "gelu_erf", [True, False, False, False, True])
+    want = GELU_ERF.act(gate) * up
+    grad_gate = torch.ops.aten.gelu_backward(up * up, gate)
+    assert_same_bits([forward, backward[4], backward[0][:, :features]], [want, want, grad_gate])

@@ -1,0 +1,646 @@
+"""The operators under the public ones: what is kept, ReLU's bits, and the backward's steps.
+
+On a GPU, under "cublaslt", the step across two layers is DRELU_BGRAD and DGELU_BGRAD. On a CPU the
+same tests hold the reference, and with it the tests themselves.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import ND_LAYOUTS
+from numerics import Tally, assert_same, run, ulp
+from operators import (
+    ACTS,
+    DTYPES,
+    LINEAR,
+    OPS,
+    RELU,
+    SMOOTH,
+    dtype_param,
+    gated,
+    linear,
+    policy_param,
+    rows,
+    without_kinks,
+)
+from steps import KEPT, decode_mask, encode_mask, padded, saved_for
+from torch.utils.flop_counter import FlopCounterMode
+from watching import operators_of
+
+import torch_fused_linear as tfl
+
+fused = torch.ops.fused
+ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
+WIDTHS = [1, 2, 3, 7, 8, 64, 127, 128, 129, 257, 479, 785]
+LEADS = [(), (5,), (2, 3)]
+MASKS = list(itertools.product([False, True], repeat=3))
+
+
+def level(dtype):
+    """Two roundings, or those of fp64's own functions."""
+    eps = torch.finfo(dtype).eps
+    return {"rtol": 4 * eps, "atol": 1e-14 if dtype == torch.float64 else max(4 * eps, 1e-5)}
+
+
+# --- what a forward keeps ------------------------------------------------------------------------
+
+
+@dtype_param
+def test_relu_mask_bit_for_bit(dtype, device):
+    """Bit o & 7 of byte o >> 3, set where z >= 0 (zeros occur: there is no bias), padding 0."""
+    for o, lead, bias in itertools.product(WIDTHS, LEADS, [True, False]):
+        case = LINEAR.exact_case(lead, 6, o, dtype, device, bias)
+        y, mask = fused._linear_aux(*case.inputs[:2], case.b, "relu")
+        z = LINEAR.eager(*(t.double() for t in case.inputs))
+        assert torch.equal(y.double(), z.relu()) and y.dtype == dtype
+        assert mask.dtype == torch.uint8 and mask.shape == (*lead, (o + 127) // 128 * 16)
+        assert torch.equal(decode_mask(mask, o), z >= 0)
+        assert torch.equal(mask, encode_mask(z >= 0)), "pad bits are not 0"
+
+
+@dtype_param
+@pytest.mark.parametrize("activation", KEPT)
+def test_preactivation(activation, dtype, device):
+    for o, lead, bias in itertools.product(WIDTHS, LEADS, [True, False]):
+        case = LINEAR.exact_case(lead, 6, o, dtype, device, bias)
+        y, z = fused._linear_aux(*case.inputs[:2], case.b, activation)
+        want = LINEAR.eager(*(t.double() for t in case.inputs))
+        assert torch.equal(z.double(), want) and z.dtype == dtype
+        assert z.shape == y.shape == (*lead, o) and z.stride(-1) == 1
+        if len(lead) and o > 1:
+            assert z.stride(-2) == (o + 7) // 8 * 8, "rows are padded to 8 elements"
+        torch.testing.assert_close(y.double(), ACTS[activation](want), rtol=1e-2, atol=1e-2)
+
+
+def test_no_elements(device):
+    for t, i, o in [(0, 4, 5), (3, 0, 5), (3, 4, 0), (0, 0, 0), (3, 0, 0)]:
+        case = LINEAR.case(t, i, o, torch.float32, device)
+        z = LINEAR.eager(*case.inputs)
+        y, mask = fused._linear_aux(*case.inputs, "relu")
+        assert y.shape == (t, o) and torch.equal(mask, encode_mask(z >= 0))
+        y, kept = fused._linear_aux(*case.inputs, "gelu_tanh")
+        assert y.shape == kept.shape == (t, o)
+        assert torch.equal(kept, case.b.expand(t, o) if i == 0 else kept)
+    for shape in [(0,), (0, 5), (3, 0), (2, 0, 7), (0, 0)]:
+        mask = fused._relu_mask(torch.empty(shape, device=device))
+        assert mask.shape == (*shape[:-1], (shape[-1] + 127) // 128 * 16)
+
+
+def test_public_and_private_forms_agree(device):
+    for dtype, op in itertools.product(DTYPES, OPS[1:]):
+        case = without_kinks(op, op.case((2, 3), 24, 40, dtype, device))
+        y, kept = fused._linear_aux(*case.inputs, op.activation)
+        close = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(y, op.call(*case.inputs), rtol=close, atol=close)
+        if op is RELU:
+            assert torch.equal(decode_mask(kept, 40)[y != 0], (y > 0)[y != 0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gated_layers_forward(keeps, bias, device):
+    gen = torch.Generator().manual_seed(0)
+    x, weight, b = (torch.randn(*s, generator=gen).to(device) for s in ((7, 8), (12, 8), (12,)))
+    want = F.linear(x, weight, b if bias else None)
+    gate, up = want.chunk(2, -1)
+    one = (weight, None, b if bias else None, None)
+    two = (*weight.chunk(2), *(b.chunk(2) if bias else (None, None)))
+    for given, kept in ((one, [want]), (two, [gate, up])):
+        output, *got = fused._linear_glu_aux(x, *given, "silu", keeps)
+        got = [z for z in got if z.numel()]
+        assert_same([output, *got], [F.silu(gate) * up, *(kept if keeps else [])])
+
+
+@pytest.mark.parametrize(
+    "form, products", [("apart", 2), ("stacked", 1), ("halves", 1), ("up first", 2)]
+)
+def test_one_product_where_gate_and_up_are_neighbours(form, products):
+    op = gated(form, "silu")
+    ran = operators_of(lambda: op.call(*op.case((7,), 8, 6).inputs))
+    assert ran == ["linear"] * products + ["_glu"]
+
+
+# --- ReLU's bits of an output --------------------------------------------------------------------
+
+BIT_WIDTHS = [*range(1, 131), 136, 255, 256, 257, 384, 1000, 1001, 1024, 1025, 3072]
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def values(shape, dtype, device):
+    """Numbers of both signs, and often one of those that a comparison may get wrong."""
+    info = torch.finfo(dtype)
+    edges = [0.0, torch.nan, torch.inf, info.max, info.tiny, info.tiny / 4, 1.0]  # subnormal
+    edges = torch.tensor(edges, dtype=torch.float64)
+    edges = torch.cat([edges, edges.neg()]).to(dtype)
+    some = edges[torch.randint(len(edges), shape)]
+    return torch.where(torch.rand(shape) < 0.5, some, torch.randn(shape).to(dtype)).to(device)
+
+
+def assert_bits_of(output, label=""):
+    """By torch's rule: where output <= 0 no gradient passes; where it is NaN, it does."""
+    mask, want = fused._relu_mask(output), encode_mask(~(output <= 0))
+    assert mask.dtype == torch.uint8 and mask.shape == want.shape and mask.is_contiguous(), label
+    assert torch.equal(mask, want), label
+
+
+@dtype_param
+def test_bits_of_every_width_and_kind_of_number(dtype, device):
+    for width, lead in itertools.product(BIT_WIDTHS, [(), (1,), (5,), (2, 3)]):
+        assert_bits_of(values((*lead, width), dtype, device), f"{lead} x {width}")
+    integers = INTEGERS[dtype.itemsize]
+    if dtype.itemsize == 2:  # all that there are
+        patterns = torch.arange(-(2**15), 2**15, dtype=integers)
+    else:
+        info = torch.iinfo(integers)
+        patterns = torch.randint(info.min, info.max, (2**16,), dtype=integers)
+    numbers = patterns.view(dtype).to(device)
+    assert numbers.isnan().any()
+    assert_bits_of(numbers.view(64, 1024))
+    assert_bits_of(numbers[:-64].view(64, 1023))
+
+
+@dtype_param
+def test_bits_of_any_layout_and_address(dtype, device):
+    """Around the views is NaN, whose bits are set: it would show. Vectors of 16 bytes must not be
+    asked for where none can start, nor beyond the end."""
+    for (name, layout), width in itertools.product(ND_LAYOUTS.items(), (7, 8, 24, 129, 256)):
+        for shape in [(4, width), (3, 5, width)][: 1 if name == "overlapping" else 2]:
+            assert_bits_of(layout(values(shape, dtype, device)), f"{name} {shape}")
+    store = values((40 * 40,), dtype, device)
+    for offset, row in itertools.product(range(17), (24, 31, 32, 33)):
+        assert_bits_of(store.as_strided((9, 24), (row, 1), offset), f"{offset}, {row}")
+
+
+@dtype_param
+@pytest.mark.parametrize("shape", [(3001, 257), (70_001, 8), (1_000_003,)])
+def test_bits_of_many_elements_on_several_threads(shape, dtype, device):
+    output = values(shape, dtype, device)
+    torch.set_num_threads(3)
+    try:
+        assert_bits_of(output)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_bits_of_more_rows_than_a_grid_has(device):
+    """A block has 16 rows here, its threads 4 each, and a grid at most 65535 blocks down."""
+    output = torch.randn(65535 * 16 * 4 + 1001, 1).to(device)
+    mask = fused._relu_mask(output)
+    assert torch.equal(mask[:, :1], (output > 0).to(torch.uint8))
+    assert torch.count_nonzero(mask[:, 1:]) == 0
+
+
+@pytest.mark.cuda
+def test_bits_of_more_elements_than_32_bits_count(cuda):
+    output = torch.zeros(2**16 + 3, 2**15 + 8, dtype=torch.bfloat16, device=cuda)
+    output[-3:] = values((3, output.shape[1]), torch.bfloat16, cuda)
+    mask = fused._relu_mask(output)
+    assert torch.equal(mask[-3:], encode_mask(~(output[-3:] <= 0)))
+    assert torch.count_nonzero(mask[:-3]) == 0
+
+
+def test_bits_of_subnormal_numbers_flushed_to_zero():
+    """By torch's switch: they are zeros then, but not in fp16, which is compared in fp32."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("not on this processor")
+    try:
+        for dtype in DTYPES:
+            output = torch.full((3, 130), torch.finfo(dtype).tiny / 4, dtype=dtype)
+            assert_bits_of(output, dtype)
+            assert (fused._relu_mask(output).sum() == 0) == (dtype != torch.float16)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@dtype_param
+def test_which_kernel_makes_the_bits(dtype, device):
+    """Ours, but under the policy "eager", in torch.func and of what is traced without data."""
+    output = values((6, 200), dtype, device)
+    assert operators_of(lambda: fused._relu_mask(output), "path", "shapes") == [
+        ("own mask kernel", "[6, 200]")
+    ]
+    case = linear("relu", memory="low").case((6,), 8, 200, dtype, device)
+    ((name, path),) = operators_of(
+        lambda: fused.linear_relu(*case.leaves(), memory="low"), "operator", "path"
+    )
+    assert name == "_linear_relu_bits" and path.endswith(("own mask kernel", "own Hopper kernel"))
+    want = fused._relu_mask(output)
+    with tfl.set_policy("eager"), torch.inference_mode():
+        assert operators_of(lambda: fused._relu_mask(output), "path", "dtype")[0][0] == "reference"
+        assert fused._relu_mask(output.t().contiguous().t()).is_contiguous()
+        assert torch.equal(fused._relu_mask(output), want)
+    assert torch.equal(torch.vmap(fused._relu_mask)(output), want)
+    assert torch.equal(torch.vmap(fused._relu_mask, in_dims=1)(output.t().contiguous()), want)
+    assert not fused._relu_mask(output.requires_grad_()).requires_grad
+
+
+@dtype_param
+@policy_param
+def test_a_layers_bits_are_those_of_its_output(policy, dtype, device):
+    sizes = [((), 4, 1), ((5,), 7, 129), ((2, 3), 16, 256), ((300,), 64, 64), ((0,), 3, 5)]
+    for lead, i, o in [*sizes, ((3,), 0, 5), ((3,), 4, 0)]:
+        x, w, b = (values(shape, dtype, device) for shape in [(*lead, i), (o, i), (o,)])
+        for bias in (b, None):
+            with tfl.set_policy(policy):
+                y, mask = fused._linear_relu_bits(x, w, bias)
+                want = fused.linear_relu(x, w, bias)
+            assert torch.equal(mask, encode_mask(~(y <= 0))), f"{lead} x {i} -> {o}"
+            assert torch.equal(y.isnan(), want.isnan()) and y.shape == want.shape
+
+
+# --- the activation's gradient -------------------------------------------------------------------
+
+
+def true_dz(activation, z, g):
+    z = z.detach().double().requires_grad_()
+    act = ACTS.get(activation, lambda t: t * 1)
+    return torch.autograd.grad(act(z), z, g.double())[0]
+
+
+@dtype_param
+@pytest.mark.parametrize("activation", ["none", *ACTS])
+def test_activation_backward(activation, dtype, device):
+    eps = torch.finfo(dtype).eps
+    for o, lead in itertools.product(WIDTHS, [(), (1,), (33,), (2, 3), (257,)]):
+        case = LINEAR.case(lead, 3, o, dtype, device, seed=o)
+        z = LINEAR.eager(*(t.double() for t in case.inputs)).to(dtype)
+        z = z.masked_fill(z == 0, 1)  # there the two saved forms of ReLU differ, as they say
+        want = true_dz(activation, z, case.g)
+        # 'none' reads nothing from saved: any tensor will do
+        for saved in saved_for(activation, z).values() or [z]:
+            dz, db = fused._activation_backward(case.g, saved, activation, True)
+            assert dz.dtype == db.dtype == dtype and dz.shape == z.shape and db.shape == (o,)
+            torch.testing.assert_close(dz.double(), want, **level(dtype))
+            # the bias gradient sums dz in fp32 or better, not in the dtype
+            table = want.reshape(-1, o)
+            total, spread = table.sum(0), float(table.abs().sum(0).max())
+            near = 2 * eps * (1 + float(total.abs().max()) + spread / len(table) ** 0.5)
+            torch.testing.assert_close(db.double(), total, rtol=2 * eps, atol=near)
+            again, none = fused._activation_backward(case.g, saved, activation, False)
+            torch.testing.assert_close(again.double(), want, **level(dtype))
+            assert none.numel() == 0 and none.dtype == dtype
+
+
+@pytest.mark.parametrize("activation", ["none", *ACTS])
+def test_activation_backward_takes_any_layout(activation, device):
+    for dtype, lead in [(torch.float32, (4, 3)), (torch.bfloat16, (12,)), (torch.float64, (12,))]:
+        case = LINEAR.case(lead, 3, 24, dtype, device)
+        z = LINEAR.eager(*case.inputs)
+
+        def step(g, saved, activation=activation):
+            return fused._activation_backward(g, saved, activation, True)
+
+        kept = list(saved_for(activation, z).values()) or [z]
+        for (name, layout), saved in itertools.product(ND_LAYOUTS.items(), kept):
+            g = layout(case.g)
+            for a, b in zip(step(g, saved), step(g.contiguous(), saved)):
+                torch.testing.assert_close(a, b, msg=f"grad_output {name}")
+        for name in ("transposed", "row_strided", "column_strided", "offset", "outer_swapped"):
+            for a, b in zip(step(case.g, ND_LAYOUTS[name](kept[0])), step(case.g, kept[0])):
+                torch.testing.assert_close(a, b, msg=f"saved {name}")
+
+
+def test_mask_and_output_differ_only_at_zero(device):
+    """The stated difference: the mask's gradient at exactly 0 is 1, the output's is torch's 0."""
+    z = torch.tensor([[-1.0, -0.0, 0.0, 1.0]], device=device)
+    g = torch.full_like(z, 3.0)
+    by_output, by_mask = (
+        fused._activation_backward(g, saved, "relu", True)[0].tolist()
+        for saved in (F.relu(z), encode_mask(z >= 0))
+    )
+    assert by_output == [[0.0, 0.0, 0.0, 3.0]] and by_mask == [[0.0, 3.0, 3.0, 3.0]]
+
+
+# --- a layer's backward --------------------------------------------------------------------------
+
+
+@dtype_param
+@rows([LINEAR, RELU])
+def test_linear_backward_is_exact_and_gives_what_was_asked(op, dtype, device):
+    for wanted, o, lead in itertools.product(MASKS, [1, 8, 129], LEADS):
+        case = op.exact_case(lead, 6, o, dtype, device)
+        z = LINEAR.eager(*(t.double() for t in case.inputs)).to(dtype)
+        want = run(op.eager, case.map(torch.Tensor.double))[1:]
+        for saved in saved_for(op.activation, z).values() or [None]:
+            args = (case.g, case.x, case.w, saved, op.activation, list(wanted))
+            for got, truth, asked in zip(fused._linear_backward(*args), want, wanted):
+                assert got.dtype == dtype and got.shape == (truth.shape if asked else (0,))
+                assert not asked or torch.equal(got.double(), truth)
+
+
+@dtype_param
+@rows(SMOOTH)
+def test_linear_backward_of_what_keeps_its_preactivation(op, dtype, device):
+    for o, lead in itertools.product([1, 8, 129], LEADS):
+        case = op.case(lead, 6, o, dtype, device)
+        _, z = fused._linear_aux(*case.inputs, op.activation)
+        args = (case.g, case.x, case.w, z, op.activation)
+        everything = fused._linear_backward(*args, [True] * 3)
+        near = 16 * torch.finfo(dtype).eps
+        for got, want in zip(everything, run(op.eager, case)[1:]):
+            torch.testing.assert_close(got, want, rtol=near, atol=near * 4)
+        for wanted in MASKS:
+            for got, want, asked in zip(fused._linear_backward(*args, wanted), everything, wanted):
+                assert got.shape == (want.shape if asked else (0,))
+                if asked:
+                    torch.testing.assert_close(got, want)
+
+
+# --- the same, across two layers -----------------------------------------------------------------
+
+ACROSS_WIDTHS, TOKENS, INNER = [1, 2, 3, 7, 8, 64, 129, 257], [1, 2, 33, 64], [1, 2, 7, 64]
+KINDS = [(a, form) for a in ACTS for form in saved_for(a, torch.ones(1, 1))]
+kind_param = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+ways_param = pytest.mark.parametrize("policy", ["auto", "cublaslt"])
+NAMES = ["dz", "grad_weight", "grad_bias", "grad_previous_bias"]
+
+
+class Across:
+    """The backward of a layer of `inner` outputs whose input, `width` wide, was an activation's."""
+
+    def __init__(self, kind, lead, width, inner, dtype, device, seed=0):
+        gen = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, scale=1.0):
+            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
+            return values.to(dtype).to(device)
+
+        lead = (lead,) if isinstance(lead, int) else lead
+        self.g, self.z = normal(*lead, inner), normal(*lead, width)
+        self.z[self.z == 0] = 1  # where the two forms of ReLU differ, as they say
+        self.w = normal(inner, width, scale=1 / math.sqrt(inner))
+        self.x = self.z.cos()
+        self.activation, self.saved = kind[0], saved_for(kind[0], self.z)[kind[1]]
+
+    def across(self, wanted=(True, True, True), previous_bias=True, saved=None):
+        """[dz of the layer before, weight, bias, bias of the layer before]"""
+        saved = self.saved if saved is None else saved
+        args = (self.g, self.x, self.w, None, "none", list(wanted))
+        return fused._linear_backward_across(*args, saved, self.activation, previous_bias)
+
+    def plain(self):
+        """The same, step by step in the same dtype."""
+        dx, dw, db = fused._linear_backward(self.g, self.x, self.w, None, "none", [True] * 3)
+        dz, previous = fused._activation_backward(dx, self.saved, self.activation, True)
+        return [dz, dw, db, previous]
+
+    def truth(self):
+        g, x, w = (t.double() for t in (self.g, self.x, self.w))
+        dz = true_dz(self.activation, self.z, g @ w)
+        table, inputs = g.flatten(0, -2), x.flatten(0, -2)
+        return [dz, table.t() @ inputs, table.sum(0), dz.flatten(0, -2).sum(0)]
+
+    def sizes(self):
+        """How large each is where nothing cancels: what rounding errors are to be held against."""
+        g, x, w = (t.double().flatten(0, -2).square() for t in (self.g, self.x, self.w))
+        dz = g @ w
+        return [float(t.max().sqrt()) for t in (dz, g.t() @ x, g.sum(0), dz.sum(0))]
+
+
+@dtype_param
+@ways_param
+@kind_param
+def test_errors_across_are_not_above_the_plain_paths(kind, policy, dtype, device):
+    """All widths, tokens and inner sizes: 1.1 times the plain path's error and an ulp, worst case
+    and mean; one case may be a little worse, as sums are taken in another order."""
+    tallies = {name: Tally() for name in NAMES}
+    for k, (width, t, inner) in enumerate(itertools.product(ACROSS_WIDTHS, TOKENS, INNER)):
+        case = Across(kind, t, width, inner, dtype, device, seed=k)
+        with tfl.set_policy(policy):
+            columns = case.across(), case.plain(), case.truth(), case.sizes()
+        for name, ours, plain, truth, size in zip(NAMES, *columns, strict=True):
+            where = f"{name} of {t} x {width}, inner {inner}"
+            assert ours.dtype == dtype and ours.shape == truth.shape, where
+            unit = ulp(dtype, max(float(truth.abs().max()), size))
+            if dtype == torch.float64:
+                assert float((ours - truth).abs().max()) <= 64 * unit, where
+                continue
+            one = Tally()
+            one.add(ours, plain, truth, unit)
+            assert one.worst[0] <= 1.5 * one.worst[1] + 2.5, f"{where}: {one.worst} ulp"
+            tallies[name].add(ours, plain, truth, unit)
+    for name, tally in tallies.items():
+        tally.check(f"{kind} {policy} {name}")
+
+
+@dtype_param
+@ways_param
+@kind_param
+def test_leading_dimensions_and_only_what_is_wanted(kind, policy, dtype, device):
+    with tfl.set_policy(policy):
+        for lead in [(2, 3), (2, 1, 5)]:
+            got = Across(kind, lead, 16, 8, dtype, device).across()
+            flat = Across(kind, math.prod(lead), 16, 8, dtype, device).across()  # the same numbers
+            assert got[0].shape == (*lead, 16)
+            assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(got, flat))
+        case = Across(kind, 33, 24, 16, dtype, device)
+        full = case.across()
+        for dw, db, previous in MASKS:
+            got = case.across((True, dw, db), previous)
+            for name, a, b, asked in zip(NAMES, got, full, (True, dw, db, previous)):
+                assert a.shape == (b.shape if asked else (0,)), name
+                if asked:
+                    torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def poison(case):
+    """Leaves NaN in the memory that the results are likely to get."""
+    sizes = [t.numel() for t in (case.z, case.w, case.g[0], case.z[0])]
+    rooms = [case.g.new_full((size,), math.nan) for size in sizes for _ in range(8)]
+    del rooms
+
+
+@dtype_param
+@ways_param
+@kind_param
+def test_results_are_written_and_not_added_to(kind, policy, dtype, device):
+    """Into memory full of NaN, and again and again into memory that holds the first answer."""
+    for tokens, width, inner in [(64, 64, 64), (33, 129, 7), (2, 8, 2), (64, 257, 1)]:
+        case = Across(kind, tokens, width, inner, dtype, device)
+        with tfl.set_policy(policy):
+            case.across()
+            poison(case)
+            first = [t.clone() for t in case.across()]
+            for _ in range(20):
+                for name, a, b in zip(NAMES, case.across(), first):
+                    assert torch.equal(a, b), f"{name} of {tokens} x {width}, inner {inner}"
+        near = 16 * torch.finfo(dtype).eps
+        for name, a, want, size in zip(NAMES, first, case.truth(), case.sizes()):
+            assert not a.isnan().any(), f"{name} of {tokens} x {width}, inner {inner}"
+            torch.testing.assert_close(a.double(), want, rtol=near, atol=near * size)
+
+
+def in_a_larger_buffer(saved, canary):
+    """The same values with rows of the same stride before and behind, all of it `canary`."""
+    stride = saved.stride(0) if saved.shape[0] > 1 else -(-saved.shape[1] // 8) * 8
+    buffer = torch.full((saved.shape[0] + 2, stride), canary, dtype=saved.dtype).to(saved.device)
+    inside = buffer[1:-1, : saved.shape[1]]
+    inside.copy_(saved)
+    return buffer, inside
+
+
+@dtype_param
+@ways_param
+@kind_param
+def test_nothing_else_is_written(kind, policy, dtype, device):
+    """The saved tensor is read in place, within a buffer of canaries; no input changes."""
+    for tokens, width, inner in itertools.product([2, 33, 64], ACROSS_WIDTHS, [2, 64]):
+        case = Across(kind, tokens, width, inner, dtype, device)
+        buffer, inside = in_a_larger_buffer(case.saved, 0x5A)
+        before = [t.clone() for t in (buffer, case.g, case.x, case.w)]
+        with tfl.set_policy(policy):
+            got, want = case.across(saved=inside), case.across()
+        for a, b in zip((buffer, case.g, case.x, case.w), before):
+            assert torch.equal(a, b), f"{tokens} x {width}, inner {inner}: an input was written to"
+        for name, a, b in zip(NAMES, got, want):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=name)
+
+
+@ways_param
+@dtype_param
+def test_saved_by_any_forward(policy, dtype, device):
+    """What each forward leaves, under each policy, is read by each backward."""
+    for width, forward in itertools.product((1, 7, 64, 129), ("auto", "cublaslt")):
+        case = Across(("relu", "output"), 33, width, 8, dtype, device)
+        v, b = torch.randn(width, 5, dtype=dtype, device=device), case.z[0]
+        h = torch.randn(33, 5, dtype=dtype, device=device)
+        with tfl.set_policy(forward):
+            y, mask = fused._linear_aux(h, v, b, "relu")
+            _, z = fused._linear_aux(h, v, b, "gelu_tanh")
+        clear = z.double().abs() > 1e-2  # the sign of 0 is a matter of rounding
+        with tfl.set_policy(policy):
+            by_mask, by_output = case.across(saved=mask), case.across(saved=y)
+            case.activation = "gelu_tanh"
+            rows_, dense = case.across(saved=padded(z)), case.across(saved=z.contiguous())
+        assert torch.equal(decode_mask(mask, width)[clear], (z > 0)[clear])
+        assert torch.equal(by_mask[0][clear], by_output[0][clear])
+        for name, got, want in zip(NAMES, rows_, dense):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, msg=name)
+
+
+def path_of(case, policy, **options):
+    with tfl.set_policy(policy):
+        ((path, _),) = operators_of(lambda: case.across(**options), "path", "dtype")
+    return path
+
+
+@pytest.mark.cuda
+@dtype_param
+@pytest.mark.parametrize("kind", [*KINDS[:2], ("gelu_tanh", "padded")], ids=" ".join)
+def test_cublaslt_takes_the_librarys_epilogue(kind, dtype, cuda):
+    name = "DRELU" if kind[0] == "relu" else "DGELU"
+    for width, tokens in itertools.product([8, 64, 128, 256], [2, 33, 64]):
+        case = Across(kind, tokens, width, 64, dtype, cuda)
+        bias = path_of(case, "cublaslt")
+        alone = path_of(case, "cublaslt", previous_bias=False)
+        where = f"{tokens} x {width}"
+        if kind[0] != "relu" and dtype.itemsize > 2:
+            # There the library's tanh is approximate: it is never taken, and the row says so.
+            assert "no GELU epilogue" in bias and "DGELU" not in bias, f"{where}: {bias}"
+            continue
+        if dtype.itemsize > 2 and any(why in bias + alone for why in ("less exact", "its trial")):
+            continue  # of none of the library's, and the row says so
+        assert f"{name}_BGRAD" in bias and f"(not {name}_BGRAD" not in bias, f"{where}: {bias}"
+        assert name in alone and "BGRAD" not in alone.replace("BGRADB", ""), f"{where}: {alone}"
+
+
+@pytest.mark.cuda
+@dtype_param
+@pytest.mark.parametrize("kind", [("relu", "mask"), ("gelu_tanh", "padded")], ids=" ".join)
+def test_an_inner_size_of_one_is_kept_from_the_library(kind, dtype, cuda):
+    """There D*_BGRAD gives wrong numbers: another way is taken, and the row says so."""
+    name = "DRELU" if kind[0] == "relu" else "DGELU"
+    for width, tokens in itertools.product(ACROSS_WIDTHS, TOKENS):
+        path = path_of(Across(kind, tokens, width, 1, dtype, cuda), "cublaslt")
+        assert "own one-pass kernel" in path, path
+        if kind[0] == "relu" or dtype.itemsize == 2:
+            assert f"(not {name}_BGRAD: " in path, path
+
+
+@pytest.mark.cuda
+def test_erf_never_takes_the_tanh_epilogue(cuda):
+    case = Across(("gelu_erf", "padded"), 64, 64, 64, torch.bfloat16, cuda)
+    assert not any("DGELU" in path_of(case, policy) for policy in ("auto", "cublaslt"))
+
+
+# --- a gated block's, with the layer after it ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTS)
+def test_gated_backward_through_the_layer_after(activation, dtype, device):
+    """In one step what the product and the pass are in two."""
+    lead, hidden, out = (3, 50), 24, 40
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*sizes):
+        return torch.randn(*sizes, generator=gen).to(device, dtype)
+
+    grad, down, gate, up = (
+        draw(*lead, out),
+        draw(out, hidden),
+        draw(*lead, hidden),
+        draw(*lead, hidden),
+    )
+    down = down / out**0.5
+    wide = (t.double() for t in (grad @ down if dtype == torch.float64 else grad, gate, up))
+    dh, *halves = wide
+    dh = dh if dtype == torch.float64 else dh @ down.double()
+    exact = fused._glu_backward(dh, *halves, activation, [True, True, False, False, True])
+    near = 1e-12 if dtype == torch.float64 else 2e-2
+    for keeps in (True, False):
+        wanted = [True, True, False, False, keeps]
+        of_two = fused._glu_backward(grad, gate, up, activation, wanted, down)
+        wanted[1] = False
+        both = torch.cat([gate, up], -1)
+        of_one = fused._glu_backward(grad, both, None, activation, wanted, down)
+        for gate_grad, up_grad, *sums, h in (of_two, (*of_one[0].chunk(2, -1), *of_one[2:])):
+            assert not sum(s.numel() for s in sums) and bool(h.numel()) == keeps
+            found = [gate_grad, up_grad, *([h] if keeps else [])]
+            for got, want in zip(found, (*exact[:2], exact[4])):
+                torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
+
+
+def test_flops_and_errors_of_the_layer_after():
+    grad, gate, up, down = (torch.zeros(s) for s in ((2, 5), (2, 4), (2, 4), (5, 4)))
+    for given, flops in ((None, 0), (down, 2 * 2 * 5 * 4)):
+        with FlopCounterMode(display=False) as counter:
+            dy = gate if given is None else grad
+            fused._glu_backward(dy, gate, up, "silu", [True] * 5, given)
+        assert counter.get_total_flops() == flops
+    for wrong, words in [
+        (torch.zeros(5, 3), r"down must have shape \[out, 4\], got \[5, 3\]"),
+        (torch.zeros(6, 4), "grad_output"),
+        (down.double(), "down"),
+    ]:
+        with pytest.raises(ERRORS, match=f"_glu_backward: {words}"):
+            fused._glu_backward(grad, gate, up, "silu", [True] * 5, wrong)
+
+
+# --- wrong arguments -----------------------------------------------------------------------------
+
+
+def test_wrong_arguments_name_operator_and_values(device):
+    case = LINEAR.case(5, 6, 9, torch.float32, device)
+    g, x, w, y = case.g, case.x, case.w, LINEAR.eager(*case.inputs).relu()
+    every = [True] * 3
+    for name, args, words in [
+        ("_activation_backward", (g, y, "swish", True), "swish"),
+        ("_activation_backward", (g, y[:3], "relu", True), "3, 9"),
+        ("_activation_backward", (g, y.double(), "relu", True), ""),
+        ("_activation_backward", (g, y.byte(), "gelu_tanh", True), ""),
+        ("_linear_backward", (g, x, w, y, "swish", every), "swish"),
+        ("_linear_backward", (g, x, w, None, "relu", every), ""),
+        ("_linear_backward", (g, x, w[:, :5], y, "relu", every), "5"),
+        ("_linear_backward", (g[:3], x, w, y, "relu", every), "3"),
+        ("_linear_aux", (x, w.t(), None, "relu"), "6, 9"),
+        ("_linear_aux", (x, w, None, "none"), "'none'"),
+        ("_relu_mask", (y.byte(),), "Byte"),
+        ("_relu_mask", (y[0, 0],), "0-dim"),
+    ]:
+        with pytest.raises(ERRORS, match=name) as error:
+            getattr(fused, name)(*args)
+        assert "got" in str(error.value) and words in str(error.value)

@@ -1,0 +1,165 @@
+"""The pass that writes operators of ours out in ATen where that pays.
+
+It works on the graph of forward and backward together, before it is parted in two: so the compiler
+chooses what of a formula it keeps for the backward and what it computes again.
+"""
+
+import logging
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..activations import ACTIVATIONS
+from ..report import note
+from . import criterion
+from .identity import CountingPass, in_words
+
+logger = logging.getLogger("torch_fused_linear")
+_aten, _fused = torch.ops.aten, torch.ops.fused
+
+
+class FormulaPass(CountingPass):
+    """Writes fused operators out in ATen, in place, where the compiler's own kernels are quicker.
+
+    It belongs in Inductor's ``joint_custom_pre_pass``, where
+    :func:`torch_fused_linear.compile_options` puts it.
+
+    Attributes:
+        written_out: how many times each operator was, over all graphs that were compiled so far; a
+            graph that comes out of the compiler's cache is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.written_out: Counter[str] = Counter()
+
+    def __call__(self, graph: Graph) -> None:
+        counts: Counter[str] = Counter()
+        for node in list(graph.nodes):
+            formula, is_better = _FORMULAS.get(node.target, (None, None))
+            values = [n.meta.get("val") for n in node.all_input_nodes] if formula else []
+            if not values or not criterion.is_static(*values):
+                continue
+            machine = criterion.machine_of(values[0].device)
+            given = _arguments(node)
+            if machine is None or not is_better(machine, node, given):
+                continue
+            name = node.target.overloadpacket.__name__
+            note(name, values[0], values[-1], "written out in a compiled graph")
+            _replace(graph, node, formula, given)
+            counts[name] += 1
+        self.written_out.update(counts)
+        if counts:
+            logger.info("written out in a graph: %s", in_words(counts))
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    schema = node.target._schema.arguments
+    given = dict(zip((a.name for a in schema), node.args)) | node.kwargs
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _replace(graph: Graph, node: Node, formula, given: dict[str, Any]) -> None:
+    """Puts what the formula calls in the place of the node, which gives several tensors."""
+    nodes = {name: value for name, value in given.items() if isinstance(value, Node)}
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return formula(**(given | dict(zip(nodes, tensors))))
+
+    with torch.no_grad(), enable_python_dispatcher():
+        traced = make_fx(call, select_decomp_table())(*(n.meta["val"] for n in nodes.values()))
+    traced.graph.eliminate_dead_code()
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes.values()))
+    with graph.inserting_before(node):
+        results = graph.graph_copy(traced.graph, copies)
+    for old, new in copies.items():
+        if old.op != "placeholder":
+            new.meta = {**node.meta, **old.meta}  # forward or backward, recomputed or kept
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _result(node: Node, index: int) -> Node | None:
+    found = (u for u in node.users if u.target is operator.getitem and u.args[1] == index)
+    return next(found, None)
+
+
+# --- each formula has the arguments of its operator, and a function says where it is better -------
+
+
+def linear_aux(input, weight, bias, activation):
+    preactivation = _fused.linear(input, weight, bias)
+    return ACTIVATIONS[activation](preactivation), preactivation
+
+
+def _is_read_anyway(machine, node, given) -> bool:
+    """As by dropout, whose pass may as well begin with the activation."""
+    output = _result(node, 0)
+    # ReLU's bits are no tensor of ATen's
+    return (
+        given["activation"] != "relu" and output is not None and criterion.feeds_pointwise(output)
+    )
+
+
+def _gradient(grad, saved, activation):
+    form = ACTIVATIONS[activation].approximate
+    if form is not None:
+        return _aten.gelu_backward(grad, saved, approximate=form)
+    if activation == "silu":
+        return _aten.silu_backward(grad, saved)
+    if activation == "relu2":
+        grad = grad * (2 * saved)
+    return _aten.threshold_backward(grad, saved, 0)
+
+
+def linear_backward(grad_output, input, weight, saved, activation, output_mask):
+    grad = _gradient(grad_output, saved, activation)
+    return _fused._linear_backward(grad, input, weight, None, "none", output_mask)
+
+
+def _is_made_in_passing(machine, node, given) -> bool:
+    saved = given["saved"]
+    has_values = saved is not None and saved.meta["val"].is_floating_point()
+    return has_values and criterion.is_pointwise(given["grad_output"])
+
+
+def glu_backward(grad_output, gate, up, activation, output_mask, down, hidden=None):
+    if down is not None:
+        grad_output = grad_output @ down
+    z, factor = gate.chunk(2, -1) if up is None else (gate, up)
+    activated = ACTIVATIONS[activation](z)
+    grads = _gradient(grad_output * factor, z, activation), grad_output * activated
+    nothing = grad_output.new_empty(0)
+    if up is None:
+        grads = torch.cat(grads, -1), nothing
+    return *grads, nothing, nothing, activated * factor if hidden is None else hidden
+
+
+def _is_gated_in_one_pass(machine, node, given) -> bool:
+    given["hidden"] = _hidden_of_forward(given["gate"], given["up"])
+    grad, sums = given["grad_output"].meta["val"], given["output_mask"][2:4]
+    return not criterion.gating_pays(machine, grad, given["down"] is not None, sums)
+
+
+def _hidden_of_forward(gate: Node, up: Node | None) -> Node | None:
+    """What the forward has made of these very pre-activations."""
+    forward = gate.args[0] if gate.target is operator.getitem else None
+    if forward is None or forward.target is not _fused._linear_glu_aux.default:
+        return None
+    is_same = gate is _result(forward, 1) and up in (None, _result(forward, 2))
+    return _result(forward, 0) if is_same else None
+
+
+_FORMULAS = {
+    _fused._linear_aux.default: (linear_aux, _is_read_anyway),
+    _fused._linear_backward.default: (linear_backward, _is_made_in_passing),
+    _fused._glu_backward.default: (glu_backward, _is_gated_in_one_pass),
+}
