@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_fused_linear.gain.picture import draw_bars
 
 from torch_fused_linear import fuse_, gain
+from torch_fused_linear.picture import draw_bars
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 # What the benchmark calls the ways, in the order of the picture.
@@ -102,15 +102,13 @@ def shipped() -> tuple[str, dict]:
             wanted = (suite, mode, "ViT-B/16", "gelu-erf")
             if (case.suite, case.mode, case.model, case.activation) != wanted:
                 continue
-            scale = 1e3 if record.unit == "us" else 1
-            panels[f"ViT-B/16, {case.sizes[0]} images, {title}"] = {
-                label: (
-                    *(n / scale for n in (number.median, number.q1, number.q3)),
-                    "" if name == "eager" else f"{record.times(name):.2f} times eager",
-                )
+            bars = {
+                label: (number.median, number.q1, number.q3)
                 for name, label in NAMES.items()
                 if (number := record.numbers.get(name))
             }
+            scale = 1e-3 if record.unit == "us" else 1
+            panels[f"ViT-B/16, {case.sizes[0]} images, {title}"] = bars, scale
     return f"{header['machine']}, torch {header['torch']}, bf16", panels
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 EXIT_BAD_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -20,19 +15,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_USAGE, f"{self.prog}: error: {message}\n")
-
-
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """An argument type: finite numbers of `kind` above zero."""
-
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be above zero, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it where `kind` refuses the text
-    return convert
 
 
 def chosen_device(text: str | None) -> torch.device:
@@ -51,16 +33,3 @@ def chosen_device(text: str | None) -> torch.device:
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device {text!r}: there are {torch.cuda.device_count()} GPUs")
     return device
-
-
-def output_directory(path: Path) -> Path:
-    """`path`, made if need be; ValueError if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(f"--out {path}: not a directory") from None
-    except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {path}: not writable")
-    return path

@@ -176,7 +176,7 @@ def test_demo(device, tmp_path, capsys):
     assert block.layers == ("blocks.0.fc1", "blocks.0.fc2")
     assert set(found["gain"].modes) == {"inference", "step"}
     for mode in found["gain"].modes.values():
-        assert 0.2 < mode.share.part < 0.9 and not mode.wrong
+        assert 0.2 < mode.share < 0.9 and "its results" not in mode.verdict
         assert len(mode.times) == (4 if device == "cuda" else 2)
     assert ("NVIDIA H200" in output) == (device == "cpu") or device == "cuda"
     assert_pictures(tmp_path, "demo.png", "demo_graph.png")
@@ -207,13 +207,15 @@ def test_the_demo_shows_the_results_as_they_are():
         for result in text["results"]
         if (result["case"]["model"], result["case"]["activation"]) == ("ViT-B/16", "gelu-erf")
     }
-    inference = panels["ViT-B/16, 128 images, inference, ms"]
+    inference, scale = panels["ViT-B/16, 128 images, inference, ms"]
     assert list(inference) == ["eager", "torch.compile", "fuse_", "compile_options()"]
-    assert inference["torch.compile"][0] == numbers["forward"]["compile"]["median"] / 1e3
-    step = panels["ViT-B/16, 128 images, training step, ms"]
-    eager, fused = (numbers["step"][name]["median"] for name in ("eager", "fused"))
-    assert step["fuse_"] == (fused / 1e3, *step["fuse_"][1:3], f"{eager / fused:.2f} times eager")
-    memory = panels["ViT-B/16, 32 images, training step, MiB at most"]
+    assert scale == 1e-3
+    assert inference["torch.compile"][0] == numbers["forward"]["compile"]["median"]
+    step, _ = panels["ViT-B/16, 128 images, training step, ms"]
+    fused = numbers["step"]["fused"]
+    assert step["fuse_"] == (fused["median"], fused["q1"], fused["q3"])
+    memory, scale = panels["ViT-B/16, 32 images, training step, MiB at most"]
+    assert scale == 1
     assert list(memory) == ["eager", "fuse_", 'fuse_(memory="low")']
 
 

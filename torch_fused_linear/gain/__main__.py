@@ -6,20 +6,21 @@ import contextlib
 import importlib
 import json
 import os
-import re
+import signal
+import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from torch_fused_linear import gain
-from torch_fused_linear._command_line import OneLineParser, chosen_device, positive
+from torch_fused_linear._command_line import OneLineParser, chosen_device
 from torch_fused_linear.timing import in_one_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\d+))?")
 HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 EXAMPLES = """examples:
   python -m torch_fused_linear.gain timm:vit_base_patch16_224 --input 32x3x224x224 --dtype bf16
@@ -41,6 +42,7 @@ def command_line() -> OneLineParser:
     add(
         "--input",
         action="append",
+        type=shape,
         metavar="SHAPE",
         required=True,
         help="32x197x768 of random numbers, or 8x1024:50257 of whole numbers below 50257; once "
@@ -50,7 +52,7 @@ def command_line() -> OneLineParser:
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--step", action="store_true", help="also a training step, without an optimizer")
     add("--compile", action="store_true", help="also torch.compile, and that with our pass")
-    add("--seconds", type=positive(float), default=5.0, help="to time each mode; default: 5")
+    add("--seconds", type=float, default=5.0, help="to time each mode; default: 5")
     add("--why", action="store_true", help="list what is fused, and what is not and why")
     add("--picture", type=Path, help="draw bars into this file (.png, .svg)")
     add("--json", type=Path, help="write all numbers into this file")
@@ -74,21 +76,20 @@ def model_named(name: str) -> nn.Module:
     raise ValueError(f"{name}: transformers has no model of this type without a download")
 
 
-def input_of(shape: str, model: nn.Module) -> Tensor:
-    """Random numbers; whole numbers where the shape ends in their limit, or the model has words."""
-    match = SHAPE.fullmatch(shape)
-    if match is None:
-        raise ValueError(
-            f"--input {shape}: expected a shape such as 32x197x768, or 8x1024:50257 for whole "
-            "numbers below 50257"
-        )
-    sizes, limit = [int(size) for size in match[1].split("x")], match[2]
+def shape(text: str) -> tuple[list[int], int]:
+    """An argument type: sizes, and the limit of whole numbers, or 0."""
+    sizes, _, limit = text.partition(":")
+    return [int(size) for size in sizes.split("x")], int(limit or 0)
+
+
+def input_of(sizes: list[int], limit: int, model: nn.Module) -> Tensor:
+    """Random numbers; whole ones where they have a limit, or the model of transformers wants it."""
     if getattr(model, "main_input_name", "") == "input_ids":
         limit = limit or model.config.get_text_config().vocab_size
-    return torch.randint(int(limit), sizes) if limit else torch.randn(sizes)
+    return torch.randint(limit, sizes) if limit else torch.randn(sizes)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     # The profiler of a torch for GPUs complains where there is none.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     parser = command_line()
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         device = chosen_device(given.device)
         model = model_named(given.model).to(device, DTYPES[given.dtype])
-        inputs = [input_of(shape, model).to(device) for shape in given.input]
+        inputs = [input_of(*each, model).to(device) for each in given.input]
     except (ImportError, AttributeError, ValueError, RuntimeError) as error:
         parser.error(in_one_line(error))
     inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
@@ -105,10 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{found.report}\n")
     print(found)
     if given.json:
-        given.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+        given.json.write_text(
+            json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1) + "\n"
+        )
     if given.picture:
         found.save_picture(given.picture)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
+    sys.exit(main())

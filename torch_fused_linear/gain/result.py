@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
 
 from ..fuse.report import Report, table
 from ..picture import draw_bars
 from ..timing import Number
 
 EAGER, FUSED, COMPILED, OURS = "eager", "fuse_", "torch.compile", "compile_options()"
-HOW = {FUSED: "fuse_(model)", OURS: "torch.compile(model, options=compile_options())"}
-HOW |= {COMPILED: "torch.compile(model)", EAGER: "the model as it is"}
 # Two correct results are apart by about what the rounding of each weight makes.
 LARGEST = 20
 NOISE = "within noise"
@@ -42,37 +39,35 @@ class Mode:
     failed: dict[str, str] = field(default_factory=dict)
 
     def ratio(self, name: str, reference: str) -> str:
-        """How many times as fast it is, where three quarters of its rounds were faster than three
-        quarters of the other's, or slower."""
+        """How many times as fast it is, where the quartiles of the two lie further apart than
+        those of either."""
         mine, other = self.times[name], self.times[reference]
-        if mine.q3 < other.q1 or other.q3 < mine.q1:
+        gap = max(other.q1 - mine.q3, mine.q1 - other.q3)
+        if gap > max(mine.q3 - mine.q1, other.q3 - other.q1):
             return f"{other.median / mine.median:.2f} times"
         return NOISE
 
     @property
     def verdict(self) -> str:
         for name, reference in ((FUSED, EAGER), (OURS, COMPILED)):
-            if not self.apart.get(name, 0.0) <= LARGEST * self.rounding:
-                return f"do not use {HOW[name]}: its results are not eager's; please report it"
+            if not self.apart.get(name, 0.0) <= LARGEST * self.rounding:  # also where it is NaN
+                return f"do not use {name}: its results are not eager's; please report it"
             if name in self.failed and reference not in self.failed:
-                return f"do not use {HOW[name]}: it failed; please report it"
+                return f"do not use {name}: it failed; please report it"
         ways = sorted(self.times, key=lambda way: self.times[way].median)
         ours = next((way for way in ways if way in (FUSED, OURS)), None)
         theirs = next((way for way in ways if way in (EAGER, COMPILED)), None)
         if not ours or not theirs:
             return "leave it: nothing was measured"
-        if self.ratio(ours, theirs) == NOISE:
-            gains = []
-        elif ours != ways[0]:
-            return f"leave it: {HOW[theirs]} is faster, {self.ratio(theirs, ours)}"
-        else:
-            gains = [f"{self.ratio(ours, way)} {way}" for way in ways if way in (theirs, EAGER)]
+        is_noise = self.ratio(ours, theirs) == NOISE
+        if ours != ways[0] and not is_noise:
+            return f"leave it: {theirs} is faster, {self.ratio(theirs, ours)}"
+        faster_than = [] if is_noise else [way for way in ways if way in (theirs, EAGER)]
+        gains = [f"{self.ratio(ours, way)} {way}" for way in faster_than]
         if self.memory and self.memory[ours] < 0.95 * self.memory[theirs]:
             less = self.memory[ours] / self.memory[theirs]
             gains.append(f"{less:.2f} of the memory of {theirs}")
-        if not gains:
-            return "leave it: the gain is within noise"
-        return f"use {HOW[ours]}: {', '.join(gains)}"
+        return f"use {ours}: {', '.join(gains)}" if gains else f"leave it: the gain is {NOISE}"
 
     def lines(self) -> list[str]:
         share = f"{self.share:.0%} of the time is in layers that can be fused; if all but their "
@@ -116,10 +111,6 @@ class Gain:
         """A sentence for each mode."""
         each = "; ".join(f"{name}: {mode.verdict}" for name, mode in self.modes.items())
         return each or "leave it: nothing in it can be fused"
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it in numbers, text and lists, for JSON."""
-        return {**asdict(self), "verdict": self.verdict}
 
     def save_picture(self, path: str | PathLike) -> None:
         """Draws times and memory as bars.
