@@ -62,7 +62,7 @@ def assert_pictures(folder, *names):
 def test_there_are_examples():
     """An empty list of parameters would pass."""
     names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
-    assert names | {"llama", "demo", "accumulation"} == {script.stem for script in SCRIPTS}
+    assert names | {"llama", "demo", "accumulation", "ppo"} == {script.stem for script in SCRIPTS}
 
 
 @script_param
