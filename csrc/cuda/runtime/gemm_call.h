@@ -37,9 +37,9 @@ struct PassCall {
   void* bias;  // read forward, its gradient written backward; or nullptr
   gemm::Gating gating = {};
   gemm::Up up = {};
-  bool adds = false;                  // the product to the result that is there
-  bool is_wide = false;               // the result is in fp32, whatever the operands are in
-  bool bias_is_matrix = false;        // ATen adds it to the sum, as eager does one that is strided
+  bool adds = false;            // the product to the result that is there
+  bool is_wide = false;         // the result is in fp32, whatever the operands are in
+  bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided
   std::vector<PassCall> layers = {};  // of a chain
 };
 
