@@ -49,6 +49,8 @@ def draw_bars(
 ) -> None:
     """A panel for each name that has bars, scaled by a factor; whiskers are the quartiles."""
     panels = {name: (bars, scale) for name, (bars, scale) in panels.items() if bars}
+    labels = dict.fromkeys(label for bars, _ in panels.values() for label in bars)
+    colours = dict(zip(labels, BARS))  # of a way the same in all panels
     figure = new_figure(9, 0.7 + 1.9 * len(panels))
     figure.set_layout_engine("constrained")
     figure.suptitle(title if panels else f"{title}: nothing was measured", fontsize=11)
@@ -56,7 +58,8 @@ def draw_bars(
         axes = figure.add_subplot(len(panels), 1, row)
         middles, lows, highs = ([scale * n for n in numbers] for numbers in zip(*bars.values()))
         whiskers = list(map(sub, middles, lows)), list(map(sub, highs, middles))
-        drawn = axes.barh(list(bars), middles, height=0.6, color=BARS[: len(bars)], xerr=whiskers)
+        each = [colours[label] for label in bars]
+        drawn = axes.barh(list(bars), middles, height=0.6, color=each, xerr=whiskers)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize=9)
         axes.invert_yaxis()
         axes.margins(x=0.1)
