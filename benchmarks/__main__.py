@@ -28,7 +28,7 @@ from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table
-from torch_fused_linear._command_line import OneLineParser, chosen_device
+from torch_fused_linear._command_line import OneLineParser
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 QUICK_SECONDS = 0.02
@@ -263,6 +263,24 @@ def run(settings: Settings) -> int:
         draw(settings, header, records)
     ours_failed = any(r.failed_alone(name) for r in records for name in SUITES[r.case.suite].ours)
     return status or (EXIT_FAILED if ours_failed else 0)
+
+
+def chosen_device(text: str | None) -> torch.device:
+    """The device named `text`, or the best one; ValueError says why it cannot be used."""
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"unknown device {text!r}; use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {text!r} is not supported; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {text!r}: PyTorch finds no CUDA GPU here; use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {text!r}: there are {torch.cuda.device_count()} GPUs")
+    return device
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:

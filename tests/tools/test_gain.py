@@ -375,6 +375,7 @@ def test_dtypes(mine, capsys):
         (["no_such_module:build", "--input", "4x8"], "No module named 'no_such_module'"),
         (["hf:no_such_type", "--input", "4x8"], "no_such_type"),
         (["timm:no_such_model", "--input", "4x8"], "Unknown model (no_such_model)"),
+        (["mine_gain:build", "--input", "4x8", "--device", "abacus"], "abacus"),
     ],
 )
 def test_bad_arguments_give_one_line(mine, capsys, arguments, says):
@@ -382,7 +383,7 @@ def test_bad_arguments_give_one_line(mine, capsys, arguments, says):
     if library:
         pytest.importorskip(library)
     with pytest.raises(SystemExit) as stopped:
-        __main__.main([*arguments, "--device", "cpu"])
+        __main__.main(["--device", "cpu", *arguments])
     message = capsys.readouterr().err
     assert stopped.value.code == 2
     assert says in message and message.count("\n") == 1 and len(message) < 400

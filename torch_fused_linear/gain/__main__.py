@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_linear import gain
-from torch_fused_linear._command_line import OneLineParser, chosen_device
+from torch_fused_linear._command_line import OneLineParser
 from torch_fused_linear.timing import in_one_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line()
     given = parser.parse_args(arguments)
     try:
-        device = chosen_device(given.device)
+        device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = model_named(given.model).to(device, DTYPES[given.dtype])
         inputs = [input_of(*each, model).to(device) for each in given.input]
-    except (ImportError, AttributeError, ValueError, RuntimeError) as error:
+    except (ImportError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
         parser.error(in_one_line(error))
     inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
     found = gain(model, *inputs, step=given.step, compile=given.compile, seconds=given.seconds)
