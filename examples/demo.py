@@ -119,6 +119,7 @@ def main(arguments: list[str] | None = None) -> dict:
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the pictures")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--depth", type=int, default=12, help="blocks of the model")
+    add("--seconds", type=float, default=2.0, help="to time inference, and a training step")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
 
@@ -130,7 +131,7 @@ def main(arguments: list[str] | None = None) -> dict:
         model, images = model.bfloat16(), images.bfloat16()
 
     apart = show_the_line(model, images)
-    found = gain(model, images, step=True, compile=on_gpu, seconds=2)
+    found = gain(model, images, step=True, compile=on_gpu, seconds=given.seconds)
     print(f"\n{found}")
     paths = [given.out / "demo_graph.png", given.out / "demo.png"]
     found.report.save_picture(paths[0])

@@ -22,8 +22,8 @@ _library.impl("_main_grad", _main_grad, "BackendSelect")
 
 
 class AccumulationHandle:
-    """What :func:`accumulate_gradients` has begun: ``remove()``, or the end of a ``with`` block,
-    ends it. Gradients stay as they are."""
+    """What :func:`torch_fused_linear.accumulate_gradients` has begun: ``remove()``, or the end of a
+    ``with`` block, ends it. Gradients stay as they are."""
 
     def __init__(self, into: str, dtype: torch.dtype | None) -> None:
         self._into, self._dtype = into, dtype

@@ -169,7 +169,7 @@ def assert_understood(figures):
 
 @device_param
 def test_demo(device, tmp_path, capsys):
-    found = run("demo", device, tmp_path, "--depth", 1)
+    found = run("demo", device, tmp_path, "--depth", 1, "--seconds", 0.01)
     output = capsys.readouterr().out
     assert found["apart"] < (1e-5 if device == "cpu" else 1e-2)
     (block,) = found["gain"].report.fused
