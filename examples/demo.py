@@ -19,6 +19,7 @@ come with the sources, and says so.
 
 from __future__ import annotations
 
+import os
 import signal
 from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
 from argparse import ArgumentParser
@@ -123,6 +124,8 @@ def main(arguments: list[str] | None = None) -> dict:
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
 
+    # The profiler of a torch for GPUs complains where there is none.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     torch.manual_seed(0)
     on_gpu = given.device != "cpu"
     model = VisionTransformer(depth=given.depth).to(given.device)
