@@ -1,7 +1,7 @@
 # make demo | test | test-releases | test-models | gpu-test | certify | mutants | asan | tsan | docs
 # make build | wheel | lint | format
 # make clean
-# ARGS is passed on, e.g. make demo ARGS="--activation gelu", make test ARGS="-k layouts -x".
+# ARGS is passed on, e.g. make demo ARGS="--device cpu", make test ARGS="-k layouts -x".
 # PYTHON=... names the python to use, as it is. TORCH=2.15 takes an environment of its own with that
 # torch; `make wheel TORCH="2.11 2.15"` makes a wheel for several.
 

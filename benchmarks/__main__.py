@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,9 @@ from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table, details
-from torch_fused_linear._command_line import (
-    EXIT_INTERRUPTED,
-    OneLineParser,
-    chosen_device,
-    output_directory,
-    positive,
-)
+from torch_fused_linear._command_line import OneLineParser
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 QUICK_SECONDS = 0.02
 SECONDS = sorted(suite.seconds for suite in SUITES.values() if suite.seconds)
 RUNNING_TIME = f"seconds of rounds; default: {SECONDS[0]:g} to {SECONDS[-1]:g}, by suite"
@@ -192,6 +188,50 @@ def run(settings: Settings) -> int:
         say(f"numbers  {settings.json.resolve()}")
     ours_failed = any(r.failed_alone(name) for r in records for name in SUITES[r.case.suite].ours)
     return status or (EXIT_FAILED if ours_failed else 0)
+
+
+def chosen_device(text: str | None) -> torch.device:
+    """The device named `text`, or the best one; ValueError says why it cannot be used."""
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"unknown device {text!r}; use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {text!r} is not supported; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {text!r}: PyTorch finds no CUDA GPU here; use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {text!r}: there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argument type: finite numbers of `kind` above zero."""
+
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be above zero, got {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it where `kind` refuses the text
+    return convert
+
+
+def output_directory(path: Path) -> Path:
+    """`path`, made if need be; ValueError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"--out {path}: not a directory") from None
+    except OSError as error:
+        raise ValueError(f"--out {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {path}: not writable")
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

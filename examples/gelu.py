@@ -21,9 +21,8 @@ Which one is fused into the product:
     CPU, training          the plain formula                      the plain formula
 
 cuBLASLt has no epilogue with erf; and the tanh in its fp32 epilogue is an approximate one, less
-exact than torch's, which is why it is not used there. `explain` names what ran, and why not what
-did not. On a GPU the kernel after the product costs a pass over the output; on a CPU what costs is
-mostly the function itself, and oneDNN has quick ones for both.
+exact than torch's, which is why it is not used there. On a GPU the kernel after the product costs
+a pass over the output, and is timed; a CPU's times would be mostly noise.
 
     python examples/gelu.py
 """
@@ -136,8 +135,9 @@ def time_kinds(tokens: int, sizes: tuple[int, int], device: str, seconds: float)
 def draw(path: Path, curves: dict[str, Tensor], times: dict[str, dict], where: str) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.4), dpi=130, layout="constrained")
-    shapes, errors, bars = figure.subplots(1, 3)
+    count = 3 if times else 2
+    figure = Figure(figsize=(4.7 * count, 4.4), dpi=130, layout="constrained")
+    shapes, errors, *bars = figure.subplots(1, count)
     z = curves["z"].numpy()
     for name, colour in COLOURS.items():
         style = {"color": colour, "linewidth": 1.5 if name == "erf" else 5}
@@ -150,22 +150,25 @@ def draw(path: Path, curves: dict[str, Tensor], times: dict[str, dict], where: s
                     label=label)  # fmt: skip
     errors.set(title="How far apart they are: tanh minus erf", xlabel="z")
     errors.set(ylabel="difference, in ten-thousandths", ylim=(-10, 14))
-    ways = [(kind, way) for kind in KINDS for way in ("plain", "fused")]
-    words = {"plain": "F.linear, then F.gelu", "fused": "linear_gelu"}
-    for offset, (kind, way) in enumerate(ways):
-        heights = [found[f"{kind} {way}"] for found in times.values()]
-        at = [k + 0.2 * offset for k in range(len(times))]
-        light = 0.45 if way == "plain" else 1.0
-        label = f"{words[way]}, {kind}"
-        drawn = bars.bar(at, heights, 0.18, color=COLOURS[kind], alpha=light, label=label)
-        bars.bar_label(drawn, [f"{height:.0f}" for height in heights], fontsize=8)
-    bars.set_xticks([k + 0.3 for k in range(len(times))], list(times))
-    bars.set(title=f"What a call takes, {where}", ylabel="microseconds")
-    bars.margins(y=0.45)  # room for the legend
-    for axes in (shapes, errors, bars):
+    for axes in bars:
+        draw_times(axes, times)
+        axes.set(title=f"Inference, {where}", ylabel="microseconds")
+    for axes in (shapes, errors, *bars):
         axes.legend(frameon=False, loc="upper left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def draw_times(axes, times: dict[str, dict]) -> None:
+    ways = [(kind, way) for kind in KINDS for way in ("plain", "fused")]
+    for offset, (kind, way) in enumerate(ways):
+        heights = [found[f"{kind} {way}"] for found in times.values()]
+        at = [k + 0.2 * offset for k in range(len(times))]
+        style = {"color": COLOURS[kind], "alpha": 0.45 if way == "plain" else 1.0}
+        drawn = axes.bar(at, heights, 0.18, label=f"{way}, {kind}", **style)
+        axes.bar_label(drawn, [f"{height:.0f}" for height in heights], fontsize=8)
+    axes.set_xticks([k + 0.3 for k in range(len(times))], list(times))
+    axes.margins(y=0.45)  # room for the legend
 
 
 def main(arguments: list[str] | None = None) -> dict:
@@ -184,10 +187,9 @@ def main(arguments: list[str] | None = None) -> dict:
     curves = compare_curves()
     differences = largest_differences(curves)
     paths = what_runs(tokens, sizes, given.device)
-    times = time_kinds(tokens, sizes, given.device, given.seconds)
+    times = time_kinds(tokens, sizes, given.device, given.seconds) if on_gpu else {}
     path = given.out / "gelu.png"
-    shape = f"inference\n{sizes[0]} → {sizes[1]}, {tokens} tokens, {given.device}"
-    draw(path, curves, times, shape)
+    draw(path, curves, times, f"{sizes[0]} → {sizes[1]}, {tokens} tokens, {given.device}")
     print(path)
     return {"differences": differences, "paths": paths, "times": times}
 

@@ -39,15 +39,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from demo import training
-from demo.data import Dataset, load_digits, load_mnist
-from demo.training import CLASSES, build_networks, sigmoid_loss
+from digits.data import Dataset, load_digits, load_mnist
+from digits.networks import CLASSES, LAST_PRINTED, PUBLISHED, build_networks, sigmoid_loss
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from torch_fused_linear import explain, set_policy
 
-LAST_PRINTED, PUBLISHED = training.TUTORIAL_LAST_PRINTED_BATCH, training.TUTORIAL_PUBLISHED
 HIDDEN, BATCH, LR, SEED = 30, 256, 0.1, 1234
 STEPS = 60000 // BATCH  # of one epoch of MNIST, whose last, incomplete batch the tutorial drops
 TEST_EVERY = 26
@@ -144,14 +142,13 @@ def time_steps(fused: nn.Module, plain: nn.Module, unfused: list[Tensor], data: 
 
 
 def draw(out: Path, losses: dict, accuracies: dict, read: Tensor, data: Dataset) -> list[Path]:
-    from demo import pictures
+    from digits import pictures
 
-    paths = [out / "mnist_loss.png", out / "mnist_predictions.png"]
+    paths = [out / f"mnist_{name}.png" for name in ("loss", "predictions")]
     epochs = [step / (len(data.train_labels) // BATCH) for step in range(1, STEPS + 1)]
     tested = epochs[TEST_EVERY - 1 :: TEST_EVERY]
     curves = [pictures.Curve(n, epochs, losses[n], tested, accuracies[n]) for n in losses]
-    title = f"{data.title}: fused layers and the unfused code"
-    pictures.draw_learning(paths[0], title, "binary cross-entropy", curves)
+    pictures.draw_learning(paths[0], data.title, "binary cross-entropy", *curves)
     images = data.test_images.reshape(-1, *data.image_shape)
     shown = [tensor.cpu().numpy() for tensor in (images, read, data.test_labels)]
     pictures.draw_predictions(paths[1], data.title, *shown)
@@ -171,7 +168,7 @@ def main(arguments: list[str] | None = None) -> dict:
     data = load_mnist(given.data) if given.data else load_digits()
     data = data.to(torch.device(given.device), torch.float32)
     sizes = [data.train_images.shape[1], HIDDEN, CLASSES]
-    network, plain = (net.to(given.device) for net in build_networks(sizes, "relu", SEED))
+    network, plain = (net.to(given.device) for net in build_networks(sizes, SEED))
     unfused = [parameter.detach().clone() for parameter in network.parameters()]
     words = "-".join(map(str, sizes))
     print(f"{data.title}, {words}, batches of {BATCH}, {STEPS} steps\n{network}")
@@ -187,8 +184,11 @@ def main(arguments: list[str] | None = None) -> dict:
     if given.data:
         print(f"{'published':>14}" + "".join(f" {number:14.4f}" for number in PUBLISHED))
     print(f"fused and unfused losses are never more than {apart:.1e} apart")
-    times = time_steps(network, plain, unfused, data)
-    print("a step: " + ", ".join(f"{some:.0f} us {name}" for name, some in times.items()))
+    if given.device == "cpu":
+        print("steps are not timed: on a CPU a network as small as this gains nothing")
+    else:
+        times = time_steps(network, plain, unfused, data)
+        print("a step: " + ", ".join(f"{some:.0f} us {name}" for name, some in times.items()))
     print(*draw(given.out, losses, accuracies, read, data), sep="\n")
     found = {"losses": losses, "accuracies": accuracies, "operators": operators}
     return found | {"accuracy": accuracy, "apart": apart}

@@ -8,17 +8,13 @@ takes is the number of kernels, and on the CPU the number of calls. Of one netwo
     forward           addmm, relu, addmm, relu, addmm                    one launch for all layers
     backward          mm, mm and sum of each layer, relu's between       one launch for each layer
 
-on a GPU, if measuring finds these kernels to be the fastest (`plans.show()` says). A CPU has no
-such kernels; there the table of times shows what is left.
+on a GPU, if measuring finds these kernels to be the fastest (`plans.show()` says). A CPU has none.
 
-The task is CartPole, of Barto, Sutton and Anderson, 1983: push a cart left or right so that the
-pole on it does not fall, for 500 steps at most. All carts are rows of one tensor, so that playing
-is tensor arithmetic too, and on a GPU a step of play and a step of learning are each recorded as a
-CUDA graph, after a few steps by hand in which the plans are made.
+The task is CartPole (Barto, Sutton and Anderson, 1983): push a cart so that its pole stands. On a
+GPU a step of play and one of learning are each recorded as a CUDA graph, once plans are made.
 
-Both agents begin with the same weights and random numbers. The return of an episode is the number
-of steps that the pole stood. The last bits of their sums differ, and so, after a while, what the
-agents do; but both learn the game.
+Both agents begin with the same weights and random numbers, and both learn. The last bits of their
+sums differ, and so what they do later. An episode returns the steps that the pole stood.
 
     python examples/ppo.py
 """
@@ -130,9 +126,8 @@ class Agent:
             self.play_once()
         self.judge()
         mean_return = float(self.lengths.sum() / self.done.sum().clamp(min=1))  # waits for all
-        count = self.done.numel()
-        batches = torch.stack([torch.randperm(count) for _ in range(EPOCHS)]).view(-1, BATCH)
-        batches = batches.to(self.batch.device)
+        orders = torch.stack([torch.randperm(self.done.numel()) for _ in range(EPOCHS)])
+        batches = orders.view(-1, BATCH).to(self.batch.device)
         begin = time.perf_counter()
         for batch in batches:
             self.batch.copy_(batch)

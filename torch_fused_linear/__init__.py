@@ -27,6 +27,7 @@ if _library.error is None:
         mlp,
     )
     from .fuse.script import fuse_script_
+    from .gain import gain
     from .graph.options import compile_backend, compile_options
     from .nn.conv import FusedConv2dReLU
     from .nn.gated import FusedGatedMLP
@@ -66,6 +67,7 @@ __all__ = [
     "flops",
     "fuse_",
     "fuse_script_",
+    "gain",
     "gated_mlp",
     "get_handover",
     "get_policy",

@@ -5,4 +5,5 @@ from torch_fused_linear import __version__
 if __name__ == "__main__":
     print(f"torch_fused_linear {__version__}\n")
     print("  python -m torch_fused_linear.doctor  what is installed, what was built, does it work")
-    print("\nIt says more with --help.")
+    print("  python -m torch_fused_linear.gain    what fusing would bring a model of yours")
+    print("\nThey say more with --help.")

@@ -1,8 +1,10 @@
-"""The operators of a model's blocks before and after fuse_, as a picture."""
+"""Pictures: a model's blocks before and after fuse_, and what `gain` measured, as bars."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from operator import sub
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from .activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
 ROW = 1.0
@@ -25,22 +28,49 @@ COLOURS = {
 GATED = ("gated_mlp", "linear_glu")
 INK = "#12304a"
 FAINT = "#6b7a86"
+BARS = ("#9aa5b1", "#56b4e9", "#e69f00", "#009e73", "#0072b2")  # for the colour-blind as well
+Bar = tuple[float, float, float]  # the median and the quartiles
 ARROW = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no global state
+    except ImportError as error:
+        raise ImportError("save_picture: expected matplotlib to be installed, got none") from error
+    return Figure(figsize=(width, height), dpi=130)
+
+
+def draw_bars(
+    path: str | PathLike, title: str, panels: Mapping[str, tuple[Mapping[str, Bar], float]]
+) -> None:
+    """A panel for each name that has bars, scaled by a factor; whiskers are the quartiles."""
+    panels = {name: (bars, scale) for name, (bars, scale) in panels.items() if bars}
+    labels = dict.fromkeys(label for bars, _ in panels.values() for label in bars)
+    colours = dict(zip(labels, BARS))  # of a way the same in all panels
+    figure = new_figure(9, 0.7 + 1.9 * len(panels))
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title if panels else f"{title}: nothing was measured", fontsize=11)
+    for row, (name, (bars, scale)) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, row)
+        middles, lows, highs = ([scale * n for n in numbers] for numbers in zip(*bars.values()))
+        whiskers = list(map(sub, middles, lows)), list(map(sub, highs, middles))
+        each = [colours[label] for label in bars]
+        drawn = axes.barh(list(bars), middles, height=0.6, color=each, xerr=whiskers)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize=9)
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def draw_blocks(path: str | PathLike, patterns: dict) -> None:
     """Two rows for each kind of block: the operators before, and after in the same columns."""
-    try:
-        # Figure without pyplot: no global state
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("save_picture: expected matplotlib to be installed, got none") from error
-
     columns = max((len(before) for before, _ in patterns), default=1)
     width = columns * (WIDTH + GAP) + 1.6
     height = max(len(patterns), 1) * 3 * ROW + 0.3
-    figure = Figure(figsize=(width, height), dpi=130)
+    figure = new_figure(width, height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
@@ -49,7 +79,9 @@ def draw_blocks(path: str | PathLike, patterns: dict) -> None:
     for k, ((before, after), blocks) in enumerate(patterns.items()):
         draw_pattern(axes, 0.45 + 3 * ROW * k, before, after, caption(blocks))
     # letters stay letters: searchable, and small
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torch_fused_linear"}):
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "torch_fused_linear"}):
         figure.savefig(path)
 
 

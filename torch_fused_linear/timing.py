@@ -24,6 +24,7 @@ Clock = Callable[[Call, int], float]  # seconds that so many calls take
 # Long enough that starting to launch into an idle GPU, some 10 us, is below 1 %.
 BATCH_SECONDS = 3e-3
 MIN_CALLS, MAX_CALLS = 3, 2000
+SLOW_SECONDS = 0.1  # a call that takes so long is a batch by itself
 MIN_ROUNDS, MAX_ROUNDS = 9, 41
 
 
@@ -111,7 +112,8 @@ def calls_per_batch(contender: Contender, clock: Clock) -> int:
     """Warms `contender` up; how many of its calls make a batch."""
 
     def batch(seconds: float) -> int:
-        return min(MAX_CALLS, max(MIN_CALLS, round(BATCH_SECONDS / max(seconds, 1e-9))))
+        least = MIN_CALLS if seconds < SLOW_SECONDS else 1
+        return min(MAX_CALLS, max(least, round(BATCH_SECONDS / max(seconds, 1e-9))))
 
     with contender.conditions():
         # What is done once: choosing plans, compiling; recording takes another call.

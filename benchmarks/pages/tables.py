@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .everything import everything
+from .expect import expect, expect_on_a_cpu
 from .results import (
     Result,
     find,
@@ -238,6 +239,8 @@ def accumulation(results: Sequence[Result]) -> list[str]:
 
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     EVERYTHING: everything,
+    "expect": expect,
+    "on a CPU, in short": expect_on_a_cpu,
     "by inner size": by_inner_size,
     "by tokens": by_tokens,
     "by dtype": by_dtype,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.demo import data as demo_data
+from examples.digits import data as digits_data
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -32,6 +32,6 @@ def write_mnist(directory: Path, suffixes: tuple[str, str] = ("", ".gz")) -> dic
         for image, label in zip(images, labels, strict=True):
             image[2 * label : 2 * label + 2] += 190
         parts[f"{split}_images"], parts[f"{split}_labels"] = images, labels
-    for part, name in demo_data.MNIST_FILES.items():
+    for part, name in digits_data.MNIST_FILES.items():
         write_idx(directory / (name + suffixes[part.startswith("test")]), parts[part])
     return parts

@@ -233,7 +233,7 @@ def test_every_reason_is_explained(source):
 
 def test_performance_pages_have_no_numbers_of_its_own():
     """Speeds and times stand in the tables, which are made; sizes are no results."""
-    for name in ("performance.md", "memory.md", "cpu.md"):
+    for name in ("performance.md", "measurements.md", "memory.md", "cpu.md"):
         page = (DOCS / name).read_text()
         marks = r"<!-- results[^>]*: begin -->.*?: end -->"
         prose = re.sub(marks, "", page, flags=re.DOTALL)
@@ -325,7 +325,7 @@ def test_tables_fit_on_a_phone(built):
             assert "pages.css" in text
             count += 1
     assert count > 30
-    assert "4096→<wbr>16384" in (built / "docs" / "performance.html").read_text()
+    assert "4096→<wbr>16384" in (built / "docs" / "measurements.html").read_text()
 
 
 def test_no_page_is_twice_in_the_navigation(built):

@@ -25,7 +25,9 @@ def test_the_package_lists_its_commands():
     assert result.returncode == 0, result.stderr
     listed = re.findall(r"^  python -m torch_fused_linear\.(\w+) +\w", result.stdout, re.MULTILINE)
     package = ROOT / "torch_fused_linear"
-    runnable = {p.stem for p in package.glob("*.py") if "sys.exit(main())" in p.read_text()}
+    files = [*package.glob("*.py"), *package.glob("*/__main__.py")]
+    found = [path for path in files if "sys.exit(main())" in path.read_text()]
+    runnable = {path.parent.name if path.stem == "__main__" else path.stem for path in found}
     assert set(listed) == runnable
 
 

@@ -136,3 +136,31 @@ def test_a_page_without_a_place_is_refused(copies, capsys):
     before = page.read_text()
     assert run() == 2 and "places for" in capsys.readouterr().err
     assert page.read_text() == before
+
+
+def test_what_to_expect(measured):
+    """A model's ratios, each of the latest run in which both took part, and the fastest way."""
+    folder, header = measured
+    case = Case("models", (8, 16), 128, "bf16", "gelu", "forward", "GPT-2 small")
+    times = {"fused": 50, "eager": 60, "compile": 40, "compile+pass": 32}
+    results.save(folder / "models.json", header, [record_of(case, **times)])
+    step = replace(case, mode="step")
+    times = {"fused": 100, "eager": 110, "compile": 56, "compile+pass": 55}
+    later = {**header, "date": "2026-03-02T03:04:05+00:00"}
+    results.save(folder / "step.json", later, [record_of(step, **times)])
+    text = render("expect", by_machine(sorted(folder.glob("*.json"))))
+    row = "| GPT-2 small, GELU (tanh) | bf16 | 1.20 | 1.25 | 1.10 | 1.02 |"
+    assert f"{row} compile, our pass |" in text
+    latest = {**header, "date": "2026-04-02T03:04:05+00:00"}
+    results.save(folder / "again.json", latest, [record_of(step, fused=50, eager=110)])
+    text = render("expect", by_machine(sorted(folder.glob("*.json"))))
+    assert "| 1.20 | 1.25 | 2.20 | 1.02 | `fuse_` |" in text
+
+
+def test_what_to_expect_on_a_cpu(measured):
+    folder, header = measured
+    cases = [Case("cpu", (64, 64), t, "fp32", "relu", "forward") for t in (1, 32, 2048)]
+    records = [record_of(c, ours=10, eager=e) for c, e in zip(cases, (11, 13, 20), strict=True)]
+    results.save(folder / "cpu.json", {**header, "machine": "a CPU"}, records)
+    text = render("on a CPU, in short", by_machine(sorted(folder.glob("*.json"))))
+    assert "| fp32 | relu | 1.20 (1.10 to 1.30) | 2.00 (2.00 to 2.00) |  |" in text

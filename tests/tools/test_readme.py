@@ -7,6 +7,7 @@ from bench_records import ROOT
 from test_docs import FENCE, PAGES
 
 from benchmarks.pages.everything import times_compiled
+from benchmarks.pages.expect import ratio
 from benchmarks.pages.results import by_machine, duration, find
 
 README = (ROOT / "README.md").read_text()
@@ -36,10 +37,21 @@ def rivals_graph(width):
     return block(width) | {"suite": "rivals", "activation": "gelu", "mode": "graph"}
 
 
-def of_compiled_block(width):
+def of_compiled_block(width, tokens=8192):
     """Of the modes of torch.compile the fastest, as in the table."""
-    (result,) = find(RESULTS, **block(width))
+    (result,) = find(RESULTS, **block(width) | {"tokens": tokens})
     return times_compiled(result)
+
+
+def of_pass(model, activation):
+    """A step under torch.compile beside that with our pass, as in the table of what to expect."""
+    found = find(RESULTS, suite="models", model=model, activation=activation, mode="step")
+    return ratio(found, "compile+pass", "compile")
+
+
+def test_the_first_snippet_is_fuse_within_the_first_screen():
+    head = "\n".join(README.splitlines()[:20])
+    assert "tfl.fuse_(model)" in head and head.count("```") == 2
 
 
 def step_of_gpt2(name):
@@ -82,9 +94,15 @@ CLAIMS = [
         of_model("ResNet-50, folded", "relu", "forward", "compile", "compile+pass"),
     ),
     (
-        r"takes ([\d.]+) times ours \(768→3072→768, without CUDA graphs\) to ([\d.]+) \(4096→16384",
+        r"takes ([\d.]+) times ours \(768→3072→768, without CUDA graphs\) to ([\d.]+) "
+        r"\(4096→16384→4096\), with 65536 tokens ([\d.]+) to ([\d.]+); a transformer's step "
+        r"([\d.]+) \(ViT\) to ([\d.]+) \(OPT\) times that with our pass",
         of_compiled_block(768),
         of_compiled_block(4096),
+        of_compiled_block(768, 65536),
+        of_compiled_block(4096, 65536),
+        of_pass("ViT-B/16", "gelu-erf"),
+        of_pass("OPT-125M", "relu"),
     ),
     (
         r"GELU fused, in a CUDA graph, takes ([\d.]+) times ours \(768→3072→768\) to ([\d.]+) "
@@ -165,7 +183,8 @@ def test_the_readme_is_short_and_in_order():
     headings = re.findall(r"^## (.*)$", FENCE.sub("", README), re.MULTILINE)
     assert headings == [
         "Install",
-        "Models you have",
+        "What will my model gain?",
+        "Models",
         "Layers",
         "When it does not help",
         "Compared with",

@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from .._torch_internals import GLOBAL_HOOKS, function_modes, has_any_global_hook
+from .._torch_internals import (
+    GLOBAL_HOOKS,  # noqa: F401  (C reads it here)
+    function_modes,
+    has_any_global_hook,
+)
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import parallel

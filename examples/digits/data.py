@@ -1,4 +1,4 @@
-"""The images of the demo: scikit-learn's digits, or MNIST's or Fashion-MNIST's four files."""
+"""Images of handwritten digits: scikit-learn's, or MNIST's four files."""
 
 from __future__ import annotations
 
@@ -20,41 +20,9 @@ MNIST_FILES = {
     "test_labels": "t10k-labels-idx1-ubyte",
 }
 
-DIGITS = tuple(map(str, range(10)))
-CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat")
-CLOTHES += ("sandal", "shirt", "sneaker", "bag", "boot")
-
 # Mean and standard deviation of all training pixels, which are scaled to [0, 1] first.
 DIGITS_STATISTICS = (0.305, 0.376)
 MNIST_STATISTICS = (0.1307, 0.3081)  # the constants that everybody uses for MNIST
-FASHION_STATISTICS = (0.2860, 0.3530)  # and these for Fashion-MNIST
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts the files
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A data set of MNIST's four idx files."""
-
-    title: str
-    folder: str  # torchvision's class, and its folder below the one that is named
-    statistics: tuple[float, float]
-    classes: tuple[str, ...]
-    elsewhere: tuple[Path, ...] = ()
-    hint: str = ""
-
-
-KINDS = {
-    "mnist": Kind("MNIST", "MNIST", MNIST_STATISTICS, DIGITS),
-    "fashion-mnist": Kind(
-        "Fashion-MNIST",
-        "FashionMNIST",
-        FASHION_STATISTICS,
-        CLOTHES,
-        (DEBIAN,),
-        "or with Debian's package: apt install dataset-fashion-mnist\n",
-    ),
-}
-DATASETS = ("digits", *KINDS)
 
 
 class DataError(Exception):
@@ -71,7 +39,6 @@ class Dataset:
     test_images: Tensor
     test_labels: Tensor
     image_shape: tuple[int, int]
-    classes: tuple[str, ...] = DIGITS
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Dataset:
         """The same data on `device`, with images of `dtype`."""
@@ -82,13 +49,7 @@ class Dataset:
             self.test_images.to(device, dtype),
             self.test_labels.to(device),
             self.image_shape,
-            self.classes,
         )
-
-
-def load(name: str, directory: Path) -> Dataset:
-    """Load the data set `name` of `DATASETS`; all but "digits" look into `directory`."""
-    return load_digits() if name == "digits" else load_mnist(directory, name)
 
 
 def load_digits() -> Dataset:
@@ -106,43 +67,33 @@ def load_digits() -> Dataset:
     )
 
 
-def load_mnist(directory: Path, name: str = "mnist") -> Dataset:
-    """One of `KINDS` from its four files, in `directory` or where torchvision puts them."""
-    kind = KINDS[name]
-    folders = (directory / kind.folder / "raw", directory, *kind.elsewhere)
+def load_mnist(directory: Path) -> Dataset:
+    """MNIST from its four files, in `directory` or where torchvision puts them below it."""
+    folders = (directory / "MNIST" / "raw", directory)
     paths = {part: _find(folders, file) for part, file in MNIST_FILES.items()}
     missing = [MNIST_FILES[part] for part, path in paths.items() if path is None]
     if missing:
         raise DataError(
-            f"{kind.title} is not there: no {', '.join(missing)} (plain or .gz) in "
+            f"MNIST is not there: no {', '.join(missing)} (plain or .gz) in "
             f"{' or '.join(map(str, folders))}.\n"
             "Get the files with torchvision (pip install torchvision):\n"
-            f'  python -c "from torchvision.datasets import {kind.folder}; '
-            f'{kind.folder}({str(directory)!r}, download=True)"\n'
-            f"{kind.hint}or name the directory that holds them with --data DIR."
+            '  python -c "from torchvision.datasets import MNIST; '
+            f'MNIST({str(directory)!r}, download=True)"\n'
+            "or name the directory that holds them with --data DIR."
         )
     arrays = {part: read_idx(path) for part, path in paths.items() if path is not None}
     for split in ("train", "test"):
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels) or not len(images):
             raise DataError(
-                f"the {kind.title} files of the {split} images do not fit together: images have "
-                f"the shape {images.shape}, labels {labels.shape}"
+                f"the MNIST files of the {split} images do not fit together: images have the shape "
+                f"{images.shape}, labels {labels.shape}"
             )
         if labels.max() > 9:
             raise DataError(f"{paths[f'{split}_labels']}: label {labels.max()} is none of ten")
     if arrays["train_images"].shape[1:] != arrays["test_images"].shape[1:]:
-        raise DataError(f"{kind.title}: training and test images differ in size")
-    return _dataset(
-        kind.title,
-        255,
-        kind.statistics,
-        arrays["train_images"],
-        arrays["train_labels"],
-        arrays["test_images"],
-        arrays["test_labels"],
-        kind.classes,
-    )
+        raise DataError("MNIST: training and test images differ in size")
+    return _dataset("MNIST", 255, MNIST_STATISTICS, **arrays)
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -181,7 +132,6 @@ def _dataset(
     train_labels: np.ndarray,
     test_images: np.ndarray,
     test_labels: np.ndarray,
-    classes: tuple[str, ...] = DIGITS,
 ) -> Dataset:
     """Scale the images from [0, `white`] to [0, 1], normalise and flatten them."""
     mean, deviation = statistics
@@ -201,5 +151,4 @@ def _dataset(
         flat(test_images),
         integers(test_labels),
         (height, width),
-        classes,
     )

@@ -1,4 +1,4 @@
-"""The two pictures that the demo leaves behind."""
+"""The two pictures of mnist.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-# The first curve is a broad light band and the second a thin dark dashed line upon it, because
-# the two nearly coincide and both are to be seen.
-CURVE_STYLES = (
-    {"color": "#7fb8e6", "linewidth": 5.0, "solid_capstyle": "round"},
-    {"color": "#12304a", "linewidth": 1.3, "linestyle": (0, (4, 2))},
-)
-MARKERS = ({"marker": "o", "markersize": 9}, {"marker": "o", "markersize": 3})
+FUSED, APART = "#0072b2", "#d55e00"
 WRONG = "#c62828"
 RIGHT = "#2e3d49"
 LOSS_POINTS = 120
@@ -36,28 +30,34 @@ class Curve:
     accuracy: Sequence[float]
 
 
-def draw_learning(path: Path, title: str, loss_name: str, curves: Sequence[Curve]) -> None:
-    """Loss (left) and test accuracy (right) of all `curves` over the epochs."""
-    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
+def draw_learning(path: Path, title: str, loss_name: str, ours: Curve, other: Curve) -> None:
+    """Loss and test accuracy of one network over the epochs, and how far the other's loss is.
+
+    Two curves that coincide would hide each other.
+    """
+    figure = Figure(figsize=(12, 4.2), dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
-    losses, accuracies = figure.subplots(1, 2)
-    # Single batches are noise; means over the same batches for every curve show the course.
-    batches = math.ceil(max(len(curve.loss) for curve in curves) / LOSS_POINTS)
-    for curve, style, marker in zip(curves, CURVE_STYLES, MARKERS, strict=True):
-        at, loss = means(curve.loss_at, batches), means(curve.loss, batches)
-        losses.plot(at, loss, label=curve.name, **style)
-        accuracies.plot(curve.accuracy_at, curve.accuracy, label=curve.name, **style, **marker)
-    each = f"every {batches} batches" if batches > 1 else "each batch"
-    losses.set(title=f"Training loss, mean of {each}", ylabel=f"{loss_name} (log)", yscale="log")
+    losses, apart, accuracies = figure.subplots(1, 3)
+    # Single batches are noise; means over some of them show the course.
+    batches = math.ceil(len(ours.loss) / LOSS_POINTS)
+    at = means(ours.loss_at, batches)
+    each = f"mean of every {batches} batches" if batches > 1 else "each batch"
+    losses.plot(at, means(ours.loss, batches), color=FUSED)
+    losses.set(title=f"Loss of the {ours.name} network, {each}", yscale="log", ylabel=loss_name)
+    differences = [abs(a - b) for a, b in zip(ours.loss, other.loss, strict=True)]
+    apart.plot(at, means(differences, batches), color=APART)
+    apart.set(title=f"... and its distance from the {other.name} one's", ylabel=loss_name)
+    apart.ticklabel_format(axis="y", scilimits=(0, 0))
+    accuracies.plot(ours.accuracy_at, ours.accuracy, "o-", color=FUSED, markersize=4)
     accuracies.set(title="Accuracy on the test images", ylabel="right answers")
     accuracies.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    for axes in (losses, accuracies):
+    for axes in (losses, apart, accuracies):
         axes.set_xlabel("epochs (passes over the training images)")
         axes.set_xlim(left=0)
         axes.grid(True, which="both", color="#e6e9ec", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+    apart.set_ylim(bottom=0)
     figure.savefig(path)
 
 
@@ -72,7 +72,6 @@ def draw_predictions(
     images: np.ndarray,
     predicted: np.ndarray,
     true: np.ndarray,
-    classes: Sequence[str] = tuple("0123456789"),
     rows: int = 4,
     columns: int = 10,
 ) -> None:
@@ -86,7 +85,6 @@ def draw_predictions(
     if len(chosen) < rows * columns:  # few are right: fill up with the other misread ones
         chosen = np.concatenate([chosen, misread[columns:]])[: rows * columns]
 
-    gap = " " if all(len(name) == 1 for name in classes) else "\n"
     figure = Figure(figsize=(columns * 1.05, rows * 1.5 + 0.9), dpi=130, layout="constrained")
     figure.suptitle(
         f"{title}\n{len(misread)} of {len(true)} test images misread"
@@ -102,7 +100,7 @@ def draw_predictions(
         axes.imshow(images[index], cmap="gray_r", interpolation="nearest")
         axes.set(xticks=[], yticks=[])
         axes.set_title(
-            f"read {classes[predicted[index]]},{gap}is {classes[true[index]]}",
+            f"read {predicted[index]}, is {true[index]}",
             fontsize=8,
             color=WRONG if wrong else RIGHT,
             fontweight="bold" if wrong else "normal",

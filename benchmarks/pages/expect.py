@@ -1,0 +1,99 @@
+"""The table that answers first: of a model and a dtype, what to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from .results import Result, find, shape, table
+
+# The model as it comes, with its own activation.
+MODELS = {
+    ("ViT-B/16", "gelu-erf"): "ViT-B/16, GELU",
+    ("BERT-base", "gelu-erf"): "BERT-base, GELU",
+    ("GPT-2 small", "gelu"): "GPT-2 small, GELU (tanh)",
+    ("OPT-125M", "relu"): "OPT-125M, ReLU",
+    ("LLaMA, 16 layers", "silu"): "LLaMA, 16 layers, SwiGLU",
+    ("DLRM top MLP", "relu"): "DLRM top MLP, ReLU",
+    ("TD3 critic", "relu"): "TD3 critic, ReLU",
+    ("VGG-16", "relu"): "VGG-16, ReLU",
+    ("ResNet-50, folded", "relu"): "ResNet-50, folded",
+}
+LAYERS = (((64, 64), 512), ((1024, 4096), 8192), ((4096, 16384), 8192))  # sizes, tokens
+MODES = ("forward", "step")
+WAYS = {
+    "eager": "eager",
+    "compile": "compile",
+    "fused": "`fuse_`",
+    "compile+pass": "our pass",
+}
+LEVEL = 0.02  # what is nearer to the fastest is called level with it
+
+
+def runs(result: Result | None) -> Iterator[dict[str, float]]:
+    """The medians of each run, the latest first."""
+    while result is not None:
+        yield {name: number["median"] for name, number in result.get("numbers", {}).items()}
+        result = result.get("before")
+
+
+def ratio(found: Sequence[Result], name: str, beside: str) -> str:
+    """In the latest run in which both took part."""
+    for medians in runs(found[0] if found else None):
+        if name in medians and beside in medians:
+            return f"{medians[beside] / medians[name]:.2f}"
+    return ""
+
+
+def fastest(found: Sequence[Result]) -> str:
+    """The ways that were the fastest, each beside eager in its latest run."""
+    beside = {name: ratio(found, name, "eager") for name in WAYS}
+    times = {name: float(text) for name, text in beside.items() if text}
+    best = max(times.values(), default=0.0)
+    return ", ".join(WAYS[name] for name, value in times.items() if value >= best * (1 - LEVEL))
+
+
+def expect(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for (model, activation), label in MODELS.items():
+        here = find(results, suite="models", model=model, activation=activation)
+        by_mode = [find(here, mode=mode) for mode in MODES]
+        if not here:
+            continue
+        row = [label, here[0]["case"]["dtype"]]
+        for found in by_mode:
+            row += [ratio(found, "fused", "eager"), ratio(found, "compile+pass", "compile")]
+        rows.append([*row, fastest(by_mode[1] or by_mode[0])])
+    for sizes, tokens in LAYERS:
+        layers = find(results, suite="layer", sizes=list(sizes), tokens=tokens, activation="relu")
+        for dtype in dict.fromkeys(r["case"]["dtype"] for r in layers):
+            row = [f"layer {shape({'sizes': sizes})}, ReLU", dtype]
+            for mode in MODES:
+                row += [ratio(find(layers, dtype=dtype, mode=mode), "ours", "eager"), ""]
+            rows.append([*row, ""])
+    head = ["your model", "dtype", "inference, `fuse_`", "inference, our pass", "step, `fuse_`"]
+    return table([*head, "step, our pass", "fastest step"], rows, words=2)
+
+
+CPU_COLUMNS = {
+    "inference, to 32 tokens": ("forward", range(33)),
+    "inference, 256 and more": ("forward", range(33, 1 << 20)),
+    "step": ("step", range(1 << 20)),
+}
+
+
+def expect_on_a_cpu(results: Sequence[Result]) -> list[str]:
+    """Over all sizes and thread counts: the median and the range, of eager's time over ours."""
+    cases, rows = find(results, suite="cpu"), []
+    for dtype in sorted({r["case"]["dtype"] for r in cases}, reverse=True):
+        for activation in ("relu", "gelu", "gelu-erf"):
+            row = [dtype, activation]
+            for mode, tokens in CPU_COLUMNS.values():
+                here = find(cases, dtype=dtype, activation=activation, mode=mode)
+                found = [r for r in here if r["case"]["tokens"] in tokens]
+                times = sorted(float(text) for r in found if (text := ratio([r], "ours", "eager")))
+                row.append(
+                    f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})" if times else ""
+                )
+            rows.append(row)
+    return table(["dtype", "activation", *CPU_COLUMNS], rows, words=2)

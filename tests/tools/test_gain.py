@@ -1,0 +1,408 @@
+"""gain: what is measured, that the model stays as it is, the verdict, and the command line."""
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import device_param, one_thread  # noqa: F401
+from torch import nn
+
+import torch_fused_linear as tfl
+from torch_fused_linear.gain import Copies, Mode, __main__, distance, loss_of, share_of
+from torch_fused_linear.gain.result import COMPILED, EAGER, FUSED, OURS
+from torch_fused_linear.timing import Contender, Number
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Model(nn.Module):
+    """Something of all that a call might change."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.norm(self.fc2(self.drop(self.fc1(x).relu())))
+
+
+def quick(model, *inputs, **options):
+    return tfl.gain(model, *inputs, seconds=1e-3, progress=False, **options)
+
+
+# --- the share --------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A block that can be fused, and products that cannot."""
+
+    def __init__(self, width, others):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.others = nn.Parameter(torch.randn(others, others))
+
+    def forward(self, x):
+        return self.block(x).sum() + (self.others @ self.others).sum()
+
+
+def copies_of(model, *inputs, step=False):
+    return Copies(model, inputs, {}, loss_of, step)
+
+
+def share(model, x, step):
+    copies = copies_of(model, x, step=step)
+    return share_of(copies.contender(FUSED), copies.device)
+
+
+@pytest.mark.parametrize(("width", "others", "low", "high"), [(512, 8, 0.8, 1), (8, 512, 0, 0.2)])
+@pytest.mark.parametrize("step", [False, True])
+def test_the_share_is_that_of_the_block(width, others, low, high, step):
+    """Of a step also its backward, whose products have names of torch's own."""
+    part, most = share(Beside(width, others), torch.randn(256, width), step)
+    assert low <= part <= high and 1 <= most <= 1 / (1 - part + 1e-9)
+
+
+def test_products_are_what_is_left():
+    """Of a block of few features nearly all of the time is elsewhere than in its products."""
+    model = nn.Sequential(nn.Linear(2, 4096), nn.GELU(), nn.Linear(4096, 2))
+    assert share(model, torch.randn(512, 2), step=False)[1] > 1.3
+
+
+def test_without_a_fused_operator_there_is_no_share():
+    called = Contender("nothing", lambda: torch.ones(8).sum())
+    assert share_of(called, torch.device("cpu")) == (0, 1)
+
+
+# --- nothing changes --------------------------------------------------------------------------
+
+
+@device_param
+@pytest.mark.parametrize("fused_before", [False, True])
+def test_the_model_stays_as_it_is(device, fused_before):
+    model, x = Model().to(device), torch.randn(32, 16, device=device, requires_grad=True)
+    model(x).sum().backward()
+    if fused_before:
+        tfl.fuse_(model)
+    model.drop.eval()
+    calls = []
+    model.fc1.weight.register_hook(calls.append)
+    grads = [p.grad.clone() for p in (*model.parameters(), x)]
+    state = copy.deepcopy(model.state_dict())
+    code, numbers, python = Model.forward.__code__, torch.get_rng_state(), random.getstate()
+    found = quick(model, x, step=True)
+    assert set(found.modes) == {"inference", "step"} and len(found.report.fused) == 1
+    assert all(
+        torch.equal(p.grad, grad) for p, grad in zip((*model.parameters(), x), grads, strict=True)
+    )
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.training and model.fc1.training and not model.drop.training
+    assert tfl.is_fused(model) == fused_before and Model.forward.__code__ is code
+    assert torch.equal(torch.get_rng_state(), numbers) and random.getstate() == python
+    assert not calls, "a hook of the user's was called"
+    tfl.unfuse_(model)
+
+
+def test_what_is_measured_trains_as_the_model_does():
+    """A frozen part of a model in training stays frozen, and inference is not training."""
+    model = Model()
+    model.drop.eval()
+    for each in copies_of(model, torch.randn(4, 16), step=True).models.values():
+        assert each.training and each.norm.training and not each.drop.training
+    for each in copies_of(model, torch.randn(4, 16)).models.values():
+        assert not any(module.training for module in each.modules())
+    for each in copies_of(model.eval(), torch.randn(4, 16), step=True).models.values():
+        assert each.training, "a step of a model that is in eval trains it"
+
+
+def test_the_copies_share_their_parameters_alone():
+    model = Model()
+    first, *others = copies_of(model, torch.randn(4, 16)).models.values()
+    for other in others:
+        assert all(a is b for a, b in zip(first.parameters(), other.parameters(), strict=True))
+        assert other.norm.running_mean is not first.norm.running_mean
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rounding_is_that_of_the_dtype(dtype):
+    found = quick(Model().to(dtype), torch.randn(32, 16, dtype=dtype))
+    eps = torch.finfo(dtype).eps
+    assert 0.05 * eps < found.modes["inference"].rounding < 5 * eps
+
+
+def test_under_autocast_the_digits_are_those_of_its_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quick(Model(), torch.randn(32, 16))
+    assert found.where == "CPU, bfloat16"
+    assert found.modes["inference"].rounding > 2**-12
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def test_results_are_compared_with_the_same_random_numbers():
+    found = quick(Model(), torch.randn(32, 16), step=True)
+    for mode in found.modes.values():
+        assert mode.apart[FUSED] < 1e-5 and "do not use" not in mode.verdict
+
+
+class Grows(nn.Module):
+    """Each copy computes something else: stands for a fault of ours."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        Grows.made += 1
+        self.age = 1 + 1e-3 * Grows.made
+
+    def forward(self, x):
+        return self.block(x) * self.age
+
+    def __deepcopy__(self, memo):
+        other = Grows()
+        other.block = copy.deepcopy(self.block, memo)
+        return other
+
+
+def test_a_wrong_result_is_told():
+    found = quick(Grows(), torch.randn(4, 8))
+    assert "do not use fuse_: its results are not eager's" in found.verdict
+
+
+def test_what_is_not_a_number_is_wrong():
+    mode = Mode(rounding=1e-7, times=timed(eager=110, fuse=100), apart={FUSED: float("nan")})
+    assert mode.verdict.startswith("do not use fuse_: its results are not eager's")
+
+
+def test_distance():
+    one = [torch.tensor([3.0, 4.0]), torch.tensor(0.0)]
+    assert distance([t.clone() for t in one], one) == 0
+    assert distance([one[0], torch.tensor(1.0)], one) == pytest.approx(0.2)
+    nan = [torch.tensor([float("nan"), 4.0]), one[1]]
+    assert not distance(nan, one) <= 1e9, "NaN is no small difference"
+
+
+def test_the_loss_is_the_outputs_own_or_a_mean():
+    x = torch.tensor([1.0, 3.0])
+    assert loss_of({"logits": x, "loss": torch.tensor(7.0)}) == 7
+    assert loss_of((x, [x + 2], torch.tensor([5]))) == 2 + 4
+    given = []
+    quick(Model(), torch.randn(4, 16), step=True, loss=lambda y: given.append(y) or y.sum())
+    assert given and given[0].shape == (4, 16)
+
+
+# --- the verdict ------------------------------------------------------------------------------
+
+
+def timed(**medians):
+    names = {"eager": EAGER, "fuse": FUSED, "compile": COMPILED, "ours": OURS}
+    return {names[key]: Number(t, 0.99 * t, 1.01 * t, 9) for key, t in medians.items()}
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ({"eager": 110, "fuse": 100}, "use fuse_: 1.10 times eager"),
+        ({"eager": 101, "fuse": 100}, "leave it: the gain is within noise"),
+        ({"eager": 103, "fuse": 100}, "leave it: the gain is within noise"),  # spreads as wide
+        ({"eager": 100, "fuse": 110}, "leave it: eager is faster, 1.10 times"),
+        (
+            {"eager": 200, "fuse": 180, "compile": 105, "ours": 100},
+            "use compile_options(): 1.05 times torch.compile, 2.00 times eager",
+        ),
+        (
+            {"eager": 110, "fuse": 100, "compile": 150, "ours": 140},
+            "use fuse_: 1.10 times eager",
+        ),
+        (
+            {"eager": 200, "fuse": 150, "compile": 100, "ours": 105},
+            "leave it: torch.compile is faster, 1.05 times",
+        ),
+    ],
+)
+def test_verdicts(times, verdict):
+    assert Mode(times=timed(**times)).verdict == verdict
+
+
+def test_a_verdict_names_memory_and_failures():
+    times = timed(eager=110, fuse=100)
+    mode = Mode(times=times, memory={EAGER: 200, FUSED: 150})
+    assert mode.verdict == "use fuse_: 1.10 times eager, 0.75 of the memory of eager"
+    mode = Mode(times=timed(eager=101, fuse=100), memory={EAGER: 200, FUSED: 150})
+    assert mode.verdict == "use fuse_: 0.75 of the memory of eager"
+    mode = Mode(times=times, failed={OURS: "no"})
+    assert mode.verdict == "do not use compile_options(): it failed; please report it"
+    no_compiler = Mode(times=times, failed={OURS: "no", COMPILED: "no"})
+    assert no_compiler.verdict == "use fuse_: 1.10 times eager"
+    assert Mode(failed={EAGER: "no", FUSED: "no"}).verdict == "leave it: nothing was measured"
+
+
+def test_what_is_within_noise_has_no_number():
+    mode = Mode(times=timed(eager=101, fuse=100), apart={FUSED: 2e-8}, rounding=1e-7)
+    (row,) = (line for line in mode.lines() if line.strip().startswith("fuse_ "))
+    assert "within noise" in row and "times" not in row
+
+
+def test_nothing_to_fuse():
+    found = quick(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
+    assert found.modes == {} and found.verdict == "leave it: nothing in it can be fused"
+    assert found.verdict in str(found)
+
+
+def test_a_fast_path_of_torch_is_told():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    found = quick(layer, torch.randn(2, 4, 16))
+    assert "nothing that can be fused runs" in str(found)
+
+
+def test_with_the_compiler(tmp_path):
+    import inductor
+
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    with inductor.quick_to_compile():
+        found = quick(model, torch.randn(8, 16), compile=True)
+    mode = found.modes["inference"]
+    assert mode.failed == {} and list(mode.times) == [EAGER, FUSED, COMPILED, OURS]
+    assert set(mode.apart) == {FUSED, COMPILED, OURS} and max(mode.apart.values()) < 1e-5
+    found.save_picture(tmp_path / "bars.svg")
+    text = (tmp_path / "bars.svg").read_text()
+    assert text.startswith("<?xml") and len(text) > 5000
+
+
+def test_a_way_has_one_colour_in_all_panels(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    from torch_fused_linear.picture import draw_bars
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    one, all_of_them = {FUSED: (2, 1, 3)}, {EAGER: (4, 4, 5), FUSED: (2, 2, 2)}
+    draw_bars(tmp_path / "bars.png", "title", {"ms": (all_of_them, 1e-3), "MiB": (one, 1)})
+    (times, memory) = figures[0].axes
+    eager, fused = times.patches
+    assert eager.get_facecolor() != fused.get_facecolor() == memory.patches[0].get_facecolor()
+    assert [bar.get_width() for bar in times.patches] == [4e-3, 2e-3]
+    assert memory.patches[0].get_width() == 2
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, got int"):
+        quick(3)
+    with pytest.raises(ValueError, match="expected an output with a floating-point tensor"):
+        quick(Argmax(), torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        quick(Model(), torch.randn(4, 8))
+    model = Model()
+    model.state = torch.randn(3, requires_grad=True) * 2  # no leaf: torch cannot copy it
+    with pytest.raises(TypeError, match="expected what can be copied"):
+        quick(model, torch.randn(4, 16))
+
+
+class Argmax(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.block(x).argmax(-1)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+BUILD = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine_gain.py").write_text(BUILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine_gain", None)
+
+
+def test_the_command(mine):
+    command = [sys.executable, "-m", "torch_fused_linear.gain", "mine_gain:build"]
+    command += ["--input", "4x8", "--step", "--seconds", "0.001", "--device", "cpu", "--why"]
+    command += ["--json", "out.json", "--picture", "out.png"]
+    result = subprocess.run(
+        command,
+        cwd=mine,
+        env={"PYTHONPATH": f"{ROOT}:{mine}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "first layer" in result.stdout and "1 block fused" in result.stdout
+    assert "Warning" not in result.stderr and "ERROR" not in result.stderr
+    assert "gain: step: eager, fuse_" in result.stderr, "it says what it is doing"
+    found = json.loads((mine / "out.json").read_text())
+    assert set(found["modes"]) == {"inference", "step"} and found["verdict"]
+    assert found["modes"]["step"]["times"]["fuse_"]["median"] > 0
+    assert 0 < found["modes"]["step"]["share"] <= 1
+    assert (mine / "out.png").stat().st_size > 1000
+
+
+def test_dtypes(mine, capsys):
+    arguments = ["mine_gain:build", "--input", "4x8", "--device", "cpu", "--seconds", "0.001"]
+    assert __main__.main([*arguments, "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.startswith("CPU, bfloat16\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["mine_gain", "--input", "4x8"], "expected package.module:function, timm:NAME or hf:TYPE"),
+        (["mine_gain:build"], "the following arguments are required: --input"),
+        (["mine_gain:nothing", "--input", "4x8"], "has no attribute 'nothing'"),
+        (["mine_gain:build", "--input", "4,8"], "argument --input: invalid shape value: '4,8'"),
+        (["no_such_module:build", "--input", "4x8"], "No module named 'no_such_module'"),
+        (["hf:no_such_type", "--input", "4x8"], "no_such_type"),
+        (["timm:no_such_model", "--input", "4x8"], "Unknown model (no_such_model)"),
+        (["mine_gain:build", "--input", "4x8", "--device", "abacus"], "abacus"),
+    ],
+)
+def test_bad_arguments_give_one_line(mine, capsys, arguments, says):
+    library = {"hf": "transformers", "timm": "timm"}.get(arguments[0].partition(":")[0])
+    if library:
+        pytest.importorskip(library)
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main(["--device", "cpu", *arguments])
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert says in message and message.count("\n") == 1 and len(message) < 400
+
+
+def test_models_by_name():
+    pytest.importorskip("timm")
+    model = __main__.model_named("timm:vit_tiny_patch16_224")
+    assert len(model.blocks) == 12
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = __main__.model_named("hf:gpt2")
+    assert type(model).__name__ == "GPT2LMHeadModel" and not model.config.use_cache
+    ids = __main__.input_of([2, 9], 0, model)
+    assert ids.shape == (2, 9) and ids.max() < model.config.vocab_size and ids.dtype == torch.int64
+
+
+def test_inputs():
+    whole = __main__.input_of(*__main__.shape("300x5:7"), nn.ReLU())
+    assert whole.shape == (300, 5) and whole.min() == 0 and whole.max() == 6
+    real = __main__.input_of(*__main__.shape("3x5x2"), nn.ReLU())
+    assert real.shape == (3, 5, 2) and real.dtype == torch.float32
