@@ -19,6 +19,7 @@ come with the sources, and says so.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
@@ -93,23 +94,22 @@ def show_the_line(model: nn.Module, images: Tensor) -> float:
 
 def shipped() -> tuple[str, dict]:
     """Where timm's ViT-B/16 was measured for the benchmark's results, and the panels with them."""
-    from benchmarks import results
-
     panels = {}
     for (suite, mode), (file, title) in PANELS.items():
-        header, records = results.load(RESULTS / f"{file}.json")
-        for record in records:
-            case = record.case
-            wanted = (suite, mode, "ViT-B/16", "gelu-erf")
-            if (case.suite, case.mode, case.model, case.activation) != wanted:
+        content = json.loads((RESULTS / f"{file}.json").read_text())
+        header = content["header"]
+        for record in content["results"]:
+            case = record["case"]
+            wanted = {"suite": suite, "mode": mode, "model": "ViT-B/16", "activation": "gelu-erf"}
+            if any(case.get(key) != value for key, value in wanted.items()):
                 continue
             bars = {
-                label: (number.median, number.q1, number.q3)
+                label: (number["median"], number["q1"], number["q3"])
                 for name, label in NAMES.items()
-                if (number := record.numbers.get(name))
+                if (number := record["numbers"].get(name))
             }
-            scale = 1e-3 if record.unit == "us" else 1
-            panels[f"ViT-B/16, {case.sizes[0]} images, {title}"] = bars, scale
+            scale = 1e-3 if record["unit"] == "us" else 1
+            panels[f"ViT-B/16, {case['sizes'][0]} images, {title}"] = bars, scale
     return f"{header['machine']}, torch {header['torch']}, bf16", panels
 
 

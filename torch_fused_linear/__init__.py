@@ -5,7 +5,7 @@ first call that needs one reads the other environment variables. Rules for torch
 for ``DTensor`` are registered when torch's modules for these are imported.
 """
 
-from typing import NoReturn
+from typing import NoReturn as _NoReturn
 
 from . import _library
 from .fuse import fuse_, is_fused, unfuse_
@@ -92,7 +92,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> _NoReturn:
     """What is not there without the compiled library."""
     if name in __all__:
         _library.require()

@@ -19,7 +19,7 @@ from torch._C import Block as GraphBlock
 from torch._C import Graph, Node, ScriptModule, TensorType, Value
 from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.jit._builtins import _register_builtin as register_builtin
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
@@ -44,6 +44,7 @@ __all__ = [
     "register_builtin",
     "tree_flatten",
     "tree_leaves",
+    "unset_fake_temporarily",
 ]
 
 #: The hooks of every module, by kind.

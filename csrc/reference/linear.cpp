@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor> LinearFormula::activation_backward(const Tensor& grad
                                                               Activation activation,
                                                               bool bias_grad) {
   auto gradient = activation == Activation::none
-                      ? grad_output.clone()
+                      ? grad_output.clone(at::MemoryFormat::Contiguous)
                       : gradient_from_saved(grad_output, saved, activation);
   auto grad_bias = bias_grad ? as_rows(gradient).sum(0) : unwanted(grad_output);
   return {std::move(gradient), std::move(grad_bias)};

@@ -22,7 +22,7 @@ from torch_fused_linear import flops
 
 fused = torch.ops.fused
 ROOT = Path(tfl.__file__).parents[1]
-stacks = rows([stack("relu", 3), mlp("gelu_erf", 3)])
+stacks = rows([stack("relu", 3), mlp("gelu_erf", 3, (16, 8))])
 
 
 def saving(seen):

@@ -3,6 +3,8 @@
 
 #include "../csrc/problems.h"
 
+#include <c10/util/Exception.h>
+
 #include "plans/plan_file.h"
 
 #include <dlfcn.h>

@@ -68,9 +68,9 @@ void wrong_elements_are_found() {
       const int64_t last = result.size(0) - 1;
       for (const int64_t image : {int64_t{0}, last}) {
         auto wrong = result.clone();
-        wrong[image][1][2][0] += 1;
+        wrong[image][1][1][0] += 1;
         EXPECT(errors_of(exact, wrong).elements.worst > 1e3);
-        wrong[image][1][2][0] = std::numeric_limits<float>::quiet_NaN();
+        wrong[image][1][1][0] = std::numeric_limits<float>::quiet_NaN();
         EXPECT(errors_of(exact, wrong).missed == 1);
       }
       const auto eager = errors_of(exact, result);

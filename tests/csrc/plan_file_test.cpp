@@ -6,6 +6,8 @@
 
 #include "plans/registry.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>

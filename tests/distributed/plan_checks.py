@@ -16,7 +16,7 @@ def travels(group_ranks, source):
     rank = dist.get_rank()
     if group_ranks is not None and rank not in group_ranks:
         return None
-    text = file_text(f"torch_fused_linear plans 4\ngpu rank {rank}\n")
+    text = file_text(f"gpu rank {rank}")
     done = []
 
     def save(path):

@@ -51,7 +51,7 @@ def hooks_ignored() -> None:
 
 
 def global_hooks_ignored() -> None:
-    plain._has_any_global_hook = lambda: False
+    plain.has_any_global_hook = lambda: False
 
 
 def patched_forward_ignored() -> None:

@@ -50,7 +50,8 @@ WIDE = [
     ),
     *(gated("apart", "silu", d, HIDDEN, memory="low") for d in (False, True)),
     *(mlp(a, 4, WIDTHS, memory=m) for a, m in itertools.product(ACTS, BOTH)),
-    *(stack(a, 4, WIDTHS, memory=m) for a, m in itertools.product(("relu", "silu"), BOTH)),
+    *(stack("silu", 4, WIDTHS, memory=m) for m in BOTH),
+    stack("relu", 4, WIDTHS),  # with low memory its bits come beside outputs that are kept
     pair("apart", "silu", memory="low"),
     ODD["block"],
     ODD["groups"],
@@ -294,7 +295,12 @@ class Block(nn.Module):
         return self.fc5(self.relu2(self.fc4(x)))
 
 
-class AndOn(GatedBlock):
+class Gated(GatedBlock):
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AndOn(Gated):
     """With an activation after it, so that the layer is one call with that."""
 
     def forward(self, x):
@@ -323,15 +329,15 @@ def relu_and(*after):
 # normalisation or a linear layer after it, bits or no bits.
 H4, BITS = 4 * 256, 256 // 8
 FUSED = {
-    "block": (Block, 7 * H4, 4 * H4, 2 * H4 + BITS),
-    "gated": (lambda: GatedBlock(128, 256), 4 * H4, 2 * H4, H4),
+    "block": (Block, 4 * H4 + 512, 4 * H4 + 512, 3 * H4 + 512),
+    "gated": (lambda: Gated(128, 256), 4 * H4, 2 * H4, H4),
     "chunked": (Chunked, 2 * H4, H4, H4),
-    "gated and on": (lambda: AndOn(128, 256), 4 * H4 + 512, 3 * H4 + 512, 2 * H4 + 16),
+    "gated and on": (lambda: AndOn(128, 256), 4 * H4 + 512, 2 * H4 + 512, H4 + 512),
     "alone": (relu_and(), H4, H4, BITS),
-    "dropout": (relu_and(nn.Dropout(0.5)), H4 + 256, H4 + 256, BITS + 256),
+    "dropout": (relu_and(nn.Dropout(0.5)), 2 * H4, 2 * H4, H4 + BITS),
     "sigmoid": (relu_and(nn.Sigmoid()), 2 * H4, 2 * H4, H4 + BITS),
     "layer norm": (relu_and(nn.LayerNorm(256)), H4 + 8, H4 + 8, H4 + 8),
-    "batch norm": (relu_and(nn.BatchNorm1d(256)), H4, H4, H4),
+    "batch norm": (relu_and(nn.BatchNorm1d(256)), H4 + 32, H4 + 32, H4 + 32),
     "subclass": (relu_and(Subclass(256, 128)), H4, H4, H4),
     "dropout, subclass": (relu_and(nn.Dropout(0.0), Subclass(256, 128)), H4, H4, H4),
 }

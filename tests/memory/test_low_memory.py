@@ -207,15 +207,18 @@ def test_written_to_after_the_next_layer(device):
 def test_the_layer_before_was_freed_already(device):
     """Its output is still a tensor that a layer may be given, and that layer keeps it then."""
     case = FIRST.case((5,), 6, 6, device=device)
-    x, w, b = case.leaves()
+    (x, w, b), (v, c) = (
+        case.leaves(),
+        [t.detach().clone().requires_grad_() for t in case.inputs[1:]],
+    )
     y = FIRST.call(x, w, b)
-    after = FIRST.call(y, w, b)  # shares the pre-activation, which outlives its layer's graph
+    after = FIRST.call(y, v, c)  # shares the pre-activation, which outlives its layer's graph
     y.sum().backward()
-    later = FIRST.call(y, w, b)
+    later = FIRST.call(y, v, c)
     kept = FIRST.eager(x, w, b).detach()
     for out in (after, later):
-        (got,) = torch.autograd.grad(out.sum(), b, retain_graph=True)
-        (want,) = torch.autograd.grad(DEFAULT.call(kept, w, b).sum(), b)
+        (got,) = torch.autograd.grad(out.sum(), v, retain_graph=True)
+        (want,) = torch.autograd.grad(DEFAULT.call(kept, v, c).sum(), v)
         assert_same([got], [want])
         with pytest.raises(RuntimeError, match="second time"):
             out.sum().backward()

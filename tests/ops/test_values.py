@@ -271,13 +271,16 @@ def test_convolutions(dtype, device):
 
 @pytest.mark.parametrize("policy", ["cublaslt", "eager"])
 def test_convolutions_under_the_other_policies(policy, device):
-    with tfl.set_policy(policy):
-        for dtype, odd in itertools.product(
-            LOW_DTYPES, ["plain", "groups, strided, dilated", "block"]
+    def cases():
+        for odd, layout in itertools.product(
+            ["plain", "groups, strided, dilated", "block"], LAYOUTS
         ):
-            op = ODD[odd]
-            case = channels_last(op.case(dtype=dtype, device=device), "xw")
-            assert_contract([(op, policy, without_kinks(op, case))])
+            for dtype in LOW_DTYPES:
+                case = channels_last(ODD[odd].case(dtype=dtype, device=device), layout)
+                yield ODD[odd], policy, without_kinks(ODD[odd], case)
+
+    with tfl.set_policy(policy):
+        assert_contract(cases())
 
 
 @pytest.mark.parametrize("odd", ODD)

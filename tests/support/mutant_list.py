@@ -422,7 +422,7 @@ MUTANTS = (
     ),
     Mutant(
         "compiled code that is kept",
-        "torch_fused_linear/fuse/rewrite.py",
+        "torch_fused_linear/_torch_internals.py",
         "        torch._dynamo.reset_code_caches()\n",
         "        pass\n",
         "tests/fuse/test_fuse.py",

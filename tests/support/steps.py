@@ -71,7 +71,15 @@ def _backward(x, w, b, g) -> Iterator[Args]:
 
 
 def _weight_gradient(x, w, b, g) -> Iterator[Args]:
-    yield from (((g, x, w.clone(), adds), {}) for adds in (True, False))
+    yield from (((g, x, w.detach().clone(), adds), {}) for adds in (True, False))
+
+
+def _ensemble(x, w, b, g) -> Iterator[Args]:
+    rows = x.reshape(-1, x.shape[-1])
+    stacked = [torch.stack([t, t.cos()]) for t in (rows, w, b)]
+    for activation in ("none", *ACTS):
+        yield (*stacked, activation), {}
+    yield (*stacked[:2], None, "relu"), {}
 
 
 def _across(x, w, b, g) -> Iterator[Args]:
@@ -116,6 +124,7 @@ STEPS: dict[str, Callable[..., Iterator[Args]]] = {
     "_linear_backward": _backward,
     "_linear_backward_across": _across,
     "_weight_gradient": _weight_gradient,
+    "_ensemble_linear": _ensemble,
     "_linear_glu_aux": _glu_aux,
     "_glu": _glu,
     "_glu_backward": _glu_backward,
@@ -160,6 +169,8 @@ def samples(name: str, device, dtype=torch.float32, layout=None, grad=False) -> 
 
     layout: of what has tokens, where there are any; grad: whether all want a gradient.
     """
+
+    grad = grad and name != "_weight_gradient"  # which writes to what it is given
 
     def leaf(value):
         is_float = isinstance(value, Tensor) and value.is_floating_point()

@@ -156,7 +156,7 @@ def strings(source: str, function: str | None = None) -> list[str]:
 
 REASONS = {
     "csrc/gemm/choice.h": strings("csrc/gemm/choice.h", "objection"),
-    "csrc/gemm/problem.h": strings("csrc/gemm/problem.h", "refusal"),
+    "csrc/gemm/problem.h": strings("csrc/gemm/problem.h", "objection"),
     "csrc/core/check.h": re.findall(
         r'"(\(no kernel: [^"]+\))"',
         "".join(

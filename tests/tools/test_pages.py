@@ -138,9 +138,9 @@ def test_a_page_without_a_place_is_refused(copies, capsys):
     assert page.read_text() == before
 
 
-def test_what_to_expect(measured):
+def test_what_to_expect(tmp_path):
     """A model's ratios, each of the latest run in which both took part, and the fastest way."""
-    folder, header = measured
+    folder, header = tmp_path, HEADER
     case = Case("models", (8, 16), 128, "bf16", "gelu", "forward", "GPT-2 small")
     times = {"fused": 50, "eager": 60, "compile": 40, "compile+pass": 32}
     results.save(folder / "models.json", header, [record_of(case, **times)])
@@ -157,8 +157,8 @@ def test_what_to_expect(measured):
     assert "| 1.20 | 1.25 | 2.20 | 1.02 | `fuse_` |" in text
 
 
-def test_what_to_expect_on_a_cpu(measured):
-    folder, header = measured
+def test_what_to_expect_on_a_cpu(tmp_path):
+    folder, header = tmp_path, HEADER
     cases = [Case("cpu", (64, 64), t, "fp32", "relu", "forward") for t in (1, 32, 2048)]
     records = [record_of(c, ours=10, eager=e) for c, e in zip(cases, (11, 13, 20), strict=True)]
     results.save(folder / "cpu.json", {**header, "machine": "a CPU"}, records)

@@ -134,7 +134,9 @@ CLAIMS = [
 NO_RESULTS = {  # numbers with a point in them that are none: versions, and the contract's bound
     "2.11": "torch",
     "3.10": "Python",
-    "3.13": "Python",
+    "2.15": "torch",
+    "3.11": "Python",
+    "3.14": "Python",
     "7.5": "capability",
     "13.0": "CUDA",
     "0.2": "of 0.2.0",

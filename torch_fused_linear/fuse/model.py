@@ -130,7 +130,14 @@ class Model:
             parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
             return Element(module, values, step, text, parts)
 
-        return [[element(step) for step in run] for run in text.runs]
+        chains = [[element(step) for step in run] for run in text.runs]
+        if text.scope.takes_locals():
+            values = (v.value for chain in chains for e in chain for v in e.values)
+            if any(map(plain.is_layer, values)):
+                reason = f"{function.__qualname__} takes all its local names together"
+                self.unread.setdefault(module, (reason, place_of(function.__code__)))
+            return []
+        return chains
 
     def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
         code = code_of(function)

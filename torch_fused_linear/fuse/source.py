@@ -59,8 +59,6 @@ class Text:
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{name} has type parameters")
         self.scope = Scope(self.node, self.code)
-        if self.scope.takes_locals():
-            raise Unreadable(f"{name} takes all its local names together")
 
     @property
     def self_name(self) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._pytree import tree_leaves
 
+from .._torch_internals import tree_leaves
 from ..fuse import fuse_, unfuse_
 from ..graph.options import compile_options
 from ..policy import handover, set_policy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._torch_internals import trace_in_aten
+from .._torch_internals import trace_in_aten, unset_fake_temporarily
 from ..activations import ACTIVATIONS
 from ..report import note
 from . import criterion
@@ -49,7 +49,8 @@ class FormulaPass(CountingPass):
             if machine is None or not is_better(machine, node, given):
                 continue
             name = node.target.overloadpacket.__name__
-            note(name, values[0], values[-1], "written out in a compiled graph")
+            with unset_fake_temporarily():  # what is traced makes no rows
+                note(name, values[0], values[-1], "written out in a compiled graph")
             _replace(graph, node, formula, given)
             counts[name] += 1
         self.written_out.update(counts)
