@@ -18,3 +18,5 @@ def quick_to_compile(*more):
             yield
     finally:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        for isa in vars(cpu_vec_isa).values():
+            getattr(getattr(isa, "__bool__", None), "cache_clear", lambda: None)()
