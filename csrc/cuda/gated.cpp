@@ -3,7 +3,6 @@
 #include "cuda/kernels/gated.h"
 #include "core/policy.h"
 #include "core/shapes.h"
-#include "cuda/hopper/hopper.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gated_steps.h"
@@ -61,7 +60,7 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(input.device());
     const bool stacked = layer.is_stacked();
     const auto element = input.element_size();
-    if (!hopper::available(input.get_device()) || element != 2) return std::nullopt;
+    if (!has_hopper_products(input.get_device()) || element != 2) return std::nullopt;
     if (input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1) || gate.numel() == 0 ||
         input.numel() == 0 || (!stacked && has_value(gate_bias) != has_value(up_bias))) {
       return std::nullopt;

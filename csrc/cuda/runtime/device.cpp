@@ -105,6 +105,8 @@ c10::ScalarType scalar_type(gemm::Type type) {
 
 bool has_code_for(int device) { return device_of(device).has_code; }
 
+bool has_hopper_products(int device) { return device_of(device).hopper; }
+
 bool multiplies_as_torch(const at::Tensor& like) {
   if (!has_code_for(like.get_device())) return false;
   return like.scalar_type() != at::kFloat || !internals::float32_is_bf16x9();

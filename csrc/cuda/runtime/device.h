@@ -28,6 +28,9 @@ gemm::Available available(const gemm::PassProblem& problem);
 // Whether our kernels were compiled for the device; a warning, once, where they were not.
 bool has_code_for(int device);
 
+// Whether those of hopper/ were built, and run there.
+bool has_hopper_products(int device);
+
 // Whether they were, and fp32 is not to be multiplied in a way that only torch knows.
 bool multiplies_as_torch(const at::Tensor& like);
 
