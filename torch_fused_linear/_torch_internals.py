@@ -47,11 +47,9 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-#: The hooks of every module, by kind.
-GLOBAL_HOOKS = tuple(
-    getattr(nn.modules.module, f"_global_{kind}")
-    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-)
+#: The attributes of a module that hold the hooks of its calls, and what every module has of each.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
 
 
 def function_modes() -> list:

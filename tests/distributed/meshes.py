@@ -2,7 +2,6 @@
 
 import functools
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -50,7 +49,3 @@ def spread(tensor, mesh, placements):
 
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def on_device(module: torch.nn.Module) -> torch.nn.Module:
-    return module.to(device_type())

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import importlib
 import inspect
 import io
@@ -21,13 +20,13 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import operators, results
+from fused_models import operators, results, unmark_all
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.fuse import in_code, plain
+from torch_fused_linear.fuse import in_code
 from torch_fused_linear.fuse.source import ORIGINALS, Text
 
 SOURCE = '''import torch
@@ -122,8 +121,7 @@ def test_the_code_is_put_back_with_the_last_mark(monkeypatch):
     tfl.unfuse_(model)
     assert Block.forward.__code__ is fused, "the copy has marks"
     assert operators(other, X)
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
-        monkeypatch.delitem(vars(module), plain.MARK, raising=False)  # other tests' too
+    unmark_all(monkeypatch)
     tfl.unfuse_(other)
     assert Block.forward.__code__ is not fused and not ORIGINALS
     assert Block.forward.__code__ == Text(Block.forward).code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_fused_linear as tfl
 from torch_fused_linear import _library, functional
 from torch_fused_linear.fuse import call as decisions
-from torch_fused_linear.fuse import in_code
+from torch_fused_linear.fuse import in_code, plain
 
 
 @dataclass
@@ -165,6 +166,12 @@ def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
     with torch.no_grad(), _Called() as called:
         model(*inputs)
     return called.names
+
+
+def unmark_all(monkeypatch) -> None:
+    """For the rest of the test, which other tests' models may outlive."""
+    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
+        monkeypatch.delitem(vars(module), plain.MARK, raising=False)
 
 
 def decided_in_python(monkeypatch) -> None:

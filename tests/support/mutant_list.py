@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "a layer's hooks lost when it is taken over",
         "torch_fused_linear/nn/taking_over.py",
-        '    "_backward_pre_hooks",\n',
-        "",
+        "    *HOOKS,\n",
+        "    *HOOKS[:-1],\n",
         "tests/nn",
     ),
     Mutant(

@@ -128,10 +128,9 @@ SAME_WORK = [
     GATED,
     *(of_conv(replace(c, last=last), "step") for c in TINY_CONVOLUTIONS for last in (True, False)),
 ]
+
+
 # On a CPU its GELU is that by erf.
-NOT_HERE = {"addmm": "gelu-erf", **dict.fromkeys(contenders.COMPILED)}
-
-
 @pytest.fixture
 def rivals_installed(monkeypatch):
     for name, content in FAKES.items():

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from .._torch_internals import (
     GLOBAL_HOOKS,  # noqa: F401  (C reads it here)
+    HOOKS,
     function_modes,
     has_any_global_hook,
 )
@@ -38,7 +39,6 @@ from .syntax import METHODS as ACTIVATION_METHODS
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_fused"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # What stands for `h.relu()`, as a function of h.
 METHODS = {name: operator.methodcaller(name) for name in ACTIVATION_METHODS}

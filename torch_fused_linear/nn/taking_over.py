@@ -3,11 +3,10 @@
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._torch_internals import HOOKS
+
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+    *HOOKS,
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",

@@ -2,10 +2,6 @@
 
 #include "cuda/hopper/product.h"
 #include "cuda/kernels/activation.h"
-#include "cuda/kernels/check.h"
-
-#include <array>
-#include <atomic>
 
 namespace fused::cuda::hopper {
 
@@ -39,18 +35,6 @@ Launch kernel_for(const PassProblem& p) {
   return p.matmul.transpose_a ? kernel_for<type, true>(p) : kernel_for<type, false>(p);
 }
 
-// Asked of each device once.
-int processors_of(int device) {
-  static std::array<std::atomic<int>, 64> known{};
-  auto& count = known[device % known.size()];
-  if (count == 0) {
-    int found = 0;
-    kernels::check(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device));
-    count = found;
-  }
-  return count;
-}
-
 }  // namespace
 
 bool available(int arch) { return arch == 90; }
@@ -62,7 +46,7 @@ int64_t workspace_bytes(const PassProblem& p) {
 }
 
 bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Operands& operands,
-         void* workspace, cudaStream_t stream) {
+         void* workspace, int processors, cudaStream_t stream) {
   const auto& g = p.matmul;
   const auto order = gemm::hopper::order_of(algorithm);
   const auto kernel = g.type == Type::bf16 ? kernel_for<Type::bf16>(p) : kernel_for<Type::f16>(p);
@@ -83,7 +67,7 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
                         forward ? operands.bias : nullptr,
                         partials,
                         *order,
-                        processors_of(g.device),
+                        processors,
                         stream,
                         operands.gating,
                         operands.up};

@@ -19,8 +19,8 @@ int64_t workspace_bytes(const gemm::PassProblem& problem);
 // Forward: d = act(a · b + bias), and to aux what problem.keeps says. Backward:
 // d = a · b · act'(aux), and its column sums to bias, if problem.bias. Gated layers: see
 // gemm::Gating and gemm::Up.
-// Whether it ran.
+// `processors`: of the device. Whether it ran.
 bool run(const gemm::PassProblem& problem, const gemm::Algorithm& algorithm,
-         const gemm::Operands& operands, void* workspace, cudaStream_t stream);
+         const gemm::Operands& operands, void* workspace, int processors, cudaStream_t stream);
 
 }  // namespace fused::cuda::hopper

@@ -46,7 +46,9 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
       explain::append(aten_matmul(call, strategy));
       return true;
     case Provider::own:
-      if (!hopper::run(p, plan.algorithm, operands_of(call, strategy), workspace, stream)) {
+      if (!hopper::run(p, plan.algorithm, operands_of(call, strategy), workspace,
+                       at::cuda::getDeviceProperties(p.matmul.device)->multiProcessorCount,
+                       stream)) {
         return false;
       }
       explain::append("own Hopper kernel");
