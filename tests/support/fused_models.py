@@ -169,7 +169,7 @@ def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
 
 
 def unmark_all(monkeypatch) -> None:
-    """For the rest of the test, which other tests' models may outlive."""
+    """Takes the marks of all models, also of earlier tests, until the end of this one."""
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         monkeypatch.delitem(vars(module), plain.MARK, raising=False)
 

@@ -130,7 +130,6 @@ SAME_WORK = [
 ]
 
 
-# On a CPU its GELU is that by erf.
 @pytest.fixture
 def rivals_installed(monkeypatch):
     for name, content in FAKES.items():
