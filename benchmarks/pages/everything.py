@@ -46,12 +46,15 @@ Chosen = Callable[[dict[str, Any]], bool]
 
 
 def is_selected(case: dict[str, Any]) -> bool:
-    """What the table shows of the grid: bf16, many tokens, and small layers with few."""
+    """What the table shows of the grid: bf16, many tokens, and small layers with few; of small
+    networks also fp32, in which reinforcement learning trains them."""
+    if case["suite"] == "mlp-small":
+        return case["dtype"] in ("bf16", "fp32")
     if case["dtype"] != "bf16":
         return False
     if case["suite"] == "layer":
         return case["tokens"] == (8192 if min(case["sizes"]) >= 768 else 512)
-    return case["suite"] == "mlp-small" or (case["suite"] == "ffn" and case["tokens"] >= 8192)
+    return case["suite"] == "ffn" and case["tokens"] >= 8192
 
 
 def is_selected_convolution(case: dict[str, Any]) -> bool:
@@ -83,8 +86,9 @@ def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) ->
         case = result["case"]
         if not chosen(case):
             continue
+        words = [shape(case)] + [case["dtype"]] * (case["dtype"] != "bf16")
         graph = " in a CUDA graph" if case["mode"] == "graph" else ""
-        row = [shape(case) + graph, str(case["tokens"]), case["activation"]]
+        row = [", ".join(words) + graph, str(case["tokens"]), case["activation"]]
         row += [medians("ours")(result), medians("eager")(result), times(result)]
         if case["mode"] == "forward":
             rows["forward"].append(row)
@@ -151,8 +155,8 @@ def measured(results: Iterable[Result]) -> str:
     if header["device"] == "cuda":
         software += f", cuBLASLt {header['cublaslt']}, driver {header['driver']}"
     return (
-        f"Measured on {header['machine']} ({software}), {header['date'][:10]}; bf16, medians of "
-        "interleaved rounds."
+        f"Measured on {header['machine']} ({software}), {header['date'][:10]}; bf16 where nothing "
+        "else is said, medians of interleaved rounds."
     )
 
 
