@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torch_fused_linear import gain
+from torch_fused_linear import _library, gain
 from torch_fused_linear._command_line import OneLineParser
 from torch_fused_linear.timing import in_one_line
 
@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line()
     given = parser.parse_args(arguments)
     try:
+        _library.require()
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = model_named(given.model).to(device, DTYPES[given.dtype])
         inputs = [input_of(*each, model).to(device) for each in given.input]
