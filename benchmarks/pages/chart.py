@@ -21,7 +21,13 @@ MODELS = {
     ("ResNet-50, folded", "relu"): "ResNet-50, folded, ReLU",
 }
 BLOCKS = {"relu": "ReLU", "gelu": "GELU tanh"}
-SERIES = {"step": "training step", "forward": "inference"}
+# Of each series what it is called, and whose times it has; of several contenders the fastest.
+SERIES = {"fused": "fuse_", "compile": "torch.compile", "pass": "with our pass"}
+TIMES_OF = {
+    "fused": ("fused",),
+    "compile": ("compile", "reduce-overhead"),
+    "pass": ("compile+pass", "reduce-overhead+pass"),
+}
 
 
 def text(x: float, y: float, content: str, more: str = "") -> str:
@@ -52,9 +58,14 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) ->
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#222222">',
-        "<title>Time of eager PyTorch over time with fused layers</title>",
+        "<title>Time of eager PyTorch over that of each way, of a training step</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        text(16, 24, "Times as fast as eager PyTorch", 'font-size="16" font-weight="bold"'),
+        text(
+            16,
+            24,
+            "Training step, times as fast as eager PyTorch",
+            'font-size="16" font-weight="bold"',
+        ),
     ]
     for index, (name, label) in enumerate(series.items()):
         x, y = WIDTH - 150 * (len(series) - index), 13 if len(series) < 3 else 33
@@ -65,7 +76,7 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) ->
         parts.append(line(at(tick), bottom, "#222222" if tick == 1 else "#dddddd"))
         label = "1 = eager" if tick == 1 else f"{tick:g}"
         parts.append(text(at(tick), bottom + 18, label, 'text-anchor="middle"'))
-    axis = "eager's time divided by ours; longer is faster"
+    axis = "eager's time over that of each; longer is faster"
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, bottom + 38, axis, 'text-anchor="middle"'))
     y = float(TOP)
     for label, row in rows.items():
@@ -81,14 +92,20 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) ->
 
 
 def readme_chart(results: Sequence[Result]) -> str:
+    """Training steps; torch.compile in the faster of two modes, as people would choose it."""
     rows: dict[str, dict[str, float]] = {}
     for (model, activation), label in MODELS.items():
-        for result in find(results, suite="models", model=model, activation=activation):
-            times = median(result, "eager") / median(result, "fused")
-            rows.setdefault(label, {})[result["case"]["mode"]] = times
+        for result in find(
+            results, suite="models", model=model, activation=activation, mode="step"
+        ):
+            for series, names in TIMES_OF.items():
+                times = [time for name in names if (time := median(result, name))]
+                if times:
+                    row = rows.setdefault(label, {})
+                    row[series] = median(result, "eager") / min(times)
     blocks = find(results, suite="ffn", dtype="bf16", tokens=8192, mode="step")
     for result in sorted(blocks, key=lambda r: (r["case"]["sizes"], r["case"]["activation"])):
         if activation := BLOCKS.get(result["case"]["activation"]):
             times = median(result, "eager") / median(result, "ours")
-            rows[f"{shape(result['case'])}, {activation}"] = {"step": times}
+            rows[f"{shape(result['case'])}, {activation}"] = {"fused": times}
     return chart(rows, SERIES)
