@@ -87,8 +87,8 @@ class Report:
             for s in self.skipped
         ]
         title = f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"
-        tables = table(("first layer", "in", "before  ⇒  after"), fused)
-        tables += table(("left alone", "because", "at"), skipped)
+        tables = table(("", "first layer", "in", "before  ⇒  after"), counted(fused))
+        tables += table(("", "left alone", "because", "at"), counted(skipped))
         return "\n".join([title, *tables])
 
 
@@ -101,11 +101,14 @@ def numberless(path: str) -> str:
     return re.sub(r"(?<=[._])\d+(?=\.)", "*", path)
 
 
+def counted(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Each row once, and before it how often it was there."""
+    return [(f"{count} ×", *row) for row, count in Counter(rows).items()]
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """With what is alike counted."""
     if not rows:
         return []
-    counted = [(f"{count} ×", *row) for row, count in Counter(rows).items()]
-    widths = [max(map(len, column)) for column in zip(("", *head), *counted)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (("", *head), *counted)]
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
     return ["", lines[0], "-" * max(map(len, lines)), *lines[1:]]

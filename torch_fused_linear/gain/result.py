@@ -16,6 +16,12 @@ NOISE = "within noise"
 HEAD = ("", "ms", "quartiles", "MiB", "beside eager", "results differ by")
 
 
+def milliseconds(us: float) -> str:
+    """Four digits of them, and no more than three behind the point."""
+    whole = len(f"{us / 1e3:.0f}")
+    return f"{us / 1e3:.{max(4 - whole, 0)}f}"
+
+
 @dataclass
 class Mode:
     """What was measured in inference, or of a training step.
@@ -75,8 +81,8 @@ class Mode:
         rows = [
             (
                 way,
-                f"{time.median / 1e3:#.4g}",
-                f"{time.q1 / 1e3:#.4g} to {time.q3 / 1e3:#.4g}",
+                milliseconds(time.median),
+                f"{milliseconds(time.q1)} to {milliseconds(time.q3)}",
                 f"{self.memory[way] / 2**20:.0f}" if way in self.memory else "",
                 self.ratio(way, EAGER) if way != EAGER and EAGER in self.times else "",
                 f"{self.apart[way]:.1e}" if way in self.apart else "",
