@@ -36,7 +36,7 @@ HOPPER := $(VENV)/hopper-ready
 endif
 
 .PHONY: demo test test-releases test-models gpu-test certify mutants asan tsan docs build wheel
-.PHONY: lint format clean
+.PHONY: environment lint format clean
 
 demo: build
 	$(PYTHON) -m examples.demo $(ARGS)
@@ -45,7 +45,7 @@ demo: build
 # each other's.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
   $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --dist loadfile')
-test: build $(MODELS) $(DOCS) $(HOPPER)
+test: build environment
 	$(PYTEST) $(ARGS)
 
 # What is built on torch's private parts, which differ between its releases: the newest one is held to
@@ -96,6 +96,9 @@ elif [ -n "$$packages" ]; then \
   echo "no fitting nvcc (pip install '$$packages'): what follows is built for the CPU only"; \
   export TORCH_FUSED_LINEAR_CUDA=0; fi
 endef
+
+# All that tests need, where it is not there; .ci/run has it downloaded while it builds.
+environment: $(ENVIRONMENT) $(MODELS) $(DOCS) $(HOPPER)
 
 build: $(ENVIRONMENT)
 	@$(GET_NVCC); $(PYTHON) setup.py -q build_ext --inplace
