@@ -281,15 +281,14 @@ def main(arguments: list[str]) -> None:
     warm_up(device)
     about = header(device, arguments)
     about["machine"] = f"{dist.get_world_size()} x {about['machine']}"
-    results = all_results(given, device)
+    results = all_results(given, device, about)
     if dist.get_rank() == 0:
         print("\n".join(["", about["machine"], "", *several_gpus(results)]))
-        if given.json:
-            write(given.json, about, results)
     dist.destroy_process_group()
 
 
-def all_results(given: argparse.Namespace, device: torch.device) -> list[dict]:
+def all_results(given: argparse.Namespace, device: torch.device, about: dict) -> list[dict]:
+    """They are written as they come, so that an interrupted run loses none."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
     sequences, tokens = (2, 8) if given.tiny else (8, 1024)
@@ -316,6 +315,8 @@ def all_results(given: argparse.Namespace, device: torch.device) -> list[dict]:
         if dist.get_rank() == 0:
             medians = {n: f"{v['median']:.0f}" for n, v in results[-1]["numbers"].items()}
             print(f"{part}, {width}, {arrangement}: us {medians}", flush=True)
+            if given.json:
+                write(given.json, about, results)
     return results
 
 
