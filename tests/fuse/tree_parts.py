@@ -102,12 +102,6 @@ def apply_block(block, x):
     return block(x)
 
 
-def walk(block, x):
-    for child in block.children():
-        x = child(x)
-    return x
-
-
 def twice(function):
     @functools.wraps(function)
     def run(*args, **kwargs):

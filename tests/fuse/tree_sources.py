@@ -22,7 +22,6 @@ from tree_templates import (
     SIMPLE,
     WILD,
 )
-from tree_writing import written_otherwise
 
 HEADER = '''"""Classes of generated trees."""
 import functools
@@ -30,8 +29,6 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch import relu as bare_relu
-from torch import relu as fused_begin
 from torch.utils.checkpoint import checkpoint
 from tree_parts import *
 
@@ -205,7 +202,7 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     forward = body.finish()
     if base and rng.random() < 0.5:
         above = rng.choice(
-            ["super().forward(", "super(OWN, self).forward(", f"{base}.forward(self, "]
+            ["super().forward(", f"super({name}, self).forward(", f"{base}.forward(self, "]
         )
         forward = textwrap.indent(f"x = {above}x)\n{textwrap.dedent(forward)}", " " * 8)
     decorator = "    @twice\n" if not simple and rng.random() < 0.08 else ""
@@ -232,7 +229,6 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
         f"class {name}({bases_of(rng, base, text)}):\n    def __init__(self, parts=()):\n{init}\n\n"
         f"{text}"
     )
-    code = code.replace("OWN", name)
     if not simple and rng.random() < 0.1 and "F.relu" in code:
         inner = textwrap.indent(code.replace("F.relu(", "function("), "    ")
         made = f"{name} = make_{name}(F.relu)\n"
@@ -244,8 +240,7 @@ def write_library(seed: int, classes: int) -> str:
     rng = random.Random(f"library {seed}")
     names = [f"C{i}" for i in range(classes)]
     bodies = [write_class(rng, name, names[max(0, i - 5) : i]) for i, name in enumerate(names)]
-    writer = random.Random(f"writing {seed}")
-    return "\n\n".join([HEADER, *(written_otherwise(writer, body) for body in bodies)])
+    return "\n\n".join([HEADER, *bodies])
 
 
 def load_library(folder: Path, seed: int, classes: int = 40, plain: bool = False) -> ModuleType:
