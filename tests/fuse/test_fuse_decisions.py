@@ -15,6 +15,7 @@ from torch_fused_linear.activations import SquaredReLU
 from torch_fused_linear.fuse import in_code, plain
 
 X = torch.randn(3, 4)
+EMPTY = X[:0]
 
 
 class Doubled(torch.Tensor):
@@ -72,7 +73,7 @@ LAYERS = {
     "no bias": (layer(make=lambda: nn.Linear(4, 4, bias=False)), X, True),
     "low memory": (layer(mark="low"), X, True),
     "one row": (layer(), X[0], True),
-    "no rows": (layer(), X[:0], True),
+    "no rows": (layer(), EMPTY, True),
     "transposed": (layer(make=Conv1D), X, True),
     "convolution": (layer(make=lambda: nn.Conv2d(1, 2, 3)), IMAGE, True),
     "convolution of groups": (
@@ -196,6 +197,7 @@ GATES = {
     "two inputs": (layer(), layer(), X, X + 1, APART),
     "widths": (layer(), layer(make=lambda: nn.Linear(4, 1)), X, X, APART),
     "transposed": (layer(make=Conv1D), layer(make=Conv1D), X, X, GLU),
+    "no rows": (layer(), layer(), EMPTY, EMPTY, GLU),
 }
 
 

@@ -16,13 +16,12 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import operators, results, unmark_all
+from fused_models import Block, operators, results, unmark_all
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.fuse import in_code
 from torch_fused_linear.fuse.source import ORIGINALS, Text
 
 SOURCE = '''import torch
@@ -72,15 +71,6 @@ def library(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
     yield importlib.import_module("of_a_user")
     sys.modules.pop("of_a_user", None)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(x)))
 
 
 def fused_block():
@@ -225,22 +215,13 @@ def test_fusing_while_other_threads_run_the_model():
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(15):
+    for _ in range(8):
         tfl.fuse_(model)
         tfl.unfuse_(model)
     ends.set()
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_a_begun_call_is_never_seen():
-    """It is what `step` returns, and nothing that a model computes may be one."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    tfl.fuse_(model)
-    assert type(in_code.step(model[0], X)) is tuple
-    for end in range(1, 4):
-        assert isinstance(model[:end](X), torch.Tensor)
 
 
 # --- text that is the code, and what is not -------------------------------------------------------
@@ -305,8 +286,11 @@ def test_copies_and_pickles(cls):
     model = cls()
     tfl.fuse_(model)
     torch.save(model, buffer := io.BytesIO())
-    buffer.seek(0)
-    copies = [copy.copy(model), copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+    copies = [copy.copy(model), copy.deepcopy(model)]
+    with torch.serialization.safe_globals([cls, nn.Linear, nn.ReLU]):
+        for weights_only in (False, True):
+            buffer.seek(0)
+            copies.append(torch.load(buffer, weights_only=weights_only))
     copies.append(pickle.loads(pickle.dumps(model)))
     for other in copies:
         assert type(other) is cls and type(other.fc1) is nn.Linear

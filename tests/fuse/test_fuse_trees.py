@@ -19,7 +19,7 @@ from fused_models import decided_in_python
 from trees import grow
 
 CHUNK = 100
-SCRIPTED = ("script", "fx", "pickle", "save")  # take only simple models
+SCRIPTED = ("script", "fx", "pickle")  # take only simple models
 ONE = os.environ.get("TREE_SEED")
 
 

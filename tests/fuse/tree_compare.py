@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -220,23 +219,6 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def state(fused, plain, x) -> bool:
-    """The state of each goes into the other."""
-    assert list(fused.state_dict()) == list(plain.state_dict())
-    changed = {k: v * 1.5 for k, v in plain.state_dict().items()}
-    fused.load_state_dict(changed)
-    plain.load_state_dict(fused.state_dict())
-    assert_runs_the_same(fused, plain, x, "state_dict")
-    return True
-
-
 def functional(fused, plain, x) -> bool:
     values = {k: (p.detach() * 1.5).requires_grad_() for k, p in plain.named_parameters()}
 
@@ -252,42 +234,6 @@ def functional(fused, plain, x) -> bool:
         return outcome
 
     return transformed(make, run, fused, plain, x, "functional_call")
-
-
-def per_sample(fused, plain, x) -> bool:
-    def run(model, x, owner):
-        outcome = Outcome()
-        owner.eval()
-        with recorded(outcome):
-            outcome.values["output"] = torch.vmap(model)(x)
-            outcome.values["jvp"] = torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
-        return outcome
-
-    want = run(plain, x, plain)
-    if want.raised is not None:
-        return False
-    assert_same(run(fused, x, fused), want, "vmap and jvp")
-    return True
-
-
-def differentiated_twice(fused, plain, x) -> bool:
-    def run(model, x, owner):
-        outcome = Outcome()
-        owner.train()
-        leaf = x.clone().requires_grad_(x.is_floating_point())
-        with recorded(outcome):
-            y = outcome.values["output"] = model(leaf * 1)
-            (g,) = torch.autograd.grad((y * y).sum(), leaf, create_graph=True)
-            outcome.values["gradient"] = g
-            outcome.values["second"] = torch.autograd.grad((g * g).sum(), leaf)[0]
-        return outcome
-
-    # Both run in any case: what a norm has counted is compared afterwards.
-    want, got = (run(model, x, model) for model in (plain, fused))
-    if want.raised is not None:
-        return False
-    assert_same(got, want, "double backward")
-    return True
 
 
 def under(context: Callable, tolerance: float = 1e-9) -> Callable:
@@ -329,12 +275,8 @@ def fused_again(fused, plain, x) -> bool:
 SYSTEMS: dict[str, Callable[[nn.Module, nn.Module, Tensor], bool]] = {
     "deepcopy": copied(copy.deepcopy),
     "pickle": copied(pickled),
-    "save": copied(saved),
-    "state": state,
     "functional_call": functional,
     "fx": traced_by_fx,
-    "vmap": per_sample,
-    "double backward": differentiated_twice,
     "autocast": under(autocast, 0.05),
     "inference mode": under(torch.inference_mode),
     "float32": narrow,

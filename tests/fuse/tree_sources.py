@@ -217,8 +217,6 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
         text += "\n    @property\n    def first(self):\n        return self.layers[0]\n"
     if "self.asked" in text or "self.changing" in text:
         text += ASKED
-    if "self.counted" in text:
-        text += "\n    @counting\n    def counted(self, x):\n        return F.relu(self.fc3(x))\n"
     extra = " self.fc3 self.layers" if "self.first" in text else ""
     extra += " self.fc3" if "self.mixed" in text else ""
     lines = attributes(rng, text.replace("this.", "self.") + extra, simple, simple or bool(base))

@@ -146,17 +146,9 @@ T4b = self.fc3(N4a)
 N4a += V4
 N4c = F.relu(T4b)
 ---
-N4a = (E4) + 1
-T4b = self.fc3(N4a)
-self.inplace(N4a)
-N4c = F.gelu(T4b)
----
 T6a = L46(E4)
 N6b = A(T6a)
 del T6a
----
-T4f = L44
-N4a = A(T4f(E4))
 ---
 T4f, T4g = L44, A
 N4a = T4g(T4f(E4))
@@ -242,11 +234,7 @@ for T4l in self.seq:
 ---
 N4a = self.seq[1:](self.seq[:1](E4))
 ---
-N6a = self.seq[:2](E4)
----
 N6a = A(self.seq[:1](E4))
----
-N4a = apply_block(self.seq, E4)
 ---
 N4a = checkpoint(lambda t: A(L44(t)), E4, use_reentrant=False)
 ---
@@ -258,17 +246,11 @@ if N4a.requires_grad:
     N4a.register_hook(lambda g: g * 2)
 N4b = F.gelu(N4a)
 ---
-N4a = A(L44(E4))
-if N4a.requires_grad:
-    N4a.register_hook(lambda g: g * 2)
----
 N4a = act(L44(E4))
 ---
 N4a = KINDS[self.kind](L44(E4))
 ---
 N4a = self.branch.act(self.branch.fc(E4))
----
-N4a = (lambda t: F.relu(t))(L44(E4))
 ---
 N4a = self.fn(L44(E4))
 ---
@@ -346,10 +328,6 @@ match self.kind:
 N4a = L44(E4)
 if self.asked:
     N4a = A(N4a)
----
-N4a = L44(E4)
-if self.asked:
-    N4a = A(N4a)
 elif C:
     N4a = N4a + 1
 else:
@@ -367,24 +345,7 @@ if self.times % 3:
 ---
 N4a = A(L44(E4)) if self.asked else L44(E4)
 ---
-N4a = BY_TYPE.get(type(self.act), torch.tanh)(L44(E4))
----
 N4a = sum(drawn(A, L44, V4))
----
-N4a = awaited(A, L44, V4)
----
-async def T4f(t):
-    t = L44(t)
-    return A(t)
-N4a = run(T4f(E4))
----
-def T4f(t):
-    yield A(L44(t))
-    T6a = L46(t)
-    yield A(T6a)[..., :4]
-N4a = sum(T4f(E4))
----
-N4a = self.counted(E4) * (1 + (type(self).counted.calls == COUNTER["calls"]))
 ---
 N4a = self.mixed(E4)
 ---

@@ -19,6 +19,31 @@ from torch_fused_linear.fuse import call as decisions
 from torch_fused_linear.fuse import in_code, plain
 
 
+def chain():
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.fc1(x)
+        h = self.act(h)
+        return self.fc2(h)
+
+
+class Gated(Block):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.axis = nn.Linear(6, 6), nn.Dropout(0.0), -1
+
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        return self.fc2(self.drop(gate * self.up(x)))
+
+
 @dataclass
 class Snapshot:
     """A model as it stands: the same objects in the same places, the same bits, the same text."""
