@@ -74,14 +74,6 @@ for i, _ in enumerate(self.layers):
         h = torch.cat([x[:, :3], h[:, :3]], -1)
 return h
 
-# while_loop: relu relu relu
-i = 0
-while i < len(self.layers):
-    x = F.relu(self.layers[i](x))
-    i += 1
-else:
-    return x
-
 # alias: gelu linear
 fc, act = self.fc1, self.act
 return getattr(self, "fc2")(act(fc(x)))

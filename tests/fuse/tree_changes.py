@@ -273,27 +273,18 @@ def narrow_part(rng: random.Random, model: nn.Module) -> None:
     pick(rng, model).float()
 
 
-# name: the change, how often it is taken
+# By name: the change, how often it is taken.
 CHANGES: dict[str, tuple[Callable[[random.Random, nn.Module], None], int]] = {
-    "hook": (hook, 8),
-    "parameter hook": (parameter_hook, 2),
-    "parametrization": (parametrization, 5),
-    "frozen": (frozen, 4),
-    "changed parameter": (changed_parameter, 4),
-    "tied": (tied, 3),
-    "exchanged layer": (exchanged_layer, 4),
-    "exchanged activation": (exchanged_activation, 5),
-    "activation attribute": (activation_attribute, 4),
-    "list edit": (list_edit, 4),
-    "sliced": (sliced, 2),
-    "wrapped": (wrapped, 3),
-    "patched forward": (patched_forward, 5),
-    "patched helper": (patched_helper, 2),
-    "patched function": (patched_function, 3),
-    "flags": (flags, 3),
-    "part in eval": (part_in_eval, 3),
-    "dropout": (dropout, 3),
-    "narrow part": (narrow_part, 1),
+    change.__name__: (change, weight)
+    for weight, changes in (
+        (8, (hook,)),
+        (5, (parametrization, exchanged_activation, patched_forward)),
+        (4, (frozen, changed_parameter, exchanged_layer, activation_attribute, list_edit)),
+        (3, (tied, wrapped, patched_function, flags, part_in_eval, dropout)),
+        (2, (parameter_hook, sliced, patched_helper)),
+        (1, (narrow_part,)),
+    )
+    for change in changes
 }
 
 

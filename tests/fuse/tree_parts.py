@@ -119,18 +119,3 @@ class Positive(nn.Module):
 
 class Named(nn.Sequential):
     """A Sequential under another name, as torchvision has many."""
-
-
-def memoryless(layer):
-    """A decorator that does not tell what it holds."""
-
-    def run(*args):
-        return F.relu(layer(*args))
-
-    return run
-
-
-def drawn(act, layer, x):
-    for _ in range(2):
-        h = layer(x)
-        yield act(h)

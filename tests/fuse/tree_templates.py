@@ -68,8 +68,6 @@ for T4l in self.layers:
     N4p = T4l(N4a)
     N4a = A(N4p) + T4q
 ---
-N4a = self.drop(A(L44(E4)))
----
 N4a = self.act(self.drop(L44(E4)))
 ---
 N4a = L44(E4)
@@ -85,9 +83,6 @@ N4c = N4a * 0.5
 N4a = L44(E4)
 N4b = self.inplace(N4a)
 N4c = N4a - 1
----
-N4a = A(L44(E4))
-N4a.mul_(0.5)
 ---
 N4a = self.seq(E4)
 N6b = self.seq[0](V4)
@@ -226,8 +221,6 @@ F.relu(N4a, inplace=True)
 ---
 N4a = F.gelu(input=L44(E4), approximate="tanh")
 ---
-N4a = F.gelu(L44(E4), approximate=self.approx)
----
 N4a = E4
 for T4l in self.seq:
     N4a = T4l(N4a)
@@ -246,15 +239,11 @@ if N4a.requires_grad:
     N4a.register_hook(lambda g: g * 2)
 N4b = F.gelu(N4a)
 ---
-N4a = act(L44(E4))
----
 N4a = KINDS[self.kind](L44(E4))
 ---
 N4a = self.branch.act(self.branch.fc(E4))
 ---
 N4a = self.fn(L44(E4))
----
-x = A(L44(E4))
 ---
 N4a = A(L44((x := E4)))
 ---
@@ -306,18 +295,6 @@ T4a = E4
 T6g = F.gelu(self.wide(T4a), approximate="tanh")
 N4b = A(L64(T6g * L46(T4a)))
 ---
-T4a = E4
-try:
-    T6g = self.wide(T4a)
-    T6u = L46(T4a)
-    N4b = L64(A(T6g) * T6u)
-except TypeError:
-    N4b = T4a
-    raise
----
-T4s = f'''{A(L44(E4)).sum().item():.2f}{len("ab")}'''
-N4a = V4 * len(T4s)
----
 match self.kind:
     case "relu":
         N4a = A(L44(E4))
@@ -333,23 +310,11 @@ elif C:
 else:
     N4a = N4a - V4
 ---
-T4l = [V4, V4]
-while T4l:
-    N4a = L44(T4l.pop())
-    if T4l:
-        N4a = A(N4a)
----
 N4a = L44(self.changing(E4))
 if self.times % 3:
     N4a = A(N4a)
 ---
 N4a = A(L44(E4)) if self.asked else L44(E4)
----
-N4a = sum(drawn(A, L44, V4))
----
-N4a = self.mixed(E4)
----
-N4a = memoryless(L44)(A(L44(E4)))
 ---
 if (T4a := L44(E4)).shape[-1] == 4:
     N4a = A(T4a)
