@@ -216,40 +216,6 @@ def test_dropout_in_place_before_relu():
     assert operators(model.eval(), *X) == ["linear_relu"]
 
 
-class Apart(nn.Module):
-    """Calls the children of a Sequential by themselves too."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([chain(), chain()])
-        self.alias = [self.blocks[0][0]]
-
-    def forward(self, x):
-        for block in self.blocks:
-            before = next(block.children())(x)
-            for layer in block:
-                before = layer(before)
-            x = block(x) + before + self.alias[0](x) + getattr(block, "2")(x)
-        return x
-
-
-def test_a_child_of_a_sequential_used_apart():
-    model, plain = pair(Apart)
-    assert_same(results(model, X), results(plain, X))
-
-
-def test_global_hooks_see_every_module():
-    model, _ = pair(Block)
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *a: seen.append(m))
-    try:
-        model(*X)
-    finally:
-        handle.remove()
-    assert seen == [model.fc1, model.act, model.fc2, model]
-    assert operators(model, *X) == ["linear_relu", "linear"]
-
-
 PATCHES = [
     *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.Dropout)
       for name in ("forward", "__call__", "_call_impl")),

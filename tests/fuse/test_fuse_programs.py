@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from fused_models import decided_in_python, operators, results
+from fused_models import decides, operators, results  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from programs import PROGRAMS, write_programs
 from stacks import assert_same
@@ -28,13 +28,6 @@ def library(tmp_path_factory):
     return write_programs(tmp_path_factory.mktemp("programs"))
 
 
-@pytest.fixture(params=["C", "Python"])
-def decides(request, monkeypatch):
-    """What looks at layers and activations; Python does where C cannot be had."""
-    if request.param == "Python":
-        decided_in_python(monkeypatch)
-
-
 def pair(library, name, fused=True):
     """The fused model and a plain one, of one class."""
     torch.manual_seed(0)
@@ -53,8 +46,9 @@ def assert_runs_the_same(model, plain):
     assert model.times == plain.times and model.flag.times == plain.flag.times
 
 
+@pytest.mark.usefixtures("decides")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_in_eager_mode(name, library, decides):
+def test_in_eager_mode(name, library):
     program, (model, plain) = PROGRAMS[name], pair(library, name)
     report = vars(model).pop("report")
     assert bool(report.fused) is bool(program.operators), report

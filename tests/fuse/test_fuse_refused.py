@@ -97,14 +97,6 @@ def test_a_watched_dropout_between_is_shown_what_it_always_was():
     assert not tfl.fuse_(model).fused
 
 
-def test_a_state_dict_hook_on_a_layer_goes_on_working():
-    model, seen = pair(), []
-    model[0].register_state_dict_post_hook(lambda *args: seen.append(args))
-    assert tfl.fuse_(model).fused
-    model.state_dict()
-    assert len(seen) == 1
-
-
 def test_a_forward_replaced_on_the_object_is_not_what_is_read():
     report = tfl.fuse_(Owner(own=True))
     assert not report.fused and "forward of its own" in report.skipped[0].reason

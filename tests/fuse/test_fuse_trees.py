@@ -13,13 +13,13 @@ import os
 import warnings
 
 import pytest
-import torch
 import tree_compare
 from fused_models import decided_in_python
+from helpers import one_thread  # noqa: F401
 from trees import grow
 
 CHUNK = 100
-SCRIPTED = ("script", "fx", "pickle")  # take only simple models
+SCRIPTED = ("script", "pickle")  # take only simple models
 ONE = os.environ.get("TREE_SEED")
 
 
@@ -29,14 +29,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def quick():
-    """One thread, as the trees are tiny, and nothing of what torch.compile logs of each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def quiet():
+    """Nothing of what torch.compile logs of each."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
-    torch.set_num_threads(threads)
 
 
 def system_of(seed: int) -> str | None:

@@ -193,13 +193,6 @@ def exported(fused, plain, x) -> bool:
     return transformed(make, run, fused, plain, x, "exported")
 
 
-def traced_by_fx(fused, plain, x) -> bool:
-    def run(program, x, owner):
-        return inference(program, x, program)
-
-    return transformed(torch.fx.symbolic_trace, run, fused, plain, x, "torch.fx")
-
-
 def copied(way: Callable) -> Callable:
     def check(fused, plain, x) -> bool:
         def run(other, x, owner):
@@ -217,23 +210,6 @@ def copied(way: Callable) -> Callable:
 
 def pickled(model):
     return pickle.loads(pickle.dumps(model))
-
-
-def functional(fused, plain, x) -> bool:
-    values = {k: (p.detach() * 1.5).requires_grad_() for k, p in plain.named_parameters()}
-
-    def make(model):
-        return lambda t: torch.func.functional_call(model, values, (t,))
-
-    def run(call, x, owner):
-        for p in values.values():
-            p.grad = None
-        outcome = step(call, x, owner, True)
-        if outcome.raised is None:  # where plain torch fails in its backward, success is fine
-            outcome.values |= {f"given {k}": p.grad for k, p in values.items()}
-        return outcome
-
-    return transformed(make, run, fused, plain, x, "functional_call")
 
 
 def under(context: Callable, tolerance: float = 1e-9) -> Callable:
@@ -273,8 +249,6 @@ def fused_again(fused, plain, x) -> bool:
 SYSTEMS: dict[str, Callable[[nn.Module, nn.Module, Tensor], bool]] = {
     "deepcopy": copied(copy.deepcopy),
     "pickle": copied(pickled),
-    "functional_call": functional,
-    "fx": traced_by_fx,
     "autocast": under(autocast, 0.05),
     "inference mode": under(torch.inference_mode),
     "float32": narrow,

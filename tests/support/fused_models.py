@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from numerics import Tally, ulp
 from stacks import assert_same
@@ -197,6 +198,12 @@ def unmark_all(monkeypatch) -> None:
     """Takes the marks of all models, also of earlier tests, until the end of this one."""
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         monkeypatch.delitem(vars(module), plain.MARK, raising=False)
+
+
+@pytest.fixture(params=["C", "Python"])
+def decides(request, monkeypatch):
+    if request.param == "Python":
+        decided_in_python(monkeypatch)
 
 
 def decided_in_python(monkeypatch) -> None:
