@@ -2,7 +2,7 @@
 
     python tests/fuse/model_zoo.py --out tests/fuse/model_zoo.json [--resume] [--only WORD]
 
-Models run in processes of some dozen, so that a crash costs one model. ``make test-models`` calls
+Each model runs in a process of its own, so that a crash costs one model. ``make test-models`` calls
 it. The exit status is 1 where a fused model gave something else than the plain one.
 """
 
@@ -12,58 +12,48 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
-import selectors
-import subprocess
 import sys
+import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-CHUNK, SECONDS = 25, 240  # models a process, time for one
+
+import torch  # noqa: E402
+import zoo  # noqa: E402
+import zoo_check  # noqa: E402
+
+SECONDS = 240  # for one model
 
 
-def work(names: list[str]) -> None:
-    """In the process of its own: one line of JSON for each model."""
-    import warnings
-
-    import torch
-    import zoo_check
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no record
-    for name in names:
-        print(json.dumps({"begun": name}), file=out, flush=True)
-        print(json.dumps(zoo_check.check(name)), file=out, flush=True)
+def work(name: str, record: Connection) -> None:
+    """In the process of its own."""
+    out = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(out, 1)  # what libraries print is no record
+    os.dup2(out, 2)
+    record.send(zoo_check.check(name))
 
 
-def records(names: list[str]):
-    """The record of each model; one that crashes or takes too long is recorded as that."""
-    while names:
-        command = [sys.executable, str(HERE / "model_zoo.py"), "--work", *names[:CHUNK]]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        waiting, buffer, done = selectors.DefaultSelector(), b"", 0
-        waiting.register(worker.stdout, selectors.EVENT_READ)
+def record_of(name: str) -> dict:
+    """The record of a model; of one that crashes or takes too long it says that."""
+    context = multiprocessing.get_context("fork")  # what is imported need not be again
+    ours, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=work, args=(name, theirs))
+    worker.start()
+    theirs.close()
+    try:
+        if ours.poll(SECONDS):
+            return ours.recv()
+        end = f"took more than {SECONDS} s"
+    except EOFError:
         end = "crashed"
-        while done < len(names[:CHUNK]):
-            if not waiting.select(SECONDS):
-                end = f"took more than {SECONDS} s"
-                break
-            if not (data := os.read(worker.stdout.fileno(), 65536)):
-                break
-            *lines, buffer = (buffer + data).split(b"\n")
-            for record in map(json.loads, lines):
-                if "begun" not in record:
-                    done += 1
-                    yield record
+    finally:
         worker.kill()
-        worker.wait()
-        if done < len(names[:CHUNK]):
-            yield {"name": names[done], "skipped": end, "seconds": SECONDS}
-            done += 1
-        names = names[done:]
+        worker.join()
+    return {"name": name, "skipped": end, "seconds": SECONDS}
 
 
 def wrong(record: dict) -> bool:
@@ -119,13 +109,9 @@ def main() -> int:
         "--resume", action="store_true", help="keep what is there of this very fuse_"
     )
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        work(options.work)
-        return 0
-    import zoo
-
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     found: dict[str, dict] = {}
     if options.resume and options.out.exists():
         record = json.loads(options.out.read_text())
@@ -133,8 +119,8 @@ def main() -> int:
             found = {r["name"]: r for r in record["models"]}
     known = zoo.names()
     names = [n for n in known if options.only in n and n not in found]
-    for record in records(names):
-        found[record["name"]] = record
+    for name in names:
+        found[name] = record = record_of(name)
         write(options.out, found, len(known))
         print(f"{len(found)}: {record}", flush=True)
     bad = [r for r in found.values() if wrong(r)]

@@ -2,25 +2,20 @@
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
 import torch
-from fused_models import Snapshot, assert_fuses, operators, results
+from fused_models import Snapshot, assert_fuses, chain, operators, results
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 import torch_fused_linear as tfl
 from torch_fused_linear.fuse.plain import MARK
 
 X = [torch.randn(4, 6)]
-
-
-def chain():
-    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 class Net(nn.Module):
@@ -107,15 +102,15 @@ def test_a_dry_run_says_the_same_and_changes_nothing():
     before = Snapshot.of(model)
     said = tfl.fuse_(model, dry_run=True)
     before.assert_equals(Snapshot.of(model))
-    assert len(said.fused) == 2 and said == tfl.fuse_(model) and len({said, said}) == 1
+    assert len(said.fused) == 2 and {said} == {tfl.fuse_(model)}, "equal, and of one hash"
 
 
 def test_what_is_fused_is_said_of_parts_and_copies():
-    model = nn.Sequential(chain(), nn.Linear(3, 6), chain())
+    model = nn.Sequential(chain(), chain())
     assert not tfl.is_fused(model)
     tfl.fuse_(model)
     tfl.unfuse_(model[0])
-    assert not tfl.is_fused(model[0]) and tfl.is_fused(model[2]) and tfl.is_fused(model)
+    assert not tfl.is_fused(model[0]) and tfl.is_fused(model[1]) and tfl.is_fused(model)
     assert tfl.is_fused(copy.deepcopy(model)) and len(operators(model, *X)) == 3
 
 
@@ -151,11 +146,14 @@ def test_a_watched_layer_beside_one_that_is_not():
 
 
 def test_what_fuse_did_not_make_is_left_as_it_is():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Conv1d(1, 1, 1), nn.ReLU())
-    before = Snapshot.of(model)
-    for change in (tfl.fuse_, tfl.unfuse_):
-        change(model)
-        before.assert_equals(Snapshot.of(model))
+    for model in (
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Conv1d(1, 1, 1), nn.ReLU()),
+        nn.Sequential(tfl.FusedMLP(4, 5, 6)),
+    ):
+        before = Snapshot.of(model)
+        for change in (tfl.fuse_, tfl.unfuse_):
+            change(model)
+            before.assert_equals(Snapshot.of(model))
     model = nn.Sequential(tfl.FusedLinearReLU(6, 6), nn.Linear(6, 6), nn.ReLU())
     tfl.fuse_(model)
     tfl.unfuse_(model)
@@ -169,25 +167,13 @@ def test_modes_conversions_and_the_meta_device():
     tfl.fuse_(model)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert model.to(dtype)(X[0].to(dtype)).dtype == dtype
-    assert model.to("meta")(X[0].double().to("meta")).shape == (4, 3)
+    assert model.to("meta")(X[0].double().to("meta")).shape == (4, 6)
     with torch.device("meta"):
         model = chain()
     assert tfl.fuse_(model).fused
     plain = chain()
     model.load_state_dict(plain.state_dict(), assign=True)
     torch.testing.assert_close(model(*X), plain(*X))
-
-
-def test_a_whole_model_in_a_file():
-    model, kinds = chain(), [nn.Sequential, nn.Linear, nn.ReLU, nn.GELU]
-    tfl.fuse_(model)
-    torch.save(model, file := io.BytesIO())
-    with torch.serialization.safe_globals(kinds):
-        for weights_only in (False, True):
-            file.seek(0)
-            again = torch.load(file, weights_only=weights_only)
-            assert_same(results(again, X), results(model, X))
-            assert type(again) is nn.Sequential and tfl.is_fused(again)
 
 
 def test_a_deleted_model_is_gone_at_once():
@@ -201,24 +187,6 @@ def test_a_deleted_model_is_gone_at_once():
         assert watch() is None
     finally:
         gc.enable()
-
-
-def test_parametrisations_come_and_go():
-    model = chain().double()
-    tfl.fuse_(model)
-    plain, x = copy.deepcopy(model), [X[0].double()]
-    tfl.unfuse_(plain)
-    for m in (model, plain):
-        torch.manual_seed(0)
-        parametrizations.weight_norm(m[2])
-    assert_same(results(model, x), results(plain, x))
-    tfl.unfuse_(model)
-    tfl.fuse_(model)
-    for m in (model, plain):
-        parametrize.remove_parametrizations(m[2], "weight")
-    tfl.unfuse_(model)
-    assert repr(model) == repr(plain) and type(model) is nn.Sequential
-    assert_same(results(model, x), results(plain, x))
 
 
 class Twice(nn.Module):
@@ -324,14 +292,6 @@ def test_a_layer_in_a_loop_may_be_refused():
         assert operators(other, *X) == ["linear_relu"] * 2
         tfl.fuse_(model)
         assert operators(model, *X) == ["linear_relu"] * 3
-
-
-def test_a_filter_that_accepts_nothing_is_reported():
-    model = chain()
-    before = Snapshot.of(model)
-    report = tfl.fuse_(model, lambda name, module: name.startswith("encoder"))
-    assert not report.fused and {s.reason for s in report.skipped} == {"filter_fn says no"}
-    before.assert_equals(Snapshot.of(model))
 
 
 def frozen():

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import decided_in_python
+from fused_models import decides  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -14,7 +14,9 @@ import torch_fused_linear as tfl
 from torch_fused_linear.activations import SquaredReLU
 from torch_fused_linear.fuse import in_code, plain
 
+pytestmark = pytest.mark.usefixtures("decides")
 X = torch.randn(3, 4)
+EMPTY = X[:0]
 
 
 class Doubled(torch.Tensor):
@@ -72,7 +74,7 @@ LAYERS = {
     "no bias": (layer(make=lambda: nn.Linear(4, 4, bias=False)), X, True),
     "low memory": (layer(mark="low"), X, True),
     "one row": (layer(), X[0], True),
-    "no rows": (layer(), X[:0], True),
+    "no rows": (layer(), EMPTY, True),
     "transposed": (layer(make=Conv1D), X, True),
     "convolution": (layer(make=lambda: nn.Conv2d(1, 2, 3)), IMAGE, True),
     "convolution of groups": (
@@ -138,12 +140,6 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(params=["C", "Python"])
-def decides(request, monkeypatch):
-    if request.param == "Python":
-        decided_in_python(monkeypatch)
-
-
 def outcome(function):
     """What it gives, or the error that it raises."""
     try:
@@ -160,7 +156,7 @@ def assert_alike(got, want):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_whether_a_layers_call_waits(name, decides):
+def test_whether_a_layers_call_waits(name):
     module, x, waits = LAYERS[name]
     begun = outcome(lambda: in_code.step(module, x))
     is_begun = type(begun) is tuple and begun[0] is not RuntimeError and len(begun) == 6
@@ -177,7 +173,7 @@ def test_whether_a_layers_call_waits(name, decides):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_which_activation_it_is(name, decides):
+def test_which_activation_it_is(name):
     act, operator = ACTIVATIONS[name]
     linear = layer()
     want = outcome(lambda: act(linear(X)))
@@ -196,12 +192,13 @@ GATES = {
     "two inputs": (layer(), layer(), X, X + 1, APART),
     "widths": (layer(), layer(make=lambda: nn.Linear(4, 1)), X, X, APART),
     "transposed": (layer(make=Conv1D), layer(make=Conv1D), X, X, GLU),
+    "no rows": (layer(), layer(), EMPTY, EMPTY, GLU),
 }
 
 
 @pytest.mark.parametrize("is_gate_left", [True, False])
 @pytest.mark.parametrize("name", GATES)
-def test_gates(name, is_gate_left, decides):
+def test_gates(name, is_gate_left):
     gate, up, x, other_x, operators = GATES[name]
     down = layer()
 

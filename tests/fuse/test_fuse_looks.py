@@ -1,16 +1,11 @@
 """Whoever looks at classes, functions, files and stacks sees what is there without fuse_."""
 
-import bdb
 import code
-import contextlib
 import copy
-import dataclasses
-import functools
 import importlib
 import inspect
 import io
 import linecache
-import os
 import pickle
 import subprocess
 import sys
@@ -20,13 +15,12 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import operators, results, unmark_all
+from fused_models import Block, operators, results, unmark_all
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.fuse import in_code
 from torch_fused_linear.fuse.source import ORIGINALS, Text
 
 SOURCE = '''import torch
@@ -76,15 +70,6 @@ def library(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
     yield importlib.import_module("of_a_user")
     sys.modules.pop("of_a_user", None)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(x)))
 
 
 def fused_block():
@@ -157,44 +142,19 @@ def test_the_lines_that_are_shown_are_the_users(library):
         model(torch.randn(4, 5))
     frames = [f for f in traceback.extract_tb(caught.tb) if f.name == "forward"]
     assert frames[0].lineno == int(line) and "self.fc1(x)" in frames[0].line
-    seen = []
-
-    class Steps(bdb.Bdb):
-        def user_line(self, frame):
-            name = frame.f_code.co_filename
-            seen.append(linecache.getline(name, frame.f_lineno).strip())
-
-    Steps().runcall(model.forward, X)
-    assert any("self.fc1(x)" in text for text in seen)
 
 
 def test_modules_that_cannot_be_hashed_are_left_alone():
-    @dataclasses.dataclass
-    class Unhashable(nn.Module):
-        size: int
+    class Unhashable(Block):
+        __hash__ = None
 
-        def __post_init__(self):
-            super().__init__()
-            self.fc, self.act = nn.Linear(6, 6), nn.ReLU()
-
-        def forward(self, x):
-            return self.act(self.fc(x))
-
-    holder = nn.Sequential(Unhashable(6), nn.Linear(6, 6), nn.ReLU())
+    holder = nn.Sequential(Unhashable(), nn.Linear(6, 6), nn.ReLU())
     report = tfl.fuse_(holder)
     assert ("0", "Unhashable cannot be hashed") in [(s.path, s.reason) for s in report.skipped]
     assert len(report.fused) == 1
     assert tfl.is_fused(holder) and not tfl.is_fused(holder[0])
     tfl.unfuse_(holder)
     assert not tfl.is_fused(holder)
-
-
-@dataclasses.dataclass(eq=False)
-class Data(Block):
-    size: int = 6
-
-    def __post_init__(self):
-        super().__init__()
 
 
 class Reversed(nn.Sequential):
@@ -219,7 +179,6 @@ def of(cls):
 @pytest.mark.parametrize(
     "make, found",
     [
-        (Data, ["linear_relu", "linear"]),
         (of(Reversed), []),
         (of(ReversedByForward), []),
         (of(Extended), ["linear_relu", "linear", "linear_relu"]),
@@ -231,18 +190,6 @@ def test_modules_of_other_kinds(make, found):
     tfl.fuse_(model)
     assert_same(results(model, [x]), results(plain, [x]))
     assert operators(model, x) == found
-
-
-def test_attributes_of_a_decorated_method_count():
-    @functools.wraps(Block.forward)
-    def counted(*args):
-        counted.calls += 1
-        return Block.forward(*args)
-
-    counted.calls, model = 0, type("Counted", (Block,), {"forward": counted})()
-    assert tfl.fuse_(model).fused
-    model(X)
-    assert type(model).forward.calls == counted.calls == 1
 
 
 def test_fusing_while_other_threads_run_the_model():
@@ -258,22 +205,13 @@ def test_fusing_while_other_threads_run_the_model():
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(15):
+    for _ in range(8):
         tfl.fuse_(model)
         tfl.unfuse_(model)
     ends.set()
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_a_begun_call_is_never_seen():
-    """It is what `step` returns, and nothing that a model computes may be one."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    tfl.fuse_(model)
-    assert type(in_code.step(model[0], X)) is tuple
-    for end in range(1, 4):
-        assert isinstance(model[:end](X), torch.Tensor)
 
 
 # --- text that is the code, and what is not -------------------------------------------------------
@@ -307,53 +245,19 @@ def test_a_cell_of_a_notebook_is_fused():
     assert len(tfl.fuse_(model).fused) == 1 and operators(model, X) == ["linear_relu"]
 
 
-@pytest.mark.parametrize("way", ["exec", "console", "python -c"])
-def test_a_class_without_a_file_is_left_alone_with_the_way_out(way):
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_class_without_a_file_is_left_alone_with_the_way_out(is_typed):
     scope = {"Block": Block, "__name__": "__main__"}
-    if way == "console":
+    if is_typed:
         console = code.InteractiveConsole(scope)
         for line in [*CELL.splitlines(), ""]:
             console.push(line)
-    elif way == "exec":
-        exec(CELL, scope)
     else:
-        exec(compile(CELL, "<string>", "exec"), scope)
+        exec(CELL, scope)
     model = scope["Cell"]()
     (skipped,) = tfl.fuse_(model).skipped
     assert skipped.reason.startswith("there is no source of Cell.forward, which takes a file or a")
     assert type(model) is scope["Cell"] and not operators(model, X)
-
-
-SESSION = (
-    "from torch import nn\nimport torch, torch_fused_linear as tfl\n"
-    "class Cell(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-    "        self.fc1, self.act = nn.Linear(6, 6), nn.ReLU()\n\n"
-    "    def forward(self, x):\n        return self.act(self.fc1(x))\n\n"
-    "report = tfl.fuse_(Cell())\nprint(len(report.fused), report.skipped)\n"
-)
-
-
-def test_a_class_that_is_typed_into_a_terminal():
-    """From Python 3.13 on the terminal keeps what was typed; before, the reason says what to do."""
-    pty = pytest.importorskip("pty")
-    main, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-i"],
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        env={**os.environ, "PYTHON_BASIC_REPL": "1"},
-    )
-    os.close(child)  # so that reading ends with the process
-    said = b""
-    with open(main, "r+b", buffering=0) as terminal, contextlib.suppress(OSError):
-        terminal.write(SESSION.replace("\n\n    def", "\n    def").encode() + b"exit()\n")
-        while piece := terminal.read(4096):
-            said += piece
-    assert process.wait() == 0
-    is_kept = sys.version_info >= (3, 13)
-    expected = b"1 ()" if is_kept else b"there is no source of Cell.forward, which takes"
-    assert expected in said, said.decode()
 
 
 class Carries(Block):
@@ -367,20 +271,17 @@ class Carries(Block):
         super().__setstate__(state)
 
 
-class Reduced(Block):
-    def __reduce__(self):
-        return type(self), (), self.__dict__
-
-
-@pytest.mark.parametrize("cls", [Block, Carries, Reduced])
+@pytest.mark.parametrize("cls", [Block, Carries])
 def test_copies_and_pickles(cls):
     model = cls()
     tfl.fuse_(model)
     torch.save(model, buffer := io.BytesIO())
-    buffer.seek(0)
-    copies = [copy.copy(model), copy.deepcopy(model), torch.load(buffer, weights_only=False)]
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        copies.append(pickle.loads(pickle.dumps(model, protocol)))
+    copies = [copy.copy(model), copy.deepcopy(model)]
+    with torch.serialization.safe_globals([cls, nn.Linear, nn.ReLU]):
+        for weights_only in (False, True):
+            buffer.seek(0)
+            copies.append(torch.load(buffer, weights_only=weights_only))
+    copies.append(pickle.loads(pickle.dumps(model)))
     for other in copies:
         assert type(other) is cls and type(other.fc1) is nn.Linear
         torch.testing.assert_close(other(X), model(X))

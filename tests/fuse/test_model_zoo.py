@@ -14,12 +14,7 @@ SAMPLE = {
     "timm/resnetv2_18": 0,
     "timm/swiftformer_xs": 0,
     "timm/gmlp_ti16_224": 0,
-    "transformers/bert": 1,
     "transformers/clip": 0,
-    "transformers/gpt2": 1,
-    "transformers/opt": 1,
-    "transformers/t5": 1,
-    "transformers/vit": 1,
     "transformers/wav2vec2": 1,
 }
 
@@ -31,16 +26,6 @@ def test_a_model_is_the_same_before_and_after(name):
     assert "skipped" not in record, record
     assert not wrong(record) and record["step"] is True, record
     assert record["blocks"] >= SAMPLE[name], record
-
-
-@pytest.mark.parametrize(
-    "result", [{"forward": "off"}, {"step": "off"}, {"unfused": "off"}, {"skipped": "crashed"}]
-)
-def test_a_failed_comparison_counts_as_wrong(result):
-    good = {"forward": True, "step": True, "unfused": True}
-    assert not wrong(good)
-    assert not wrong({"skipped": "plain: no input fits"})
-    assert wrong(good | result)
 
 
 def test_the_record_has_no_wrong_result():

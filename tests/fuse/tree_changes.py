@@ -6,6 +6,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import nn
@@ -272,27 +273,18 @@ def narrow_part(rng: random.Random, model: nn.Module) -> None:
     pick(rng, model).float()
 
 
-# name: the change, how often it is taken
+# By name: the change, how often it is taken.
 CHANGES: dict[str, tuple[Callable[[random.Random, nn.Module], None], int]] = {
-    "hook": (hook, 8),
-    "parameter hook": (parameter_hook, 2),
-    "parametrization": (parametrization, 5),
-    "frozen": (frozen, 4),
-    "changed parameter": (changed_parameter, 4),
-    "tied": (tied, 3),
-    "exchanged layer": (exchanged_layer, 4),
-    "exchanged activation": (exchanged_activation, 5),
-    "activation attribute": (activation_attribute, 4),
-    "list edit": (list_edit, 4),
-    "sliced": (sliced, 2),
-    "wrapped": (wrapped, 3),
-    "patched forward": (patched_forward, 5),
-    "patched helper": (patched_helper, 2),
-    "patched function": (patched_function, 3),
-    "flags": (flags, 3),
-    "part in eval": (part_in_eval, 3),
-    "dropout": (dropout, 3),
-    "narrow part": (narrow_part, 1),
+    change.__name__: (change, weight)
+    for weight, changes in (
+        (8, (hook,)),
+        (5, (parametrization, exchanged_activation, patched_forward)),
+        (4, (frozen, changed_parameter, exchanged_layer, activation_attribute, list_edit)),
+        (3, (tied, wrapped, patched_function, flags, part_in_eval, dropout)),
+        (2, (parameter_hook, sliced, patched_helper)),
+        (1, (narrow_part,)),
+    )
+    for change in changes
 }
 
 
@@ -337,29 +329,6 @@ def global_hooks() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def global_names(library) -> Iterator[None]:
-    """Names that the classes' file defines mean something else."""
-    before = library.ACT, library.KINDS, library.tanh_gelu
-    library.ACT, library.tanh_gelu = torch.tanh, torch.sigmoid
-    library.KINDS = {"relu": F.silu, "tanh gelu": F.gelu}
-    try:
-        yield
-    finally:
-        library.ACT, library.KINDS, library.tanh_gelu = before
-
-
-@contextlib.contextmanager
-def global_relu(library) -> Iterator[None]:
-    """The file has its own ``F``, in which relu is another function."""
-    before = library.F
-    library.F = type("Functional", (), {**vars(F), "relu": staticmethod(torch.tanh)})
-    try:
-        yield
-    finally:
-        library.F = before
-
-
 PATCHED = (
     *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.GELU, nn.Dropout, nn.Identity, nn.Conv2d)
       for name in ("forward", "__call__", "_call_impl")),
@@ -370,24 +339,16 @@ PATCHED = (
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def patched(owner, name: str) -> Iterator[None]:
+def patched(owner, name: str) -> contextlib.AbstractContextManager:
     """A function of torch's, or of a class, is another for a while."""
-    original, had = getattr(owner, name), vars(owner).get(name)
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def twice(*args, **kwargs):
         result = original(*args, **kwargs)
         return result * 2 if torch.is_tensor(result) else result
 
-    setattr(owner, name, twice)
-    try:
-        yield
-    finally:
-        if had is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, had)
+    return mock.patch.object(owner, name, twice)
 
 
 def world(kind: str | None, library) -> contextlib.AbstractContextManager:
@@ -396,8 +357,10 @@ def world(kind: str | None, library) -> contextlib.AbstractContextManager:
         return patched(*[*PATCHED, *own][int(kind) % len([*PATCHED, *own])])
     if kind == "global hooks":
         return global_hooks()
-    if kind == "global names":
-        return global_names(library)
-    if kind == "global relu":
-        return global_relu(library)
+    if kind == "global names":  # which the classes' file defines
+        kinds = {"relu": F.silu, "tanh gelu": F.gelu}
+        return mock.patch.multiple(library, ACT=torch.tanh, tanh_gelu=torch.sigmoid, KINDS=kinds)
+    if kind == "global relu":  # the file has its own F, in which relu is another function
+        own = type("Functional", (), {**vars(F), "relu": staticmethod(torch.tanh)})
+        return mock.patch.object(library, "F", own)
     return contextlib.nullcontext()

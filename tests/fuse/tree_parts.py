@@ -98,16 +98,6 @@ class Images(nn.Module):
         return self.seq(x.reshape(1, 1, -1, x.shape[-1])).mean(1).reshape(x.shape)
 
 
-def apply_block(block, x):
-    return block(x)
-
-
-def walk(block, x):
-    for child in block.children():
-        x = child(x)
-    return x
-
-
 def twice(function):
     @functools.wraps(function)
     def run(*args, **kwargs):
@@ -129,50 +119,3 @@ class Positive(nn.Module):
 
 class Named(nn.Sequential):
     """A Sequential under another name, as torchvision has many."""
-
-
-COUNTER = {"calls": 0}
-BY_TYPE = {nn.ReLU: F.relu, nn.GELU: F.gelu, LoudReLU: torch.sigmoid}
-
-
-def counting(function):
-    """A decorator with state, beside and on the function that it returns."""
-
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        run.calls += 1
-        COUNTER["calls"] = run.calls
-        return function(*args, **kwargs)
-
-    run.calls = 0
-    return run
-
-
-def memoryless(layer):
-    """A decorator that does not tell what it holds."""
-
-    def run(*args):
-        return F.relu(layer(*args))
-
-    return run
-
-
-def drawn(act, layer, x):
-    for _ in range(2):
-        h = layer(x)
-        yield act(h)
-
-
-async def waited(act, layer, x):
-    return act(layer(x))
-
-
-def run(coroutine):
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-
-
-def awaited(act, layer, x):
-    return run(waited(act, layer, x))

@@ -22,7 +22,6 @@ from tree_templates import (
     SIMPLE,
     WILD,
 )
-from tree_writing import written_otherwise
 
 HEADER = '''"""Classes of generated trees."""
 import functools
@@ -30,8 +29,6 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch import relu as bare_relu
-from torch import relu as fused_begin
 from torch.utils.checkpoint import checkpoint
 from tree_parts import *
 
@@ -39,10 +36,6 @@ ACT = F.relu
 KINDS = {"relu": F.relu, "tanh gelu": tanh_gelu}
 
 
-class Mixin:
-    def mixed(self, x):
-        h = self.fc3(x)
-        return F.relu(h)
 '''
 
 
@@ -70,12 +63,11 @@ class Body:
                 return fresh[token]
             return self.piece(token)
 
-        text = re.sub(r"\b(?:[EV][46]|[NT][46][a-z]|L[46]{2}|A|C)\b", fill, self.pick())
+        text = re.sub(
+            r"\b(?:[EV][46]|[NT][46][a-z]|L[46]{2}|A|C)\b", fill, self.rng.choice(self.table)
+        )
         self.lines.append(text)
         self.names |= pending
-
-    def pick(self) -> str:
-        return self.rng.choice(self.table)
 
     def piece(self, token: str) -> str:
         kind = token[0]
@@ -157,7 +149,6 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     found["conv"] = "nn.Conv2d(1, 1, 3, padding=1)"
     found["stem"] = "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 1))"
     found["drop"], found["flag"] = drop, str(rng.random() < 0.5)
-    found["approx"] = repr(rng.choice(["none", "tanh"]))
     found["axis"] = rng.choice(["-1", "-1", "0"])
     found["kind"] = repr(rng.choice(["relu", "tanh gelu"]))
     needed = [n for n in found if re.search(rf"self\.{n}\b|[\"']{n}[\"']", text)]
@@ -180,13 +171,6 @@ ASKED = """
 """
 
 
-def bases_of(rng: random.Random, base: str | None, text: str) -> str:
-    base = base or "nn.Module"
-    if "self.mixed" not in text:
-        return base
-    return rng.choice([f"Mixin, {base}", f"{base}, Mixin"])
-
-
 SIMPLE_NAMES = [f"C{i}" for i in range(0, 1000, 3)]
 
 
@@ -205,14 +189,13 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     forward = body.finish()
     if base and rng.random() < 0.5:
         above = rng.choice(
-            ["super().forward(", "super(OWN, self).forward(", f"{base}.forward(self, "]
+            ["super().forward(", f"super({name}, self).forward(", f"{base}.forward(self, "]
         )
         forward = textwrap.indent(f"x = {above}x)\n{textwrap.dedent(forward)}", " " * 8)
     decorator = "    @twice\n" if not simple and rng.random() < 0.08 else ""
-    more = ", *, act=F.relu" if "act(" in forward and not simple else ""
-    text = f"{decorator}    def forward(self, x{more}):\n{forward}\n"
+    text = f"{decorator}    def forward(self, x):\n{forward}\n"
     if "helper" in forward or rng.random() < 0.2:
-        text += f"\n    def helper(self, x{more}):\n{helper.finish()}\n"
+        text += f"\n    def helper(self, x):\n{helper.finish()}\n"
     text = text if simple or rng.random() > 0.05 else text.replace("self", "this")
     if "self.static" in text:
         text += f"\n    static = staticmethod({rng.choice(['F.relu', 'tanh_gelu'])})\n"
@@ -220,19 +203,14 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
         text += "\n    @property\n    def first(self):\n        return self.layers[0]\n"
     if "self.asked" in text or "self.changing" in text:
         text += ASKED
-    if "self.counted" in text:
-        text += "\n    @counting\n    def counted(self, x):\n        return F.relu(self.fc3(x))\n"
     extra = " self.fc3 self.layers" if "self.first" in text else ""
-    extra += " self.fc3" if "self.mixed" in text else ""
     lines = attributes(rng, text.replace("this.", "self.") + extra, simple, simple or bool(base))
     parts = "self.parts = nn.ModuleList(parts)"
     start = f"super().__init__({'parts' if base else ''})"
     init = textwrap.indent("\n".join([start, *([] if base else [parts]), *lines]), " " * 8)
     code = (
-        f"class {name}({bases_of(rng, base, text)}):\n    def __init__(self, parts=()):\n{init}\n\n"
-        f"{text}"
+        f"class {name}({base or 'nn.Module'}):\n    def __init__(self, parts=()):\n{init}\n\n{text}"
     )
-    code = code.replace("OWN", name)
     if not simple and rng.random() < 0.1 and "F.relu" in code:
         inner = textwrap.indent(code.replace("F.relu(", "function("), "    ")
         made = f"{name} = make_{name}(F.relu)\n"
@@ -244,8 +222,7 @@ def write_library(seed: int, classes: int) -> str:
     rng = random.Random(f"library {seed}")
     names = [f"C{i}" for i in range(classes)]
     bodies = [write_class(rng, name, names[max(0, i - 5) : i]) for i, name in enumerate(names)]
-    writer = random.Random(f"writing {seed}")
-    return "\n\n".join([HEADER, *(written_otherwise(writer, body) for body in bodies)])
+    return "\n\n".join([HEADER, *bodies])
 
 
 def load_library(folder: Path, seed: int, classes: int = 40, plain: bool = False) -> ModuleType:

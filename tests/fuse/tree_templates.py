@@ -2,7 +2,7 @@
 
 Capitals are filled in: ``E4`` an expression of width 4, ``V4`` a local name that exists, ``N4a`` a
 new one that later code may read, ``T4a`` a new one that it may not, ``L46`` a layer from width 4 to
-6, ``A`` an activation, ``C`` a condition, ``OWN`` the name of the class.
+6, ``A`` an activation, ``C`` a condition.
 
 No activation in place follows a tensor's hook: on a CPU torch loses that hook where ``F.linear``
 returned a view, which ours does not.
@@ -68,8 +68,6 @@ for T4l in self.layers:
     N4p = T4l(N4a)
     N4a = A(N4p) + T4q
 ---
-N4a = self.drop(A(L44(E4)))
----
 N4a = self.act(self.drop(L44(E4)))
 ---
 N4a = L44(E4)
@@ -85,9 +83,6 @@ N4c = N4a * 0.5
 N4a = L44(E4)
 N4b = self.inplace(N4a)
 N4c = N4a - 1
----
-N4a = A(L44(E4))
-N4a.mul_(0.5)
 ---
 N4a = self.seq(E4)
 N6b = self.seq[0](V4)
@@ -136,9 +131,6 @@ N4a, N4b = L44(E4), A(E4)
 ---
 N4a = N4b = A(L44(E4))
 ---
-T4a, T4b = L44(E4), L44(E4)
-N4c = A(T4a) - A(T4b)
----
 N4a = (E4) * 1
 T4b = L44(N4a)
 N4a.mul_(0.5)
@@ -149,24 +141,12 @@ T4b = self.fc3(N4a)
 N4a += V4
 N4c = F.relu(T4b)
 ---
-N4a = (E4) + 1
-T4b = self.fc3(N4a)
-self.inplace(N4a)
-N4c = F.gelu(T4b)
----
 T6a = L46(E4)
 N6b = A(T6a)
 del T6a
 ---
-T4f = L44
-N4a = A(T4f(E4))
----
 T4f, T4g = L44, A
 N4a = T4g(T4f(E4))
----
-N4a = E4
-for T4i in range(len(self.layers)):
-    N4a = A(self.layers[T4i](N4a))
 ---
 N4a = N4b = E4
 for T4l in self.layers:
@@ -192,8 +172,6 @@ for T4l, T4g in zip(self.layers, self.acts):
 ---
 N4a = sum([A(T4l(V4)) for T4l in self.layers])
 ---
-N4a = sum(A(T4l(V4)) for T4l in self.layers)
----
 try:
     N4a = A(L44(E4))
 finally:
@@ -208,16 +186,9 @@ try:
 except KeyError:
     N4b = N4a
 ---
-with torch.no_grad():
-    N4a = A(L44(E4))
----
 N4a = L44(E4)
 with torch.no_grad():
     N4b = A(N4a)
----
-with torch.no_grad():
-    T4a = L44(E4)
-N4b = A(T4a)
 ---
 with torch.set_grad_enabled(C):
     T4a = L44(E4)
@@ -225,11 +196,6 @@ with torch.set_grad_enabled(C):
 ---
 def T4f(t):
     return A(L44(t))
-N4a = T4f(E4)
----
-def T4f(t, layer=L44):
-    t = layer(t)
-    return A(t)
 N4a = T4f(E4)
 ---
 T4f = lambda t: A(L44(t))
@@ -253,20 +219,7 @@ N4c = locals()["T4a"]
 N4a = L44(E4)
 F.relu(N4a, inplace=True)
 ---
-N4a = L44(E4)
-N4a.relu_()
----
-N4a = self.inplace(L44(E4))
----
-N4a = F.relu(input=L44(input=E4))
----
 N4a = F.gelu(input=L44(E4), approximate="tanh")
----
-N4a = F.gelu(L44(E4), approximate=self.approx)
----
-N4a = F.relu(L44(E4), self.flag)
----
-N4a = F.relu(F.linear(V4, self.fc3.weight, self.fc3.bias))
 ---
 N4a = E4
 for T4l in self.seq:
@@ -274,17 +227,9 @@ for T4l in self.seq:
 ---
 N4a = self.seq[1:](self.seq[:1](E4))
 ---
-N6a = self.seq[:2](E4)
----
 N6a = A(self.seq[:1](E4))
 ---
-N4a = walk(self.seq, E4)
----
-N4a = apply_block(self.seq, E4)
----
 N4a = checkpoint(lambda t: A(L44(t)), E4, use_reentrant=False)
----
-N4a = A(L44(E4)).detach() + V4
 ---
 N4a = L44(E4)
 N4b = A(N4a.detach())
@@ -294,34 +239,13 @@ if N4a.requires_grad:
     N4a.register_hook(lambda g: g * 2)
 N4b = F.gelu(N4a)
 ---
-N4a = A(L44(E4))
-if N4a.requires_grad:
-    N4a.register_hook(lambda g: g * 2)
----
-N4a = type(self).helper(self, E4)
----
-N4a = act(L44(E4))
----
 N4a = KINDS[self.kind](L44(E4))
----
-N4a = self.branch["fc"](E4)
-N4b = self.branch["act"](N4a)
 ---
 N4a = self.branch.act(self.branch.fc(E4))
 ---
-N4a = (lambda t: F.relu(t))(L44(E4))
----
-N4a = bare_relu(L44(E4))
----
-N4a = torch.clamp(L44(E4), min=0)
----
 N4a = self.fn(L44(E4))
 ---
-x = A(L44(E4))
----
 N4a = A(L44((x := E4)))
----
-N4a = A(*[L44(E4)])
 ---
 N4a = L44(E4)
 N4b = [A(N4a), N4a][0]
@@ -331,13 +255,9 @@ N4a = L44(E4)
 assert N4a.shape == x.shape
 N4b = A(N4a)
 ---
-N4a = A(L44(E4)[..., :4])
----
 N4a = (F.relu if C else torch.tanh)(L44(E4))
 ---
 N4a = (L44 if C else L44)(E4).relu()
----
-N4a = A(L44(V4)) * L44(V4) * L44(V4)
 ---
 N4a = sum(T4g(T4l(V4)) * L44(V4) for T4l, T4g in zip(self.layers, self.acts))
 ---
@@ -351,12 +271,6 @@ T6g = self.wide(T4a)
 T4a = V4
 T6u = L46(T4a)
 N4b = L64(A(T6g) * T6u)
----
-T4a = E4
-T6g = F.relu(self.wide(T4a))
-T4a = T4a * 0.5 + 1
-T6u = self.fc1(T4a)
-N4b = L64(T6g * T6u)
 ---
 T4a = E4
 T6u = self.fc1(T4a)
@@ -381,28 +295,6 @@ T4a = E4
 T6g = F.gelu(self.wide(T4a), approximate="tanh")
 N4b = A(L64(T6g * L46(T4a)))
 ---
-T4a = E4
-try:
-    T6g = self.wide(T4a)
-    T6u = L46(T4a)
-    N4b = L64(A(T6g) * T6u)
-except TypeError:
-    N4b = T4a
-    raise
----
-N4a = OWN.helper(self, E4)
----
-N4a = E4 if isinstance(self, OWN) else x
----
-N4a = E4 if type(self) is OWN else A(E4)
----
-N4a = E4 if self.__class__.__name__ == "OWN" else A(E4)
----
-T4s = f'''{A(L44(E4)).sum().item():.2f}{len("ab")}'''
-N4a = V4 * len(T4s)
----
-N4a = [A(L44(V4)) for _ in range(2)][1]
----
 match self.kind:
     case "relu":
         N4a = A(L44(E4))
@@ -413,53 +305,16 @@ match self.kind:
 N4a = L44(E4)
 if self.asked:
     N4a = A(N4a)
----
-N4a = L44(E4)
-if self.asked:
-    N4a = A(N4a)
 elif C:
     N4a = N4a + 1
 else:
     N4a = N4a - V4
----
-T4l = [V4, V4]
-while T4l:
-    N4a = L44(T4l.pop())
-    if T4l:
-        N4a = A(N4a)
 ---
 N4a = L44(self.changing(E4))
 if self.times % 3:
     N4a = A(N4a)
 ---
 N4a = A(L44(E4)) if self.asked else L44(E4)
----
-N4a = BY_TYPE.get(type(self.act), torch.tanh)(L44(E4))
----
-N4a = A(L44(E4)) * len(vars(type(self)))
----
-N4a = A(L44(E4)) * (1 + issubclass(type(self), OWN)) * (2 - (type(self).forward is OWN.forward))
----
-N4a = sum(drawn(A, L44, V4))
----
-N4a = awaited(A, L44, V4)
----
-async def T4f(t):
-    t = L44(t)
-    return A(t)
-N4a = run(T4f(E4))
----
-def T4f(t):
-    yield A(L44(t))
-    T6a = L46(t)
-    yield A(T6a)[..., :4]
-N4a = sum(T4f(E4))
----
-N4a = self.counted(E4) * (1 + (type(self).counted.calls == COUNTER["calls"]))
----
-N4a = self.mixed(E4)
----
-N4a = memoryless(L44)(A(L44(E4)))
 ---
 if (T4a := L44(E4)).shape[-1] == 4:
     N4a = A(T4a)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from numerics import Tally, ulp
 from stacks import assert_same
@@ -17,6 +18,31 @@ import torch_fused_linear as tfl
 from torch_fused_linear import _library, functional
 from torch_fused_linear.fuse import call as decisions
 from torch_fused_linear.fuse import in_code, plain
+
+
+def chain():
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.fc1(x)
+        h = self.act(h)
+        return self.fc2(h)
+
+
+class Gated(Block):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.axis = nn.Linear(6, 6), nn.Dropout(0.0), -1
+
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        return self.fc2(self.drop(gate * self.up(x)))
 
 
 @dataclass
@@ -172,6 +198,12 @@ def unmark_all(monkeypatch) -> None:
     """Takes the marks of all models, also of earlier tests, until the end of this one."""
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         monkeypatch.delitem(vars(module), plain.MARK, raising=False)
+
+
+@pytest.fixture(params=["C", "Python"])
+def decides(request, monkeypatch):
+    if request.param == "Python":
+        decided_in_python(monkeypatch)
 
 
 def decided_in_python(monkeypatch) -> None:

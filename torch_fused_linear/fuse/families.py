@@ -23,7 +23,6 @@ FAMILIES = {
 # The function of each activation class, by the operators' names. Every formula here is the very
 # function, whatever operations it is written in; approximations of another kind are left out.
 ACTIVATIONS = {
-    "torch.nn.modules.activation.ReLU": "relu",
     "torch_fused_linear.activations.SquaredReLU": "relu2",
     "transformers.activations.ReLUSquaredActivation": "relu2",
     "timm.layers.activations.GELU": "gelu_erf",

@@ -18,7 +18,7 @@ from torch import nn
 from .._torch_internals import forget_compiled
 from . import in_code
 from .runs import Product, is_torch_chunk
-from .source import ORIGINALS, Text, codes_in, functions_in, key_of
+from .source import ORIGINALS, Text, codes_in, functions_in
 from .syntax import Step
 
 SEQUENTIAL = nn.Sequential.forward
@@ -79,12 +79,13 @@ def _compiled(wanted: dict[Text, Groups]) -> dict[Text, CodeType]:
     found = {}
     for source, path, flags in {text.file for text in wanted}:
         tree = ast.parse(source)
-        nodes = {key_of(node): node for node, _ in functions_in(tree)}
+        nodes = functions_in(tree)
         texts = [text for text in wanted if text.file == (source, path, flags)]
         for text in texts:
-            _Rewriter(text, wanted[text], nodes[text.key]).visit(nodes[text.key])
+            (node,) = nodes[text.key]
+            _Rewriter(text, wanted[text], node).visit(node)
             if text.function is SEQUENTIAL:
-                _look_for_mark(nodes[text.key])
+                _look_for_mark(node)
         ast.fix_missing_locations(tree)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
         found |= {text: codes[text.key][0] for text in texts}

@@ -53,15 +53,11 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
             f"fuse_script_: expected a scripted or traced module, got {type(scripted).__name__}"
         )
     scripted, module = held, copy_of_own_class(held._c)
-    fused: list[Block] = []
-    skipped: list[Skipped] = []
-    for graph in script_graphs(module):
-        method = _Method(graph, scripted)
-        fused += method.fused
-        skipped += method.skipped
+    methods = [_Method(graph, scripted) for graph in script_graphs(module)]
+    fused = tuple(block for method in methods for block in method.fused)
     if fused:
         scripted._reconstruct(module)
-    return Report(tuple(fused), tuple(skipped))
+    return Report(fused, tuple(place for method in methods for place in method.skipped))
 
 
 class _Method:
@@ -102,9 +98,19 @@ class _Method:
             return
         if reason := self._objection(act, last, value):
             place = layer.sourceRange().splitlines()[0]
-            self.skipped.append(Skipped(self._path(layer) or "", reason, place))
+            self.skipped.append(Skipped(self._path(layer), reason, place))
+            return
+        # a dropout between the two comes after the operator then
+        kind, drop, before = _kind(act), ("Dropout",) * (last != value), _operators(layer)
+        if _is_conv(layer):
+            name, options = "conv2d_relu", ()
         else:
-            self._replace_layer(act, last, value)
+            name, options = kind.operator, (*filter(None, [kind.approximate]), "default")
+        path = self._path(layer)
+        act.output().replaceAllUsesWith(last)
+        act.destroy()
+        self._put(value, name, [*layer.inputs(), *options], [layer])
+        self.fused.append(Block("", "", (path,), (*before, *drop, kind.label), (name, *drop)))
 
     def _objection(self, act: Node, last: Value, value: Value) -> str | None:
         """Why an activation must stay one, of `last`, which is a layer's value or a dropout's."""
@@ -116,19 +122,6 @@ class _Method:
         if any(v.unique() not in self.here for v in (value, last, act.output())):
             return "it lies in a `with` block or another branch than its activation"
         return None
-
-    def _replace_layer(self, act: Node, last: Value, value: Value) -> None:
-        """A dropout between the two comes after the operator then."""
-        layer, kind, drop = value.node(), _kind(act), ("Dropout",) * (last != value)
-        path, before = self._path(layer) or "", _operators(layer)
-        if _is_conv(layer):
-            name, options = "conv2d_relu", ()
-        else:
-            name, options = kind.operator, (*filter(None, [kind.approximate]), "default")
-        act.output().replaceAllUsesWith(last)
-        act.destroy()
-        self._put(value, name, [*layer.inputs(), *options], [layer])
-        self.fused.append(Block("", "", (path,), (*before, *drop, kind.label), (name, *drop)))
 
     def _fuse_gated(self, mul: Node) -> None:
         for factor in (0, 1):
@@ -190,7 +183,7 @@ class _Method:
             name, result, gone = "gated_mlp", down.output(), [down, mul]
             given = [*given[:3], down.inputsAt(1), *given[3:], down.inputsAt(2)]
             layers, before = (*layers, down), [*before, *_operators(down)]
-        paths = tuple(self._path(layer) or "" for layer in layers)
+        paths = tuple(map(self._path, layers))
         self._put(result, name, [*given, kind.name, "default"], [*gone, *reversed(nodes)])
         self.fused.append(Block("", "", paths, tuple(before), (f"{name} ({kind.label})",)))
 
@@ -203,40 +196,36 @@ class _Method:
 
     def _put(self, result: Value, name: str, given: list, gone: list[Node]) -> None:
         """An operator in the place of nodes, the last of which comes first."""
-        values = [v if isinstance(v, Value) else self._constant(v, gone[0]) for v in given]
+        values = [v if isinstance(v, Value) else self.graph.insertConstant(v) for v in given]
         node = self.graph.create(f"fused::{name}", values, 1)
         node.insertBefore(gone[0])
+        for constant in (v.node() for v, what in zip(values, given) if v is not what):
+            constant.moveBefore(node)
         node.output().setType(TensorType.get())
         self.here.add(node.output().unique())
         result.replaceAllUsesWith(node.output())
         for node in gone:
             node.destroy()
 
-    def _constant(self, value: str | None, before: Node) -> Value:
-        constant = self.graph.insertConstant(value)
-        constant.node().moveBefore(before)
-        return constant
-
-    def _path(self, layer: Node) -> str | None:
+    def _path(self, layer: Node) -> str:
         """The path of the module that holds a layer's weight."""
-        names = _attributes(layer.inputsAt(1))
-        return None if names is None else ".".join(names[:-1])
+        return ".".join(_attributes(layer.inputsAt(1))[:-1])
 
     def _shape(self, weight: Value) -> torch.Size | None:
         """Of a parameter or buffer."""
         held = self.scripted
-        for name in _attributes(weight) or ():
+        for name in _attributes(weight):
             held = getattr(held, name)
         return held.shape if isinstance(held, Tensor) else None
 
 
-def _attributes(value: Value) -> list[str] | None:
-    """The names on the way from the module to what it holds; None for anything else."""
+def _attributes(value: Value) -> list[str]:
+    """The names on the way from the module to what it holds; none for anything else."""
     names, node = [], value.node()
     while node.kind() == "prim::GetAttr":
         names.insert(0, node.s("name"))
         node = node.inputsAt(0).node()
-    return names if names and node.kind() == "prim::Param" else None
+    return names if node.kind() == "prim::Param" else []
 
 
 def _is_conv(layer: Node) -> bool:

@@ -6,7 +6,7 @@ import __future__
 import ast
 import linecache
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
@@ -30,7 +30,6 @@ class Text:
     Attributes:
         file: the text of its file, the file's name, and the flags to compile it with.
         key: the name and first line of its code, which it has alone in the file.
-        class_name: of the class around it, whose name is put before private ones.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -55,10 +54,15 @@ class Text:
                 f"the code of {name} is not what is in the file; it was changed since it was "
                 "loaded, or made by other code"
             )
-        ((self.node, self.class_name),) = nodes[self.key]
+        (self.node,) = nodes[self.key]
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{name} has type parameters")
         self.scope = Scope(self.node, self.code)
+
+    @property
+    def class_name(self) -> str:
+        """Of what is around it: a class's name is put before private ones."""
+        return self.function.__qualname__.rpartition(".")[0].rpartition(".")[2]
 
     @property
     def self_name(self) -> str:
@@ -83,27 +87,21 @@ class Text:
         return f"{self.code.co_filename}:{node.lineno}"
 
 
-def functions_in(tree: ast.AST, class_name: str = "") -> Iterator[tuple[ast.AST, str]]:
-    """All functions, each with the class around it."""
-    for node in ast.iter_child_nodes(tree):
+def functions_in(tree: ast.AST) -> dict[tuple[str, int], list[ast.AST]]:
+    """All functions, by the name and first line that their code has."""
+    found: dict[tuple[str, int], list] = {}
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield node, class_name
-        yield from functions_in(node, node.name if isinstance(node, ast.ClassDef) else class_name)
-
-
-def key_of(node: ast.AST) -> tuple[str, int]:
-    """The name and first line that the code of a function's node has."""
-    lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
-    return getattr(node, "name", "<lambda>"), min(lines)
+            lines = [node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]
+            found.setdefault((getattr(node, "name", "<lambda>"), min(lines)), []).append(node)
+    return found
 
 
 @lru_cache(maxsize=32)
 def index(source: str, path: str, flags: int) -> tuple[dict, dict]:
-    """The functions of a file, with the classes around them, and their code."""
-    nodes: dict[tuple[str, int], list] = {}
-    for node, class_name in functions_in(ast.parse(source)):
-        nodes.setdefault(key_of(node), []).append((node, class_name))
-    return nodes, codes_in(compile(source, path, "exec", flags, dont_inherit=True))
+    """The functions of a file, and their code."""
+    codes = codes_in(compile(source, path, "exec", flags, dont_inherit=True))
+    return functions_in(ast.parse(source)), codes
 
 
 def codes_in(code: CodeType) -> dict[tuple[str, int], list[CodeType]]:
