@@ -1,6 +1,6 @@
 """fuse_ on thousands of generated models: whatever is built and done, the function stays the same.
 
-    pytest tests/fuse/test_fuse_trees.py                    1,200 trees
+    pytest tests/fuse/test_fuse_trees.py                    600 trees
     pytest tests/fuse/test_fuse_trees.py -m long            30,000 others
     TREE_SEED=17 pytest tests/fuse/test_fuse_trees.py       one tree
 
@@ -16,6 +16,7 @@ import pytest
 import tree_compare
 from fused_models import decided_in_python
 from helpers import one_thread  # noqa: F401
+from tree_sources import has_its_file
 from trees import grow
 
 CHUNK = 100
@@ -46,6 +47,8 @@ def system_of(seed: int) -> str | None:
 def assert_tree_holds(seed, folder):
     system = system_of(seed)
     tree = grow(seed, folder, simple=system in SCRIPTED)
+    if system == "script" and not has_its_file(tree.library):
+        system = None  # TorchScript reads the file
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old functions that the trees use on purpose
@@ -65,12 +68,12 @@ def assert_trees_hold(seeds, folder, monkeypatch):
         assert refused <= CHUNK / 8, "systems took too few of the plain models"
 
 
-@pytest.mark.parametrize("start", range(0, 1200, CHUNK) if ONE is None else [int(ONE)])
+@pytest.mark.parametrize("start", range(0, 600, CHUNK) if ONE is None else [int(ONE)])
 def test_a_fused_tree_is_the_plain_one(start, folder, monkeypatch):
     assert_trees_hold(range(start, start + (CHUNK if ONE is None else 1)), folder, monkeypatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", range(1200, 32000, CHUNK))
+@pytest.mark.parametrize("start", range(600, 30600, CHUNK))
 def test_many_more_fused_trees_are_the_plain_ones(start, folder, monkeypatch):
     assert_trees_hold(range(start, start + CHUNK), folder, monkeypatch)

@@ -225,6 +225,11 @@ def write_library(seed: int, classes: int) -> str:
     return "\n\n".join([HEADER, *bodies])
 
 
+def has_its_file(library: ModuleType) -> bool:
+    path = Path(library.__file__)
+    return path.exists() and path.read_text() == library.text
+
+
 def load_library(folder: Path, seed: int, classes: int = 40, plain: bool = False) -> ModuleType:
     """The module of this seed, from its file; of some the file changes afterwards, or is gone.
 
