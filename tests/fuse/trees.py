@@ -170,6 +170,11 @@ def odd_input(rng: random.Random) -> Tensor:
     )
 
 
+def has_text(seed: int) -> bool:
+    """Whether the file of its classes stays as it was loaded."""
+    return seed // TREES % 8 < 6
+
+
 def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     """The tree of this seed; its classes come from a file in the folder."""
     rng = random.Random(f"tree {seed}")
