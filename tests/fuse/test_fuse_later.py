@@ -14,6 +14,7 @@ from fused_models import Block, Gated, chain, operators, results
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
+from torch.ao import quantization
 from torch.nn.utils import parametrizations, prune
 
 import torch_fused_linear as tfl
@@ -324,3 +325,33 @@ def test_autocast(make, dtype):
         assert operators(model, x.to(dtype))
     assert got.dtype == want.dtype == dtype
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.quant, self.fc, self.act = quantization.QuantStub(), nn.Linear(6, 6), nn.ReLU()
+        self.dequant = quantization.DeQuantStub()
+
+    def forward(self, x):
+        return self.dequant(self.act(self.fc(self.quant(x))))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("turn", range(4))
+def test_eager_quantisation_in_any_order(turn):
+    def run(net, fuses):
+        steps = [
+            lambda: quantization.fuse_modules(net, [["fc", "act"]], inplace=True),
+            lambda: quantization.prepare(net, inplace=True) and net(X[0].float()),
+            lambda: quantization.convert(net, inplace=True),
+        ]
+        for step in [*steps[:turn], *[lambda: tfl.fuse_(net)] * fuses, *steps[turn:]]:
+            step()
+        return net(X[0].float())
+
+    plain = Quantised().eval()
+    plain.qconfig = quantization.get_default_qconfig("qnnpack")
+    model = copy.deepcopy(plain)
+    torch.testing.assert_close(run(model, True), run(plain, False))
+    assert type(model.fc) is type(plain.fc)

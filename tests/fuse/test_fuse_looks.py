@@ -1,11 +1,13 @@
 """Whoever looks at classes, functions, files and stacks sees what is there without fuse_."""
 
 import code
+import contextlib
 import copy
 import importlib
 import inspect
 import io
 import linecache
+import os
 import pickle
 import subprocess
 import sys
@@ -258,6 +260,38 @@ def test_a_class_without_a_file_is_left_alone_with_the_way_out(is_typed):
     (skipped,) = tfl.fuse_(model).skipped
     assert skipped.reason.startswith("there is no source of Cell.forward, which takes a file or a")
     assert type(model) is scope["Cell"] and not operators(model, X)
+
+
+SESSION = (
+    "from torch import nn\nimport torch, torch_fused_linear as tfl\n"
+    "class Cell(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    "        self.fc1, self.act = nn.Linear(6, 6), nn.ReLU()\n\n"
+    "    def forward(self, x):\n        return self.act(self.fc1(x))\n\n"
+    "report = tfl.fuse_(Cell())\nprint(len(report.fused), report.skipped)\n"
+)
+
+
+def test_a_class_that_is_typed_into_a_terminal():
+    """From Python 3.13 on the terminal keeps what was typed; before, the reason says what to do."""
+    pty = pytest.importorskip("pty")
+    main, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-i"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "PYTHON_BASIC_REPL": "1"},
+    )
+    os.close(child)  # so that reading ends with the process
+    said = b""
+    with open(main, "r+b", buffering=0) as terminal, contextlib.suppress(OSError):
+        terminal.write(SESSION.replace("\n\n    def", "\n    def").encode() + b"exit()\n")
+        while piece := terminal.read(4096):
+            said += piece
+    assert process.wait() == 0
+    is_kept = sys.version_info >= (3, 13)
+    expected = b"1 ()" if is_kept else b"there is no source of Cell.forward, which takes"
+    assert expected in said, said.decode()
 
 
 class Carries(Block):
