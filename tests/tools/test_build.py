@@ -620,6 +620,9 @@ for use in (lambda: tfl.fuse_(model), lambda: tfl.linear_relu, lambda: tfl.Fused
 """
 
 
+GAIN = "from torch_fused_linear.gain.__main__ import main; main(['a:b', '--input', '1'])"
+
+
 def test_without_a_library_a_model_can_still_be_read(package, folder):
     shutil.rmtree(folder)
     result = run_python(package, USED)
@@ -628,6 +631,8 @@ def test_without_a_library_a_model_can_still_be_read(package, folder):
     wrong = said_at_import(package)
     assert wrong.startswith("torch_fused_linear: the library has not been built (torch 2.")
     assert result.stdout.count(wrong) == 3
+    asked = run_python(package, GAIN)
+    assert asked.returncode == 2 and asked.stderr.splitlines()[-1].endswith(wrong)
 
 
 def test_a_library_for_another_release_names_what_there_is_and_the_command(package, folder):
