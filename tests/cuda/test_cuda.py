@@ -320,7 +320,6 @@ def test_unwanted_gradients_launch_nothing(op):
     assert launched((False, False, True)) < launched((True, False, True))
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("op", OPS, ids=repr)
 def test_a_column_major_gradient(op):
     """A contiguous copy of it has the size of the results: it must live as long as it is read."""

@@ -96,33 +96,16 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
+def cases(make, by_columns):
+    """Blocks of several sizes, and every order of a product's tiles; where asked for, with weights
+    as Hugging Face's Conv1D stores them, [in, out]."""
     for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, activation, bias)
-            got, paths = forced(block.step, tmp_path, order)
-            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, activation)
-            got, paths = forced(block.inference, tmp_path, order)
-            assert paths == [KERNEL]
-            assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
-
-
-def with_weights_by_columns(block):
-    """Its weights as Hugging Face's Conv1D stores them, [in, out]."""
-    block.weights = [w.detach().t().contiguous().t().requires_grad_() for w in block.weights]
-    return block
+        for sizes in SIZES[2:] if by_columns else SIZES:
+            block = make(*sizes)
+            if by_columns:
+                weights = [w.detach().t().contiguous().t() for w in block.weights]
+                block.weights = [w.requires_grad_() for w in weights]
+            yield block, order
 
 
 def assert_laid_out_as_leaves(block, grads):
@@ -132,27 +115,24 @@ def assert_laid_out_as_leaves(block, grads):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_layers_whose_weights_lie_by_columns(activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES[2:]:
-            block = with_weights_by_columns(Block(*sizes, dtype, activation))
-            got, paths = forced(block.step, tmp_path, order)
-            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+@pytest.mark.parametrize("bias, by_columns", [(True, False), (False, False), (True, True)])
+def test_steps_are_as_exact_as_eager(activation, dtype, bias, by_columns, tmp_path):
+    make = partial(Block, dtype=dtype, activation=activation, bias=bias)
+    for block, order in cases(make, by_columns):
+        got, paths = forced(block.step, tmp_path, order)
+        assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
+        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        if by_columns:
             assert_laid_out_as_leaves(block, got[1:])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
-@pytest.mark.parametrize("form", ["apart", "stacked"])
-def test_gated_blocks_whose_weights_lie_by_columns(form, activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES[2:]:
-            block = with_weights_by_columns(GatedBlock(*sizes, dtype, activation, form))
-            got, paths = forced(block.step, tmp_path, order)
-            assert paths.count(KERNEL) == (2 if sizes[0] >= LEAST_TOKENS else 1), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
-            assert_laid_out_as_leaves(block, got[1:])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
+    for block, order in cases(partial(Block, dtype=dtype, activation=activation), False):
+        got, paths = forced(block.inference, tmp_path, order)
+        assert paths == [KERNEL]
+        assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
 def of_bits(block):
@@ -172,11 +152,10 @@ def forced_bits(block, folder, order=0):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_bits_of_relu(bias, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, "relu", bias)
-            y, _ = forced_bits(block, tmp_path, order)
-            assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
+    make = partial(Block, dtype=dtype, activation="relu", bias=bias)
+    for block, order in cases(make, False):
+        y, _ = forced_bits(block, tmp_path, order)
+        assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -221,13 +200,15 @@ def test_a_layer_of_low_memory_has_the_gradients_that_its_output_gives(dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
 @pytest.mark.parametrize("form", ["apart", "stacked"])
-def test_steps_of_gated_blocks_are_as_exact_as_eager(form, activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = GatedBlock(*sizes, dtype, activation, form)
-            got, paths = forced(block.step, tmp_path, order)
-            assert paths.count(KERNEL) == (2 if sizes[0] >= LEAST_TOKENS else 1), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_steps_of_gated_blocks_are_as_exact_as_eager(by_columns, form, activation, dtype, tmp_path):
+    make = partial(GatedBlock, dtype=dtype, activation=activation, form=form)
+    for block, order in cases(make, by_columns):
+        got, paths = forced(block.step, tmp_path, order)
+        assert paths.count(KERNEL) == (2 if len(block.x) >= LEAST_TOKENS else 1), paths
+        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        if by_columns:
+            assert_laid_out_as_leaves(block, got[1:])
 
 
 def plain_glu(x, weight, bias, activation, form):
