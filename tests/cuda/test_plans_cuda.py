@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from captures import captured
 from numerics import assert_contract
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
 from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401
@@ -37,6 +38,10 @@ def network(*widths, dtype=torch.bfloat16, layer=tfl.FusedLinearGELU):
     return torch.nn.Sequential(*modules).to("cuda", dtype)
 
 
+def gradients(model, x):
+    return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
+
+
 # ------------------------------------------------------------------------------------ results
 
 
@@ -57,13 +62,10 @@ def test_steps_across_layers(layer, dtype, name):
     model = network(64, 256, 128, 32, dtype=dtype, layer=layer)
     x = torch.randn(500, 64, device="cuda", dtype=dtype)
 
-    def gradients():
-        return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
-
     with tfl.set_policy("eager"):
-        want = gradients()
+        want = gradients(model, x)
     with tfl.set_policy(name):
-        measured, known = gradients(), gradients()
+        measured, known = gradients(model, x), gradients(model, x)
     assert_same(measured, want)
     assert all(torch.equal(a, b) for a, b in zip(measured, known)), "same plans, same bits"
     assert lines("measured") and bool(lines(" cublaslt ")) == (name == "cublaslt")
@@ -115,21 +117,23 @@ def test_nothing_is_measured_without_a_budget_or_when_deterministic():
     assert len(lines("measured")) == 1
 
 
-def test_deterministic_mode_does_not_take_what_was_timed():
-    call = LINEAR.case(512, 256, 256, torch.bfloat16, "cuda").inputs
-    tfl.linear_relu(*call)
-    with deterministic():
-        tfl.linear_relu(*call)
-    assert len(lines("measured")) == 1 and len(lines("by rule")) == 1
+def test_deterministic_mode_takes_neither_what_was_timed_nor_a_neighbours():
+    calls = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    with plans.patience(5):
+        tfl.linear_relu(*calls[0])
+        with deterministic():
+            for call in calls:
+                tfl.linear_relu(*call)
+    assert len(lines("measured")) == 1 and len(lines("by rule")) == 2
+    assert not lines("its neighbour's")
 
 
 def test_nothing_is_measured_while_capturing():
     case = LINEAR.case(128, 64, 72, torch.bfloat16, "cuda")
     torch.mm(case.x, case.w.t())  # cuBLAS's own workspace
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with tfl.explain() as report, torch.cuda.graph(graph):
-        out = tfl.linear_relu(*case.inputs)
+    with tfl.explain() as report:
+        graph, out = captured(lambda: tfl.linear_relu(*case.inputs))
     assert plans.show() == ""
     assert "unknown while capturing" in report.calls[0].path
     graph.replay()
@@ -145,18 +149,14 @@ def test_warmup_before_a_capture():
         plans.warmup(model, x)
     known = plans.show()
     assert len(lines("measured")) >= 5
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with tfl.explain() as report, torch.cuda.graph(graph, stream=side):
-        loss = model(x).float().square().mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
+    with tfl.explain() as report:
+        graph, grads = captured(lambda: gradients(model, x))
     assert not any("capturing" in call.path for call in report.calls), report
     assert plans.show() == known
     graph.replay()
     torch.cuda.synchronize()
     with tfl.set_policy("eager"):
-        want = torch.autograd.grad(model(x).float().square().mean(), list(model.parameters()))
+        want = gradients(model, x)
     assert_same(grads, want)
 
 
@@ -176,10 +176,7 @@ def test_a_capture_pins_nothing():
         def capture_and_go_on():
             torch.mm(cases[0][0], cases[0][1].t())
             torch.cuda.synchronize()
-            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                for inputs in (cases[1], alone):
-                    tfl.linear_relu(*inputs)
+            captured(lambda: [tfl.linear_relu(*inputs) for inputs in (cases[1], alone)])
             for _ in range(8):
                 for inputs in (cases[1], alone):
                     tfl.linear_relu(*inputs)
@@ -366,15 +363,6 @@ def test_who_is_far_away_is_no_neighbour():
     assert len(lines("measured")) == 2
 
 
-def test_deterministic_mode_borrows_nothing():
-    calls = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
-    with plans.patience(5):
-        tfl.linear_relu(*calls[0])
-        with deterministic():
-            tfl.linear_relu(*calls[1])
-    assert not lines("its neighbour's") and len(lines("by rule")) == 1
-
-
 def test_warmup_measures_at_once():
     model = network(64, 256, 64)
     with plans.patience(1000), torch.no_grad():
@@ -410,8 +398,8 @@ def test_another_threads_capture_survives():
     """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
     room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
     case = LINEAR.case(384, 64, 96, torch.bfloat16, "cuda")
-    captured = LINEAR.case(8, 8, 8, torch.float32, "cuda")
-    torch.mm(captured.x, captured.w.t())
+    other = LINEAR.case(8, 8, 8, torch.float32, "cuda")
+    torch.mm(other.x, other.w.t())
     graph, begun, done = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
     del room
     torch.cuda.synchronize()
@@ -419,7 +407,7 @@ def test_another_threads_capture_survives():
     def capture():
         try:
             with torch.cuda.graph(graph):
-                first = captured.x + 1
+                first = other.x + 1
                 begun.set()
                 assert done.wait(60)
                 first += 1

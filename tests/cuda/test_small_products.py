@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from captures import captured
 from numerics import assert_bits
 from plan_files import run_forced
 from two_layers import (
@@ -186,6 +187,10 @@ class Deep:
         torch.cuda.synchronize()
         return results
 
+    def results_of_replays(self, step):
+        graph, results = captured(step)
+        return self.results_of(lambda: graph.replay() or results)
+
     def results_one_by_one(self):
         def run():
             torch.cuda.synchronize()
@@ -201,18 +206,6 @@ def assert_all_equal(got, want):
         assert_bits(one, other)
 
 
-def captured(step):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def run():
-        graph.replay()
-        return results
-
-    return run
-
-
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("chains", ["layers", "small"])
 def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtype, tmp_path):
@@ -223,7 +216,7 @@ def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtyp
     assert not torch.equal(want[0][0], want[1][0])
     for _ in range(5):
         assert_all_equal(deep.results_of(deep.step), want)
-    assert_all_equal(deep.results_of(captured(deep.step)), want)
+    assert_all_equal(deep.results_of_replays(deep.step), want)
 
 
 def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
@@ -234,8 +227,8 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
     settings = torch._C._accelerator_setAllocatorSettings
     settings("graph_capture_record_stream_reuse:True")
     try:
-        run = captured(lambda: [t for _ in range(3) for t in deep.step()][-8:])
-        assert_all_equal(deep.results_of(run), want)
+        step = lambda: [t for _ in range(3) for t in deep.step()][-8:]  # noqa: E731
+        assert_all_equal(deep.results_of_replays(step), want)
     finally:
         settings("graph_capture_record_stream_reuse:False")
 
