@@ -24,9 +24,22 @@ def leave_out_near_zero(case, least=1e-2):
 
 
 @pytest.fixture
-def tf32(monkeypatch):
-    """Sets the switch, which is put back."""
-    return partial(monkeypatch.setattr, torch.backends.cuda.matmul, "allow_tf32")
+def switch():
+    """Sets one of the switches of products; they are put back."""
+    matmul, before = torch.backends.cuda.matmul, {}
+
+    def set_to(name, on):
+        before.setdefault(name, getattr(matmul, name))
+        setattr(matmul, name, on)
+
+    yield set_to
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+@pytest.fixture
+def tf32(switch):
+    return partial(switch, "allow_tf32")
 
 
 @needs_tf32
@@ -95,23 +108,23 @@ def test_fp32_precision_is_the_same_switch():
 
 @policy_param
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reduced_precision_reduction_switch(policy, dtype, monkeypatch):
+def test_reduced_precision_reduction_switch(policy, dtype, switch):
     """Switched off, partial sums of a split product may not pass through 16 bits: the first half
     of each sum overflows fp16, and in bf16 it would lose its ones."""
     name = f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}_reduced_precision_reduction"
-    matmul, k = torch.backends.cuda.matmul, 32768
+    k = 32768
     x = torch.ones(16, k, dtype=dtype, device="cuda")
     w = torch.full((24, k), 8.0, dtype=dtype, device="cuda")
     w[:, k // 2 :] = -8.0
     w[:, 0] = 11.0  # the sum is 3
     tall = Case.of(w.t().contiguous(), torch.ones(16, 24).to(w), None, torch.ones(k, 16).to(w))
     with tfl.set_policy(policy):
-        monkeypatch.setattr(matmul, name, False)
+        switch(name, False)
         for op in (LINEAR, RELU):
             assert torch.equal(op.call(x, w), torch.full_like(op.call(x, w), 3.0))
         # the weight gradient sums over the tokens
         assert torch.equal(run(LINEAR.call, tall)[2], torch.full_like(tall.w, 3.0))
-        monkeypatch.setattr(matmul, name, True)
+        switch(name, True)
         assert op.call(x, w).shape == (16, 24)
 
 
