@@ -39,7 +39,7 @@ constexpr Saved saved_for(Activation activation) {
 
 // fn(std::integral_constant<Activation, activation>()): the activation as a constant.
 template <typename Fn, size_t k = 0>
-auto with_activation(Activation activation, const Fn& fn) {
+constexpr auto with_activation(Activation activation, const Fn& fn) {
   constexpr std::integral_constant<Activation, activations[k]> constant;
   if constexpr (k + 1 < std::size(activations)) {
     if (activation != constant.value) return with_activation<Fn, k + 1>(activation, fn);

@@ -74,10 +74,6 @@ struct Conv {
   }
 };
 
-}  // namespace
-
-namespace {
-
 Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const Geometry& g) {
   explain::append("ATen convolution");

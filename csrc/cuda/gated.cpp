@@ -1,7 +1,6 @@
 // The passes of gated layers on a GPU.
 
 #include "cuda/kernels/gated.h"
-#include "core/policy.h"
 #include "core/shapes.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
@@ -45,10 +44,6 @@ struct Halves {
   }
 };
 
-void* data_of(const Tensor& t) {
-  return t.defined() && t.numel() > 0 ? const_cast<void*>(t.const_data_ptr()) : nullptr;
-}
-
 struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
@@ -77,17 +72,14 @@ struct Glu : reference::Glu {
     const auto gate_z = keeps ? S::rows(input, first.rows) : S::unwanted(input);
     const auto up_z = keeps && !stacked ? S::rows(input, features) : S::unwanted(input);
 
-    PassCall call{{}, left.matrix, transposed(first), {}, {}, data_of(bias)};
+    Matrix aux;
+    if (keeps) aux = {rows, features, first.rows, false, gate_z.data_ptr()};
+    auto call = make_call(Pass::glu, left.matrix, transposed(first), matrix_of(hidden),
+                          data_of(bias), activation, aux, keeps ? Keeps::values : Keeps::nothing);
     call.right.cols = features;
-    call.result = {rows, features, features, false, hidden.data_ptr()};
-    if (keeps) call.aux = {rows, features, first.rows, false, gate_z.data_ptr()};
     call.up = stacked ? gemm::Up{behind(first.data, half * (first.transposed ? 1 : first.ld)),
                                  first.ld, behind(call.bias, half), behind(call.aux.data, half)}
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
-    call.problem.pass = Pass::glu;
-    call.problem.activation = activation;
-    if (keeps) call.problem.keeps = Keeps::values;
-    call.problem.library_only = policy() == Policy::cublaslt;
     complete(call, *gemm_type(input.scalar_type()), input.get_device());
     // Of both weights, and both pre-activations.
     auto& matmul = call.problem.matmul;
@@ -166,14 +158,11 @@ struct Glu : reference::Glu {
     const auto hidden = wanted[4] ? S::rows(step.gate, gate.cols) : none();
 
     const auto left = rows_of(step.grad_output), right = rows_of(*step.down);
-    PassCall call{{}, left.matrix, right.matrix, {}, gate, nullptr};
-    call.problem.pass = Pass::gating;
-    call.problem.activation = step.activation;
-    call.problem.keeps = Keeps::values;
-    call.problem.library_only = policy() == Policy::cublaslt;
-    call.result = {gate.rows, gate.cols, step.gate.size(-1), false, grad_gate.data_ptr()};
+    const Matrix result{gate.rows, gate.cols, step.gate.size(-1), false, grad_gate.data_ptr()};
+    auto call = make_call(Pass::gating, left.matrix, right.matrix, result, nullptr, step.activation,
+                          gate, Keeps::values);
     call.gating = {up.data, up.ld,
-                   apart ? grad_up.data_ptr() : behind(call.result.data, gate.cols * element),
+                   apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
     complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
     if (!run(call)) return std::nullopt;

@@ -112,11 +112,7 @@ struct Linear {
       if (!adds) into.zero_();
       return;
     }
-    const bool by_columns = !into.is_contiguous();
-    auto call =
-        by_columns
-            ? make_call(Pass::wgrad, transposed(rows.matrix), grad.matrix, matrix_of(into.t()))
-            : make_call(Pass::wgrad, transposed(grad.matrix), rows.matrix, matrix_of(into));
+    auto call = weight_call(grad.matrix, rows.matrix, into, !into.is_contiguous());
     call.problem.matmul.adds = adds;
     call.problem.matmul.to_f32 = into.scalar_type() != input.scalar_type();
     run_surely(call, input);
@@ -141,8 +137,7 @@ struct Linear {
     const auto left = rows_of(input), right = rows_of(weight);
     const auto added = bias_for_epilogue(bias);
     auto call = make_call(Pass::fprop, left.matrix, transposed(right.matrix), matrix_of(output),
-                          added.defined() ? const_cast<void*>(added.const_data_ptr()) : nullptr,
-                          activation, aux, keeps);
+                          data_of(added), activation, aux, keeps);
     call.bias_is_matrix = added.defined() && !bias->is_contiguous();
     return run(std::move(call), input);
   }
@@ -225,28 +220,26 @@ struct Linear {
              wants_sums ? sums.data_ptr() : nullptr);
   }
 
-  // dzᵀ input, and dz's column sums if grad_bias is defined. By columns it is the transpose of
-  // inputᵀ dz, the product that eager takes.
+  // dzᵀ input; by columns it is the transpose of inputᵀ dz, the product that eager takes.
+  static PassCall weight_call(const Matrix& dz, const Matrix& input, const Tensor& grad_weight,
+                              bool by_columns, void* sums = nullptr) {
+    return by_columns ? make_call(Pass::wgrad, transposed(input), dz, matrix_of(grad_weight.t()))
+                      : make_call(Pass::wgrad, transposed(dz), input, matrix_of(grad_weight), sums);
+  }
+
+  // The same, and dz's column sums if grad_bias is defined.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
                               bool by_columns, const Tensor& grad_bias,
                               kernels::SmallGradients& deferred) {
     if (dz.rows == 0 && grad_bias.defined()) grad_bias.zero_();
     if (dz.rows == 0) grad_weight.zero_();
     if (dz.rows == 0 || dz.cols == 0) return;
-    if (grad_weight.numel() == 0) {
-      if (grad_bias.defined()) column_sum(dz, input, grad_bias);
-      return;
-    }
+    const bool is_empty = grad_weight.numel() == 0;
+    if (grad_bias.defined() && (is_empty || by_columns)) column_sum(dz, input, grad_bias);
+    if (is_empty) return;
     const auto rows = rows_of(input);
-    if (by_columns) {
-      if (grad_bias.defined()) column_sum(dz, input, grad_bias);
-      run_surely(make_call(Pass::wgrad, transposed(rows.matrix), dz, matrix_of(grad_weight.t())),
-                 input, unless_copied(deferred, rows));
-      return;
-    }
-    run_surely(make_call(Pass::wgrad, transposed(dz), rows.matrix, matrix_of(grad_weight),
-                         grad_bias.defined() ? grad_bias.data_ptr() : nullptr),
-               input, unless_copied(deferred, rows));
+    run_surely(weight_call(dz, rows.matrix, grad_weight, by_columns, data_of(grad_bias)), input,
+               unless_copied(deferred, rows));
   }
 
   // dz · weight

@@ -18,10 +18,6 @@ namespace {
 
 using S = Shapes<Allocator>;
 
-void* data_of(const Tensor& t) {
-  return t.defined() ? const_cast<void*>(t.const_data_ptr()) : nullptr;
-}
-
 // Whether a kernel for small networks can do the pass, whose problem it completes.
 bool takes_small(PassCall& call, const Tensor& like) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());

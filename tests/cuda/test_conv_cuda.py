@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from captures import captured
 from numerics import in_double, run
-from operators import LAST, LOW_DTYPES, POLICIES, Case, Op, channels_last, conv, without_kinks
+from operators import LAST, LOW_DTYPES, Case, Op, channels_last, conv, without_kinks
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, needs_tf32
 
 import torch_fused_linear as tfl
@@ -54,24 +55,20 @@ def cudnn():
         setattr(torch.backends.cudnn, name, value)
 
 
-@pytest.fixture
-def own_way(cudnn):
-    """The convolution of ATen and our kernel, for every problem."""
-    cudnn.deterministic = True
-
-
 # --- which way ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("last", ["", "xw"])
 def test_one_of_the_two_ways_is_taken_and_named(last, dtype):
-    """If not cuDNN's, then for a reason; found out once, and the trial leaves no memory behind."""
+    """If not cuDNN's, then for a reason; found out once, and the trial leaves no memory behind and
+    the random state alone."""
     op = conv(batch=3, channels=24, out=40, size=(13, 11), padding=(1, 1))
     case = case_of(op, dtype, last=last)
-    before = torch.cuda.memory_allocated()
+    before, random = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
     first = path_of(lambda: op.call(*case.inputs))
     assert torch.cuda.memory_allocated() == before
+    assert torch.equal(torch.cuda.get_rng_state(), random)
     print(dtype, last, first)
     assert first == FUSED or (first.startswith("(not cuDNN's fused form: ") and OWN in first)
     assert "wrong result" not in first and "fails" not in first, first
@@ -190,19 +187,15 @@ def test_an_inexact_form_is_refused_for_good(tf32, bias, cudnn):
         assert path_of(lambda: accepted.call(*case.inputs)) == FUSED
 
 
+FEW_OUTPUTS = conv(batch=1, channels=64, out=8, size=(3, 3))  # 8 a trial: seeds are pooled
+ONE_BIT_LESS = conv(batch=7, channels=64, out=48, size=(14, 10), padding=(1, 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("last", ["", "xw"])
-def test_one_bit_less_is_refused(last, dtype):
-    op = conv(batch=7, channels=64, out=48, size=(14, 10), padding=(1, 1))
+@pytest.mark.parametrize("op", [ONE_BIT_LESS, FEW_OUTPUTS], ids=["many outputs", "few outputs"])
+def test_one_bit_less_is_refused(op, last, dtype):
     case = case_of(op, dtype, last=last)
-    with in_place_of_cudnns(six_bits):
-        assert path_of(lambda: op.call(*case.inputs)).startswith(LESS_EXACT)
-
-
-def test_a_form_that_is_wrong_for_few_outputs_is_refused():
-    """With 8 of them in each trial, several seeds are pooled."""
-    op = conv(batch=1, channels=64, out=8, size=(3, 3))
-    case = case_of(op, torch.bfloat16)
     with in_place_of_cudnns(six_bits):
         assert path_of(lambda: op.call(*case.inputs)).startswith(LESS_EXACT)
 
@@ -246,14 +239,6 @@ def test_whatever_runs_is_as_exact_as_eager(dtype, last, deterministic, cudnn):
         ours, eager = (relative_error(f(*case.inputs), op, case) for f in (op.call, op.eager))
         print(groups, path, ours / eager)
         assert ours <= 1.2 * eager, f"{groups} groups: {path}"
-
-
-def test_the_trial_leaves_the_random_state_alone():
-    op = conv(batch=3, channels=48, out=32, size=(9, 10), padding=(1, 1))
-    case = case_of(op, torch.bfloat16)
-    before = torch.cuda.get_rng_state()
-    op.call(*case.inputs)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_without_memory_for_the_trial_it_is_tried_later():
@@ -304,8 +289,9 @@ def test_tf32_switch_is_obeyed_in_both_directions(last, cudnn):
 
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("last", ["", "xw"])
-def test_deterministic_mode_and_our_kernels_round_as_eager(last, dtype, own_way):
+def test_deterministic_mode_and_our_kernels_round_as_eager(last, dtype, cudnn):
     """Bit for bit eager's result, which adds and rectifies in two steps; and the same each time."""
+    cudnn.deterministic = True
     for op in (BLOCK, conv(channels=3, out=5, size=(9, 7)), conv(channels=8, out=8)):
         case = case_of(op, dtype, last=last)
         want = F.relu(op.product(case.x, case.w) + case.b.view(-1, 1, 1))
@@ -375,7 +361,6 @@ def test_cuda_graph(last, tried_before):
     op = conv(batch=4, channels=16, out=24 + 8 * tried_before, size=(10, 12), padding=(1, 1))
     other = conv(batch=2, channels=16, out=16, size=(10, 12), padding=(1, 1))  # loads the libraries
     case = without_kinks(op, case_of(op, torch.float32, last=last))
-    leaves = [t.detach().requires_grad_() for t in case.inputs]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -384,25 +369,11 @@ def test_cuda_graph(last, tried_before):
             if tried_before:
                 run(op.call, case)
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with tfl.explain() as report, torch.cuda.graph(graph):
-        y = op.call(*leaves)
-        grads = torch.autograd.grad(y, leaves, case.g)
+    with tfl.explain() as report:
+        graph, results = captured(lambda: run(op.call, case))
     assert tried_before or "not tried before the capture" in report.calls[0].path
     fresh = without_kinks(op, case_of(op, torch.float32, last=last, seed=1))
-    with torch.no_grad():
-        for leaf, new in zip(leaves, fresh.inputs, strict=True):
-            leaf.copy_(new)
-        case.g.copy_(fresh.g)
+    for static, new in zip((*case.inputs, case.g), (*fresh.inputs, fresh.g), strict=True):
+        static.copy_(new)
     graph.replay()
-    assert_near([y, *grads], run(op.call, fresh), 1e-3)
-
-
-def test_policies_agree():
-    case = without_kinks(BLOCK, case_of(BLOCK, torch.float32, last="xw"))
-    results = []
-    for name in POLICIES:
-        with tfl.set_policy(name):
-            results.append(run(BLOCK.call, case))
-    for other in results[1:]:
-        assert_near(results[0], other, 1e-3)
+    assert_near(results, run(op.call, fresh), 1e-3)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from captures import captured
 from numerics import assert_bits, in_double, run
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from steps import encode_mask
@@ -54,14 +55,9 @@ def test_everything_runs_on_the_current_stream(policy, op):
 
 
 def capture(op, case):
-    """A graph of one forward and backward; static inputs and results."""
-    leaves = [t.clone().requires_grad_() for t in case.inputs]
-    g = case.g.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = op.call(*leaves)
-        grads = torch.autograd.grad(y, leaves, g)
-    return graph, leaves, g, [y, *grads]
+    """A graph of one forward and backward, its results and its inputs."""
+    static = case.map(torch.clone)
+    return *captured(lambda: run(op.call, static)), static
 
 
 def warm_up(op, case):
@@ -84,12 +80,11 @@ def test_cuda_graph_of_forward_and_backward(known, policy, op):
     with tfl.set_policy(policy):
         case = bf16_case(*((128, 64, 264) if known else (96 + 8 * len(policy), 72, 520)))
         warm_up(op, case if known else bf16_case())
-        graph, leaves, g, results = capture(op, case)
+        graph, results, case = capture(op, case)
         for seed in (1, 2):
             fresh = bf16_case(*case.x.shape, case.w.shape[0], seed=seed)
-            with torch.no_grad():
-                for static, new in zip((*leaves, g), (*fresh.inputs, fresh.g), strict=True):
-                    static.copy_(new)
+            for old, new in zip((*case.inputs, case.g), (*fresh.inputs, fresh.g), strict=True):
+                old.copy_(new)
             graph.replay()
             first = [t.clone() for t in results]
             for got, want in zip(first, run(op.call, fresh), strict=True):
@@ -103,15 +98,15 @@ def test_two_graphs_of_which_one_goes():
     """A workspace that belongs to the first graph must not be what the second replays with."""
     case = bf16_case(128, 64, 264)
     warm_up(GELU_TANH, case)
-    first, second = capture(GELU_TANH, case), capture(GELU_TANH, case)
-    second[0].replay()
-    want = [t.clone() for t in second[3]]
+    first, (second, results, _) = capture(GELU_TANH, case), capture(GELU_TANH, case)
+    second.replay()
+    want = [t.clone() for t in results]
     del first
     gc.collect()
     torch.cuda.empty_cache()
     junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
-    second[0].replay()
-    assert_bits(second[3], want)
+    second.replay()
+    assert_bits(results, want)
     del junk
 
 
@@ -320,7 +315,6 @@ def test_unwanted_gradients_launch_nothing(op):
     assert launched((False, False, True)) < launched((True, False, True))
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("op", OPS, ids=repr)
 def test_a_column_major_gradient(op):
     """A contiguous copy of it has the size of the results: it must live as long as it is read."""

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from fresh_process import LET_GO
-from numerics import assert_contract, assert_exact, in_double, run
+from numerics import assert_bits, assert_contract, assert_exact, in_double, run
 from operators import GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32
 
@@ -23,15 +24,22 @@ def leave_out_near_zero(case, least=1e-2):
 
 
 @pytest.fixture
-def tf32():
-    """Sets the switch, and puts it back."""
-    before = torch.backends.cuda.matmul.allow_tf32
+def switch():
+    """Sets one of the switches of products; they are put back."""
+    matmul, before = torch.backends.cuda.matmul, {}
 
-    def switch(on):
-        torch.backends.cuda.matmul.allow_tf32 = on
+    def set_to(name, on):
+        before.setdefault(name, getattr(matmul, name))
+        setattr(matmul, name, on)
 
-    yield switch
-    torch.backends.cuda.matmul.allow_tf32 = before
+    yield set_to
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+@pytest.fixture
+def tf32(switch):
+    return partial(switch, "allow_tf32")
 
 
 @needs_tf32
@@ -69,8 +77,6 @@ def test_backward_follows_the_switch_as_it_is_then(op, tf32):
 
 # The newer switch must not be mixed with the older one in a process.
 NEW_SWITCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
 from operators import LINEAR
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors
@@ -86,14 +92,9 @@ print("obeyed")
 
 
 def python(program, **env):
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", program + LET_GO, here],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **env},
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
+    command = [sys.executable, "-c", program + LET_GO]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -107,28 +108,24 @@ def test_fp32_precision_is_the_same_switch():
 
 @policy_param
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reduced_precision_reduction_switch(policy, dtype):
+def test_reduced_precision_reduction_switch(policy, dtype, switch):
     """Switched off, partial sums of a split product may not pass through 16 bits: the first half
     of each sum overflows fp16, and in bf16 it would lose its ones."""
     name = f"allow_{'fp16' if dtype == torch.float16 else 'bf16'}_reduced_precision_reduction"
-    matmul, k = torch.backends.cuda.matmul, 32768
-    before = getattr(matmul, name)
+    k = 32768
     x = torch.ones(16, k, dtype=dtype, device="cuda")
     w = torch.full((24, k), 8.0, dtype=dtype, device="cuda")
     w[:, k // 2 :] = -8.0
     w[:, 0] = 11.0  # the sum is 3
     tall = Case.of(w.t().contiguous(), torch.ones(16, 24).to(w), None, torch.ones(k, 16).to(w))
-    try:
-        with tfl.set_policy(policy):
-            setattr(matmul, name, False)
-            for op in (LINEAR, RELU):
-                assert torch.equal(op.call(x, w), torch.full_like(op.call(x, w), 3.0))
-            # the weight gradient sums over the tokens
-            assert torch.equal(run(LINEAR.call, tall)[2], torch.full_like(tall.w, 3.0))
-            setattr(matmul, name, True)
-            assert op.call(x, w).shape == (16, 24)
-    finally:
-        setattr(matmul, name, before)
+    with tfl.set_policy(policy):
+        switch(name, False)
+        for op in (LINEAR, RELU):
+            assert torch.equal(op.call(x, w), torch.full_like(op.call(x, w), 3.0))
+        # the weight gradient sums over the tokens
+        assert torch.equal(run(LINEAR.call, tall)[2], torch.full_like(tall.w, 3.0))
+        switch(name, True)
+        assert op.call(x, w).shape == (16, 24)
 
 
 @op_param
@@ -144,15 +141,12 @@ def test_fifty_repeats_give_the_same_bits(policy, op):
             junk = torch.full((1 << 18,), float(k), device="cuda")
             run(op.call, other)
             del junk
-            for a, b in zip(run(op.call, case), want, strict=True):
-                assert torch.equal(a, b), f"repeat {k}"
+            assert_bits(run(op.call, case), want, f"repeat {k}")
 
 
 DETERMINISTIC = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
-from numerics import run
+from numerics import assert_bits, run
 from operators import LINEAR, OPS
 from torch_fused_linear import set_policy
 torch.use_deterministic_algorithms(True)
@@ -163,7 +157,7 @@ for name in ("auto", "cublaslt", "eager"):
             with set_policy(name):
                 first = run(op.call, case)
                 for _ in range(5):
-                    assert all(torch.equal(a, b) for a, b in zip(run(op.call, case), first))
+                    assert_bits(run(op.call, case), first)
     print(name, *(f"{float(t.double().sum()):.17g}" for t in first))
 """
 

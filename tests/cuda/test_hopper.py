@@ -64,26 +64,15 @@ class GatedBlock(Block):
         first = gates if form == "apart" else [torch.cat(gates)]
         self.weights = [*(t.requires_grad_() for t in first), self.weights[1]]
 
-    def call(self, leaves, operator):
-        x, *first, down = leaves
-        if operator:
-            gate, up = first if self.form == "apart" else (first[0], None)
-            return tfl.gated_mlp(x, gate, up, down, activation=self.activation)
+    def fused(self, x, *weights):
+        gate, up, down = weights if self.form == "apart" else (weights[0], None, weights[1])
+        return tfl.gated_mlp(x, gate, up, down, activation=self.activation)
+
+    def eager(self, x, *weights):
+        *first, down = weights
         halves = first if self.form == "apart" else first[0].chunk(2)
         gate, up = (F.linear(x, half) for half in halves)
         return F.linear(ACTIVATIONS[self.activation](gate) * up, down)
-
-    def results(self, leaves, operator):
-        y = self.call(leaves, operator)
-        wanted = [t for t in leaves if t.requires_grad]
-        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(y.dtype))]
-
-    def step(self):
-        return self.results(self.leaves, True)
-
-    def plain(self, dtype):
-        leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.leaves]
-        return self.results(leaves, False)
 
 
 SIZES = [
@@ -96,33 +85,16 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
+def cases(make, by_columns):
+    """Blocks of several sizes, and every order of a product's tiles; where asked for, with weights
+    as Hugging Face's Conv1D stores them, [in, out]."""
     for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, activation, bias)
-            got, paths = forced(block.step, tmp_path, order)
-            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, activation)
-            got, paths = forced(block.inference, tmp_path, order)
-            assert paths == [KERNEL]
-            assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
-
-
-def with_weights_by_columns(block):
-    """Its weights as Hugging Face's Conv1D stores them, [in, out]."""
-    block.weights = [w.detach().t().contiguous().t().requires_grad_() for w in block.weights]
-    return block
+        for sizes in SIZES[2:] if by_columns else SIZES:
+            block = make(*sizes)
+            if by_columns:
+                weights = [w.detach().t().contiguous().t() for w in block.weights]
+                block.weights = [w.requires_grad_() for w in weights]
+            yield block, order
 
 
 def assert_laid_out_as_leaves(block, grads):
@@ -132,27 +104,31 @@ def assert_laid_out_as_leaves(block, grads):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_layers_whose_weights_lie_by_columns(activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES[2:]:
-            block = with_weights_by_columns(Block(*sizes, dtype, activation))
-            got, paths = forced(block.step, tmp_path, order)
-            assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+@pytest.mark.parametrize("bias, by_columns", [(True, False), (False, False), (True, True)])
+def test_steps_are_as_exact_as_eager(activation, dtype, bias, by_columns, tmp_path):
+    make = partial(Block, dtype=dtype, activation=activation, bias=bias)
+    for block, order in cases(make, by_columns):
+        got, paths = forced(block.step, tmp_path, order)
+        assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
+        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        if by_columns:
             assert_laid_out_as_leaves(block, got[1:])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
-@pytest.mark.parametrize("form", ["apart", "stacked"])
-def test_gated_blocks_whose_weights_lie_by_columns(form, activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES[2:]:
-            block = with_weights_by_columns(GatedBlock(*sizes, dtype, activation, form))
-            got, paths = forced(block.step, tmp_path, order)
-            assert paths.count(KERNEL) == (2 if sizes[0] >= LEAST_TOKENS else 1), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
-            assert_laid_out_as_leaves(block, got[1:])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
+    for block, order in cases(partial(Block, dtype=dtype, activation=activation), False):
+        got, paths = forced(block.inference, tmp_path, order)
+        assert paths == [KERNEL]
+        assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+def rows_apart(tensor):
+    """The same numbers in rows that are further apart, the first at an offset, NaN between them."""
+    wide = tensor.new_full((len(tensor), tensor.shape[1] + 24), float("nan"))
+    wide[:, 8:-16] = tensor.detach()
+    return wide[:, 8:-16]
 
 
 def of_bits(block):
@@ -172,21 +148,24 @@ def forced_bits(block, folder, order=0):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_bits_of_relu(bias, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = Block(*sizes, dtype, "relu", bias)
-            y, _ = forced_bits(block, tmp_path, order)
-            assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
+    make = partial(Block, dtype=dtype, activation="relu", bias=bias)
+    for block, order in cases(make, False):
+        y, _ = forced_bits(block, tmp_path, order)
+        assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
+
+
+def with_values(block, value):
+    with torch.no_grad():
+        block.x[5] = value
+        block.x[7, 3] = value
+        block.biases[0].zero_()
+    return block
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.0, 1e-7])
 def test_bits_of_numbers_that_a_comparison_may_get_wrong(value, dtype, tmp_path):
-    block = Block(133, 64, 136, 64, dtype, "relu")
-    with torch.no_grad():
-        block.x[5] = value
-        block.x[7, 3] = value
-        block.biases[0].zero_()
+    block = with_values(Block(133, 64, 136, 64, dtype, "relu"), value)
     y, _ = forced_bits(block, tmp_path)
     want = F.relu(F.linear(block.x, block.weights[0], block.biases[0]))
     assert torch.equal(y.isnan(), want.isnan())
@@ -194,9 +173,7 @@ def test_bits_of_numbers_that_a_comparison_may_get_wrong(value, dtype, tmp_path)
 
 def test_bits_of_rows_apart_and_of_many_tokens(tmp_path):
     block = Block(70_001, 72, 264, 8, torch.bfloat16, "relu")
-    wide = torch.full((70_001, 96), float("nan"), device="cuda").bfloat16()
-    wide[:, 8:-16] = block.x.detach()
-    block.x = wide[:, 8:-16]
+    block.x = rows_apart(block.x)
     y, bits = forced_bits(block, tmp_path)
     assert bits.shape == (70_001, 48) and y.count_nonzero() > y.numel() // 4
     assert_same_bits_again(partial(of_bits, block), [y, bits])
@@ -221,13 +198,15 @@ def test_a_layer_of_low_memory_has_the_gradients_that_its_output_gives(dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
 @pytest.mark.parametrize("form", ["apart", "stacked"])
-def test_steps_of_gated_blocks_are_as_exact_as_eager(form, activation, dtype, tmp_path):
-    for order in range(ORDERS):
-        for sizes in SIZES:
-            block = GatedBlock(*sizes, dtype, activation, form)
-            got, paths = forced(block.step, tmp_path, order)
-            assert paths.count(KERNEL) == (2 if sizes[0] >= LEAST_TOKENS else 1), paths
-            assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_steps_of_gated_blocks_are_as_exact_as_eager(by_columns, form, activation, dtype, tmp_path):
+    make = partial(GatedBlock, dtype=dtype, activation=activation, form=form)
+    for block, order in cases(make, by_columns):
+        got, paths = forced(block.step, tmp_path, order)
+        assert paths.count(KERNEL) == (2 if len(block.x) >= LEAST_TOKENS else 1), paths
+        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        if by_columns:
+            assert_laid_out_as_leaves(block, got[1:])
 
 
 def plain_glu(x, weight, bias, activation, form):
@@ -247,8 +226,7 @@ def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_p
     sizes = [(512, 8, 8), (513, 136, 72), (640, 64, 128), (1003, 520, 1032), (4097, 256, 200)]
     for number, (tokens, inner, hidden) in enumerate(sizes):
         torch.manual_seed(number)
-        wide = torch.randn(tokens, inner + 24, device="cuda").to(dtype)
-        x = wide[:, 8:-16]
+        x = rows_apart(torch.randn(tokens, inner, device="cuda").to(dtype))
         weight = (torch.randn(2 * hidden, inner, device="cuda") / inner**0.5).to(dtype)
         biases = torch.randn(2 * hidden, device="cuda").to(dtype) if bias else None
         both, halves = (weight, None), weight.chunk(2)
@@ -293,11 +271,7 @@ def test_gates_that_are_not_finite(value, tmp_path):
 def test_rows_apart_and_at_offsets(activation, tmp_path):
     block = Block(300, 136, 264, 72, torch.bfloat16, activation)
     want = block.plain(torch.float64)
-    for name in ("x", "grad"):
-        tensor = getattr(block, name).detach()
-        wide = torch.full((300, tensor.shape[1] + 24), float("nan"), device="cuda").bfloat16()
-        wide[:, 8:-16] = tensor
-        setattr(block, name, wide[:, 8:-16].requires_grad_())
+    block.x, block.grad = rows_apart(block.x).requires_grad_(), rows_apart(block.grad)
     got, paths = forced(block.step, tmp_path)
     assert KERNEL in paths[-2]
     assert_as_exact(got, block.plain(torch.bfloat16), want)
@@ -306,11 +280,7 @@ def test_rows_apart_and_at_offsets(activation, tmp_path):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
-    block = Block(133, 64, 136, 64, torch.bfloat16, activation)
-    with torch.no_grad():
-        block.x[5] = value
-        block.x[7, 3] = value
-        block.biases[0].zero_()
+    block = with_values(Block(133, 64, 136, 64, torch.bfloat16, activation), value)
     got, _ = forced(block.step, tmp_path)
     assert_near_eagers(got, block)
     if value == 0:

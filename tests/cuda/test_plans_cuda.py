@@ -1,12 +1,13 @@
 """Measuring on a GPU: right results, no trace left, one decision for all, files."""
 
 import itertools
-import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-import cpp_programs
 import pytest
 import torch
+from captures import captured
 from numerics import assert_contract
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
 from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401
@@ -22,10 +23,23 @@ def lines(word):
     return [line for line in plans.show().splitlines() if word in line]
 
 
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def network(*widths, dtype=torch.bfloat16, layer=tfl.FusedLinearGELU):
     *hidden, last = itertools.pairwise(widths)
     modules = [*(layer(i, o) for i, o in hidden), tfl.FusedLinear(*last)]
     return torch.nn.Sequential(*modules).to("cuda", dtype)
+
+
+def gradients(model, x):
+    return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
 
 
 # ------------------------------------------------------------------------------------ results
@@ -48,13 +62,10 @@ def test_steps_across_layers(layer, dtype, name):
     model = network(64, 256, 128, 32, dtype=dtype, layer=layer)
     x = torch.randn(500, 64, device="cuda", dtype=dtype)
 
-    def gradients():
-        return torch.autograd.grad(model(x).float().square().mean(), model.parameters())
-
     with tfl.set_policy("eager"):
-        want = gradients()
+        want = gradients(model, x)
     with tfl.set_policy(name):
-        measured, known = gradients(), gradients()
+        measured, known = gradients(model, x), gradients(model, x)
     assert_same(measured, want)
     assert all(torch.equal(a, b) for a, b in zip(measured, known)), "same plans, same bits"
     assert lines("measured") and bool(lines(" cublaslt ")) == (name == "cublaslt")
@@ -98,35 +109,31 @@ def test_nothing_is_measured_without_a_budget_or_when_deterministic():
     call = LINEAR.case(128, 64, 64, torch.bfloat16, "cuda").inputs
     with plans.budget(0):
         first = tfl.linear_gelu(*call)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         second = tfl.linear_gelu(*call)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not lines("measured") and len(lines("by rule")) == 2
     assert torch.equal(first, second)
     tfl.linear_gelu(*call)
     assert len(lines("measured")) == 1
 
 
-def test_deterministic_mode_does_not_take_what_was_timed():
-    call = LINEAR.case(512, 256, 256, torch.bfloat16, "cuda").inputs
-    tfl.linear_relu(*call)
-    torch.use_deterministic_algorithms(True)
-    try:
-        tfl.linear_relu(*call)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(lines("measured")) == 1 and len(lines("by rule")) == 1
+def test_deterministic_mode_takes_neither_what_was_timed_nor_a_neighbours():
+    calls = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
+    with plans.patience(5):
+        tfl.linear_relu(*calls[0])
+        with deterministic():
+            for call in calls:
+                tfl.linear_relu(*call)
+    assert len(lines("measured")) == 1 and len(lines("by rule")) == 2
+    assert not lines("its neighbour's")
 
 
 def test_nothing_is_measured_while_capturing():
     case = LINEAR.case(128, 64, 72, torch.bfloat16, "cuda")
     torch.mm(case.x, case.w.t())  # cuBLAS's own workspace
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with tfl.explain() as report, torch.cuda.graph(graph):
-        out = tfl.linear_relu(*case.inputs)
+    with tfl.explain() as report:
+        graph, out = captured(lambda: tfl.linear_relu(*case.inputs))
     assert plans.show() == ""
     assert "unknown while capturing" in report.calls[0].path
     graph.replay()
@@ -142,34 +149,15 @@ def test_warmup_before_a_capture():
         plans.warmup(model, x)
     known = plans.show()
     assert len(lines("measured")) >= 5
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with tfl.explain() as report, torch.cuda.graph(graph, stream=side):
-        loss = model(x).float().square().mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
+    with tfl.explain() as report:
+        graph, grads = captured(lambda: gradients(model, x))
     assert not any("capturing" in call.path for call in report.calls), report
     assert plans.show() == known
     graph.replay()
     torch.cuda.synchronize()
     with tfl.set_policy("eager"):
-        want = torch.autograd.grad(model(x).float().square().mean(), list(model.parameters()))
+        want = gradients(model, x)
     assert_same(grads, want)
-
-
-def in_a_thread(work):
-    failures = []
-
-    def guarded():
-        try:
-            work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    assert not failures, failures
 
 
 def test_a_capture_pins_nothing():
@@ -188,32 +176,28 @@ def test_a_capture_pins_nothing():
         def capture_and_go_on():
             torch.mm(cases[0][0], cases[0][1].t())
             torch.cuda.synchronize()
-            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                for inputs in (cases[1], alone):
-                    tfl.linear_relu(*inputs)
+            captured(lambda: [tfl.linear_relu(*inputs) for inputs in (cases[1], alone)])
             for _ in range(8):
                 for inputs in (cases[1], alone):
                     tfl.linear_relu(*inputs)
 
-        in_a_thread(capture_and_go_on)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(capture_and_go_on).result()
     assert len(lines("measured")) == 3, plans.show()
 
 
 def test_threads_agree():
     case = LINEAR.case(640, 128, 192, torch.float16, "cuda")
-    outputs, barrier = [None] * 6, threading.Barrier(6)
+    barrier = threading.Barrier(6)
 
-    def work(k):
+    def work(_):
         barrier.wait()
-        outputs[k] = tfl.linear_gelu(*case.inputs)
+        output = tfl.linear_gelu(*case.inputs)
         torch.cuda.synchronize()
+        return output
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        outputs = list(pool.map(work, range(6)))
     assert len(lines("measured")) == 1
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
@@ -336,11 +320,8 @@ def test_save_clear_and_load(tmp_path):
     tfl.linear_relu(*call)
     assert not lines("measured")
     # With a file deterministic mode takes the file's choice.
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         tfl.linear_relu(*call)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not lines("by rule")
 
 
@@ -357,38 +338,6 @@ def test_an_algorithm_that_does_not_exist_is_not_run(tmp_path):
     path.write_text(file_text("\t".join([*origin, " ".join(words)])))
     assert plans.load(path) == 1
     assert_same([tfl.linear_relu(*case.inputs)], [RELU.eager(*case.inputs)])
-
-
-# ----------------------------------------------------------------------------------- mishaps
-
-FAILING_MALLOC = """
-#include <cuda_runtime_api.h>
-#include <dlfcn.h>
-#include <cstdio>
-// cuBLAS's workspace is had, and what the model needs; what a trial needs is not.
-extern "C" cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  static auto* real = (cudaError_t(*)(void**, size_t))dlsym(RTLD_NEXT, "cudaMalloc");
-  if (bytes <= 32 << 20) return real(pointer, bytes);
-  std::fprintf(stderr, "refused\\n");
-  return cudaErrorMemoryAllocation;
-}
-"""
-
-
-def test_too_little_memory_to_measure_is_survived(tmp_path):
-    source, library = tmp_path / "malloc.cpp", tmp_path / "malloc.so"
-    source.write_text(FAILING_MALLOC)
-    include = f"{cpp_programs.CUDA[0]}/include"
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", f"-I{include}", source, "-o", library, "-ldl"], check=True
-    )
-    _, _, want = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_POLICY="eager")
-    out, err, got = run_step(
-        tmp_path / "b", LD_PRELOAD=str(library), TORCH_FUSED_LINEAR_VERBOSE="1"
-    )
-    assert "refused" in err and "not measured, by rule: fprop gelu_tanh" in err
-    assert "measured" not in out  # and it is tried again later
-    assert_same(got, want)
 
 
 # ------------------------------------------------------------------------------------ neighbours
@@ -412,18 +361,6 @@ def test_who_is_far_away_is_no_neighbour():
         for tokens in (2048, 256):
             tfl.linear_relu(*LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs)
     assert len(lines("measured")) == 2
-
-
-def test_deterministic_mode_borrows_nothing():
-    calls = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
-    with plans.patience(5):
-        tfl.linear_relu(*calls[0])
-        torch.use_deterministic_algorithms(True)
-        try:
-            tfl.linear_relu(*calls[1])
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert not lines("its neighbour's") and len(lines("by rule")) == 1
 
 
 def test_warmup_measures_at_once():
@@ -461,30 +398,27 @@ def test_another_threads_capture_survives():
     """Loading kernels, allocating and waiting would end a capture in the default, global, mode."""
     room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # for the allocator to keep
     case = LINEAR.case(384, 64, 96, torch.bfloat16, "cuda")
-    captured = LINEAR.case(8, 8, 8, torch.float32, "cuda")
-    torch.mm(captured.x, captured.w.t())
-    graph, begun, done, failures = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
+    other = LINEAR.case(8, 8, 8, torch.float32, "cuda")
+    torch.mm(other.x, other.w.t())
+    graph, begun, done = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
     del room
     torch.cuda.synchronize()
 
     def capture():
         try:
             with torch.cuda.graph(graph):
-                first = captured.x + 1
+                first = other.x + 1
                 begun.set()
                 assert done.wait(60)
                 first += 1
-        except Exception as failure:
-            failures.append(failure)
         finally:
             begun.set()
 
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert begun.wait(60)
-    out = tfl.linear_relu(*case.inputs)
-    done.set()
-    thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(1) as pool:
+        capturing = pool.submit(capture)
+        assert begun.wait(60)
+        out = tfl.linear_relu(*case.inputs)
+        done.set()
+        capturing.result()
     assert len(lines("measured")) == 1
     assert_same([out], [RELU.eager(*case.inputs)])

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from captures import captured
+from numerics import assert_bits
 from plan_files import run_forced
 from two_layers import (
     ACTIVATIONS,
@@ -68,11 +70,13 @@ def assert_all_ours(paths, count, sums=0, chains=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_steps_are_as_exact_as_eager(activation, dtype, bias, tmp_path):
+@pytest.mark.parametrize("chains", ["layers", "small"])
+def test_steps_are_as_exact_as_eager(chains, activation, dtype, bias, tmp_path):
+    products, in_one = (4, 1) if chains == "small" else (6, 0)
     for sizes in SIZES_WITH[bias]:
         block = Block(*sizes, dtype, activation, bias)
-        got, paths = forced(block.step, tmp_path)
-        assert_all_ours(paths, 6)
+        got, paths = forced(block.step, tmp_path, chains)
+        assert_all_ours(paths, products, chains=in_one)
         assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
 
 
@@ -186,6 +190,10 @@ class Deep:
         torch.cuda.synchronize()
         return results
 
+    def results_of_replays(self, step):
+        graph, results = captured(step)
+        return self.results_of(lambda: graph.replay() or results)
+
     def results_one_by_one(self):
         def run():
             torch.cuda.synchronize()
@@ -197,20 +205,8 @@ class Deep:
 
 
 def assert_all_equal(got, want):
-    assert len(got) == len(want)
-    assert all(torch.equal(a, b) for one, other in zip(got, want) for a, b in zip(one, other))
-
-
-def captured(step):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-
-    def run():
-        graph.replay()
-        return results
-
-    return run
+    for one, other in zip(got, want, strict=True):
+        assert_bits(one, other)
 
 
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
@@ -223,7 +219,7 @@ def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtyp
     assert not torch.equal(want[0][0], want[1][0])
     for _ in range(5):
         assert_all_equal(deep.results_of(deep.step), want)
-    assert_all_equal(deep.results_of(captured(deep.step)), want)
+    assert_all_equal(deep.results_of_replays(deep.step), want)
 
 
 def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
@@ -234,25 +230,10 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
     settings = torch._C._accelerator_setAllocatorSettings
     settings("graph_capture_record_stream_reuse:True")
     try:
-        run = captured(lambda: [t for _ in range(3) for t in deep.step()][-8:])
-        assert_all_equal(deep.results_of(run), want)
+        step = lambda: [t for _ in range(3) for t in deep.step()][-8:]  # noqa: E731
+        assert_all_equal(deep.results_of_replays(step), want)
     finally:
         settings("graph_capture_record_stream_reuse:False")
-
-
-def bits(results):
-    return [t.contiguous().view(torch.uint8) for t in results]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_all_layers_in_one_launch(activation, dtype, bias, tmp_path):
-    for sizes in SIZES_WITH[bias]:
-        block = Block(*sizes, dtype, activation, bias)
-        in_one, paths = forced(block.step, tmp_path, chains="small")
-        assert_all_ours(paths, 4, chains=1)
-        assert_as_exact(in_one, block.plain(dtype), block.plain(torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -269,7 +250,9 @@ def test_networks_in_one_launch(sizes, dtype, tmp_path):
     assert torch.equal(results[0], outputs[0])
     assert_same_bits_again(deep.step, results)
     one_by_one, _ = forced(deep.step, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(bits(results), bits(one_by_one)))
+    # As bytes: 0 is not -0.
+    in_bytes = ([t.contiguous().view(torch.uint8) for t in r] for r in (results, one_by_one))
+    assert_bits(*in_bytes)
 
 
 def test_what_a_network_does_is_measured():
@@ -326,12 +309,7 @@ def test_members_that_fill_the_gpu_go_another_way():
     assert report.calls and not any(KERNEL in call.path for call in report.calls)
 
 
-def test_fp64_goes_another_way(tmp_path):
-    _, paths = forced(Block(256, 64, 64, 64, torch.float64, "relu").step, tmp_path)
-    assert not any(KERNEL in path for path in paths), paths
-
-
-def test_more_tokens_go_another_way(tmp_path):
-    block = Block(513, 64, 64, 64, torch.bfloat16, "relu")
-    _, paths = forced(block.step, tmp_path)
+@pytest.mark.parametrize("tokens, dtype", [(256, torch.float64), (513, torch.bfloat16)], ids=str)
+def test_fp64_and_more_tokens_go_another_way(tokens, dtype, tmp_path):
+    _, paths = forced(Block(tokens, 64, 64, 64, dtype, "relu").step, tmp_path)
     assert not any(KERNEL in path for path in paths), paths

@@ -2,9 +2,7 @@
 // or run worse than a product with bias followed by this.
 
 #include "cuda/kernels/activation.h"
-#include "cuda/kernels/activation_math.cuh"
-
-#include <algorithm>
+#include "cuda/kernels/launch.cuh"
 
 namespace fused::cuda::kernels {
 namespace {
@@ -42,17 +40,12 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
     constexpr int full = full_vector<T>;
     const bool vectors =
         cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 && aligned16(z) && aligned16(y);
-    const int64_t per_row = vectors ? cols / full : cols;
-    const dim3 block = block_shape(per_row), grid = grid_shape(rows, per_row, block);
-    const auto launch = [&](auto* kernel) {
-      kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(z), ld_z,
-                                         static_cast<T*>(y), ld_y);
-      check_launch();
-    };
     with_activation(activation, [&](auto constant) {
       constexpr Activation act = decltype(constant)::value;
       if constexpr (act != Activation::none) {
-        launch(vectors ? forward_kernel<T, act, full> : forward_kernel<T, act, 1>);
+        launch_rows(vectors ? forward_kernel<T, act, full> : forward_kernel<T, act, 1>, rows,
+                    vectors ? cols / full : cols, 1, stream, rows, cols, static_cast<const T*>(z),
+                    ld_z, static_cast<T*>(y), ld_y);
       }
     });
   });

@@ -157,7 +157,7 @@ constexpr int64_t most_blocks_down = 65535;
 
 // Blocks for all rows, of which each takes some at a time and walks on by all that are taken at
 // once.
-inline dim3 grid_shape(int64_t rows, int64_t vectors_per_row, dim3 block, int rows_at_once = 1) {
+inline dim3 grid_shape(int64_t rows, int64_t vectors_per_row, dim3 block, int rows_at_once) {
   const int64_t down = int64_t{block.y} * rows_at_once;
   return dim3((vectors_per_row + block.x - 1) / block.x,
               std::min((rows + down - 1) / down, most_blocks_down));

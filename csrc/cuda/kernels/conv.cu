@@ -143,18 +143,12 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
     using T = decltype(element);
     constexpr int full = full_vector<T>;
     const bool vectors = cols % full == 0 && aligned16(y) && (!channels_last || aligned16(bias));
-    const int64_t per_row = vectors ? cols / full : cols;
-    const dim3 block = block_shape(per_row), grid = grid_shape(rows, per_row, block);
-    const auto launch = [&](auto* kernel) {
-      kernel<<<grid, block, 0, stream>>>(rows, cols, image.channels, static_cast<const T*>(bias),
-                                         static_cast<T*>(y));
-      check_launch();
-    };
+    auto* kernel = vectors ? bias_relu_kernel<T, false, full> : bias_relu_kernel<T, false, 1>;
     if (channels_last) {
-      launch(vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>);
-    } else {
-      launch(vectors ? bias_relu_kernel<T, false, full> : bias_relu_kernel<T, false, 1>);
+      kernel = vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>;
     }
+    launch_rows(kernel, rows, vectors ? cols / full : cols, 1, stream, rows, cols, image.channels,
+                static_cast<const T*>(bias), static_cast<T*>(y));
   });
 }
 

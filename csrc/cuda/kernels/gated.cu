@@ -149,14 +149,11 @@ void with_both(const Gating& args, const Fn& fn) {
 
 void gating_forward(const Gating& args, cudaStream_t stream) {
   const bool vectors = takes_vectors(args);
-  const int64_t columns = per_row(args, vectors);
-  const dim3 block = block_shape(columns), grid = grid_shape(args.rows, columns, block);
   with_both(args, [&](auto element, auto constant) {
     using T = decltype(element);
     constexpr Activation act = decltype(constant)::value;
     auto* kernel = vectors ? forward_kernel<T, act, full_vector<T>> : forward_kernel<T, act, 1>;
-    kernel<<<grid, block, 0, stream>>>(args);
-    check_launch();
+    launch_rows(kernel, args.rows, per_row(args, vectors), 1, stream, args);
   });
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/check.h"
-#include "cuda/kernels/instructions.cuh"
 
 #include <cuda_runtime_api.h>
 
@@ -38,6 +38,16 @@ int compiled_arch(Kernel* kernel) {
   if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion;
   static_cast<void>(cudaGetLastError());  // a refusal is an answer
   return 0;
+}
+
+// A kernel whose threads take a piece of some rows each, of which there are so many in a row.
+template <typename... Parameters, typename... Arguments>
+void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t vectors_per_row,
+                 int rows_at_once, cudaStream_t stream, const Arguments&... arguments) {
+  const dim3 block = block_shape(vectors_per_row);
+  const dim3 grid = grid_shape(rows, vectors_per_row, block, rows_at_once);
+  kernel<<<grid, block, 0, stream>>>(arguments...);
+  check_launch();
 }
 
 // Launches a kernel that calls wait_for_previous_kernel, while the one before it still runs where

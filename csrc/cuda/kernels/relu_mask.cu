@@ -2,9 +2,7 @@
 // cuBLASLt's backward is to read a mask and the output was kept.
 
 #include "cuda/kernels/activation.h"
-#include "cuda/kernels/activation_math.cuh"
-
-#include <algorithm>
+#include "cuda/kernels/launch.cuh"
 
 namespace fused::cuda::kernels {
 namespace {
@@ -88,13 +86,10 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
     using T = decltype(element);
     constexpr int full = full_vector<T>;
     const int64_t bytes_per_row = mask_bytes(cols);
-    const dim3 block = block_shape(bytes_per_row);
-    const dim3 grid = grid_shape(rows, bytes_per_row, block, rows_in_flight);
     const bool vectors = ld % full == 0 && aligned16(output);
     auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
-    kernel<<<grid, block, 0, stream>>>(rows, cols, static_cast<const T*>(output), ld,
-                                       static_cast<uint8_t*>(mask), bytes_per_row);
-    check_launch();
+    launch_rows(kernel, rows, bytes_per_row, rows_in_flight, stream, rows, cols,
+                static_cast<const T*>(output), ld, static_cast<uint8_t*>(mask), bytes_per_row);
   });
 }
 

@@ -157,16 +157,14 @@ std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Probl
   Preference preference;
   preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                  static_cast<size_t>(problem.workspace_limit));
-  const auto alignment = [](bool is_aligned, gemm::Type type) {
-    return static_cast<uint32_t>(is_aligned ? 16 : size_of(type));
+  const auto set_alignment = [&](auto attribute, bool is_aligned, Type type) {
+    preference.set(attribute, static_cast<uint32_t>(is_aligned ? 16 : size_of(type)));
   };
-  const auto of_result = alignment(problem.aligned_d, gemm::result_type(problem));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-                 alignment(problem.aligned_a, problem.type));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-                 alignment(problem.aligned_b, problem.type));
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_result);
-  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_result);
+  const auto of_result = result_type(problem);
+  set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.aligned_a, problem.type);
+  set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem.aligned_b, problem.type);
+  set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem.aligned_d, of_result);
+  set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem.aligned_d, of_result);
   // Partial sums stay in the accumulator's type: sums in 16 bits would save a little traffic and
   // lose digits, and the user may have forbidden them.
   const uint32_t reductions = problem.split_k == SplitK::forbidden ? CUBLASLT_REDUCTION_SCHEME_NONE

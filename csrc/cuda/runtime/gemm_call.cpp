@@ -8,6 +8,10 @@
 
 namespace fused::cuda {
 
+void* data_of(const Tensor& tensor) {
+  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
+
 Operand rows_of(const Tensor& tensor) {
   const auto dim = tensor.dim();
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -23,7 +27,7 @@ Operand rows_of(const Tensor& tensor) {
     }
     rows *= sizes[d];
   }
-  auto* data = const_cast<void*>(tensor.const_data_ptr());  // copy-on-write stays shared
+  auto* data = data_of(tensor);
   if (regular && (across == 1 || cols == 1) && (down >= cols || rows == 1)) {
     return {{rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false, data}, {}};
   }

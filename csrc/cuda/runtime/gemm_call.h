@@ -21,7 +21,8 @@ struct Operand {
 };
 Operand rows_of(const Tensor& tensor);     // [*, cols] -> [rows, cols]
 Operand plain_rows(const Tensor& tensor);  // the same of unit stride, as our own kernels read them
-Matrix matrix_of(const Tensor& result);    // contiguous [*, cols] as [rows, cols]
+void* data_of(const Tensor& tensor);     // nullptr of an undefined one; copy-on-write stays shared
+Matrix matrix_of(const Tensor& result);  // contiguous [*, cols] as [rows, cols]
 
 // Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
 // some that read two elements at a time. Undefined where there is none.

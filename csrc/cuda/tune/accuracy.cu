@@ -97,22 +97,17 @@ int samples_of(const TrialData& d) {
   return static_cast<int>(std::min<int64_t>(d.call.result.rows * d.call.result.cols, most_samples));
 }
 
-template <size_t k = 0>
 __device__ double activated(Activation activation, double z) {
-  constexpr auto here = activations[k];
-  if constexpr (k + 1 < std::size(activations)) {
-    if (activation != here) return activated<k + 1>(activation, z);
-  }
-  return kernels::activate<here, false>(z);
+  return with_activation(activation, [z](auto constant) {
+    return kernels::activate<decltype(constant)::value, false>(z);
+  });
 }
 
-template <size_t k = 0>
-__device__ double gradient(Activation activation, double grad, double at) {
-  constexpr auto here = activations[k];
-  if constexpr (k + 1 < std::size(activations)) {
-    if (activation != here) return gradient<k + 1>(activation, grad, at);
-  }
-  return kernels::activation_gradient<here, false, double>(grad, at);
+// act'
+__device__ double slope_of(Activation activation, double at) {
+  return with_activation(activation, [at](auto constant) {
+    return kernels::activation_gradient<decltype(constant)::value, false>(1.0, at);
+  });
 }
 
 template <typename T>
@@ -215,7 +210,7 @@ __device__ Curve curve(const TrialData& d, double z, double magnitude) {
   const double reach = d.sign_error * magnitude;
   double slope = 0;
   for (const double at : {z - reach, z, z + reach}) {
-    slope = fmax(slope, fabs(gradient(activation_of(d), 1, at)));
+    slope = fmax(slope, fabs(slope_of(activation_of(d), at)));
   }
   return {activated(activation_of(d), z), slope};
 }
@@ -263,8 +258,7 @@ __device__ void add_gating(const TrialData& d, int64_t row, int64_t col, const E
   };
   const auto& g = d.call.gating;
   const double gate = value<T>(d.call.aux, row, col), up = at(g.up, g.ld_up);
-  const double active = activated(activation_of(d), gate),
-               slope = gradient(activation_of(d), 1, gate);
+  const double active = activated(activation_of(d), gate), slope = slope_of(activation_of(d), gate);
   add(errors, &TrialErrors::elements, value<T>(d.call.result, row, col) - grad * up * slope,
       gradient_unit(d, slope * up, grad * up, magnitude));
   add(errors, &TrialErrors::aux, at(g.grad_up, d.call.result.ld) - grad * active,
@@ -279,7 +273,7 @@ __device__ void add_backward(const TrialData& d, int64_t row, int64_t col, const
   const double sum = exact.value;
   const double slope = activation_of(d) == Activation::none ? 1
                        : is_mask(d)                         ? bit(d.call.aux, row, col)
-                                    : gradient(activation_of(d), 1, value<T>(d.call.aux, row, col));
+                                    : slope_of(activation_of(d), value<T>(d.call.aux, row, col));
   add(errors, &TrialErrors::elements, result_of<T>(d, row, col) - sum * slope,
       gradient_unit(d, slope, sum, exact.scale));
 }
@@ -325,7 +319,7 @@ template <typename T>
 __device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
   if (d.call.aux.data == nullptr || activation_of(d) == Activation::none) return false;
   if (is_mask(d)) return !bit(d.call.aux, row, col);
-  return gradient(activation_of(d), 1, value<T>(d.call.aux, row, col)) == 0;
+  return slope_of(activation_of(d), value<T>(d.call.aux, row, col)) == 0;
 }
 
 // Whether a mark of the operand did not reach what is made of this element.

@@ -97,12 +97,6 @@ size_t index_of(const std::vector<Candidate>& candidates, const Decision& decisi
   return otherwise;
 }
 
-int64_t workspace_of(const std::vector<Candidate>& candidates) {
-  int64_t most = 0;
-  for (const auto& c : candidates) most = std::max(most, c.plan.algorithm.workspace);
-  return most;
-}
-
 void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwatch,
                size_t winner) {
   for (size_t i = 0; i < candidates.size(); ++i) {
@@ -119,8 +113,9 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
                                 const Decision& incumbent, Trial& trial, double calls, double share,
                                 const char* what) {
   const Clock clock;
-  const auto bytes = workspace_of(candidates);
-  const DriverMemory workspace(std::max<int64_t>(bytes, 1));
+  int64_t bytes = 1;
+  for (const auto& c : candidates) bytes = std::max(bytes, c.plan.algorithm.workspace);
+  const DriverMemory workspace(bytes);
   if (workspace.data() == nullptr) return std::nullopt;
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   // On the call's own operands, into its own results, which the call itself writes afterwards.
