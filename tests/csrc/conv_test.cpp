@@ -51,7 +51,7 @@ const Case cases[] = {
     {{3, 64, 300, 64}, {8, 64, 3, 3}, 2, 1},  // more rows than are looked at
 };
 
-void right_results_have_small_errors() {
+TEST(right_results_have_small_errors) {
   for (const auto& c : cases) {
     with(c, [](const ExactConv& exact, const Tensor& result, const Tensor& wide) {
       const auto rounded = errors_of(exact, result), none = errors_of(exact, wide);
@@ -62,7 +62,7 @@ void right_results_have_small_errors() {
   }
 }
 
-void wrong_elements_are_found() {
+TEST(wrong_elements_are_found) {
   for (const auto& c : cases) {
     with(c, [](const ExactConv& exact, const Tensor& result, const Tensor& wide) {
       const int64_t last = result.size(0) - 1;
@@ -83,7 +83,7 @@ void wrong_elements_are_found() {
 }
 
 // A window that lies in the padding holds no product.
-void empty_sums_have_no_error() {
+TEST(empty_sums_have_no_error) {
   const auto x = torch::ones({1, 1, 2, 2}), w = torch::ones({1, 1, 1, 1});
   const conv::Geometry geometry({1}, {3}, {1}, 1);
   const OptionalTensor none;
@@ -94,16 +94,10 @@ void empty_sums_have_no_error() {
   EXPECT(errors_of(exact, right + 1).missed == 60);  // where nothing is summed, nothing may be
 }
 
-const Tests tests{
-    {"right_results", right_results_have_small_errors},
-    {"wrong_elements", wrong_elements_are_found},
-    {"empty_sums", empty_sums_have_no_error},
-};
-
 }  // namespace
 
 int main(int, char** argv) {
   torch::manual_seed(0);
   torch::set_num_threads(1);
-  return run_one(tests, argv);
+  return run_one(argv);
 }

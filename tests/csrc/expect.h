@@ -1,6 +1,6 @@
 #pragma once
 
-// What the C++ tests share: EXPECT, and a main that runs one test by its name.
+// What the C++ tests share: EXPECT, TEST, and a main that runs one test by its name.
 
 #include <cstdio>
 #include <functional>
@@ -19,7 +19,18 @@ inline int failures = 0;
 
 using Tests = std::map<std::string, std::function<void()>>;
 
-inline int run_one(const Tests& tests, char** argv) {
-  tests.at(argv[1])();
+inline Tests& tests() {
+  static Tests all;
+  return all;
+}
+
+// Defines a test, which is run by its name.
+#define TEST(name)                                                  \
+  void name();                                                      \
+  const bool name##_is_there = tests().emplace(#name, name).second; \
+  void name()
+
+inline int run_one(char** argv) {
+  tests().at(argv[1])();
   return failures != 0;
 }

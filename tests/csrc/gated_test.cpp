@@ -93,16 +93,16 @@ void try_some(unsigned seed, int count) {
   }
 }
 
-void values_and_gradients() { try_some(1, 300); }
+TEST(values_and_gradients) { try_some(1, 300); }
 
-void several_threads() {
+TEST(several_threads) {
   std::vector<std::thread> threads;
   for (unsigned k = 0; k < 4; ++k) threads.emplace_back([k] { try_some(10 + k, 60); });
   for (auto& thread : threads) thread.join();
 }
 
 // Blocks of rows are shared by torch's own threads.
-void torchs_threads() {
+TEST(torchs_threads) {
   at::set_num_threads(4);
   std::mt19937 random(3);
   for (const char* activation : activations) {
@@ -111,12 +111,6 @@ void torchs_threads() {
   }
 }
 
-const Tests tests{
-    {"values_and_gradients", values_and_gradients},
-    {"several_threads", several_threads},
-    {"torchs_threads", torchs_threads},
-};
-
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) { return run_one(argv); }

@@ -62,7 +62,7 @@ Problem run(const Matrix& left, const Matrix& right, const Matrix& result, Epilo
 }
 
 // y = act(x Wᵀ + b), with what is saved, against three plain loops.
-void forward_mapping() {
+TEST(forward_mapping) {
   std::mt19937 random(0);
   for (auto [rows, in, out] : shapes) {
     for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh}) {
@@ -103,7 +103,7 @@ void forward_mapping() {
 }
 
 // dz_prev = (dz W) · act'(prev) and its column sums: the next layer's input gradient.
-void input_gradient_mapping() {
+TEST(input_gradient_mapping) {
   std::mt19937 random(1);
   for (auto [rows, in, out] : shapes) {
     for (auto activation : {Activation::none, Activation::relu, Activation::gelu_tanh}) {
@@ -133,7 +133,7 @@ void input_gradient_mapping() {
 }
 
 // dW = dzᵀ x, and the column sums of dz from BGRADB.
-void weight_gradient_mapping() {
+TEST(weight_gradient_mapping) {
   std::mt19937 random(2);
   for (auto [rows, in, out] : shapes) {
     Rows dz(rows, out, 1, &random), x(rows, in, 4, &random), dw(out, in, 0), db(1, out, 0);
@@ -154,7 +154,7 @@ void weight_gradient_mapping() {
   }
 }
 
-void epilogue_table_is_consistent() {
+TEST(epilogue_table_is_consistent) {
   std::set<std::tuple<Pass, Activation, bool, bool>> keys;
   for (const auto& row : epilogue_table) {
     EXPECT(keys.emplace(row.pass, row.activation, row.bias, row.aux).second);
@@ -209,7 +209,7 @@ std::vector<Problem> variations() {
   return result;
 }
 
-void every_field_is_part_of_the_key() {
+TEST(every_field_is_part_of_the_key) {
   const ProblemHash hash;
   std::set<size_t> hashes{hash(sample)};
   for (const auto& other : variations()) {
@@ -225,7 +225,7 @@ void every_field_is_part_of_the_key() {
   EXPECT(is_aligned(buffer) && is_aligned(buffer + 48) && !is_aligned(buffer + 8));
 }
 
-void objections() {
+TEST(objections) {
   const auto refused = [](auto change, size_t version = 130100) {
     auto problem = sample;
     change(problem);
@@ -251,15 +251,6 @@ void objections() {
   EXPECT(refused([](Problem& p) { p.epilogue = Epilogue::gelu_aux_bias, p.ld_aux = 68; }));
 }
 
-const Tests tests{
-    {"forward_mapping", forward_mapping},
-    {"input_gradient_mapping", input_gradient_mapping},
-    {"weight_gradient_mapping", weight_gradient_mapping},
-    {"epilogue_table", epilogue_table_is_consistent},
-    {"problem_key", every_field_is_part_of_the_key},
-    {"objections", objections},
-};
-
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) { return run_one(argv); }

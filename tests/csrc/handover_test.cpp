@@ -91,7 +91,7 @@ Tensor honest(const Layer& layer, const Tensor& grad) {
   return dz;
 }
 
-void an_honest_note_is_trusted() {
+TEST(an_honest_note_is_trusted) {
   const Layer layer;
   const auto want = run(layer, plain);
   EXPECT(same(run(layer, [&](const Tensor& grad) { return honest(layer, grad); }), want));
@@ -100,7 +100,7 @@ void an_honest_note_is_trusted() {
 
 // Trust is really placed in a note: one with a wrong content gives a wrong result, which the
 // comparison that all tests use does find. Without this, the tests above could pass by luck.
-void a_lie_is_believed_and_found() {
+TEST(a_lie_is_believed_and_found) {
   const Layer layer;
   const auto want = run(layer, plain);
   const auto wrong_dz = run(layer, [&](const Tensor& grad) {
@@ -137,7 +137,7 @@ void a_lie_is_believed_and_found() {
 }
 
 // Notes of other runs, earlier and later, and for other nodes, are of no account.
-void a_stale_note_is_ignored() {
+TEST(a_stale_note_is_ignored) {
   const Layer layer, other;
   const auto want = run(layer, plain);
   const auto lie = torch::randn({3, 5}, torch::kDouble), bias = torch::randn({5}, torch::kDouble);
@@ -163,7 +163,7 @@ void a_stale_note_is_ignored() {
 }
 
 // The tensor that arrives is not the one that the note names: something was added to it.
-void another_gradient_was_added() {
+TEST(another_gradient_was_added) {
   const Layer layer;
   const auto extra = torch::randn({3, 5}, torch::kDouble);
   const auto want = run(layer, plain, extra);
@@ -178,7 +178,7 @@ void another_gradient_was_added() {
 }
 
 // The note's own reference keeps the engine from adding in place to the tensor that it names.
-void the_engine_does_not_add_in_place() {
+TEST(the_engine_does_not_add_in_place) {
   const Layer layer;
   const auto extra = torch::randn({3, 5}, torch::kDouble);
   const auto want = run(layer, plain, extra);
@@ -196,7 +196,7 @@ void the_engine_does_not_add_in_place() {
 }
 
 // A run that is broken off takes the notes that it has left with it.
-void aborted_runs_leave_nothing() {
+TEST(aborted_runs_leave_nothing) {
   const Layer layer;
   const auto w2 = leaf({6, 5}), b2 = leaf({6});
   const auto out = fused::linear(layer.y, w2, b2);
@@ -234,7 +234,7 @@ void aborted_runs_leave_nothing() {
   EXPECT(layer.node()->waiting() == 0);
 }
 
-void notes_are_kept_by_node_and_run() {
+TEST(notes_are_kept_by_node_and_run) {
   const Layer a, b;
   const auto t = torch::ones({1}), u = torch::zeros({1});
   EXPECT(!a.node()->take(1));
@@ -300,7 +300,7 @@ std::string asked(const Layer& layer, std::function<void(const Tensor& out)> pre
   return answer;
 }
 
-void objections() {
+TEST(objections) {
   EXPECT(asked({}) == "");
   {
     const Layer layer;
@@ -348,7 +348,7 @@ void objections() {
 }
 
 // The consumer's own hooks are shown the gradient of its input as well.
-void objection_to_a_hook_on_the_consumer() {
+TEST(objection_to_a_hook_on_the_consumer) {
   const Layer layer;
   const auto answer = asked(layer, [](const Tensor& out) {
     out.grad_fn()->add_post_hook(std::make_unique<PostWatcher>());
@@ -360,7 +360,7 @@ void objection_to_a_hook_on_the_consumer() {
          }) == "");
 }
 
-void objection_to_other_consumers() {
+TEST(objection_to_other_consumers) {
   const Layer layer;
   std::vector<std::string> answers;
   Probe::action = [&](const Tensor& grad) {
@@ -386,23 +386,10 @@ void objection_to_other_consumers() {
   EXPECT(answers == std::vector<std::string>{"another consumer"});
 }
 
-const Tests tests{
-    {"an_honest_note_is_trusted", an_honest_note_is_trusted},
-    {"a_lie_is_believed_and_found", a_lie_is_believed_and_found},
-    {"a_stale_note_is_ignored", a_stale_note_is_ignored},
-    {"another_gradient_was_added", another_gradient_was_added},
-    {"the_engine_does_not_add_in_place", the_engine_does_not_add_in_place},
-    {"aborted_runs_leave_nothing", aborted_runs_leave_nothing},
-    {"notes_are_kept_by_node_and_run", notes_are_kept_by_node_and_run},
-    {"objections", objections},
-    {"objection_to_a_hook_on_the_consumer", objection_to_a_hook_on_the_consumer},
-    {"objection_to_other_consumers", objection_to_other_consumers},
-};
-
 }  // namespace
 
 int main(int, char** argv) {
   torch::manual_seed(0);
   torch::set_num_threads(1);
-  return run_one(tests, argv);
+  return run_one(argv);
 }

@@ -40,7 +40,7 @@ void decide(Numbers& store, int key, int decision) {
   store.change(key, [=](auto& known) { known.decide(decision); });
 }
 
-void what_was_decided_stays() {
+TEST(what_was_decided_stays) {
   Numbers store(3);
   EXPECT(!decided(store, 1));
   decide(store, 1, 10);
@@ -66,7 +66,7 @@ void what_was_decided_stays() {
   EXPECT(!store.is_full_for(6) && store.read(1, [](const auto& k) { return k.verdicts.empty(); }));
 }
 
-void what_failed_is_due_ever_later() {
+TEST(what_failed_is_due_ever_later) {
   plans::Known<int, int, Verdict> known;
   EXPECT(!known.is_due());
   int64_t calls_before = 0;
@@ -83,7 +83,7 @@ void what_failed_is_due_ever_later() {
   EXPECT(known.decision == 2 && known.failures == 0);
 }
 
-void threads_share_a_store() {
+TEST(threads_share_a_store) {
   Numbers store(4096);
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -104,7 +104,7 @@ void threads_share_a_store() {
 }
 
 // The counts of a bucket that waits for its measurement, by its neighbour's decision and without.
-void a_bucket_waits_with_its_neighbour() {
+TEST(a_bucket_waits_with_its_neighbour) {
   auto bucket = problem_of(Pass::fprop, Activation::relu);
   auto neighbour = bucket;
   neighbour.matmul.n = 2 * bucket.matmul.n;
@@ -130,7 +130,7 @@ void a_bucket_waits_with_its_neighbour() {
 
 // ---- text --------------------------------------------------------------------------------------
 
-void text_comes_back() {
+TEST(text_comes_back) {
   for (const auto& p : every_problem()) {
     for (const auto& s : strategies) {
       if (!applies(p, s)) continue;
@@ -144,7 +144,7 @@ void text_comes_back() {
   }
 }
 
-void text_that_is_no_decision() {
+TEST(text_that_is_no_decision) {
   const auto p = problem_of(Pass::fprop, Activation::relu);
   const auto line = to_text(p, decision(p, "epilogue"));
   std::vector<std::string> words;
@@ -215,7 +215,7 @@ std::string error_of(const Fn& fn) {
   return "";
 }
 
-void a_file_is_whole_or_refused() {
+TEST(a_file_is_whole_or_refused) {
   write_plans("plans", entries_of(3));
   const auto there = read_plan_file("plans");
   EXPECT(there.size() == 3 && there.front().made_for == here);
@@ -262,7 +262,7 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-void another_versions_lines_stay() {
+TEST(another_versions_lines_stay) {
   const auto p = problem_of(Pass::fprop, Activation::gelu_erf);
   const auto known = entries_of(1);
   const auto library_plan = to_text(known[0].first, known[0].second);
@@ -295,7 +295,7 @@ void another_versions_lines_stay() {
   }
 }
 
-void the_locale_does_not_matter() {
+TEST(the_locale_does_not_matter) {
   write_plans("plain", entries_of(3));
   const auto before = std::locale::global(std::locale(std::locale(), new Grouping));
   write_plans("grouped", entries_of(3));
@@ -304,7 +304,7 @@ void the_locale_does_not_matter() {
   EXPECT(content("plain") == content("grouped"));
 }
 
-void other_machines_plans_do_not_apply_and_stay() {
+TEST(other_machines_plans_do_not_apply_and_stay) {
   const auto with = [](auto change) {
     auto other = here;
     change(other);
@@ -331,7 +331,7 @@ void other_machines_plans_do_not_apply_and_stay() {
   EXPECT(contains(error_of([] { read_plan_file("old"); }), "no file of plans that this version"));
 }
 
-void processes_share_a_file() {
+TEST(processes_share_a_file) {
   // Each brings its own; none loses another's.
   std::vector<std::thread> writers;
   for (int i = 0; i < 8; ++i) {
@@ -358,20 +358,6 @@ void processes_share_a_file() {
   EXPECT(contains(error_of([&] { write_plans("no/folder", mine); }), "no/folder"));
 }
 
-const Tests tests{
-    {"what_was_decided_stays", what_was_decided_stays},
-    {"what_failed_is_due_ever_later", what_failed_is_due_ever_later},
-    {"threads_share_a_store", threads_share_a_store},
-    {"a_bucket_waits", a_bucket_waits_with_its_neighbour},
-    {"text_comes_back", text_comes_back},
-    {"text_that_is_no_decision", text_that_is_no_decision},
-    {"a_file_is_whole_or_refused", a_file_is_whole_or_refused},
-    {"another_versions_lines", another_versions_lines_stay},
-    {"the_locale_does_not_matter", the_locale_does_not_matter},
-    {"other_machines_plans", other_machines_plans_do_not_apply_and_stay},
-    {"processes_share_a_file", processes_share_a_file},
-};
-
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) { return run_one(argv); }

@@ -16,7 +16,7 @@ constexpr double never = std::numeric_limits<double>::infinity();
 
 // ---- strategies --------------------------------------------------------------------------------
 
-void every_problem_has_a_way() {
+TEST(every_problem_has_a_way) {
   EXPECT(every_problem().size() > 100);
   for (const auto& p : every_problem()) {
     for (const auto& there : {with_hopper, without_hopper}) {
@@ -55,7 +55,7 @@ void every_problem_has_a_way() {
   }
 }
 
-void names_are_their_own() {
+TEST(names_are_their_own) {
   std::set<std::pair<Pass, std::string>> names;
   for (const auto& s : strategies) {
     names.emplace(s.pass, s.name);
@@ -66,7 +66,7 @@ void names_are_their_own() {
   EXPECT(find_strategy(Pass::fprop, "bgradb") == nullptr);
 }
 
-void every_pass_has_one_fallback_and_one_eager() {
+TEST(every_pass_has_one_fallback_and_one_eager) {
   for (auto pass : every_pass) {
     int fallbacks = 0, eagers = 0;
     for (const auto& s : strategies) {
@@ -89,7 +89,7 @@ void every_pass_has_one_fallback_and_one_eager() {
          &fallback_of(Pass::dgrad));
 }
 
-void what_may_be_done_where() {
+TEST(what_may_be_done_where) {
   const auto forward = problem_of(Pass::fprop, Activation::gelu_tanh);
   EXPECT(applies(forward, "epilogue") && applies(forward, "bias+activation"));
   EXPECT(!applies(problem_of(Pass::fprop, Activation::gelu_erf), "epilogue"));
@@ -121,7 +121,7 @@ void what_may_be_done_where() {
   EXPECT(!applies(problem_of(Pass::wgrad, Activation::none, false), "bgradb"));
 }
 
-void products_are_those_of_the_epilogue() {
+TEST(products_are_those_of_the_epilogue) {
   auto p = problem_of(Pass::fprop, Activation::gelu_tanh);
   p.keeps = Keeps::values, p.matmul.ld_aux = 264, p.matmul.aligned_bias = false;
   const auto full = matmul_of(p, *find_strategy(p.pass, "epilogue"));
@@ -144,7 +144,7 @@ void products_are_those_of_the_epilogue() {
 
 // ---- our own products for Hopper ----------------------------------------------------------------
 
-void hopper_takes_what_the_hardware_can_copy() {
+TEST(hopper_takes_what_the_hardware_can_copy) {
   const auto backward = problem_of(Pass::dgrad, Activation::gelu_erf);
   auto forward = problem_of(Pass::fprop, Activation::gelu_erf);
   forward.keeps = Keeps::values, forward.matmul.ld_aux = forward.matmul.m;
@@ -199,7 +199,7 @@ void hopper_takes_what_the_hardware_can_copy() {
   EXPECT(!applies(few, "hopper"));
 }
 
-void bits_are_made_behind_any_forward() {
+TEST(bits_are_made_behind_any_forward) {
   auto p = problem_of(Pass::fprop, Activation::relu, true, /*mask=*/true);
   EXPECT(wants_bits(p) && std::string(rule(p, with_hopper)) == "hopper");
   for (const auto* name : {"hopper", "epilogue", "bias+activation", "aten"}) {
@@ -218,7 +218,7 @@ void bits_are_made_behind_any_forward() {
   EXPECT(!wants_bits(problem_of(Pass::dgrad, Activation::relu, true, true)));
 }
 
-void small_takes_small_problems() {
+TEST(small_takes_small_problems) {
   for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad, Pass::chain}) {
     auto good = problem_of(pass, pass == Pass::wgrad ? Activation::none : Activation::relu);
     EXPECT(!applies(good, "small"));  // its tokens are many
@@ -248,7 +248,7 @@ void small_takes_small_problems() {
 }
 
 // As the kernel writes them: a row for each tile of tokens, in whole tiles of features.
-void hopper_partial_sums_are_all_column_sums() {
+TEST(hopper_partial_sums_are_all_column_sums) {
   std::mt19937 random(1);
   for (const auto& [m, n] : {std::pair{8, 1}, {128, 128}, {136, 129}, {264, 1000}}) {
     Problem p;
@@ -274,7 +274,7 @@ void hopper_partial_sums_are_all_column_sums() {
   }
 }
 
-void hopper_knows_its_orders_only() {
+TEST(hopper_knows_its_orders_only) {
   for (uint64_t i = 0; i < std::size(hopper::orders); ++i) {
     EXPECT(hopper::order_of({{i}, 0})->swizzle == hopper::orders[i].swizzle);
   }
@@ -282,7 +282,7 @@ void hopper_knows_its_orders_only() {
   EXPECT(!hopper::order_of({{std::size(hopper::orders)}, 0}) && !hopper::order_of({{~0ull}, 0}));
 }
 
-void rules_prefer_hopper_where_it_was_faster() {
+TEST(rules_prefer_hopper_where_it_was_faster) {
   const auto rule_of = [](const PassProblem& p) { return std::string(rule(p, with_hopper)); };
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::relu)) == "hopper");
   EXPECT(rule_of(problem_of(Pass::dgrad, Activation::gelu_tanh)) == "hopper");
@@ -300,7 +300,7 @@ void rules_prefer_hopper_where_it_was_faster() {
   EXPECT(rule_of(other) != "hopper" && applies(other, "hopper"));
 }
 
-void token_counts_share_buckets() {
+TEST(token_counts_share_buckets) {
   for (auto pass : {Pass::fprop, Pass::dgrad, Pass::wgrad}) {
     const auto with = [&](int64_t tokens) {
       auto p = problem_of(pass);
@@ -362,7 +362,7 @@ struct Track {
   }
 };
 
-void the_fastest_wins() {
+TEST(the_fastest_wins) {
   for (size_t incumbent = 0; incumbent < 4; ++incumbent) {
     Track track{{100, 80, 120, 300}};
     EXPECT(track.winner(incumbent) == 1);
@@ -382,7 +382,7 @@ void the_fastest_wins() {
   EXPECT(disturbed.winner(0) == 1);
 }
 
-void the_incumbent_stays_unless_the_lead_is_clear() {
+TEST(the_incumbent_stays_unless_the_lead_is_clear) {
   EXPECT((Track{{100, 99}}.winner(0)) == 0);
   EXPECT((Track{{100, 99}}.winner(1)) == 1);
   EXPECT((Track{{100, 97}}.winner(0)) == 1);
@@ -396,7 +396,7 @@ void the_incumbent_stays_unless_the_lead_is_clear() {
   EXPECT(changes < 10);
 }
 
-void who_fails_is_out() {
+TEST(who_fails_is_out) {
   Track track{{100, never, 90}};
   EXPECT(track.winner(0) == 2 && track.rounds[1] == 1);
   EXPECT((Track{{never, 200}}.winner(0)) == 1);
@@ -418,7 +418,7 @@ void who_fails_is_out() {
   EXPECT(late.medians[1] == 100 && late.medians[0] == never);
 }
 
-void the_budget_is_kept() {
+TEST(the_budget_is_kept) {
   TuningRules rules;
   rules.budget_us = 1000;
   Track quick{{10, 11}, 0, 1};
@@ -435,7 +435,7 @@ void the_budget_is_kept() {
   EXPECT(lone.run(0, rules).rounds == rules.least_rounds);
 }
 
-void long_laps_are_fewer() {
+TEST(long_laps_are_fewer) {
   // Each is told apart by its first, so that another lap of the slower ones is none too few.
   Track quick{{100, 110, 120, 150}}, slow{{1000, 1100, 1200, 1500}};
   TuningRules rules;
@@ -447,14 +447,14 @@ void long_laps_are_fewer() {
   EXPECT((Track{{1000, 900, 1200}}.winner(0)) == 1);
 }
 
-void few_operations_get_a_part_of_the_budget() {
+TEST(few_operations_get_a_part_of_the_budget) {
   EXPECT(share_of_budget(0) == share_of_budget(1e9) && share_of_budget(1e9) == 0.15);
   EXPECT(share_of_budget(1e10) == 0.5 && share_of_budget(2e10) == 1 && share_of_budget(1e13) == 1);
 }
 
 // ---- exactness ---------------------------------------------------------------------------------
 
-void who_is_inexact_is_out() {
+TEST(who_is_inexact_is_out) {
   const auto sound = Verdict::sound, inexact = Verdict::inexact, failed = Verdict::failed;
   EXPECT((Track{{100, 50, 80}}.winner(0, {sound, sound, sound})) == 1);
   EXPECT((Track{{100, 50, 80}}.winner(0, {sound, inexact, sound})) == 2);
@@ -500,7 +500,7 @@ TrialErrors drawn(std::mt19937& random, double most, int count = 2048) {
   return errors;
 }
 
-void the_guard_is_certain() {
+TEST(the_guard_is_certain) {
   for (int count : {2048, 64}) {
     int refused = 0, accepted = 0;
     for (unsigned seed = 0; seed < 100; ++seed) {
@@ -514,7 +514,7 @@ void the_guard_is_certain() {
   }
 }
 
-void errors_are_compared_with_eagers() {
+TEST(errors_are_compared_with_eagers) {
   std::mt19937 random(1);
   const auto eager = drawn(random, 0.01);
   EXPECT(is_as_exact(eager, eager) && is_as_exact({}, {}));
@@ -544,30 +544,6 @@ void errors_are_compared_with_eagers() {
   }
 }
 
-const Tests tests{
-    {"every_problem_has_a_way", every_problem_has_a_way},
-    {"names_are_their_own", names_are_their_own},
-    {"one_fallback_and_one_eager", every_pass_has_one_fallback_and_one_eager},
-    {"what_may_be_done_where", what_may_be_done_where},
-    {"products_are_those_of_the_epilogue", products_are_those_of_the_epilogue},
-    {"hopper_takes_what_it_can_copy", hopper_takes_what_the_hardware_can_copy},
-    {"bits_are_made_behind_any_forward", bits_are_made_behind_any_forward},
-    {"small_takes_small_problems", small_takes_small_problems},
-    {"hopper_partial_sums", hopper_partial_sums_are_all_column_sums},
-    {"long_laps", long_laps_are_fewer},
-    {"share_of_budget", few_operations_get_a_part_of_the_budget},
-    {"hopper_orders", hopper_knows_its_orders_only},
-    {"rules_prefer_hopper", rules_prefer_hopper_where_it_was_faster},
-    {"token_counts_share_buckets", token_counts_share_buckets},
-    {"the_fastest_wins", the_fastest_wins},
-    {"the_incumbent_stays", the_incumbent_stays_unless_the_lead_is_clear},
-    {"who_fails_is_out", who_fails_is_out},
-    {"the_budget_is_kept", the_budget_is_kept},
-    {"who_is_inexact_is_out", who_is_inexact_is_out},
-    {"the_guard_is_certain", the_guard_is_certain},
-    {"errors_are_compared", errors_are_compared_with_eagers},
-};
-
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) { return run_one(argv); }

@@ -234,7 +234,7 @@ void compare_network(int tokens, std::vector<int> features, unsigned cluster, bo
   }
 }
 
-void network() {
+TEST(network) {
   compare_network<float, Activation::relu>(40, {17, 40, 33, 6}, 2, true, 0);
   compare_network<float, Activation::silu>(16, {64, 64, 64}, 4, true, 0);
   compare_network<float, Activation::relu>(33, {300, 20, 1}, 1, false, 3);
@@ -289,7 +289,7 @@ void compare_members(bool with = true) {
   }
 }
 
-void members() {
+TEST(members) {
   compare_members<float, Pass::fprop>();
   compare_members<float, Pass::dgrad>();
   compare_members<float, Pass::wgrad>();
@@ -298,26 +298,14 @@ void members() {
   compare_members<__nv_bfloat16, Pass::fprop>();
 }
 
-void forward() { compare_many<Pass::fprop, Activation::relu>(); }
-void forward_without_activation() { compare_many<Pass::fprop, Activation::none>(); }
-void forward_of_each_activation() { compare_activations<Pass::fprop>(); }
-void input_gradient() { compare_many<Pass::dgrad, Activation::relu>(); }
-void input_gradient_without_activation() { compare_many<Pass::dgrad, Activation::none>(); }
-void input_gradient_of_each_activation() { compare_activations<Pass::dgrad>(); }
-void weight_gradient() { compare_many<Pass::wgrad, Activation::none>(); }
-
-const Tests tests = {
-    {"forward", forward},
-    {"forward_without_activation", forward_without_activation},
-    {"forward_of_each_activation", forward_of_each_activation},
-    {"input_gradient", input_gradient},
-    {"input_gradient_without_activation", input_gradient_without_activation},
-    {"input_gradient_of_each_activation", input_gradient_of_each_activation},
-    {"weight_gradient", weight_gradient},
-    {"network", network},
-    {"members", members},
-};
+TEST(forward) { compare_many<Pass::fprop, Activation::relu>(); }
+TEST(forward_without_activation) { compare_many<Pass::fprop, Activation::none>(); }
+TEST(forward_of_each_activation) { compare_activations<Pass::fprop>(); }
+TEST(input_gradient) { compare_many<Pass::dgrad, Activation::relu>(); }
+TEST(input_gradient_without_activation) { compare_many<Pass::dgrad, Activation::none>(); }
+TEST(input_gradient_of_each_activation) { compare_activations<Pass::dgrad>(); }
+TEST(weight_gradient) { compare_many<Pass::wgrad, Activation::none>(); }
 
 }  // namespace
 
-int main(int, char** argv) { return run_one(tests, argv); }
+int main(int, char** argv) { return run_one(argv); }

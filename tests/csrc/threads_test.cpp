@@ -54,7 +54,7 @@ int run_threads(int threads, const Work& work) {
 }
 
 // With low memory the second layer keeps what the first one has saved.
-void forward_beside_backward() {
+TEST(forward_beside_backward) {
   const auto x = leaf({8, 16}), w = leaf({16, 16}), w2 = leaf({16, 16});
   for (int i = 0; i < 300; ++i) {
     const auto y = fused::linear_gelu(x, w, {}, "tanh", "low");
@@ -69,7 +69,7 @@ void forward_beside_backward() {
 }
 
 // Two heads on one output, and nobody keeps the graph: one of them may be told so.
-void two_heads_free_one_graph() {
+TEST(two_heads_free_one_graph) {
   const auto x = leaf({8, 16}), w = leaf({16, 16}), w2 = leaf({16, 16}), w3 = leaf({16, 16});
   for (int i = 0; i < 300; ++i) {
     const auto y = fused::linear_gelu(x, w);
@@ -79,7 +79,7 @@ void two_heads_free_one_graph() {
 }
 
 // Eight threads over one graph that is kept: every gradient is that of a lone run.
-void many_backwards_over_one_graph() {
+TEST(many_backwards_over_one_graph) {
   const auto x = leaf({4, 6}), b = leaf({6});
   std::vector<Tensor> weights;
   for (int i = 0; i < 4; ++i) weights.push_back(leaf({6, 6}));
@@ -106,7 +106,7 @@ void many_backwards_over_one_graph() {
 }
 
 // A data loader's worker: the library was used before the process divided.
-void fork_after_use() {
+TEST(fork_after_use) {
   const auto x = leaf({4, 6}), w = leaf({6, 6});
   const auto step = [&] {
     return torch::autograd::grad({fused::linear(fused::linear_relu(x, w), w).sum()}, {x, w});
@@ -123,7 +123,7 @@ void fork_after_use() {
 }
 
 // What a call decides by the policy it decides alike, though another thread switches meanwhile.
-void policy_is_read_once() {
+TEST(policy_is_read_once) {
   using fused::Policy, fused::HeldPolicy;
   const auto before = fused::policy();
   {
@@ -140,18 +140,10 @@ void policy_is_read_once() {
   fused::set_policy(before);
 }
 
-const Tests tests{
-    {"policy_is_read_once", policy_is_read_once},
-    {"forward_beside_backward", forward_beside_backward},
-    {"two_heads_free_one_graph", two_heads_free_one_graph},
-    {"many_backwards_over_one_graph", many_backwards_over_one_graph},
-    {"fork_after_use", fork_after_use},
-};
-
 }  // namespace
 
 int main(int, char** argv) {
   torch::manual_seed(0);
   torch::set_num_threads(1);
-  return run_one(tests, argv);
+  return run_one(argv);
 }

@@ -1,20 +1,19 @@
 """What the ranks run to compare operators on sharded tensors with the whole computation."""
 
 import itertools
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from meshes import local_of, mesh_of, mine, spread
-from operators import ACTS, linear, pair
-from operators import gated as gated_row
+from operators import ACTS, gated, linear
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
-
-LAYERS = {a: linear(a) for a in ("none", *ACTS)}
-LAYERS |= {"relu low": linear("relu", memory="low"), "gelu low": linear("gelu_tanh", memory="low")}
+# What makes their operators: that can be sent to the ranks.
+LAYERS = {a: partial(linear, a) for a in ("none", *ACTS)}
+LAYERS |= {f"{a} low": partial(linear, a, memory="low") for a in ("relu", "gelu_tanh")}
 
 
 def randn(*shape, seed=0):
@@ -58,70 +57,28 @@ def check_call(fused_call, plain_call, tensors, placements, mesh, g):
             assert_close(a, b, f"gradient {k} from {where}, {case}")
 
 
-def layer(activation, shape, sizes, bias, every):
-    """All combinations of placements, or of those each ``every``-th, on one mesh."""
-    mesh, op = mesh_of(shape), LAYERS[activation]
-    x, w, b = randn(*sizes[:-1]), randn(sizes[-1], sizes[-2], seed=1), randn(sizes[-1], seed=2)
-    tensors = [x, w, b] if bias else [x, w]
-    g = randn(*sizes[:-2], sizes[-1], seed=3)
-    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in tensors]
-    cases = list(itertools.islice(itertools.product(*each), 0, None, every))
-    for placements in mine(cases, mesh):
-        check_call(op.call, op.eager, tensors, placements, mesh, g)
-    return len(cases)
+def check(make, shape, sizes, every=1, bias=True, policy="auto"):
+    """An operator with every ``every``-th combination of its tensors' placements; their number.
 
-
-def chain(activation, memory, shape, every):
-    """The same of ``mlp``: all placements of the input and of two weights, biases sharded alike."""
-    mesh = mesh_of(shape)
-    widths = (6, 8, 5, 4)
-    x = randn(3, 4, widths[0])
-    weights = [randn(o, i, seed=i) for i, o in itertools.pairwise(widths)]
-    biases = [randn(widths[1]), None, randn(widths[3])]
-    act, n = ACTS[activation], len(weights)
-
-    def ours(x, *rest):
-        given = [rest[n], None, rest[n + 1]]
-        return fused.mlp(x, list(rest[:n]), given, activation, memory=memory)
-
-    def plain(x, *rest):
-        given = [rest[n], None, rest[n + 1]]
-        for k in range(n):
-            x = F.linear(x, rest[k], given[k])
-            x = act(x) if k + 1 < n else x
-        return x
-
-    tensors = [x, *weights, biases[0], biases[2]]
-    one = [[p] * mesh.ndim for p in (Replicate(), Shard(0), Shard(1))]
-    cases = list(
-        itertools.product(
-            [*one, [Shard(2)] * mesh.ndim, [Partial()] * mesh.ndim], one, one, one, one[:2], one[:2]
-        )
-    )[::every]
-    for placements in mine(cases, mesh):
-        check_call(ours, plain, tensors, placements, mesh, randn(3, 4, widths[-1], seed=3))
-    return len(cases)
-
-
-def gated(form, out, bias, activation, shape, every, way="call", memory="default"):
-    """The same of a gated layer, or with ``out`` of a block, which may be two layers."""
-    mesh = mesh_of(shape)
-    if way == "apart":
-        op = pair(form, activation, hidden=8, memory=memory)
-    else:
-        op = gated_row(form, activation, out is not None, hidden=8, memory=memory)
-    case = op.case((4, 3), 6, out or 8, bias=bias)
+    Args:
+        make: gives the operator.
+        shape: of the mesh.
+        sizes: leading dimensions of the input, its width and the output's.
+    """
+    mesh, op = mesh_of(shape), make()
+    case = op.case(*sizes, bias=bias)
     each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in case.inputs]
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
-    for placements in mine(cases, mesh):
-        check_call(op.call, op.eager, case.inputs, placements, mesh, case.g)
+    with tfl.set_policy(policy):
+        for placements in mine(cases, mesh):
+            check_call(op.call, op.eager, case.inputs, placements, mesh, case.g)
     return len(cases)
 
 
 def gated_in_parts(shape):
     """Gradients of one tensor only, and second derivatives, column and then row parallel."""
     mesh = mesh_of(shape)
-    op = gated_row("apart", "silu", down=True, hidden=8)
+    op = gated("apart", "silu", down=True, hidden=8)
     inputs = op.case((4, 3), 6, 5).inputs
     column, row, same = Shard(0), Shard(1), Replicate()
     placements = (same, column, column, row, column, column, same)
@@ -172,25 +129,6 @@ def communication():
     return found
 
 
-def convolution(shape, groups, batch, every):
-    mesh = mesh_of(shape)
-    x, w, b = randn(*batch, 4, 7, 6), randn(8, 4 // groups, 3, 3, seed=1), randn(8, seed=2)
-    how = ([2, 1], [1, 1], [1, 1], groups)
-    g = randn(*batch, 8, 4, 6, seed=3)
-    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in (x, w, b)]
-    cases = list(itertools.islice(itertools.product(*each), 0, None, every))
-    for placements in mine(cases, mesh):
-        check_call(
-            lambda *args: fused.conv2d_relu(*args, *how),
-            lambda *args: F.relu(F.conv2d(*args, *how)),
-            [x, w, b],
-            placements,
-            mesh,
-            g,
-        )
-    return len(cases)
-
-
 def frozen(shape):
     """Gradients of some of the tensors only: the others' places are filled in."""
     mesh = mesh_of(shape)
@@ -198,11 +136,12 @@ def frozen(shape):
     g = randn(4, 3, 8, seed=3)
     cases = 0
     for activation in ("none", "relu", "gelu_erf"):
+        op = linear(activation)
         for wanted in itertools.product([False, True], repeat=3):
             if not any(wanted):
                 continue
             want = [t.clone().requires_grad_(on) for t, on in zip((x, w, b), wanted)]
-            LAYERS[activation].eager(*want).backward(g)
+            op.eager(*want).backward(g)
             for placements in (
                 ([Replicate()], [Shard(0)], [Shard(0)]),
                 ([Shard(1)], [Replicate()], [Replicate()]),
@@ -212,7 +151,7 @@ def frozen(shape):
                     spread(t, mesh, p).requires_grad_(on)
                     for t, p, on in zip((x, w, b), placements, wanted, strict=True)
                 ]
-                LAYERS[activation].call(*got).backward(spread(g, mesh, [Replicate()]))
+                op.call(*got).backward(spread(g, mesh, [Replicate()]))
                 for a, c, on in zip(got, want, wanted):
                     assert (a.grad is not None) == on
                     if on:
@@ -221,19 +160,13 @@ def frozen(shape):
     return cases
 
 
-def under_policy(policy, *args):
-    with tfl.set_policy(policy):
-        return layer(*args)
-
-
 def second_derivative(activation):
-    mesh = mesh_of((2,))
+    mesh, op = mesh_of((2,)), linear(activation)
     x, w = randn(3, 6), randn(8, 6, seed=1)
     results = []
     for place in (lambda t, p: t.clone(), lambda t, p: spread(t, mesh, [p])):
         leaves = [place(x, Replicate()).requires_grad_(), place(w, Shard(0)).requires_grad_()]
-        plain = not isinstance(leaves[0], DTensor)
-        call = LAYERS[activation].eager if plain else LAYERS[activation].call
+        call = op.call if isinstance(leaves[0], DTensor) else op.eager
         (gx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
         results.append(torch.autograd.grad(gx.square().sum(), leaves))
     for a, b in zip(*results):

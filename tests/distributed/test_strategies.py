@@ -5,13 +5,52 @@ processes for the operators whose rules differ, and in a part of them elsewhere.
 processes do not divide are among them, so that some have nothing at all.
 """
 
+from functools import partial
+
 import pytest
 import strategy_checks as checks
 import torch
+from operators import conv, gated, mlp, pair
+from strategy_checks import LAYERS
 
 from torch_fused_linear import sharding
 
-ALL = 5 * 4 * 3  # placements of an input of three dimensions, of a weight and of a bias
+TWO, FOUR, TWO_BY_TWO = (2,), (4,), (2, 2)
+ODD, EVEN, UNEVEN = ((4, 3), 6, 5), ((4, 3), 6, 8), ((6, 3), 6, 10)
+WIDE, NARROW = ((4,), 6, 256), ((4,), 6, 8)
+CHAIN_SIZES, IMAGES = ((3, 4), 6, 4), ((), 1, 1)  # images have the sizes of their row
+LOW = {"hidden": 8, "memory": "low"}
+block, low_block = partial(gated, hidden=8), partial(gated, down=True, **LOW)
+chain = partial(mlp, layers=3, widths=(8, 5))
+strided = partial(conv, out=8, stride=(2, 1), padding=(1, 1))
+# What makes an operator, the mesh, the sizes, of how many placements one is taken, how many are.
+PLACED = [
+    *((LAYERS[a], TWO, EVEN, 1, 5 * 4 * 3) for a in ("none", "relu")),
+    *((LAYERS[a], TWO, EVEN, 7, 9) for a in LAYERS if a not in ("none", "relu")),
+    *((LAYERS[a], FOUR, UNEVEN, 7, 9) for a in ("none", "gelu_tanh", "relu low")),
+    *((LAYERS[a], TWO_BY_TWO, EVEN, 397, 10) for a in ("none", "relu")),
+    (LAYERS["relu low"], TWO, WIDE, 5, 10),
+    *((partial(chain, a), TWO, CHAIN_SIZES, 1009, 9) for a in ("relu", "gelu_erf", "silu")),
+    (partial(chain, "gelu_tanh", memory="low"), FOUR, CHAIN_SIZES, 1009, 9),
+    (partial(block, "apart", "gelu_erf", True), FOUR, ODD, 967, 9),
+    (partial(block, "stacked", "gelu_tanh", True), TWO, ODD, 79, 10),
+    (partial(low_block, "apart", "silu"), TWO, ODD, 1999, 5),
+    (partial(low_block, "stacked", "silu"), TWO, ODD, 79, 10),
+    (partial(pair, "apart", "silu", **LOW), TWO, ODD, 1999, 5),
+    (partial(pair, "stacked", "silu", **LOW), TWO, ODD, 79, 10),
+    *((partial(strided, batch=n), TWO, IMAGES, 11, 10) for n in (4, 3)),
+    (partial(strided, batch=4, groups=2), FOUR, IMAGES, 19, 6),
+    (partial(strided, batch=None), TWO, IMAGES, 11, 9),
+]
+WITHOUT_BIAS = [
+    (LAYERS["relu"], TWO, ((5,), 8, 6), 1, 16),
+    (LAYERS["none"], TWO, ((), 6, 8), 1, 12),
+    (partial(chain, "relu"), TWO, CHAIN_SIZES, 41, 8),
+    (partial(block, "apart", "silu"), TWO, EVEN, 1, 5 * 4 * 4),
+    (partial(block, "apart", "silu", True), TWO, ODD, 23, 14),
+    (partial(block, "apart", "relu"), TWO_BY_TWO, EVEN, 1601, 4),
+    (partial(block, "stacked", "silu"), FOUR, EVEN, 3, 7),
+]
 
 
 def test_every_operator_has_a_rule(four):
@@ -28,78 +67,20 @@ def test_every_operator_has_a_rule(four):
     assert four.run(checks.known_to_dtensor)[0] == made
 
 
-@pytest.mark.parametrize("activation", ["none", "relu"])
-def test_every_placement_on_two(activation, four):
-    assert four.run(checks.layer, activation, (2,), (4, 3, 6, 8), True, 1)[0] == ALL
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu low", "gelu low"])
-def test_other_activations_on_two(activation, four):
-    assert four.run(checks.layer, activation, (2,), (4, 3, 6, 8), True, 7)[0] == 9
-
-
-@pytest.mark.parametrize("activation", ["none", "gelu_tanh", "relu low"])
-def test_on_four_which_do_not_divide_the_sizes(activation, four):
-    assert four.run(checks.layer, activation, (4,), (6, 3, 6, 10), True, 7)[0] == 9
-
-
-@pytest.mark.parametrize("activation", ["none", "relu"])
-def test_on_two_by_two(activation, four):
-    assert four.run(checks.layer, activation, (2, 2), (4, 3, 6, 8), True, 397)[0] == 10
-
-
-def test_matrices_without_bias(four):
-    assert four.run(checks.layer, "relu", (2,), (5, 8, 6), False, 1)[0] == 16
-    assert four.run(checks.layer, "none", (2,), (6, 8), False, 1)[0] == 12
-
-
-def test_bits_are_sharded_by_whole_groups(four):
-    """A width of 256 on two processes is cut between two groups of 128 bits, others are not."""
-    assert four.run(checks.layer, "relu low", (2,), (4, 6, 256), True, 5)[0] == 10
-    assert four.run(checks.under_policy, "cublaslt", "relu", (2,), (4, 6, 256), True, 5)[0] == 10
-    assert four.run(checks.under_policy, "cublaslt", "relu", (2,), (4, 6, 8), True, 5)[0] == 10
-
-
 @pytest.mark.parametrize(
-    ("activation", "memory", "shape", "every"),
-    [
-        ("relu", "default", (2,), 67),
-        ("gelu_tanh", "low", (4,), 67),
-        ("gelu_erf", "default", (2,), 67),
-        ("silu", "default", (2,), 67),
-    ],
+    ("make", "mesh", "sizes", "every", "cases", "bias"),
+    [*((*row, True) for row in PLACED), *((*row, False) for row in WITHOUT_BIAS)],
+    ids=lambda value: value().label if callable(value) else None,
 )
-def test_chains(activation, memory, shape, every, four):
-    assert four.run(checks.chain, activation, memory, shape, every)[0] == 9
+def test_placements(make, mesh, sizes, every, cases, bias, four):
+    """Some sizes are not divided by the mesh; a width of 256 is cut between two groups of 128 bits
+    of ReLU's mask, others are not cut."""
+    assert four.run(checks.check, make, mesh, sizes, every, bias)[0] == cases
 
 
-@pytest.mark.parametrize(
-    ("form", "out", "bias", "activation", "shape", "every", "cases"),
-    [
-        ("apart", None, False, "silu", (2,), 1, 5 * 4 * 4),
-        ("apart", 5, False, "silu", (2,), 23, 14),
-        ("apart", 5, True, "gelu_erf", (4,), 967, 9),
-        ("apart", None, False, "relu", (2, 2), 1601, 4),
-        ("stacked", 5, True, "gelu_tanh", (2,), 79, 10),
-        ("stacked", None, False, "silu", (4,), 3, 7),
-    ],
-)
-def test_gated_layers(form, out, bias, activation, shape, every, cases, four):
-    assert four.run(checks.gated, form, out, bias, activation, shape, every)[0] == cases
-
-
-@pytest.mark.parametrize("way", ["call", "apart"])
-@pytest.mark.parametrize(("form", "every", "cases"), [("apart", 1999, 5), ("stacked", 79, 10)])
-def test_gated_layers_that_keep_less(form, every, cases, way, four):
-    found = four.run(checks.gated, form, 5, True, "silu", (2,), every, way, "low")
-    assert found[0] == cases
-
-
-def test_convolutions(four):
-    assert four.run(checks.convolution, (2,), 1, (4,), 11)[0] == 10
-    assert four.run(checks.convolution, (2,), 1, (3,), 11)[0] == 10
-    assert four.run(checks.convolution, (4,), 2, (4,), 19)[0] == 6
-    assert four.run(checks.convolution, (2,), 1, (), 11)[0] == 9  # one image
+@pytest.mark.parametrize("sizes", [WIDE, NARROW])
+def test_the_librarys_bits(sizes, four):
+    assert four.run(checks.check, LAYERS["relu"], TWO, sizes, 5, True, "cublaslt")[0] == 10
 
 
 def test_frozen_parameters(four):

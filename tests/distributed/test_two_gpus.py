@@ -1,23 +1,29 @@
 """The same checks over NCCL, where there are two GPUs."""
 
+from functools import partial
+
 import parallel_checks as parallel
 import plan_checks
 import pytest
 import strategy_checks as strategies
+from operators import conv, gated, mlp
 
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.parametrize("activation", strategies.LAYERS)
-def test_strategies(activation, two_gpus):
-    two_gpus.run(strategies.layer, activation, (2,), (4, 3, 16, 8), True, 7)
-
-
-def test_chains_gated_layers_and_convolutions(two_gpus):
-    two_gpus.run(strategies.chain, "gelu_tanh", "default", (2,), 47)
-    two_gpus.run(strategies.gated, "apart", 5, True, "silu", (2,), 967)
-    two_gpus.run(strategies.gated, "stacked", 5, True, "gelu_tanh", (2,), 79)
-    two_gpus.run(strategies.convolution, (2,), 1, (4,), 13)
+@pytest.mark.parametrize(
+    ("make", "sizes", "every"),
+    [
+        *((make, ((4, 3), 16, 8), 7) for make in strategies.LAYERS.values()),
+        (partial(mlp, "gelu_tanh", layers=3, widths=(8, 5)), ((3, 4), 6, 4), 797),
+        (partial(gated, "apart", "silu", down=True, hidden=8), ((4, 3), 6, 5), 967),
+        (partial(gated, "stacked", "gelu_tanh", down=True, hidden=8), ((4, 3), 6, 5), 79),
+        (partial(conv, batch=4, out=8, stride=(2, 1), padding=(1, 1)), ((), 1, 1), 13),
+    ],
+    ids=lambda value: value().label if callable(value) else None,
+)
+def test_strategies(make, sizes, every, two_gpus):
+    two_gpus.run(strategies.check, make, (2,), sizes, every)
 
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "gated", "fuse_", "fuse_ after"])

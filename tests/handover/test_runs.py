@@ -1,11 +1,10 @@
-"""Several runs of the engine at once, runs that are broken off, and the C++ tests of the notes."""
+"""Several runs of the engine at once, and runs that are broken off."""
 
 import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import cpp_programs
 import pytest
 import torch
 from numerics import assert_same
@@ -140,28 +139,3 @@ def test_threads_on_one_graph(device):
 
     for factor, got in (pair for pairs in at_once(4, work) for pair in pairs):
         assert_same(got, [t * factor for t in want], f"factor {factor}")
-
-
-# --- in C++: notes kept and broken on purpose, threads over one graph ----------------------------
-
-PROGRAMS = ("handover_test.cpp", "threads_test.cpp")  # `make asan` and `make tsan` run them, too
-NAMES = [(source, name) for source in PROGRAMS for name in cpp_programs.names_in(source)]
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("handover")
-    libraries = ("torch", "torch_cpu", "c10")
-    return {
-        source: cpp_programs.build(source, folder, "-O0", libraries=libraries)
-        for source in PROGRAMS
-    }
-
-
-def test_all_are_found():
-    assert len(NAMES) == 15
-
-
-@pytest.mark.parametrize("source, name", NAMES)
-def test_protocol(programs, source, name):
-    cpp_programs.run(programs[source], name)

@@ -24,9 +24,9 @@ CUDA = [*filter(None, [HOME]), *toolkits.pip_folders(TORCH)] if WITH_CUDA else [
 
 
 def names_in(source):
-    """The tests of a program, in the order of its table."""
+    """The tests of a program, in their order."""
     text = (ROOT / "tests/csrc" / source).read_text()
-    return re.findall(r"^    \{\"(\w+)\", \w+\},$", text, re.MULTILINE)
+    return re.findall(r"^TEST\((\w+)\)", text, re.MULTILINE)
 
 
 def build(source, folder, *flags, libraries=("c10",)):

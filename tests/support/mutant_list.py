@@ -138,21 +138,21 @@ MUTANTS = (
         "csrc/autograd/handover.cpp",
         'if (!producer.tensor_pre_hooks().empty()) return "a hook on the tensor";',
         "",
-        "tests/handover",
+        "tests/handover tests/csrc",
     ),
     Mutant(
         "another consumer missed",
         "csrc/autograd/handover.cpp",
         "return own != 1 || all != (counted ? 1 : 0);",
         "return own != 1;",
-        "tests/handover",
+        "tests/handover tests/csrc",
     ),
     Mutant(
         "a note lost",
         "csrc/autograd/linear_node.cpp",
         "receiver->leave({grad_input, {wants_bias ? receivers_bias : Tensor()}, receiver->saved});",
         "",
-        "tests/handover",
+        "tests/handover tests/csrc",
     ),
     Mutant(
         "a note that outlives its run",
@@ -166,7 +166,7 @@ MUTANTS = (
         "csrc/autograd/linear_node.cpp",
         "return {handover::with_rest(note->passed, rest), Activation::none, {}};",
         "return {handover::with_rest(note->passed, rest), Activation::none, note->gradients[0]};",
-        "tests/handover",
+        "tests/handover tests/csrc",
     ),
     Mutant(
         "saved tensors written to after they were lent",
@@ -174,7 +174,7 @@ MUTANTS = (
         "bool Note::is_unchanged() const { return "
         "std::ranges::equal(saved, versions_, {}, version_of); }",
         "bool Note::is_unchanged() const { return true; }",
-        "tests/handover",
+        "tests/handover tests/csrc",
     ),
     # --- what is kept ---
     Mutant(
