@@ -165,6 +165,7 @@ def linear_relu2(
     r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
 
     Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``; done as :func:`linear_silu`.
+    Under autocast it returns autocast's dtype, where ``square`` returns fp32 on a GPU.
     See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
 
     The backward keeps :math:`xW^T + b`. ``memory='low'`` means what it means for

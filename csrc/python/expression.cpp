@@ -42,20 +42,28 @@ PyObject* run(std::string_view kind, const Ready& call, std::string_view memory)
   return result;
 }
 
-// The activation of a begun layer, as one operator; nullptr, with no error, where Python decides.
+PyObject* run_conv(const Ready& call, const ConvGeometry& geometry) {
+  const auto& [stride, padding, dilation] = geometry.pairs;
+  const Tensor x = call.input, w = call.matrix();
+  return run_operator<dispatch::Conv2dRelu>(x, w, call.vector(), stride, padding, dilation,
+                                            geometry.groups);
+}
+
+// A begun layer with its activation, as one operator; nullptr, with no error, where Python decides.
 // That nobody has put other functions into torch was seen when the call began, and nothing that
 // could runs in between.
-PyObject* activate(PyObject* function, PyObject* call) {
-  if (!THPVariable_CheckExact(part(call, 2)) || is_conv(part(call, 1)) ||
+PyObject* activate(std::string_view kind, PyObject* call) {
+  if (kind.empty() || !THPVariable_CheckExact(part(call, 2)) ||
       !THPVariable_CheckExact(part(call, 3)) ||
       !(part(call, 4) == Py_None || THPVariable_CheckExact(part(call, 4)))) {
     return nullptr;
   }
   const std::string_view memory = memory_of(part(call, 1));
-  const std::string_view kind = memory.empty() ? "" : kind_of(function);
-  if (kind.empty()) return nullptr;
+  if (memory.empty()) return nullptr;
   const Ready ready{THPVariable_Unpack(part(call, 2)), part(call, 3), part(call, 4), {}};
-  return run(kind, ready, memory);
+  if (!is_conv(part(call, 1))) return run(kind, ready, memory);
+  const auto geometry = kind == "relu" ? geometry_of(part(call, 1)) : std::nullopt;
+  return geometry ? run_conv(ready, *geometry) : nullptr;
 }
 
 OptionalTensor optional(PyObject* object) {
@@ -99,11 +107,17 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
   if (all >= 2 && !PyTuple_CheckExact(given[1]) && memory_of(given[0]).empty()) {
     return PyObject_Vectorcall(given[0], given + 1, count - 1, names);
   }
-  if (count == 2 && all == 2) {
+  if (count >= 2 && all == count && is_begun(given[1], 1) && part(given[1], 1) != glu) {
+    const bool is_relu = text(part(part(part(given[1], 5), 0), 0)) == "relu";
+    const bool is_square = is_relu && squares(given[0], given + 2, count - 2);
+    PyObject* result = is_square ? activate("relu2", given[1]) : nullptr;
+    if (result != nullptr || PyErr_Occurred()) return result;
+  } else if (count == 2 && all == 2) {
     PyObject *const function = given[0], *const h = given[1];
     if (is_begun(h)) {
-      PyObject* result = part(h, 1) == glu ? down(function, h) : activate(function, h);
+      PyObject* result = part(h, 1) == glu ? down(function, h) : activate(kind_of(function), h);
       if (result != nullptr || PyErr_Occurred()) return result;
+      if (!is_last && passes(function)) return Py_NewRef(h);
     } else if (const auto call = ready(function, h); call && !(is_last && is_conv(function))) {
       if (is_last) {
         return run_operator<dispatch::Linear>(call->input, call->matrix(), call->vector());
@@ -192,7 +206,8 @@ PyObject* know(PyObject*, PyObject* arguments) {
   PyObject* tables;
   if (!PyArg_ParseTuple(arguments, "OOOO", &tables, &decide, &linear_class, &conv_class) ||
       !keep(layers, tables, "LAYERS") || !keep(modules, tables, "MODULES") ||
-      !keep(functions, tables, "FUNCTIONS") || !keep(global_hooks, tables, "GLOBAL_HOOKS") ||
+      !keep(passed, tables, "PASSED") || !keep(functions, tables, "FUNCTIONS") ||
+      !keep(square_functions, tables, "SQUARES") || !keep(global_hooks, tables, "GLOBAL_HOOKS") ||
       !keep(untouched, tables, "UNTOUCHED") || !keep(module_call, tables, "CALL") ||
       !keep(module_call_impl, tables, "CALL_IMPL") || !keep(begun, decide, "Begun") ||
       !keep(glu, decide, "glu")) {

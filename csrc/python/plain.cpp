@@ -54,6 +54,9 @@ bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
          _PyType_Lookup(type, call_impl) == module_call_impl;
 }
 
+// Whether square() returns fp32, as it does on a GPU under autocast.
+bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
+
 bool is_float(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
 }
@@ -124,6 +127,40 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
 
 bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
 
+std::optional<ConvGeometry> geometry_of(PyObject* layer) {
+  static PyObject* const names[] = {intern("stride"), intern("padding"), intern("dilation")};
+  static PyObject *const mode = intern("padding_mode"), *const groups_name = intern("groups");
+  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
+  PyObject* groups = dict.object == nullptr ? nullptr : item(dict.object, groups_name);
+  PyErr_Clear();
+  if (groups == nullptr || !PyLong_CheckExact(groups) || text(item(dict.object, mode)) != "zeros") {
+    return std::nullopt;
+  }
+  ConvGeometry found{{}, PyLong_AsLongLong(groups)};
+  for (int k = 0; k < 3; ++k) {
+    PyObject* pair = item(dict.object, names[k]);
+    if (pair == nullptr || !PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return {};
+    for (int d = 0; d < 2; ++d) {
+      if (!PyLong_CheckExact(PyTuple_GET_ITEM(pair, d))) return {};
+      found.pairs[k][d] = PyLong_AsLongLong(PyTuple_GET_ITEM(pair, d));
+    }
+  }
+  return found;
+}
+
+bool passes(PyObject* module) {
+  static PyObject *const training = intern("training"), *const share = intern("p");
+  PyObject* forward = item(passed, reinterpret_cast<PyObject*>(Py_TYPE(module)));
+  if (forward == nullptr) return false;
+  const Reference dict(PyObject_GenericGetDict(module, nullptr));
+  PyErr_Clear();
+  if (dict.object == nullptr || !is_plain(module, dict.object, forward)) return false;
+  PyObject* p = item(dict.object, share);
+  if (p == nullptr) return true;  // an identity
+  const double value = PyFloat_CheckExact(p) ? PyFloat_AS_DOUBLE(p) : -1;
+  return item(dict.object, training) == Py_False && value >= 0 && value <= 1;
+}
+
 std::string_view text(PyObject* object) {
   return object != nullptr && PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : "";
 }
@@ -135,6 +172,12 @@ std::string_view memory_of(PyObject* layer) {
   PyObject* memory = dict.object == nullptr ? nullptr : item(dict.object, name);
   PyErr_Clear();
   return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";
+}
+
+bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {
+  PyObject* given = item(square_functions, function);
+  if (given == nullptr || PyTuple_GET_SIZE(given) != count || squares_wide()) return false;
+  return count == 0 || (PyLong_CheckExact(more[0]) && PyLong_AsLong(more[0]) == 2);
 }
 
 std::string_view kind_of(PyObject* function) {
@@ -153,6 +196,7 @@ std::string_view kind_of(PyObject* function) {
     return "";
   }
   const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
+  if (kind == "relu2" && squares_wide()) return "";
   if (kind != "gelu") return kind;
   const std::string_view form = text(item(dict.object, approximate));
   return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <string_view>
 
@@ -16,8 +17,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // Tables of plain.py, and classes of torch's: what know was given, kept for good.
-inline PyObject *layers, *modules, *functions, *global_hooks, *untouched, *module_call,
-    *module_call_impl, *linear_class, *conv_class;
+inline PyObject *layers, *modules, *passed, *functions, *square_functions, *global_hooks,
+    *untouched, *module_call, *module_call_impl, *linear_class, *conv_class;
 
 // Owns an object, nullptr too.
 struct Reference {
@@ -61,12 +62,25 @@ OptionalTensor transposed(PyObject* layer, const Tensor& weight);
 
 bool is_conv(PyObject* layer);
 
+// A convolution's geometry; nullopt where it is not given by numbers alone.
+struct ConvGeometry {
+  std::array<std::array<c10::SymInt, 2>, 3> pairs;  // stride, padding, dilation
+  c10::SymInt groups;
+};
+std::optional<ConvGeometry> geometry_of(PyObject* layer);
+
+// Whether the module returns its argument: an identity, a dropout that does nothing now.
+bool passes(PyObject* module);
+
 // "" of what is no text.
 std::string_view text(PyObject* object);
 
 // Of a layer that fuse_ has marked, "" of anything else. Static, as another thread may take the
 // mark away while an operator runs.
 std::string_view memory_of(PyObject* layer);
+
+// Whether the function returns its first argument's square in the same dtype.
+bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count);
 
 // The name of the activation, "" for none of ours. Borrowed from static strings.
 std::string_view kind_of(PyObject* function);

@@ -22,6 +22,32 @@ x = F.gelu(input=self.fc1(input=x), approximate="tanh")
 x = F.relu(self.fc2(x), inplace=True)
 return self.fc2(F.relu(self.fc1(x), True))
 
+# squares: relu2 relu2 relu2 relu2 relu2 linear
+x = F.relu(self.fc1(x)).square()
+x = torch.relu(self.fc2(x)) ** 2
+h = self.fc3(x).relu()
+x = h.pow(2)
+x = torch.square(self.relu(self.fc1(x)))
+h = F.relu(self.fc2(x))
+h = torch.pow(h, 2)
+return self.fc3(h)
+
+# square_under_a_guard: relu2
+h = self.relu(self.fc1(x))
+if self.depth == 3:
+    h = h.square()
+return h
+
+# square_of_another: gelu relu relu linear
+x = self.act(self.fc1(x)).square()
+x = F.relu(self.fc2(x)) ** 3
+h = F.relu(self.fc3(x))
+return self.fc1(h.square() + h) + self.fc2(x) ** 2
+
+# square_with_a_dropout_before: relu linear
+x = self.nodrop(self.relu(self.fc1(x))) ** 2
+return self.fc2(x)
+
 # option_of_the_module: gelu
 return F.gelu(self.fc1(x), approximate=self.form)
 
@@ -481,7 +507,7 @@ class Program(NamedTuple):
         return f"class {self.name}({self.bases}):\n{textwrap.indent(body, '    ')}\n"
 
 
-SHORT = {"relu": "linear_relu", "gelu": "linear_gelu", "silu": "linear_silu"}
+SHORT = {name: f"linear_{name}" for name in ("relu", "relu2", "gelu", "silu")}
 
 
 def parsed(text: str) -> list[Program]:

@@ -1,6 +1,7 @@
 """What is decided when a fused call runs: one table, to which C and Python are held alike."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -181,6 +182,74 @@ def test_which_activation_it_is(name):
         got = outcome(lambda: in_code.last(act, in_code.step(linear, X)))
     assert_alike(got, want)
     assert operator is None or [call.operator for call in calls.calls] == [operator]
+
+
+CONVOLUTIONS = {
+    "strides": {"stride": 2, "padding": (1, 0), "dilation": (1, 2)},
+    "same": {"padding": "same"},
+    "reflect": {"padding": 1, "padding_mode": "reflect"},
+    "no bias": {"bias": False},
+}
+BETWEEN = {
+    "identity": (nn.Identity(), ["conv2d_relu"]),
+    "dropout": (nn.Dropout().eval(), ["conv2d_relu"]),
+    "hooked": (layer(hooked, make=nn.Identity, mark=None), []),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_with_something_between(name, between):
+    convolution = layer(make=lambda: nn.Conv2d(1, 2, 3, **CONVOLUTIONS[name]))
+    module, operators = BETWEEN[between]
+    with torch.no_grad(), tfl.explain() as calls:
+        begun = in_code.step(module, in_code.step(convolution, IMAGE))
+        torch.testing.assert_close(in_code.last(F.relu, begun), F.relu(convolution(IMAGE)))
+    assert [call.operator for call in calls.calls] == operators
+
+
+# What squares the result of ReLU, with the exponent if it takes one, and what runs.
+SQUARES = {
+    "method": (plain.METHODS["square"], (), "linear_relu2"),
+    "torch.square": (torch.square, (), "linear_relu2"),
+    "** 2": (operator.pow, (2,), "linear_relu2"),
+    "pow(2)": (plain.method_pow, (2,), "linear_relu2"),
+    "torch.pow": (torch.pow, (2,), "linear_relu2"),
+    "** 3": (operator.pow, (3,), "linear_relu"),
+    "** 2.0": (operator.pow, (2.0,), "linear_relu"),
+    "by a tensor": (torch.pow, (torch.tensor(2),), "linear_relu"),
+    "no square": (torch.exp, (), "linear_relu"),
+    "a module": (nn.Tanh(), (), "linear_relu"),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_squares_of_relu(name):
+    square, more, name_of_operator = SQUARES[name]
+    linear = layer()
+    want = square(F.relu(linear(X)), *more)
+
+    def fused(act=F.relu):
+        return in_code.last(square, in_code.later(act, in_code.step(linear, X)), *more)
+
+    with torch.no_grad(), tfl.explain() as calls:
+        torch.testing.assert_close(fused(), want)
+        torch.testing.assert_close(fused(F.silu), square(F.silu(linear(X)), *more))
+    assert [call.operator for call in calls.calls] == [name_of_operator, "linear_silu"]
+
+
+@pytest.mark.parametrize("act", [SquaredReLU(), F.relu], ids=["module", "written out"])
+def test_squares_stay_wide_under_the_autocast_of_a_gpu(act):
+    """There torch squares in fp32; the switch alone needs no GPU."""
+    linear, more = layer(), [] if isinstance(act, nn.Module) else [torch.square]
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.no_grad(), tfl.explain() as calls:
+            h = in_code.step(linear, X)
+            in_code.last(*more, in_code.later(act, h)) if more else in_code.last(act, h)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert "linear_relu2" not in [call.operator for call in calls.calls]
 
 
 # What gates are made of, and the operators that run, in this or the other order.

@@ -85,6 +85,16 @@ def test_gradient_checkpointing_still_works():
     assert calls.handed_over == 2, calls
 
 
+def test_save_pretrained_writes_the_plain_model(tmp_path):
+    model = hugging_face("BertModel", "BertConfig", **SMALL)().eval()
+    want = model(**TOKENS)[0]
+    assert tfl.fuse_(model).fused
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert not tfl.is_fused(loaded)
+    torch.testing.assert_close(loaded(**TOKENS)[0], want)
+
+
 def test_a_stack_of_encoder_layers_keeps_its_fast_path():
     layer = encoder()()
     tfl.fuse_(layer)

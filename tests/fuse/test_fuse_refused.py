@@ -91,6 +91,11 @@ def test_left_alone_with_a_reason(case):
     before.assert_equals(Snapshot.of(model))
 
 
+def test_a_lazy_layer_is_left_alone():
+    (skipped,) = (report := tfl.fuse_(pair(nn.LazyLinear(4)))).skipped
+    assert not report.fused and f"LazyLinear {NOT_LINEAR}" in skipped.reason
+
+
 def test_a_watched_dropout_between_is_shown_what_it_always_was():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.ReLU())
     model[1].register_forward_hook(nothing)

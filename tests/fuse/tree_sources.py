@@ -94,9 +94,9 @@ class Body:
         inner = self.expression(other, depth - 1)
         layer = f"{self.piece(f'L{other}{width}')}({inner})"
         if (way := rng.random()) < 0.45:
-            return f"{self.piece('A')}({layer})"
+            return self.squared(f"{self.piece('A')}({layer})")
         if way < 0.55:
-            return f"{layer}.relu()"
+            return self.squared(f"{layer}.relu()")
         if way < 0.65:
             return f"{self.piece('A')}({self.expression(width, depth - 1)})"
         if way < 0.8:
@@ -104,6 +104,13 @@ class Body:
         if way < 0.9 and not self.simple:
             return f"({layer} if {self.piece('C')} else {self.expression(width, depth - 1)})"
         return layer
+
+    def squared(self, value: str) -> str:
+        """Of one value in four."""
+        if self.rng.random() < 0.75:
+            return value
+        forms = ("{}.square()", "({} ** 2)", "{}.pow(2)", "torch.square({})", "torch.pow({}, 2)")
+        return self.rng.choice(forms).format(value)
 
     def finish(self) -> list[str]:
         narrow = [n for n, w in self.names.items() if w == 4]

@@ -61,7 +61,13 @@ def waits(value: object) -> bool:
 def step(function, /, *args, **named):
     """In place of ``function(h, ...)`` whose result only the next of these calls gets."""
     h, more, options = _parts(args, named)
-    if is_a(Begun, h):
+    if is_a(Begun, h) and h[5] and isinstance(h[5][-1][0], str):
+        result = None if options else _squared(function, h, more)
+        if result is not None:
+            return result
+        h = end(h)
+        args, named = _with(h, args, named)
+    elif is_a(Begun, h):
         share = dropped_share(function, more, options)
         if share is not None:
             return _behind(h, share, function, more, options) if share else h
@@ -146,6 +152,17 @@ def _activated(function, h, more, options) -> Tensor | None:
     return result
 
 
+def _squared(function, h, more) -> Tensor | None:
+    """The square of a begun layer with ReLU behind it; None where it must be called as it is."""
+    _, layer, _, weight, _, behind = h
+    is_bare = len(behind) == 1 and behind[0][0] == "relu" and plain.is_square(function, more)
+    if not is_bare or layer is glu or type(layer) is nn.Conv2d or plain.squares_wide():
+        return None
+    if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
+        return None
+    return _run(functional.linear_relu2, h, memory=memory_of(layer) or "default")
+
+
 def _run(operator, h, **options):
     """An operator in the place of the begun call's layer."""
     _, layer, input, weight, bias, _ = h
@@ -158,7 +175,7 @@ def _run(operator, h, **options):
 
 
 def later(function, /, *args, **named):
-    """In place of ``act(h)`` whose result only a product gets."""
+    """In place of ``act(h)`` whose result only a product or a square gets."""
     h, more, options = _parts(args, named)
     if is_a(Begun, h) or is_a(Half, h):
         kind = None if more else plain_kind(function, options)

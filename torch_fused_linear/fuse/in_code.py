@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import ModuleType
 
 import torch
@@ -11,6 +12,7 @@ from .. import _library
 from .._when_imported import when_imported
 from . import call, plain
 from .call import halves, method_chunk  # noqa: F401  (as the rest of this file's names)
+from .plain import method_pow  # noqa: F401
 
 #: This module's name in the globals of a rewritten function.
 NAME = "__fused__"
@@ -20,7 +22,8 @@ _direct = _library.direct if isinstance(_library.direct, ModuleType) else call
 # Of call.py, those that are in C where it was built.
 IN_C = ("step", "last", "end", "later", "product", "last_product")
 step, last, end, later, product, last_product = (getattr(_direct, name) for name in IN_C)
-method_relu, method_relu_ = plain.METHODS["relu"], plain.METHODS["relu_"]
+method_relu, method_relu_, method_square = plain.METHODS.values()
+power = operator.pow
 
 
 def run_sequential(self, input):

@@ -56,8 +56,8 @@ class Element:
 
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
         """What each of its values is as an activation, or as one that is plain now."""
-        if self.step.callee is None:  # h.relu()
-            return ["relu"]
+        if self.step.callee is None:  # h.relu(), or h ** 2
+            return [None if self.step.is_square else "relu"]
         found = [(v.value, self.options()) for v in self.values]
         objections = [plain.activation_objection(*given) if is_plain else None for given in found]
         return [
@@ -69,7 +69,16 @@ class Element:
         return [v for v in self.values if test(v.value)]
 
     def is_activation(self) -> bool:
-        return self.step.callee is None or bool(self.of(plain.is_activation))
+        if self.step.callee is None:
+            return not self.step.is_square
+        return bool(self.of(plain.is_activation))
+
+    def is_square(self) -> bool:
+        if self.step.callee is None or not self.step.is_square:
+            return self.step.is_square
+        more = tuple(getattr(node, "value", None) for node in self.step.node.args[1:])
+        known = [plain.is_square(v.value, more) for v in self.values]
+        return any(known) and all(known) and not self.step.node.keywords
 
 
 Chain = list[Element]

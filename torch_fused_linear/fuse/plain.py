@@ -34,20 +34,30 @@ from .families import (
     full_name,
 )
 from .recipes import called_by
-from .syntax import METHODS as ACTIVATION_METHODS
+from .syntax import METHODS as METHOD_NAMES
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_fused"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What stands for `h.relu()`, as a function of h.
-METHODS = {name: operator.methodcaller(name) for name in ACTIVATION_METHODS}
+METHODS = {name: operator.methodcaller(name) for name in METHOD_NAMES}
+
+
+def method_pow(h, exponent):
+    return h.pow(exponent)
+
+
+# Functions that square: what they are given beside the tensor.
+SQUARES = {torch.square: (), METHODS["square"]: ()}
+SQUARES |= dict.fromkeys((torch.pow, operator.pow, method_pow), (2,))
 # Functions that are activations: which, and the option that they may be given.
 FUNCTIONS = (
     (F.relu, "relu", "inplace"),
     (F.gelu, "gelu", "approximate"),
     (F.silu, "silu", "inplace"),
-    *((function, "relu", "") for function in (torch.relu, torch.relu_, *METHODS.values())),
+    *((function, "relu", "") for function in (torch.relu, torch.relu_)),
+    *((METHODS[name], "relu", "") for name in ("relu", "relu_")),
 )
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
@@ -59,7 +69,7 @@ PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
 KNOWN = tuple(MODULES)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
-    *((Tensor, name, None) for name in METHODS),
+    *((Tensor, name, vars(Tensor).get(name)) for name in (*METHODS, "pow", "__pow__")),
     (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
     (torch, "relu", torch.relu),  # which F.relu calls
     *(
@@ -191,10 +201,22 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
 
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
-    """The same, unless somebody watches the activation."""
+    """The same, unless somebody watches the activation, or autocast squares in another dtype."""
     if isinstance(function, nn.Module) and is_watched(function):
         return None
-    return activation_kind(function, options)
+    kind = activation_kind(function, options)
+    return None if kind == "relu2" and squares_wide() else kind
+
+
+def squares_wide() -> bool:
+    """Whether ``square`` returns fp32, as it does on a GPU under autocast."""
+    return torch.is_autocast_enabled("cuda")
+
+
+def is_square(function: object, more: tuple = ()) -> bool:
+    """Whether a function that is given so much beside the tensor returns its square."""
+    known = (given for square, given in SQUARES.items() if function is square)
+    return more == next(known, None) and all(type(value) is int for value in more)
 
 
 def dropped_share(function: object, args: tuple, kwargs: dict) -> float | None:

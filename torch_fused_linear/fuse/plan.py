@@ -73,8 +73,11 @@ class Plan:
             if not all(e.step.is_sole for e in steps[1:]):
                 self._skip(dict.fromkeys([v.path for v in layers], SEEN), element, keep=True)
                 continue
-            sets, _ = self._sets(steps, [layers], self._place_objection(steps, layers))
+            objection = self._place_objection(steps, layers)
             kind = next(filter(None, activation.kinds()), "relu")
+            if kind == "relu" and end == i + 1 and is_squared(chain[end:], layers):
+                steps, kind = chain[i : end + 2], "relu2"
+            sets, _ = self._sets(steps, [layers], objection)
             if any(isinstance(value, ast.AST) for value in activation.step.options().values()):
                 kind = kind.partition("_")[0]
             self._add(steps, sets, kind)
@@ -136,7 +139,8 @@ class Plan:
         first, last = steps[0], steps[-1]
         if not sets:
             return
-        place = self.places[first.place] = Place(first, sets, kind, last, drops(steps[1:-1]))
+        place = self.places[first.place] = Place(first, sets, kind, last)
+        place.drops_before = drops([e for e in steps[1:-1] if not e.is_activation()])
         self._choose(steps)
         if place.hands_over and first.text is not None:
             statement = first.text.scope.statement_of(last.step.node)
@@ -288,6 +292,12 @@ class Plan:
             for value in place.layers if place.memory_pays else ():
                 vars(value.value)[MARK] = memory
         return report
+
+
+def is_squared(steps: Chain, layers: list[Value]) -> bool:
+    """Whether the square of the first step's result is all that is seen of it."""
+    is_square = len(steps) > 1 and steps[1].step.is_sole and steps[1].is_square()
+    return is_square and not isinstance(layers[0].value, nn.Conv2d)
 
 
 def owner_objection(owner: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._torch_internals import forget_compiled
 from . import in_code
-from .runs import Product, is_torch_chunk
+from .runs import Form, Product, is_torch_chunk
 from .source import ORIGINALS, Text, codes_in, functions_in
 from .syntax import Step
 
@@ -106,45 +106,53 @@ class _Rewriter(ast.NodeTransformer):
 
     Attributes:
         roles: of calls and products, in_code.py's name for each.
+        methods: calls of a method, as ``h.relu()``.
         ends: of an ``if`` that takes a begun call, the name that holds it where it does not.
     """
 
     def __init__(self, text: Text, groups: Groups, node: ast.AST) -> None:
         self.twins = dict(zip(ast.walk(text.node), ast.walk(node)))
         self.roles: dict[ast.AST, str] = {}
+        self.methods: set[ast.AST] = set()
         self.ends: dict[ast.AST, str] = {}
         chosen = set(itertools.chain(*groups))
         links = {pair for group in groups for pair in itertools.pairwise(group)}
+        inner = {after for _, after in links}
         runs = [list(zip(run, text.numbers_of(run))) for run in text.runs]
         for step, number in itertools.chain(*runs):
             if isinstance(step, Product) and number in chosen:
                 for form in step.forms:
-                    self._set("later", form.act.node)
-                    self._set("step", *(layer.node for layer in form.layers))
+                    self._set("later", form.act)
+                    self._set("step", *form.layers)
                     self._set("halves", form.halves)
         for run in runs:
             for (step, number), (after, next_number) in zip(run, [*run[1:], (None, None)]):
                 is_linked = (number, next_number) in links
                 if number in chosen and isinstance(step, Product):
                     role = "product" if is_linked else "last_product"
-                    self._set(role, *(form.node for form in step.forms))
+                    self._set(role, *step.forms)
                 elif number in chosen:
-                    self._set("step" if is_linked else "last", step.node)
+                    is_squared = is_linked and number in inner and after.is_square
+                    role = "later" if is_squared else "step" if is_linked else "last"
+                    self._set(role, step)
                 if is_linked and after.guard is not None and isinstance(after.data, ast.Name):
                     self.ends[self.twins[after.guard]] = after.data.id
 
-    def _set(self, role: str, *nodes: ast.AST | None) -> None:
-        for node in nodes:
-            if node is not None:
-                self.roles.setdefault(self.twins[node], role)
+    def _set(self, role: str, *calls: Step | Form | ast.AST | None) -> None:
+        for call in calls:
+            if call is not None:
+                twin = self.twins[getattr(call, "node", call)]
+                self.roles.setdefault(twin, role)
+                if getattr(call, "callee", call) is None:
+                    self.methods.add(twin)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         role = self.roles.get(node)
         if role is None:
             return node
-        is_bare = not node.args and not node.keywords
-        if is_bare or (role == "halves" and not is_torch_chunk(node)):  # h.relu(), h.chunk(2, -1)
+        is_method = node in self.methods or (role == "halves" and not is_torch_chunk(node))
+        if is_method:
             node.args = [_name(f"method_{node.func.attr}"), node.func.value, *node.args]
         else:
             node.args = [node.func, *node.args]
@@ -154,7 +162,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         if role := self.roles.get(node):
-            return ast.copy_location(ast.Call(_name(role), [node.left, node.right], []), node)
+            power = [_name("power")] if isinstance(node.op, ast.Pow) else []
+            call = ast.Call(_name(role), [*power, node.left, node.right], [])
+            return ast.copy_location(call, node)
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:

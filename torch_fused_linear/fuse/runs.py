@@ -141,7 +141,7 @@ def _form(scope: Scope, node: ast.AST | None) -> Form | None:
         reads: dict[ast.Name, ast.AST] = {}
         value, half = _origin(scope, activated, reads)
         act = step_of(value) if half is None else None
-        if act is None or len(act.node.args) != (act.callee is not None):
+        if act is None or act.is_square or len(act.node.args) != (act.callee is not None):
             continue
         value, half = _origin(scope, act.data, reads)
         rest, other_half = _origin(scope, other, reads)

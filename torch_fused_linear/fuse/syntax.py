@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
 
-METHODS = ("relu", "relu_")
+METHODS = ("relu", "relu_", "square")
 # What an expression may be made of that runs between a layer and its activation.
 HARMLESS = (
     *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
@@ -28,7 +28,7 @@ class Step:
 
     Attributes:
         node: the call.
-        callee: what is called; None for ``h.relu()``.
+        callee: what is called; None for ``h.relu()``, ``h.pow(2)`` and ``h ** 2``.
         data: the tensor's expression.
         is_sole: whether nobody but this call sees what the step before returned, and nothing of
             consequence runs between the two.
@@ -46,9 +46,18 @@ class Step:
         """Whether the tensor is all that is given."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
 
+    @property
+    def is_square(self) -> bool:
+        """Whether it is written like a square; ``torch.square`` may still be another function."""
+        if isinstance(self.node, ast.BinOp):
+            return isinstance(self.node.op, ast.Pow)
+        name = getattr(self.node, "func", None)
+        return getattr(name, "attr", getattr(name, "id", "")) in ("square", "pow")
+
     def options(self) -> dict[str, object]:
         """What is given beside the tensor by name; of what is no constant, the expression."""
-        given = {k.arg: k.value for k in self.node.keywords if k.arg != "input"}
+        keywords = getattr(self.node, "keywords", [])
+        given = {k.arg: k.value for k in keywords if k.arg != "input"}
         return {k: v.value if isinstance(v, ast.Constant) else v for k, v in given.items()}
 
 
@@ -56,18 +65,26 @@ Run = tuple[Step, ...]
 
 
 def step_of(node: ast.AST | None) -> Step | None:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and is_two(node.right):
+        return Step(node, None, node.left)
     if not isinstance(node, ast.Call):
         return None
     first, *others = [*node.args, *node.keywords] or [None]
     if first is None:
         is_method = isinstance(node.func, ast.Attribute) and node.func.attr in METHODS
         return Step(node, None, node.func.value) if is_method else None
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "pow" and is_two(first):
+        return None if others else Step(node, None, node.func.value)
     data = first.value if getattr(first, "arg", "") == "input" else first
     if not isinstance(data, ast.expr) or isinstance(data, ast.Starred):
         return None
     if not is_harmless(*others) or any(getattr(o, "arg", "") in (None, "input") for o in others):
         return None
     return Step(node, node.func, data) if is_callee(node.func) else None
+
+
+def is_two(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int and node.value == 2
 
 
 def is_callee(node: ast.expr) -> bool:

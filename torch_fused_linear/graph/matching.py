@@ -208,6 +208,8 @@ def _square(node: Node) -> Activation | None:
         return None
     args = arguments(square)
     x = relu.nodes[0]
+    if dtype_of(square) != dtype_of(x):  # under autocast, on a GPU
+        return None
     is_square = {
         "square": lambda: args == {"input": x},
         "pow": lambda: args == {"input": x, "exponent": 2},
