@@ -56,7 +56,7 @@ def let_cells_break(app, doctree, name):
     if app.builder.format != "html":
         return
     for text in [t for entry in doctree.findall(nodes.entry) for t in entry.findall(nodes.Text)]:
-        pieces = re.split(r"(?<=[→×/=_(.])(?=\w)(?<!\d\.)", text)
+        pieces = re.split(r"(?:(?<=[→×/=_(.])|(?<=[a-z]-))(?=\w)(?<!\d\.)", text)
         between = nodes.raw("", "<wbr>", format="html")
         broken = [node for piece in pieces for node in (nodes.Text(piece), between.deepcopy())]
         text.parent.replace(text, broken[:-1])
