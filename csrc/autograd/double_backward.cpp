@@ -18,20 +18,16 @@ class ReconnectNode final : public Node {
   std::string name() const override { return "FusedPreactivationBackward"; }
 
  protected:
-  variable_list gradients(const Tensor& grad) override {
-    return run(grad, {{}, unpack(), wanted_of(*this), {}});
-  }
+  variable_list gradients(const Tensor& grad) override { return run(work(), grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return {}; }
   Backward backward() const override { return run; }
 
  private:
-  static variable_list run(const Tensor& grad, const Detached& node) {
-    const auto& saved = node.variables;
-    const std::array<bool, 3> wanted{node.wanted[0], node.wanted[1], node.wanted[2]};
+  static variable_list run(const Work& work, const Tensor& grad) {
     const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-        {grad, saved[0], saved[1], std::nullopt, Activation::none, wanted});
-    return by_edge(wanted, grad_input, grad_weight, grad_bias);
+        {grad, work.kept[0], work.kept[1], std::nullopt, Activation::none, mask_of(work.wanted)});
+    return by_edge(work.wanted, grad_input, grad_weight, grad_bias);
   }
 
   std::array<SavedVariable, 2> kept_;  // input, weight

@@ -39,11 +39,12 @@ void put_bias_gradients(const State& state, const GluGradients& pass, variable_l
 
 // ---- the usual way -----------------------------------------------------------------------------
 
+template <auto step = steps::linear_backward>
 std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const Tensor& input,
                                                       const Tensor& weight, bool by_columns,
                                                       const std::array<bool, 3>& wanted) {
   const auto [x, w] = fill_in(input, weight, grad, by_columns);
-  return steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
+  return step({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
 // The same of a weight of the node's, whose gradient may be added to what is there.
@@ -142,9 +143,8 @@ bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
 }
 
-variable_list usual(State& state, const Tensor& grad, std::optional<handover::Note> note) {
-  const auto search =
-      handover::find_receiver(state.node.get(), state.is_running, state.wanted[input_edge]);
+variable_list usual(State& state, const Tensor& grad) {
+  const auto search = handover::find_receiver(state);
   const auto& receiver = search.receiver;
   const KernelsOnly guard;
   search.remark();
@@ -161,7 +161,7 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
         has_down && !in_one
             ? std::get<0>(backward_of_linear(grad, {}, down, by_columns, {true, false, false}))
             : grad;
-    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+    pass = arrive(grad_hidden, state.note, [&](const Tensor& grad_output) {
       const auto [gate_z, up_z] = preactivations(state);
       return steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
                                   in_one ? OptionalTensor(down) : std::nullopt});
@@ -172,7 +172,7 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
     hidden = steps::glu(gate_z, up_z, state.form.activation);
   }
   // Room for the gradients of the weights.
-  note.reset();
+  state.note.reset();
   state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
     std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
@@ -196,17 +196,11 @@ variable_list usual(State& state, const Tensor& grad, std::optional<handover::No
 
 // ---- create_graph: the same in differentiable ATen, on tensors put back into the graph ----------
 
-variable_list differentiable(const State& state, const Tensor& grad,
-                             std::optional<handover::Note> note) {
-  using Formula = reference::LinearFormula;
+variable_list differentiable(State& state, const Tensor& grad) {
+  constexpr auto linear = backward_of_linear<reference::LinearFormula::linear_backward>;
   variable_list result(all_edges);
   const auto& [activation, has_up, has_down, is_joined, is_up_dropped, by_columns] = state.form;
   const auto& wanted = state.wanted;
-  const auto linear = [](const Tensor& dy, const Tensor& input, const Tensor& weight, bool columns,
-                         const std::array<bool, 3>& wants) {
-    const auto [x, w] = fill_in(input, weight, dy, columns);
-    return Formula::linear_backward({dy, x, w, std::nullopt, Activation::none, wants});
-  };
   const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
                              size_t bias_edge) {
     const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z, false);
@@ -228,12 +222,12 @@ variable_list differentiable(const State& state, const Tensor& grad,
                                       : grad;
     auto apart = state;  // halves of one tensor are two tensors here
     apart.form.is_joined = false;
-    if (is_joined && note) {
-      auto& known = note->gradients;
+    if (is_joined && state.note) {
+      auto& known = state.note->gradients;
       std::tie(known[0], known[1]) = gated::halves(known[0]);
       if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
     }
-    pass = arrive(grad_hidden, note, [&](const Tensor& grad_output) {
+    pass = arrive(grad_hidden, state.note, [&](const Tensor& grad_output) {
       return reference::GluFormula::glu_backward(
           {grad_output, gate_z, up_z, activation, apart.wanted_of_pass(hidden)});
     });
@@ -264,10 +258,9 @@ variable_list differentiable(const State& state, const Tensor& grad,
 
 }  // namespace
 
-variable_list run(State state, const Tensor& grad, std::optional<handover::Note> note) {
-  auto result = must_be_differentiable(grad, state.kept)
-                    ? differentiable(state, grad, std::move(note))
-                    : usual(state, grad, std::move(note));
+variable_list run(State state, const Tensor& grad) {
+  auto result =
+      must_be_differentiable(grad, state.kept) ? differentiable(state, grad) : usual(state, grad);
   for (size_t i = 0; i < all_edges; ++i) {
     if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
   }

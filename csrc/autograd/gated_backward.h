@@ -1,7 +1,6 @@
 #pragma once
 
-// What the node of gated layers computes in a backward, apart from the node: compiled autograd runs
-// it without one.
+// What the node of gated layers computes in a backward.
 
 #include "autograd/handover.h"
 #include "core/gated.h"
@@ -57,14 +56,9 @@ inline std::array<bool, 5> wanted_of_pass(const Form& form, const std::vector<bo
           wanted[gate_bias_edge], wanted[up_bias_edge], hidden};
 }
 
-// What a backward works on.
-struct State {
-  NodePtr<Node> node;  // none in compiled autograd
-  bool is_running;     // the engine runs the node, which is not called by hand
+struct State : Work {
   Form form;
-  std::vector<bool> wanted;  // by edge
-  variable_list kept;
-  const edge_list& edges;
+  std::optional<handover::Note> note = {};
 
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
@@ -78,11 +72,11 @@ struct State {
   // Where the graph is not run again, nobody else holds them.
   void drop_preactivations() {
     for (const size_t index : {gate_z_index, up_z_index}) kept[index].reset();
-    if (is_running) node->done_with(gate_z_index);
+    if (is_running) static_cast<Node&>(*node).done_with(gate_z_index);
   }
 };
 
 // The gradients by edge.
-variable_list run(State state, const Tensor& grad, std::optional<handover::Note> note);
+variable_list run(State state, const Tensor& grad);
 
 }  // namespace fused::autograd::gating

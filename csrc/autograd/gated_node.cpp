@@ -3,10 +3,9 @@
 // memory anyway. With low memory up's pre-activation of a block is computed again by its product,
 // and the layer after linear_glu keeps the pre-activations in place of its input.
 
-#include "autograd/gated_node.h"
-
 #include "autograd/arguments.h"
 #include "autograd/gated_backward.h"
+#include "autograd/nodes.h"
 #include "core/shapes.h"
 #include "dispatch/gated.h"
 #include "fused_linear.h"
@@ -67,11 +66,8 @@ class GatedNode final : public handover::Producer {
 
  protected:
   variable_list gradients(const Tensor& grad) override {
-    auto [is_running, note, kept] = begin(gate_z_index);
-    auto self = node_cast<Node>(getptr());
-    return run(
-        {std::move(self), is_running, form_, wanted_of(*this), std::move(kept), next_edges()}, grad,
-        std::move(note));
+    auto [work, note] = begin(gate_z_index);
+    return run({std::move(work), form_, std::move(note)}, grad);
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
@@ -84,21 +80,13 @@ class GatedNode final : public handover::Producer {
             form_.by_columns[1],
             form_.by_columns[2]};
   }
-  Backward backward() const override { return run_detached; }
-
- private:
-  static variable_list run_detached(const Tensor& grad, const Detached& node) {
-    const auto& traits = node.traits;
-    const Form form{static_cast<Activation>(traits[0]),
-                    traits[1] != 0,
-                    traits[2] != 0,
-                    traits[3] != 0,
-                    traits[4] != 0,
-                    {traits[5] != 0, traits[6] != 0, traits[7] != 0}};
-    return run({nullptr, /*is_running=*/false, form, node.wanted, node.variables, node.edges}, grad,
-               std::nullopt);
+  Backward backward() const override {
+    return [form = form_](Work work, const Tensor& grad) {
+      return run({std::move(work), form}, grad);
+    };
   }
 
+ private:
   const Form form_;
   const bool lends_;
   std::array<SavedVariable, all_indices> kept_;
