@@ -20,12 +20,9 @@ struct State : Work {
   Geometry geometry;
 };
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
-                               SymIntArrayRef stride, SymIntArrayRef padding,
-                               SymIntArrayRef dilation, const SymInt& groups,
-                               std::array<bool, 3> wanted) {
+Triple convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                            SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                            const SymInt& groups, std::array<bool, 3> wanted) {
   const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
   return at::convolution_backward_symint(dz, input, weight, SymIntArrayRef(bias_sizes), stride,
                                          padding, dilation, /*transposed=*/false, conv::no_padding,
@@ -33,9 +30,9 @@ Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tens
 }
 
 // The same as an operator, whose results are all there.
-Gradients conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
-                          SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                          SymInt groups, std::array<bool, 3> wanted) {
+Triple conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                       SymInt groups, std::array<bool, 3> wanted) {
   auto [grad_input, grad_weight, grad_bias] =
       convolution_backward(dz, input, weight, stride, padding, dilation, groups, wanted);
   for (auto* gradient : {&grad_input, &grad_weight, &grad_bias}) {
@@ -45,7 +42,7 @@ Gradients conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& w
 }
 
 template <typename ReluBackward>
-Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
+Triple gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
   const auto& g = state.geometry;
   const auto& wanted = state.wanted;
   // On the CPU the library sums the bias gradient while it computes the weight's.
@@ -64,7 +61,7 @@ Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& 
   return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
 }
 
-Gradients usual(const State& state, const Tensor& grad) {
+Triple usual(const State& state, const Tensor& grad) {
   const KernelsOnly guard;
   return gradients(state, grad, steps::channels_relu_backward);
 }

@@ -13,7 +13,6 @@ namespace fused::autograd::gating {
 namespace {
 
 using reference::as_rows;
-using reference::GluGradients;
 
 // What the pass reads. Up's pre-activation is not kept where only up's gradients can be wanted.
 std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
@@ -29,7 +28,7 @@ std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
 }
 
 // The gradients of the biases, by edge.
-void put_bias_gradients(const State& state, const GluGradients& pass, variable_list& result) {
+void put_bias_gradients(const State& state, const Quintuple& pass, variable_list& result) {
   const auto& [gate_z, up_z, gate_bias, up_bias, hidden] = pass;
   const bool split = state.form.has_up && state.form.is_one_tensor() && gate_bias.numel() > 0;
   const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
@@ -40,18 +39,15 @@ void put_bias_gradients(const State& state, const GluGradients& pass, variable_l
 // ---- the usual way -----------------------------------------------------------------------------
 
 template <auto step = steps::linear_backward>
-std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const Tensor& grad, const Tensor& input,
-                                                      const Tensor& weight, bool by_columns,
-                                                      const std::array<bool, 3>& wanted) {
+Triple backward_of_linear(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                          bool by_columns, const std::array<bool, 3>& wanted) {
   const auto [x, w] = fill_in(input, weight, grad, by_columns);
   return step({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
 // The same of a weight of the node's, whose gradient may be added to what is there.
-std::tuple<Tensor, Tensor, Tensor> backward_of_linear(const State& state, size_t edge,
-                                                      const Tensor& grad, const Tensor& input,
-                                                      const Tensor& weight, bool by_columns,
-                                                      std::array<bool, 3> wanted) {
+Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, const Tensor& input,
+                          const Tensor& weight, bool by_columns, std::array<bool, 3> wanted) {
   const auto sum = accumulation::target_of(state.node.get(), edge);
   if (!sum) return backward_of_linear(grad, input, weight, by_columns, wanted);
   Tensor grad_input, none, grad_bias;
@@ -124,8 +120,7 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
 
 // The gradients of the pass over memory, or what a consumer has left of them (handover.h).
 template <typename Pass>
-GluGradients arrive(const Tensor& grad, const std::optional<handover::Note>& note,
-                    const Pass& pass) {
+Quintuple arrive(const Tensor& grad, const std::optional<handover::Note>& note, const Pass& pass) {
   if (!note) return pass(grad);
   auto known = note->gradients;
   if (!grad.is_same(note->passed)) {
@@ -154,7 +149,7 @@ variable_list usual(State& state, const Tensor& grad) {
   const bool has_down = state.form.has_down, by_columns = state.form.by_columns[2];
   auto hidden = std::exchange(state.kept[hidden_index], {});
   const auto wanted_of_pass = state.wanted_of_pass(hidden);
-  GluGradients pass;
+  Quintuple pass;
   if (state.wants_layer()) {
     const bool in_one = has_down && takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
     const auto grad_hidden =
@@ -208,7 +203,7 @@ variable_list differentiable(State& state, const Tensor& grad) {
                      {state.edges[input_edge], state.edges[weight_edge], state.edges[bias_edge]});
   };
 
-  GluGradients pass;
+  Quintuple pass;
   auto hidden = state.kept[hidden_index];
   if (state.kept[gate_z_index].defined()) {
     auto [gate_z, up_z] = preactivations(state);

@@ -109,9 +109,8 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Of two tensors one need not be kept, and a checkpoint may find weights that lie elsewhere.
     const bool may_join = before_gate && !drops_up && are_kept_as_they_are();
-    auto forward = dispatch::gated_forward(layer, activation, before_down, may_join);
-    hidden = std::move(forward.hidden);
-    gate_z = std::move(forward.gate_z), up_z = std::move(forward.up_z);
+    std::tie(hidden, gate_z, up_z) =
+        dispatch::gated_forward(layer, activation, before_down, may_join);
     output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
   }
   const bool is_joined = !layer.is_stacked() && !up_z.defined();

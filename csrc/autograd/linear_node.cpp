@@ -14,8 +14,6 @@
 namespace fused::autograd {
 namespace {
 
-using dispatch::Triple;
-
 enum Edges { input_edge, weight_edge, bias_edge };
 // What is kept; the last may come with a note.
 enum Indices { input_index, input_up_index, weight_index, saved_index, all_indices };
@@ -48,8 +46,7 @@ struct State : Work {
 
 // Of ReLU, whose output is kept as bits, but where its rows are so short that those of bits would
 // be longer.
-std::tuple<Tensor, Tensor> relu_and_bits(const Tensor& input, const Tensor& weight,
-                                         const OptionalTensor& bias) {
+Pair relu_and_bits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const auto features = weight.sym_size(0);
   const bool pays = mask_bytes(features) < features * weight.element_size();
   if (pays && !is_traced(input)) return steps::linear_relu_bits(input, weight, bias);
@@ -264,9 +261,8 @@ class LinearNode final : public handover::Producer {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation,
-                                                Memory memory) {
+Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation, Memory memory) {
   if (weight.dim() == 3) {
     auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, name(activation));
     return {output, saved_for(activation) == Saved::output ? output : saved};

@@ -1,9 +1,9 @@
 #include "autograd/node.h"
 
 #include "core/explain.h"
+#include "dispatch/operators.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 
@@ -144,14 +144,9 @@ variable_list by_edge(const std::vector<bool>& wanted, Tensor input, Tensor weig
   return result;
 }
 
-// Python's answer; without Python there is no such tensor.
 bool is_sharded(const Tensor& tensor) {
-  constexpr auto key = c10::DispatchKey::BackendSelect;
-  if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_is_sharded", "");
-  static const auto op = handle.typed<bool(const Tensor&)>();
-  return handle.hasKernelForDispatchKey(key) && op.redispatch(c10::DispatchKeySet(key), tensor);
+  return tensor.key_set().has(c10::DispatchKey::Python) &&
+         dispatch::by_python<dispatch::IsSharded>(tensor);
 }
 
 }  // namespace fused::autograd

@@ -112,7 +112,6 @@ Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 // Makes an output the node's.
 using torch::autograd::set_history;
 
-// Whether it is a tensor of torch.distributed's, of which this process holds a part.
 bool is_sharded(const Tensor& tensor);
 
 // Kernels alone, in the dtypes that they are given, under one policy.

@@ -3,7 +3,6 @@
 // Calls of which a gradient is wanted, one node each.
 
 #include "core/gated.h"
-#include "core/memory.h"
 
 namespace fused::autograd {
 
@@ -13,9 +12,8 @@ Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const Opt
 
 // Its forward for training, as a node runs it: the output, and what its activation's derivative
 // will be read from (undefined for none). Of tensors without autograd.
-std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation,
-                                                Memory memory);
+Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation, Memory memory);
 
 // The same where nobody wants a gradient: nothing is kept.
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -73,8 +73,8 @@ struct GatedAutograd {
   }
 };
 
-dispatch::Pair ensemble_linear(const Tensor& input, const Tensor& weight,
-                               const OptionalTensor& bias, std::string_view text) {
+Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     std::string_view text) {
   const auto activation = parse_activation(dispatch::EnsembleLinear::name, text);
   if (wants_formula(input, weight, bias)) {
     return reference::LinearFormula::ensemble(input, weight, bias, activation);

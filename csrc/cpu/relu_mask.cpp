@@ -1,6 +1,6 @@
 #include "cpu/relu_mask.h"
 
-#include "core/aux_layout.h"
+#include "core/activation.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

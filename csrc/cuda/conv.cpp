@@ -38,8 +38,7 @@ struct Conv {
     return like(input, forward_in_best_way(image, weight, bias, geometry));
   }
 
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad) {
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
     const c10::cuda::CUDAGuard guard(grad_output.device());
     const auto format = format_of(output);
     const auto grad = grad_output.contiguous(format), saved = output.contiguous(format);

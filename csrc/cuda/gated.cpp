@@ -49,8 +49,8 @@ struct Glu : reference::Glu {
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
 
   // Both products and h as one plan; nothing where no kernel of ours could be in it.
-  static std::optional<dispatch::Triple> linear_glu(const gated::Layer& layer,
-                                                    Activation activation, bool keeps) {
+  static std::optional<Triple> linear_glu(const gated::Layer& layer, Activation activation,
+                                          bool keeps) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;
     const c10::cuda::CUDAGuard guard(input.device());
     const bool stacked = layer.is_stacked();
@@ -105,7 +105,7 @@ struct Glu : reference::Glu {
     return result;
   }
 
-  static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
+  static Quintuple glu_backward(const steps::GluBackward& step) {
     const c10::cuda::CUDAGuard guard(step.gate.device());
     if (has_value(step.down)) {
       if (const auto done = through_down(step)) return *done;
@@ -140,7 +140,7 @@ struct Glu : reference::Glu {
 
  private:
   // The product and the pass as one plan; nothing where there is none for what is wanted.
-  static std::optional<dispatch::Quintuple> through_down(const steps::GluBackward& step) {
+  static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     if (!wanted[0] || wanted[1] != apart || wanted[2] || wanted[3]) return std::nullopt;

@@ -48,8 +48,8 @@ struct Linear {
     return Reference::forward(input, weight, bias, activation);
   }
 
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation) {
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
     const bool mask = saved_for(activation) == Saved::output;
     auto output = S::output(input, weight);
@@ -67,8 +67,7 @@ struct Linear {
     return mask_of(output);
   }
 
-  static std::tuple<Tensor, Tensor> forward_bits(const Tensor& input, const Tensor& weight,
-                                                 const OptionalTensor& bias) {
+  static Pair forward_bits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
     const c10::cuda::CUDAGuard guard(input.device());
     auto output = S::output(input, weight), mask = S::mask(output);
     if (output.numel() == 0) return {output, mask};
@@ -81,9 +80,8 @@ struct Linear {
     return {output, mask};
   }
 
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad) {
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
     const c10::cuda::CUDAGuard guard(grad_output.device());
     auto dz = S::grad_input(grad_output, true);
     auto grad_bias = S::vector(grad_output, grad_output.size(-1), bias_grad);
@@ -92,7 +90,7 @@ struct Linear {
     return {dz, grad_bias};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
+  static Triple linear_backward(const steps::LinearBackward& layer) {
     // Whose product, of the transposes, has no plans.
     if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
@@ -118,8 +116,8 @@ struct Linear {
     run_surely(call, input);
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     LayerGradients made(layer, /*wants_input=*/true);
     auto dz = S::grad_input(layer.input, true);

@@ -39,8 +39,8 @@ PassCall as_chain(const std::vector<PassCall>& layers) {
 }  // namespace
 
 std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
-                               const c10::List<std::optional<Tensor>>& biases,
-                               Activation activation, bool keeps) {
+                               const c10::List<OptionalTensor>& biases, Activation activation,
+                               bool keeps) {
   const size_t count = weights.size();
   if (count < 2 || count > kernels::SmallNetwork::most_layers || policy() != Policy::automatic ||
       input.numel() == 0 || input.numel() > gemm::small::most_tokens * input.size(-1)) {
@@ -131,8 +131,8 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
 
 }  // namespace
 
-dispatch::Pair ensemble(const Tensor& input, const Tensor& weight,
-                        const std::optional<Tensor>& bias, Activation activation) {
+Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              Activation activation) {
   const c10::cuda::CUDAGuard guard(input.device());
   const Stacked x(input), w(weight);
   const auto added = bias_for_epilogue(bias);
@@ -151,7 +151,7 @@ dispatch::Pair ensemble(const Tensor& input, const Tensor& weight,
   return {std::move(output), std::move(saved)};
 }
 
-dispatch::Triple ensemble_backward(const steps::LinearBackward& layer) {
+Triple ensemble_backward(const steps::LinearBackward& layer) {
   const auto& wanted = layer.wanted;
   const c10::cuda::CUDAGuard guard(layer.grad_output.device());
   const auto dz = preactivation_gradient(layer);
@@ -184,9 +184,9 @@ dispatch::Triple ensemble_backward(const steps::LinearBackward& layer) {
 
 TORCH_LIBRARY_IMPL(fused, CUDA, m) {
   m.impl(dispatch::MlpInOne::name,
-         [](const Tensor& input, at::TensorList weights,
-            const c10::List<std::optional<Tensor>>& biases, std::string_view text) {
-           const auto activation = parse_hidden_activation("mlp", "activation", text);
+         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+            std::string_view text) {
+           const auto activation = parse_hidden_activation("mlp", text);
            return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
          });
 }

@@ -8,12 +8,12 @@ namespace fused::cuda {
 
 // See dispatch::MlpInOne; the pre-activations only where `keeps`.
 std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
-                               const c10::List<std::optional<Tensor>>& biases,
-                               Activation activation, bool keeps);
+                               const c10::List<OptionalTensor>& biases, Activation activation,
+                               bool keeps);
 
 // See reference::LinearFormula.
-dispatch::Pair ensemble(const Tensor& input, const Tensor& weight,
-                        const std::optional<Tensor>& bias, Activation activation);
-dispatch::Triple ensemble_backward(const steps::LinearBackward& layer);
+Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              Activation activation);
+Triple ensemble_backward(const steps::LinearBackward& layer);
 
 }  // namespace fused::cuda

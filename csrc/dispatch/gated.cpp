@@ -7,7 +7,7 @@
 
 namespace fused::dispatch {
 
-GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
+Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   auto gate_z = fused::linear(input, gate, gate_bias);
   OptionalTensor up_z;
@@ -27,7 +27,7 @@ bool may_be_whole(const Tensor& input) {
          input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
 }
 
-GatedForward whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {
+Triple whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   if (!may_be_whole(input)) return products_and_glu(layer, activation, keeps);
   auto [hidden, gate_z, up_z] =
@@ -37,8 +37,7 @@ GatedForward whole_or_in_steps(const gated::Layer& layer, Activation activation,
 
 }  // namespace
 
-GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
-                           bool may_join) {
+Triple gated_forward(const gated::Layer& layer, Activation activation, bool keeps, bool may_join) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   if (may_join && !layer.is_stacked() && has_value(gate_bias) == has_value(up_bias)) {
     if (const auto both = gated::joined(gate, *up); both.defined()) {
@@ -69,7 +68,7 @@ Tensor GatedWithoutGradient::gated_layer(const char* op, const gated::Layer& lay
   }
   gated::check_devices(op, layer, down);
   const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);
-  const auto hidden = gated_forward(layer, activation, /*keeps=*/false, may_join).hidden;
+  const auto hidden = std::get<0>(gated_forward(layer, activation, /*keeps=*/false, may_join));
   return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
 }
 

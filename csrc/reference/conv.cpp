@@ -22,8 +22,7 @@ Tensor ConvFormula::forward(const Tensor& input, const Tensor& weight, const Opt
       at::conv2d_symint(input, weight, bias, g.stride, g.padding, g.dilation, g.groups));
 }
 
-std::tuple<Tensor, Tensor> ConvFormula::relu_backward(const Tensor& grad_output,
-                                                      const Tensor& output, bool bias_grad) {
+Pair ConvFormula::relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
   auto gradient = at::threshold_backward(grad_output, output, 0);
   auto grad_bias = bias_grad ? gradient.sum({0, 2, 3}) : unwanted(grad_output);
   return {std::move(gradient), std::move(grad_bias)};
@@ -57,8 +56,7 @@ Tensor Conv::forward(const Tensor& input, const Tensor& weight, const OptionalTe
   return conv::like(input, output.relu_());
 }
 
-std::tuple<Tensor, Tensor> Conv::relu_backward(const Tensor& grad_output, const Tensor& output,
-                                               bool bias_grad) {
+Pair Conv::relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
   explain::append(explain::not_fused);
   const auto format = conv::format_of(output);
   auto [gradient, grad_bias] = ConvFormula::relu_backward(grad_output.contiguous(format),

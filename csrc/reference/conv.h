@@ -16,8 +16,7 @@ struct ConvFormula {
                         const conv::Geometry& geometry);
 
   // -> grad_output where output > 0 or NaN, else 0; and, wanted or [0], its sum for each channel
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad);
 };
 
 // In the layout that is promised. What runs on the CPU, under the policy "eager", and where a CUDA
@@ -27,8 +26,7 @@ struct Conv {
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const conv::Geometry& geometry);
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad);
 };
 
 // By torch's own functions (reference/linear.h).

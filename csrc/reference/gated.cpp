@@ -22,7 +22,7 @@ Tensor GluFormula::glu(const Tensor& gate, const OptionalTensor& up, Activation 
   return activate(first, activation) * second;
 }
 
-GluGradients GluFormula::glu_backward(const steps::GluBackward& step) {
+Quintuple GluFormula::glu_backward(const steps::GluBackward& step) {
   const auto& grad = step.grad_output;
   const auto [gate, up] = parts(step.gate, step.up);
   const auto activated = activate(gate, step.activation);
@@ -58,7 +58,7 @@ Tensor Glu::glu(const Tensor& gate, const OptionalTensor& up, Activation activat
   return GluFormula::glu(dense(gate), dense(up), activation).contiguous();
 }
 
-GluGradients Glu::glu_backward(const steps::GluBackward& step) {
+Quintuple Glu::glu_backward(const steps::GluBackward& step) {
   explain::append(explain::not_fused);
   auto [gate, up, gate_sums, up_sums, hidden] = GluFormula::glu_backward(
       {dense(step.grad_output), dense(step.gate), dense(step.up), step.activation, step.wanted});

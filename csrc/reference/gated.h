@@ -9,11 +9,9 @@
 
 namespace fused::reference {
 
-using GluGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // A pass whose gradient comes through the layer after it, as ATen's product and the pass alone.
 template <typename Pass>
-GluGradients through_down(const steps::GluBackward& step, const Pass& pass) {
+Quintuple through_down(const steps::GluBackward& step, const Pass& pass) {
   const auto grad = at::matmul(step.grad_output, *step.down);
   return pass({grad, step.gate, step.up, step.activation, step.wanted});
 }
@@ -26,7 +24,7 @@ struct GluFormula {
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
 
   // -> gradients of gate and up, their sums over all rows, and what glu gave
-  static GluGradients glu_backward(const steps::GluBackward& step);
+  static Quintuple glu_backward(const steps::GluBackward& step);
 
   // The layer, and after it `down` where there is one.
   static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation);
@@ -37,7 +35,7 @@ struct Glu {
   static constexpr bool takes_down = false;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
-  static GluGradients glu_backward(const steps::GluBackward& step);
+  static Quintuple glu_backward(const steps::GluBackward& step);
 };
 
 // By torch's own functions (reference/linear.h).

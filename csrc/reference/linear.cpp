@@ -53,9 +53,8 @@ Tensor LinearFormula::forward(const Tensor& input, const Tensor& weight, const O
   return activate(at::linear(input, weight, bias), activation);
 }
 
-std::tuple<Tensor, Tensor> LinearFormula::forward_aux(const Tensor& input, const Tensor& weight,
-                                                      const OptionalTensor& bias,
-                                                      Activation activation) {
+Pair LinearFormula::forward_aux(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, Activation activation) {
   const auto preactivation = at::linear(input, weight, bias);
   const auto output = activate(preactivation, activation);
   if (saved_for(activation) == Saved::output) {
@@ -68,10 +67,8 @@ Tensor LinearFormula::relu_mask(const Tensor& output) {
   return pack_mask(output.le(0).logical_not());
 }
 
-std::tuple<Tensor, Tensor> LinearFormula::activation_backward(const Tensor& grad_output,
-                                                              const Tensor& saved,
-                                                              Activation activation,
-                                                              bool bias_grad) {
+Pair LinearFormula::activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                        Activation activation, bool bias_grad) {
   auto gradient = activation == Activation::none
                       ? grad_output.clone(at::MemoryFormat::Contiguous)
                       : gradient_from_saved(grad_output, saved, activation);
@@ -79,8 +76,7 @@ std::tuple<Tensor, Tensor> LinearFormula::activation_backward(const Tensor& grad
   return {std::move(gradient), std::move(grad_bias)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> LinearFormula::linear_backward(
-    const steps::LinearBackward& layer) {
+Triple LinearFormula::linear_backward(const steps::LinearBackward& layer) {
   const auto gradient =
       layer.activation == Activation::none
           ? layer.grad_output
@@ -110,8 +106,8 @@ void LinearFormula::weight_gradient(const Tensor& grad_output, const Tensor& inp
   adds ? into.add_(product) : into.copy_(product);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across(
-    const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+Quadruple LinearFormula::linear_backward_across(const steps::LinearBackward& layer,
+                                                const steps::PreviousLayer& previous) {
   auto on = layer;
   on.wanted[0] = true;
   const auto [grad_input, grad_weight, grad_bias] = linear_backward(on);
@@ -120,9 +116,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> LinearFormula::linear_backward_across
   return {dz, grad_weight, grad_bias, grad_previous_bias};
 }
 
-std::tuple<Tensor, Tensor> LinearFormula::ensemble(const Tensor& input, const Tensor& weight,
-                                                   const OptionalTensor& bias,
-                                                   Activation activation) {
+Pair LinearFormula::ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             Activation activation) {
   explain::append(explain::not_fused);
   const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
                                  : at::bmm(input, weight.mT());
@@ -190,8 +185,8 @@ Tensor Linear::forward(const Tensor& input, const Tensor& weight, const Optional
   return result;
 }
 
-std::tuple<Tensor, Tensor> Linear::forward_aux(const Tensor& input, const Tensor& weight,
-                                               const OptionalTensor& bias, Activation activation) {
+Pair Linear::forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                         Activation activation) {
   explain::append(explain::not_fused);
   auto [output, aux] = LinearFormula::forward_aux(input, weight, bias, activation);
   return {output.contiguous(), saved_for(activation) == Saved::output ? aux : pad_rows(aux)};
@@ -202,16 +197,15 @@ Tensor Linear::relu_mask(const Tensor& output) {
   return LinearFormula::relu_mask(output).contiguous();
 }
 
-std::tuple<Tensor, Tensor> Linear::activation_backward(const Tensor& grad_output,
-                                                       const Tensor& saved, Activation activation,
-                                                       bool bias_grad) {
+Pair Linear::activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                 Activation activation, bool bias_grad) {
   explain::append(explain::not_fused);
   auto [gradient, grad_bias] =
       LinearFormula::activation_backward(dense(grad_output), dense(saved), activation, bias_grad);
   return {gradient.contiguous(), grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> Linear::linear_backward(const steps::LinearBackward& layer) {
+Triple Linear::linear_backward(const steps::LinearBackward& layer) {
   explain::append(explain::not_fused);
   auto [grad_input, grad_weight, grad_bias] =
       LinearFormula::linear_backward({dense(layer.grad_output), layer.input, layer.weight,
@@ -226,8 +220,8 @@ void Linear::weight_gradient(const Tensor& grad_output, const Tensor& input, con
   LinearFormula::weight_gradient(grad_output, input, into, adds);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> Linear::linear_backward_across(
-    const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+Quadruple Linear::linear_backward_across(const steps::LinearBackward& layer,
+                                         const steps::PreviousLayer& previous) {
   explain::append(explain::not_fused);
   auto [dz, grad_weight, grad_bias, grad_previous_bias] = LinearFormula::linear_backward_across(
       {dense(layer.grad_output), layer.input, layer.weight, dense(layer.saved), layer.activation,

@@ -19,34 +19,33 @@ struct LinearFormula {
                         Activation activation);
 
   // -> output and, for ReLU, the bit mask; for GELU the pre-activation
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation);
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation);
 
   // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
   static Tensor relu_mask(const Tensor& output);
 
   // dz = act'(saved) · grad_output and its sum over all rows.
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad);
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad);
 
   // -> gradients of input, weight, bias
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
+  static Triple linear_backward(const steps::LinearBackward& layer);
 
   // gradᵀ · input, added to `into` or written there
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds);
 
   // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous);
 
   // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
   // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
-  static std::tuple<Tensor, Tensor> ensemble(const Tensor& input,         // [members, tokens, in]
-                                             const Tensor& weight,        // [members, out, in]
-                                             const OptionalTensor& bias,  // [members, out]
-                                             Activation activation);
+  static Pair ensemble(const Tensor& input,         // [members, tokens, in]
+                       const Tensor& weight,        // [members, out, in]
+                       const OptionalTensor& bias,  // [members, out]
+                       Activation activation);
 };
 
 // The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
@@ -56,17 +55,16 @@ struct Linear {
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation);
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation);
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation);
   static Tensor relu_mask(const Tensor& output);
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad);
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad);
+  static Triple linear_backward(const steps::LinearBackward& layer);
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds);
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous);
 };
 
 // What no kernel of ours takes, for the reason that objection() gave, or what torch has to

@@ -3,7 +3,6 @@
 // Our own CUDA kernels: what cuBLASLt's epilogues cannot do, or not fast enough. No tensors here.
 
 #include "core/activation.h"
-#include "core/aux_layout.h"
 #include "gemm/problem.h"
 
 #include <cuda_runtime_api.h>

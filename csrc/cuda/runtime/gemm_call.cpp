@@ -1,6 +1,6 @@
 #include "cuda/runtime/gemm_call.h"
 
-#include "core/aux_layout.h"
+#include "core/activation.h"
 #include "core/policy.h"
 #include "cuda/runtime/device.h"
 
@@ -47,7 +47,7 @@ Operand plain_rows(const Tensor& tensor) {
   return operand;
 }
 
-Tensor bias_for_epilogue(const std::optional<Tensor>& bias) {
+Tensor bias_for_epilogue(const OptionalTensor& bias) {
   if (!bias || !bias->defined()) return {};
   auto dense = bias->contiguous();
   return gemm::is_aligned(dense.const_data_ptr()) ? dense : dense.clone();

@@ -7,8 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <vector>
-
 namespace fused::cuda {
 
 using gemm::Keeps, gemm::Matrix, gemm::Operands, gemm::Pass, gemm::PassCall, gemm::PassProblem,
@@ -26,7 +24,7 @@ Matrix matrix_of(const Tensor& result);  // contiguous [*, cols] as [rows, cols]
 
 // Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
 // some that read two elements at a time. Undefined where there is none.
-Tensor bias_for_epilogue(const std::optional<Tensor>& bias);
+Tensor bias_for_epilogue(const OptionalTensor& bias);
 
 PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
                    void* bias = nullptr, Activation activation = Activation::none,
