@@ -33,15 +33,6 @@ class ReconnectNode final : public Node {
   std::array<SavedVariable, 2> kept_;  // input, weight
 };
 
-}  // namespace
-
-bool must_be_differentiable(const Tensor& grad, const variable_list& variables) {
-  return at::GradMode::is_enabled() || has_tangent(grad) ||
-         std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });
-}
-
-namespace {
-
 Tensor empty_strided(const Tensor& like, const std::vector<c10::SymInt>& sizes,
                      const std::vector<c10::SymInt>& strides) {
   // A Python class makes one of its own, such as a distributed tensor.
@@ -51,6 +42,11 @@ Tensor empty_strided(const Tensor& like, const std::vector<c10::SymInt>& sizes,
 }
 
 }  // namespace
+
+bool must_be_differentiable(const Tensor& grad, const variable_list& variables) {
+  return at::GradMode::is_enabled() || has_tangent(grad) ||
+         std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });
+}
 
 Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   // one element, however many are meant

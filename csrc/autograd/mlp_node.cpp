@@ -47,16 +47,9 @@ struct Form {
 // its activation.
 class Chain {
  public:
-  Chain(const NodePtr<torch::autograd::Node>& node, const edge_list& next, Form form, size_t layers,
-        std::vector<bool> wanted)
-      : node_(node),
-        next_(next),
-        edges_(Edges::of(next.size())),
-        activation_(form.activation),
-        by_columns_(form.by_columns),
-        wanted_(std::move(wanted)),
-        layers_(layers),
-        kept_(layers) {
+  // The tensors kept for `work` are given later.
+  Chain(Work work, const Form& form, size_t layers)
+      : work_(std::move(work)), form_(form), layers_(layers), kept_(layers) {
     const bool takes_all = !form.may_part && at::GradMode::is_enabled();
     while (!takes_all && lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
            !wants_bias(lowest_)) {
@@ -91,9 +84,9 @@ class Chain {
   }
 
  private:
-  bool wants_input() const { return wanted_[Edges::input]; }
-  bool wants_weight(size_t layer) const { return wanted_[edges_.weight(layer)]; }
-  bool wants_bias(size_t layer) const { return wanted_[edges_.bias(layer)]; }
+  bool wants_input() const { return work_.wanted[Edges::input]; }
+  bool wants_weight(size_t layer) const { return work_.wanted[edges_.weight(layer)]; }
+  bool wants_bias(size_t layer) const { return work_.wanted[edges_.bias(layer)]; }
   bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
   bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
 
@@ -111,27 +104,27 @@ class Chain {
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =
-          Steps::activation_backward(grad, kept_[top].saved, activation_, wants_bias(top));
+          Steps::activation_backward(grad, kept_[top].saved, form_.activation, wants_bias(top));
       if (wants_bias(top)) result_[edges_.bias(top)] = grad_bias;
     }
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
       const auto sum =
-          usual ? accumulation::target_of(node_.get(), edges_.weight(i)) : std::nullopt;
+          usual ? accumulation::target_of(work_.node.get(), edges_.weight(i)) : std::nullopt;
       const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
                                      wants_bias(i) && !is_hidden(i)};
       auto kept_input = kept_[i].input;
       if (usual && wants_weight(i) && !kept_input.defined()) {
-        kept_input = activated(kept_[i - 1].saved, activation_);
+        kept_input = activated(kept_[i - 1].saved, form_.activation);
       }
-      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, by_columns_);
+      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, form_.by_columns);
       const auto grad_output = dz;
       const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
                                         Activation::none, mask};
       Tensor grad_weight, grad_bias, grad_bias_below;
       if (i > lowest_) {
         std::tie(dz, grad_weight, grad_bias, grad_bias_below) = Steps::linear_backward_across(
-            layer, {kept_[i - 1].saved, activation_, wants_bias(i - 1)});
+            layer, {kept_[i - 1].saved, form_.activation, wants_bias(i - 1)});
         if (wants_bias(i - 1)) result_[edges_.bias(i - 1)] = grad_bias_below;
       } else {
         std::tie(dz, grad_weight, grad_bias) = Steps::linear_backward(layer);
@@ -149,15 +142,15 @@ class Chain {
     for (size_t i = lowest_; i < layers_; ++i) {
       auto& layer = kept_[i];
       const auto like = is_hidden(i) ? hidden_of(i, grad) : grad;  // [*, out] of this layer
-      auto [input, weight] = fill_in(layer.input, layer.weight, like, by_columns_);
+      auto [input, weight] = fill_in(layer.input, layer.weight, like, form_.by_columns);
       if (i == lowest_ && i > 0) input = above_lower_layers(input);
       layer.input = input, layer.weight = weight;
       if (!is_hidden(i)) break;
-      const auto from = i == 0 ? next_[Edges::input] : edge_of(input);
-      const auto preactivation =
-          reconnect(like, input, weight, {from, next_[edges_.weight(i)], next_[edges_.bias(i)]});
-      const auto output = activate(preactivation, activation_);
-      layer.saved = saved_for(activation_) == Saved::output ? output : preactivation;
+      const auto from = i == 0 ? work_.edges[Edges::input] : edge_of(input);
+      const auto preactivation = reconnect(
+          like, input, weight, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
+      const auto output = activate(preactivation, form_.activation);
+      layer.saved = saved_for(form_.activation) == Saved::output ? output : preactivation;
       if (i + 1 < layers_) kept_[i + 1].input = output;
     }
   }
@@ -166,9 +159,9 @@ class Chain {
   Tensor lowest_input() const {
     const auto& input = kept_[lowest_].input;
     // The weight's gradient may be asked for later.
-    const bool is_read = wants_weight(lowest_) || next_[edges_.weight(lowest_)].is_valid();
+    const bool is_read = wants_weight(lowest_) || work_.edges[edges_.weight(lowest_)].is_valid();
     if (input.defined() || !is_read) return input;
-    return activate(kept_[lowest_ - 1].saved, activation_);
+    return activate(kept_[lowest_ - 1].saved, form_.activation);
   }
 
   // The same as a function of all that lies below.
@@ -185,13 +178,10 @@ class Chain {
                                  : signs_of_mask(saved, grad, above.weight.sym_size(1));
   }
 
-  NodePtr<torch::autograd::Node> node_;
-  const edge_list& next_;
-  Edges edges_;
-  Activation activation_;
-  bool by_columns_;
-  std::vector<bool> wanted_;
-  size_t layers_;
+  const Work work_;
+  const Form form_;
+  const size_t layers_;
+  const Edges edges_ = Edges::of(work_.edges.size());
   size_t lowest_ = 0;  // the lowest layer with anything to do
   std::vector<Layer> kept_;
   variable_list result_ = variable_list(edges_.count());
@@ -216,7 +206,7 @@ class MlpNode final : public Node {
 
   // Of the first `layers`, as far as `wanted` says.
   variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
-    Chain chain(getptr(), next_edges(), form_, layers, std::move(wanted));
+    Chain chain({{}, std::move(wanted), next_edges(), getptr()}, form_, layers);
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
   }
@@ -238,7 +228,7 @@ class MlpNode final : public Node {
     form.may_part = false;
     return [form](const Work& work, const Tensor& grad) {
       const auto& all = work.kept;
-      Chain chain(nullptr, work.edges, form, all.size() / Layer::indices, work.wanted);
+      Chain chain({{}, work.wanted, work.edges}, form, all.size() / Layer::indices);
       const auto [first, last] = chain.needed();
       return chain.gradients(grad, {all.begin() + first, all.begin() + last});
     };
@@ -285,9 +275,9 @@ class LowerLayersNode final : public Node {
 
 Tensor Chain::above_lower_layers(const Tensor& input) const {
   const bool has_gradient = kept_[lowest_].weight.defined();
-  if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;
+  if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;
   const auto result = input.detach();
-  auto whole = node_cast<MlpNode>(node_);
+  auto whole = node_cast<MlpNode>(work_.node);
   const auto node = make_node<LowerLayersNode>(std::move(whole), lowest_);
   set_history(result, node);
   announce(node);

@@ -36,50 +36,7 @@ PassCall as_chain(const std::vector<PassCall>& layers) {
   return chain;
 }
 
-}  // namespace
-
-std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
-                               const c10::List<OptionalTensor>& biases, Activation activation,
-                               bool keeps) {
-  const size_t count = weights.size();
-  if (count < 2 || count > kernels::SmallNetwork::most_layers || policy() != Policy::automatic ||
-      input.numel() == 0 || input.numel() > gemm::small::most_tokens * input.size(-1)) {
-    return {};
-  }
-  const c10::cuda::CUDAGuard guard(input.device());
-  std::vector<Tensor> results, kept, added;
-  std::vector<PassCall> layers;
-  auto left = rows_of(input);
-  for (size_t i = 0; i < count; ++i) {
-    const auto right = rows_of(weights[i]);
-    if (left.copy.defined() || right.copy.defined() ||
-        right.matrix.rows > gemm::small::most_features) {
-      return {};
-    }
-    const auto own = i + 1 == count ? Activation::none : activation;
-    results.push_back(S::output(input, weights[i]));
-    added.push_back(bias_for_epilogue(biases.get(i)));
-    if (keeps && saved_for(own) == Saved::preactivation) {
-      kept.push_back(S::output(input, weights[i]));
-    }
-    layers.push_back(make_call(Pass::fprop, left.matrix, transposed(right.matrix),
-                               matrix_of(results.back()), data_of(added.back()), own,
-                               kept.size() > i ? matrix_of(kept.back()) : Matrix(),
-                               kept.size() > i ? Keeps::values : Keeps::nothing));
-    if (!takes_small(layers.back(), input)) return {};
-    left.matrix = layers.back().result;
-  }
-  const auto chain = as_chain(layers);
-  if (!is_small(chain)) return {};
-  const explain::Row row("mlp", input, weights[0]);
-  run(chain);
-  results.insert(results.end(), kept.begin(), kept.end());
-  return results;
-}
-
 // ---- ensembles ---------------------------------------------------------------------------------
-
-namespace {
 
 // [members, rows, cols]: the first one's matrix, and how far the next one's is.
 struct Stacked {
@@ -130,6 +87,45 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
 }
 
 }  // namespace
+
+std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
+                               const c10::List<OptionalTensor>& biases, Activation activation,
+                               bool keeps) {
+  const size_t count = weights.size();
+  if (count < 2 || count > kernels::SmallNetwork::most_layers || policy() != Policy::automatic ||
+      input.numel() == 0 || input.numel() > gemm::small::most_tokens * input.size(-1)) {
+    return {};
+  }
+  const c10::cuda::CUDAGuard guard(input.device());
+  std::vector<Tensor> results, kept, added;
+  std::vector<PassCall> layers;
+  auto left = rows_of(input);
+  for (size_t i = 0; i < count; ++i) {
+    const auto right = rows_of(weights[i]);
+    if (left.copy.defined() || right.copy.defined() ||
+        right.matrix.rows > gemm::small::most_features) {
+      return {};
+    }
+    const auto own = i + 1 == count ? Activation::none : activation;
+    results.push_back(S::output(input, weights[i]));
+    added.push_back(bias_for_epilogue(biases.get(i)));
+    if (keeps && saved_for(own) == Saved::preactivation) {
+      kept.push_back(S::output(input, weights[i]));
+    }
+    layers.push_back(make_call(Pass::fprop, left.matrix, transposed(right.matrix),
+                               matrix_of(results.back()), data_of(added.back()), own,
+                               kept.size() > i ? matrix_of(kept.back()) : Matrix(),
+                               kept.size() > i ? Keeps::values : Keeps::nothing));
+    if (!takes_small(layers.back(), input)) return {};
+    left.matrix = layers.back().result;
+  }
+  const auto chain = as_chain(layers);
+  if (!is_small(chain)) return {};
+  const explain::Row row("mlp", input, weights[0]);
+  run(chain);
+  results.insert(results.end(), kept.begin(), kept.end());
+  return results;
+}
 
 Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               Activation activation) {

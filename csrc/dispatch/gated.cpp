@@ -7,16 +7,6 @@
 
 namespace fused::dispatch {
 
-Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
-  const auto& [input, gate, up, gate_bias, up_bias] = layer;
-  auto gate_z = fused::linear(input, gate, gate_bias);
-  OptionalTensor up_z;
-  if (!layer.is_stacked()) up_z = fused::linear(input, *up, up_bias);
-  auto hidden = steps::glu(gate_z, up_z, activation);
-  if (!keeps) return {std::move(hidden), {}, {}};
-  return {std::move(hidden), std::move(gate_z), up_z ? std::move(*up_z) : Tensor()};
-}
-
 namespace {
 
 // Whether there may be a kernel for the whole layer. An operator around the steps costs time, of
@@ -35,7 +25,23 @@ Triple whole_or_in_steps(const gated::Layer& layer, Activation activation, bool 
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 
+// Autograd would follow gate alone into what joins the two: below vmap it may be at work.
+bool is_followed(const OptionalTensor& tensor) {
+  return has_value(tensor) &&
+         ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
+}
+
 }  // namespace
+
+Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  auto gate_z = fused::linear(input, gate, gate_bias);
+  OptionalTensor up_z;
+  if (!layer.is_stacked()) up_z = fused::linear(input, *up, up_bias);
+  auto hidden = steps::glu(gate_z, up_z, activation);
+  if (!keeps) return {std::move(hidden), {}, {}};
+  return {std::move(hidden), std::move(gate_z), up_z ? std::move(*up_z) : Tensor()};
+}
 
 Triple gated_forward(const gated::Layer& layer, Activation activation, bool keeps, bool may_join) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -49,16 +55,6 @@ Triple gated_forward(const gated::Layer& layer, Activation activation, bool keep
   }
   return whole_or_in_steps(layer, activation, keeps);
 }
-
-namespace {
-
-// Autograd would follow gate alone into what joins the two: below vmap it may be at work.
-bool is_followed(const OptionalTensor& tensor) {
-  return has_value(tensor) &&
-         ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
-}
-
-}  // namespace
 
 Tensor GatedWithoutGradient::gated_layer(const char* op, const gated::Layer& layer,
                                          const gated::Down& down, Activation activation, Memory) {

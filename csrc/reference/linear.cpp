@@ -21,6 +21,27 @@ Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
   return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
 }
 
+// What torch refuses in any case, though on the meta device it may not notice, or in Python.
+void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
+                            const OptionalTensor& bias) {
+  for (const auto& tensor : {input, weight}) {
+    if (tensor.is_nested() || tensor.layout() != at::kStrided) return;
+  }
+  const auto dim = weight.dim();
+  TORCH_CHECK(input.dim() >= 1 && (dim == 1 || dim == 2) &&
+                  weight.sym_size(-1) == input.sym_size(-1) &&
+                  weight.scalar_type() == input.scalar_type(),
+              describe_linear(op, input, weight, bias));
+}
+
+Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
+                       const OptionalTensor& bias, Activation activation) {
+  check_devices(op, input, weight, bias);
+  check_sizes_and_dtypes(op, input, weight, bias);
+  return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
+                    [&] { return describe_linear(op, input, weight, bias); });
+}
+
 }  // namespace
 
 Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
@@ -126,31 +147,6 @@ Pair LinearFormula::ensemble(const Tensor& input, const Tensor& weight, const Op
 }
 
 // ---- what no kernel takes ----------------------------------------------------------------------
-
-namespace {
-
-// What torch refuses in any case, though on the meta device it may not notice, or in Python.
-void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
-                            const OptionalTensor& bias) {
-  for (const auto& tensor : {input, weight}) {
-    if (tensor.is_nested() || tensor.layout() != at::kStrided) return;
-  }
-  const auto dim = weight.dim();
-  TORCH_CHECK(input.dim() >= 1 && (dim == 1 || dim == 2) &&
-                  weight.sym_size(-1) == input.sym_size(-1) &&
-                  weight.scalar_type() == input.scalar_type(),
-              describe_linear(op, input, weight, bias));
-}
-
-Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
-                       const OptionalTensor& bias, Activation activation) {
-  check_devices(op, input, weight, bias);
-  check_sizes_and_dtypes(op, input, weight, bias);
-  return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
-                    [&] { return describe_linear(op, input, weight, bias); });
-}
-
-}  // namespace
 
 Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
                      const Tensor& weight, const OptionalTensor& bias, Activation activation) {
