@@ -36,30 +36,42 @@ void put_bias_gradients(const State& state, const Quintuple& pass, variable_list
   if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
 }
 
-// ---- the usual way -----------------------------------------------------------------------------
+// What a backward is made of: kernels, or what is differentiable itself.
+struct Kernels {
+  static constexpr auto linear_backward = steps::linear_backward;
+  static constexpr auto glu = steps::glu;
+  static constexpr auto glu_backward = steps::glu_backward;
+};
+struct Formulas : reference::GluFormula {
+  static constexpr auto linear_backward = reference::LinearFormula::linear_backward;
+};
+template <class Steps>
+constexpr bool are_kernels = std::is_same_v<Steps, Kernels>;
 
-template <auto step = steps::linear_backward>
+template <class Steps>
 Triple backward_of_linear(const Tensor& grad, const Tensor& input, const Tensor& weight,
                           bool by_columns, const std::array<bool, 3>& wanted) {
   const auto [x, w] = fill_in(input, weight, grad, by_columns);
-  return step({grad, x, w, std::nullopt, Activation::none, wanted});
+  return Steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
 // The same of a weight of the node's, whose gradient may be added to what is there.
+template <class Steps>
 Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, const Tensor& input,
                           const Tensor& weight, bool by_columns, std::array<bool, 3> wanted) {
   const auto sum = accumulation::target_of(state.node.get(), edge);
-  if (!sum) return backward_of_linear(grad, input, weight, by_columns, wanted);
+  if (!sum) return backward_of_linear<Steps>(grad, input, weight, by_columns, wanted);
   Tensor grad_input, none, grad_bias;
   if (wanted[0] || wanted[2]) {
     wanted[1] = false;
     std::tie(grad_input, none, grad_bias) =
-        backward_of_linear(grad, input, weight, by_columns, wanted);
+        backward_of_linear<Steps>(grad, input, weight, by_columns, wanted);
   }
   return {grad_input, sum->add(grad, input), grad_bias};
 }
 
 // The products of the layer's backward. dz is of both, or of gate.
+template <class Steps>
 void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
                   variable_list& result) {
   const auto& wanted = state.wanted;
@@ -68,7 +80,7 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   const auto& by_columns = state.form.by_columns;
   const bool wants_input = wanted[input_edge];
   if (!state.form.has_up) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear(
+    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear<Steps>(
         state, gate_edge, dz, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
     return;
   }
@@ -79,7 +91,7 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
     const bool wants_weights = wanted[gate_edge];
     Tensor weights;
     std::tie(result[input_edge], weights, std::ignore) =
-        backward_of_linear(dz, input, both, false, {true, wants_weights, false});
+        backward_of_linear<Steps>(dz, input, both, false, {true, wants_weights, false});
     if (wants_weights) {
       const auto rows = weights.sym_size(0) / 2;
       result[gate_edge] = weights.narrow_symint(0, 0, rows);
@@ -90,18 +102,18 @@ void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
   const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
   if (wants_input || wanted[gate_edge]) {
     std::tie(result[input_edge], result[gate_edge], std::ignore) =
-        backward_of_linear(state, gate_edge, first, input, gate, by_columns[0],
-                           {wants_input, wanted[gate_edge], false});
+        backward_of_linear<Steps>(state, gate_edge, first, input, gate, by_columns[0],
+                                  {wants_input, wanted[gate_edge], false});
   }
   if (wanted[up_edge]) {
-    result[up_edge] = std::get<1>(
-        backward_of_linear(state, up_edge, second, input, up, by_columns[1], {false, true, false}));
+    result[up_edge] = std::get<1>(backward_of_linear<Steps>(state, up_edge, second, input, up,
+                                                            by_columns[1], {false, true, false}));
   }
   // Sharded rows cannot always be viewed as a matrix's, and of a vector eager takes another
   // product.
-  if (wants_input && (is_sharded(second) || second.dim() == 1)) {
-    const auto through_up =
-        std::get<0>(backward_of_linear(second, input, up, by_columns[1], {true, false, false}));
+  if (wants_input && (!are_kernels<Steps> || is_sharded(second) || second.dim() == 1)) {
+    const auto through_up = std::get<0>(
+        backward_of_linear<Steps>(second, input, up, by_columns[1], {true, false, false}));
     result[input_edge] = result[input_edge] + through_up;
   } else if (wants_input) {
     auto sum = as_rows(result[input_edge]);
@@ -138,11 +150,8 @@ bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
 }
 
-variable_list usual(State& state, const Tensor& grad) {
-  const auto search = handover::find_receiver(state);
-  const auto& receiver = search.receiver;
-  const KernelsOnly guard;
-  search.remark();
+template <class Steps>
+variable_list gradients(State& state, const Tensor& grad) {
   variable_list result(all_edges);
   const auto& wanted = state.wanted;
   const auto& down = state.kept[down_index];
@@ -151,111 +160,86 @@ variable_list usual(State& state, const Tensor& grad) {
   const auto wanted_of_pass = state.wanted_of_pass(hidden);
   Quintuple pass;
   if (state.wants_layer()) {
-    const bool in_one = has_down && takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
-    const auto grad_hidden =
-        has_down && !in_one
-            ? std::get<0>(backward_of_linear(grad, {}, down, by_columns, {true, false, false}))
-            : grad;
+    const bool in_one = are_kernels<Steps> && has_down &&
+                        takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
+    const auto grad_hidden = has_down && !in_one
+                                 ? std::get<0>(backward_of_linear<Steps>(grad, {}, down, by_columns,
+                                                                         {true, false, false}))
+                                 : grad;
     pass = arrive(grad_hidden, state.note, [&](const Tensor& grad_output) {
       const auto [gate_z, up_z] = preactivations(state);
-      return steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
+      return Steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
                                   in_one ? OptionalTensor(down) : std::nullopt});
     });
     if (wanted_of_pass[4]) hidden = std::exchange(std::get<4>(pass), {});
   } else if (wanted_of_pass[4]) {
     const auto [gate_z, up_z] = preactivations(state);
-    hidden = steps::glu(gate_z, up_z, state.form.activation);
+    hidden = Steps::glu(gate_z, up_z, state.form.activation);
   }
   // Room for the gradients of the weights.
   state.note.reset();
   state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
     std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
-        backward_of_linear(state, down_edge, grad, hidden, down, by_columns,
-                           {false, wanted[down_edge], wanted[down_bias_edge]});
+        backward_of_linear<Steps>(state, down_edge, grad, hidden, down, by_columns,
+                                  {false, wanted[down_edge], wanted[down_bias_edge]});
     hidden.reset();
   }
   if (state.wants_layer()) {
     put_bias_gradients(state, pass, result);
     if (wanted_of_pass[0] || wanted_of_pass[1]) {
-      put_products(state, std::get<0>(pass), std::get<1>(pass), result);
+      put_products<Steps>(state, std::get<0>(pass), std::get<1>(pass), result);
     }
-  }
-  if (receiver) {
-    auto left = receiver->node->derive(result[input_edge], receiver->saved);
-    result[input_edge] = left.passed;
-    receiver->leave(std::move(left));
   }
   return result;
 }
 
-// ---- create_graph: the same in differentiable ATen, on tensors put back into the graph ----------
-
-variable_list differentiable(State& state, const Tensor& grad) {
-  constexpr auto linear = backward_of_linear<reference::LinearFormula::linear_backward>;
-  variable_list result(all_edges);
-  const auto& [activation, has_up, has_down, is_joined, is_up_dropped, by_columns] = state.form;
-  const auto& wanted = state.wanted;
+// create_graph: puts the pre-activations back into the graph, halves of one tensor as two.
+void reconnect_layer(State& state) {
+  auto& [activation, has_up, has_down, is_joined, is_up_dropped, by_columns] = state.form;
+  auto& kept = state.kept;
   const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
                              size_t bias_edge) {
-    const auto [x, w] = fill_in(state.kept[input_index], state.kept[weight_index], z, false);
+    const auto [x, w] = fill_in(kept[input_index], kept[weight_index], z, false);
     return reconnect(z, x, w,
                      {state.edges[input_edge], state.edges[weight_edge], state.edges[bias_edge]});
   };
-
-  Quintuple pass;
-  auto hidden = state.kept[hidden_index];
-  if (state.kept[gate_z_index].defined()) {
+  if (kept[gate_z_index].defined()) {
     auto [gate_z, up_z] = preactivations(state);
     if (is_joined) std::tie(gate_z, up_z) = gated::halves(gate_z);
-    gate_z = connected(gate_z, gate_index, gate_edge, gate_bias_edge);
-    if (is_joined || is_up_dropped || state.kept[up_z_index].defined()) {
-      up_z = connected(*up_z, up_index, up_edge, up_bias_edge);
-    }
-    const auto grad_hidden = has_down ? std::get<0>(linear(grad, {}, state.kept[down_index],
-                                                           by_columns[2], {true, false, false}))
-                                      : grad;
-    auto apart = state;  // halves of one tensor are two tensors here
-    apart.form.is_joined = false;
-    if (is_joined && state.note) {
-      auto& known = state.note->gradients;
-      std::tie(known[0], known[1]) = gated::halves(known[0]);
-      if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
-    }
-    pass = arrive(grad_hidden, state.note, [&](const Tensor& grad_output) {
-      return reference::GluFormula::glu_backward(
-          {grad_output, gate_z, up_z, activation, apart.wanted_of_pass(hidden)});
-    });
-    put_bias_gradients(apart, pass, result);
-    if (state.wants_hidden()) hidden = std::get<4>(pass);
-
-    const auto& input = state.kept[input_index];
-    if (wanted[input_edge] || wanted[gate_edge]) {
-      std::tie(result[input_edge], result[gate_edge], std::ignore) =
-          linear(std::get<0>(pass), input, state.kept[gate_index], by_columns[0],
-                 {wanted[input_edge], wanted[gate_edge], false});
-    }
-    if (has_up && (wanted[input_edge] || wanted[up_edge])) {
-      const auto [through_up, grad_up, none] =
-          linear(std::get<1>(pass), input, state.kept[up_index], by_columns[1],
-                 {wanted[input_edge], wanted[up_edge], false});
-      if (wanted[input_edge]) result[input_edge] = result[input_edge] + through_up;
-      if (wanted[up_edge]) result[up_edge] = grad_up;
+    kept[gate_z_index] = connected(gate_z, gate_index, gate_edge, gate_bias_edge);
+    if (is_joined || is_up_dropped || kept[up_z_index].defined()) {
+      kept[up_z_index] = connected(*up_z, up_index, up_edge, up_bias_edge);
     }
   }
-  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
-    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
-        linear(grad, hidden, state.kept[down_index], by_columns[2],
-               {false, wanted[down_edge], wanted[down_bias_edge]});
+  if (is_joined && state.note) {
+    auto& known = state.note->gradients;
+    std::tie(known[0], known[1]) = gated::halves(known[0]);
+    if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
   }
-  return result;
+  is_joined = is_up_dropped = false;
+  // The graph needs all that is kept, and each gradient by itself.
+  state.node.reset(), state.is_running = false;
 }
 
 }  // namespace
 
 variable_list run(State state, const Tensor& grad) {
-  auto result =
-      must_be_differentiable(grad, state.kept) ? differentiable(state, grad) : usual(state, grad);
+  variable_list result;
+  if (must_be_differentiable(grad, state.kept)) {
+    reconnect_layer(state);
+    result = gradients<Formulas>(state, grad);
+  } else {
+    const auto search = handover::find_receiver(state);
+    const KernelsOnly guard;
+    search.remark();
+    result = gradients<Kernels>(state, grad);
+    if (const auto& receiver = search.receiver) {
+      auto left = receiver->node->derive(result[input_edge], receiver->saved);
+      result[input_edge] = left.passed;
+      receiver->leave(std::move(left));
+    }
+  }
   for (size_t i = 0; i < all_edges; ++i) {
     if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
   }
