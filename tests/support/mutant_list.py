@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "gate's bias gradient for up's",
-        "csrc/autograd/gated_backward.cpp",
+        "csrc/autograd/gated_node.cpp",
         "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;\n"
         "  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;",
         "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = second;\n"
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient in another layout than torch's",
-        "csrc/reference/linear.cpp",
+        "csrc/reference/linear.h",
         "return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};",
         "return {grad_input.contiguous(), grad_weight, grad_bias};",
         "tests/ops",
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "channels-last that only Meta gives",
-        "csrc/reference/conv.cpp",
+        "csrc/reference/conv.h",
         "convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));",
         "convolution(image, weight, bias, geometry).contiguous();",
         "tests/ops",
@@ -76,7 +76,7 @@ MUTANTS = (
     # --- which way a call goes ---
     Mutant(
         "the plain way without a word",
-        "csrc/reference/linear.cpp",
+        "csrc/reference/linear.h",
         "  const explain::Row row(op, input, weight);\n  explain::append(objection);",
         "  explain::append(objection);",
         "tests/ops",
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "vmap over another dimension",
-        "csrc/reference/gated.cpp",
+        "csrc/reference/gated.h",
         "return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);",
         "return has_value(up) ? std::pair(gate, *up)\n"
         "                       : std::pair(gate.chunk(2, 1)[0], gate.chunk(2, 1)[1]);",
@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "a note that outlives its run",
         "csrc/autograd/handover.cpp",
-        "if (const auto node = node_.lock()) static_cast<Producer&>(*node).take(graph_task_);",
+        "if (const auto node = producer.lock()) static_cast<Producer&>(*node).take(graph_task);",
         "",
         "tests/handover tests/csrc",
     ),
