@@ -4,7 +4,7 @@
 #include "core/shapes.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/gated_steps.h"
+#include "cuda/runtime/execute.h"
 #include "dispatch/gated_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>

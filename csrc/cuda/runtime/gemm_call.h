@@ -2,7 +2,7 @@
 
 // From tensors to the call of a pass.
 
-#include "fused_linear.h"
+#include "core/check.h"
 #include "gemm/pass_call.h"
 
 #include <ATen/core/Tensor.h>
