@@ -10,9 +10,9 @@
 // passes NaN on, which cuDNN's need not do. Neither is documented, and it may depend on the kernel
 // that cuDNN chooses, as its exactness does; so it is tried with data that would show it.
 
-#include "cuda/kernels/conv.h"
 #include "core/explain.h"
 #include "cuda/conv_problem.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/accuracy.h"

@@ -1,7 +1,7 @@
 // The passes of gated layers on a GPU.
 
-#include "cuda/kernels/gated.h"
 #include "core/shapes.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"

@@ -2,7 +2,7 @@
 
 // A pass done by a plan: the matrix product and the steps around it.
 
-#include "cuda/kernels/gated.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"
