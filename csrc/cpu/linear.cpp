@@ -168,10 +168,7 @@ struct Linear : reference::Linear {
     if (!pays(on) && !has_own_gradient(layer.input, previous.saved, previous.activation)) {
       return Reference::linear_backward_across(layer, previous);
     }
-    const auto [grad_input, grad_weight, grad_bias] = linear_backward(on);
-    const auto [dz, grad_previous_bias] =
-        activation_backward(grad_input, previous.saved, previous.activation, previous.bias_grad);
-    return {dz, grad_weight, grad_bias, grad_previous_bias};
+    return reference::across<Linear>(layer, previous);
   }
 
  private:

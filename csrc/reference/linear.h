@@ -88,6 +88,16 @@ inline Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved
 
 // ---- the operators -----------------------------------------------------------------------------
 
+// A layer's backward, and on into the previous one, as a backend's two steps.
+template <class Backend>
+Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previous) {
+  layer.wanted[0] = true;
+  const auto [grad_input, grad_weight, grad_bias] = Backend::linear_backward(layer);
+  const auto [dz, grad_previous_bias] = Backend::activation_backward(
+      grad_input, previous.saved, previous.activation, previous.bias_grad);
+  return {dz, grad_weight, grad_bias, grad_previous_bias};
+}
+
 struct LinearFormula {
   static constexpr bool obeys_policy = false;
 
@@ -155,12 +165,7 @@ struct LinearFormula {
   // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
-    auto on = layer;
-    on.wanted[0] = true;
-    const auto [grad_input, grad_weight, grad_bias] = linear_backward(on);
-    const auto [dz, grad_previous_bias] =
-        activation_backward(grad_input, previous.saved, previous.activation, previous.bias_grad);
-    return {dz, grad_weight, grad_bias, grad_previous_bias};
+    return across<LinearFormula>(layer, previous);
   }
 
   // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.

@@ -24,14 +24,14 @@ MUTANTS = (
     ),
     Mutant(
         "ReLU's bits in another order",
-        "csrc/cpu/relu_mask.cpp",
+        "csrc/cpu/relu_mask.h",
         "byte |= unsigned{passing[8 * i + j]} << j;",
         "byte |= unsigned{passing[8 * i + j]} << (7 - j);",
         "tests/ops tests/memory",
     ),
     Mutant(
         "NaN lost in ReLU's bits",
-        "csrc/cpu/relu_mask.cpp",
+        "csrc/cpu/relu_mask.h",
         "return !(output <= 0);",
         "return output > 0;",
         "tests/ops tests/memory",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves joined although autograd follows them",
-        "csrc/dispatch/gated.cpp",
+        "csrc/dispatch/gated.h",
         "const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);",
         "const bool may_join = true;",
         "tests/autograd",
