@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "a subclass that is not asked",
         "csrc/dispatch/subclasses.cpp",
-        "if (const auto result = if_foreign(args...)) return *result;",
+        "if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;",
         "",
         "tests/ops",
     ),
@@ -194,8 +194,8 @@ MUTANTS = (
     Mutant(
         "a weight kept that nobody reads",
         "csrc/autograd/linear_node.cpp",
-        "if (input.requires_grad()) {\n    kept_[weight_index]",
-        "if (true) {\n    kept_[weight_index]",
+        "if (input.requires_grad()) {\n      kept_[weight_index]",
+        "if (true) {\n      kept_[weight_index]",
         "tests/memory tests/autograd",
     ),
     Mutant(
@@ -244,15 +244,15 @@ MUTANTS = (
     Mutant(
         "double backward cut below a part of a chain",
         "csrc/autograd/mlp_node.cpp",
-        "if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;",
+        "if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;",
         "return input;",
         "tests/autograd",
     ),
     Mutant(
         "padding for dilation in compiled autograd",
         "csrc/autograd/conv_node.cpp",
-        "{{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]},",
-        "{{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]},",
+        "{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}",
+        "{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]}",
         "tests/autograd tests/integration tests/graph",
     ),
     # --- plans ---
