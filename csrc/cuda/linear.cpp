@@ -17,8 +17,6 @@
 namespace fused::cuda {
 namespace {
 
-using S = Shapes<Allocator>;
-
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
   return cuda::run(call, deferred);
@@ -291,6 +289,14 @@ struct Linear {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_linear<Linear>(m); }
+TORCH_LIBRARY_IMPL(fused, CUDA, m) {
+  dispatch::register_linear<Linear>(m);
+  m.impl(dispatch::MlpInOne::name,
+         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+            std::string_view text) {
+           const auto activation = parse_hidden_activation("mlp", text);
+           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
+         });
+}
 
 }  // namespace fused::cuda

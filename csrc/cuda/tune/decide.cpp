@@ -2,14 +2,8 @@
 
 #include "cuda/tune/decide.h"
 
-#include "cuda/runtime/device.h"
-#include "cuda/tune/algorithms.h"
 #include "cuda/tune/measure.h"
-#include "cuda/tune/trial.h"
-#include "gemm/choice.h"
-#include "plans/registry.h"
 
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
 
 #include <string>
