@@ -4,10 +4,9 @@
 #include "reference/linear.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
-#include "cpu/activation_backward.h"
 #include "cpu/onednn.h"
 #include "cpu/packed_weights.h"
-#include "cpu/relu_mask.h"
+#include "cpu/passes.h"
 #include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 

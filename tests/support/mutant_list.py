@@ -24,14 +24,14 @@ MUTANTS = (
     ),
     Mutant(
         "ReLU's bits in another order",
-        "csrc/cpu/relu_mask.h",
+        "csrc/cpu/passes.h",
         "byte |= unsigned{passing[8 * i + j]} << j;",
         "byte |= unsigned{passing[8 * i + j]} << (7 - j);",
         "tests/ops tests/memory",
     ),
     Mutant(
         "NaN lost in ReLU's bits",
-        "csrc/cpu/relu_mask.h",
+        "csrc/cpu/passes.h",
         "return !(output <= 0);",
         "return output > 0;",
         "tests/ops tests/memory",
@@ -229,7 +229,7 @@ MUTANTS = (
     # --- derivatives of derivatives, and graphs of the backward ---
     Mutant(
         "double backward cut at the pre-activation",
-        "csrc/autograd/double_backward.cpp",
+        "csrc/autograd/double_backward.h",
         "if (!linked || !at::GradMode::is_enabled()) return result;",
         "return result;",
         "tests/autograd",
