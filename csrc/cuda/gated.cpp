@@ -2,9 +2,9 @@
 
 #include "core/shapes.h"
 #include "cuda/kernels/passes.h"
-#include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
+#include "cuda/tune/decide.h"
 #include "dispatch/gated_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -87,7 +87,7 @@ struct Glu : reference::Glu {
     matmul.aligned_aux &= gemm::is_aligned(call.up.preactivation);
     if (gemm::own_objection(call.problem)) return std::nullopt;
     explain::Row row("_linear_glu_aux", input, gate);
-    if (run(call)) return {{hidden, gate_z, up_z}};
+    if (tune::run(call)) return {{hidden, gate_z, up_z}};
     row.drop();
     return std::nullopt;
   }
@@ -165,7 +165,7 @@ struct Glu : reference::Glu {
                    apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
     complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
-    if (!run(call)) return std::nullopt;
+    if (!tune::run(call)) return std::nullopt;
     return {{grad_gate, grad_up, none(), none(), hidden}};
   }
 };

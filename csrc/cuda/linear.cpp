@@ -5,7 +5,6 @@
 #include "core/policy.h"
 #include "core/shapes.h"
 #include "cuda/kernels/passes.h"
-#include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/small.h"
@@ -19,7 +18,7 @@ namespace {
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
-  return cuda::run(call, deferred);
+  return tune::run(call, deferred);
 }
 
 // A gradient can always be computed in some way.

@@ -5,9 +5,9 @@
 #include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
-#include "cuda/run.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
+#include "cuda/tune/decide.h"
 #include "dispatch/operators.h"
 #include "gemm/choice.h"
 #include "reference/linear.h"
@@ -69,7 +69,7 @@ bool are_few(const PassCall& call, int64_t members) {
 // Whether one member's pass is planned to be a kernel's for small networks.
 bool is_ours(PassCall& call, const Tensor& like) {
   return like.numel() > 0 && takes_small(call, like) && are_few(call, like.size(0)) &&
-         is_small(call);
+         tune::is_small(call);
 }
 
 kernels::SmallProduct of_all(const PassCall& one, const Tensor& like,
@@ -122,9 +122,9 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
     left.matrix = layers.back().result;
   }
   const auto chain = as_chain(layers);
-  if (!is_small(chain)) return {};
+  if (!tune::is_small(chain)) return {};
   const explain::Row row("mlp", input, weights[0]);
-  run(chain);
+  tune::run(chain);
   results.insert(results.end(), kept.begin(), kept.end());
   return results;
 }
