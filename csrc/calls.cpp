@@ -5,53 +5,50 @@
 
 namespace fused {
 
-using dispatch::Pair, dispatch::Triple, dispatch::Quadruple, dispatch::Quintuple;
-
-Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return dispatch::Linear::call(input, weight, bias);
 }
 
-Tensor linear_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor linear_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view memory) {
   return dispatch::LinearRelu::call(input, weight, bias, memory);
 }
 
-Tensor linear_gelu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view approximate, std::string_view memory) {
   return dispatch::LinearGelu::call(input, weight, bias, approximate, memory);
 }
 
-Tensor linear_silu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor linear_silu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view memory) {
   return dispatch::LinearSilu::call(input, weight, bias, memory);
 }
 
-Tensor linear_relu2(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor linear_relu2(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                     std::string_view memory) {
   return dispatch::LinearRelu2::call(input, weight, bias, memory);
 }
 
-Tensor mlp(const Tensor& input, at::TensorList weights,
-           const c10::List<std::optional<Tensor>>& biases, std::string_view activation,
-           std::string_view memory) {
+Tensor mlp(const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+           std::string_view activation, std::string_view memory) {
   return dispatch::Mlp::call(input, weights, biases, activation, memory);
 }
 
-Tensor linear_glu(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
-                  const std::optional<Tensor>& gate_bias, const std::optional<Tensor>& up_bias,
+Tensor linear_glu(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                  const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                   std::string_view activation, std::string_view memory) {
   return dispatch::LinearGlu::call(input, gate, up, gate_bias, up_bias, activation, memory);
 }
 
-Tensor gated_mlp(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
-                 const Tensor& down, const std::optional<Tensor>& gate_bias,
-                 const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
-                 std::string_view activation, std::string_view memory) {
+Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                 const Tensor& down, const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                 const OptionalTensor& down_bias, std::string_view activation,
+                 std::string_view memory) {
   return dispatch::GatedMlp::call(input, gate, up, down, gate_bias, up_bias, down_bias, activation,
                                   memory);
 }
 
-Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                    int64_t groups) {
   return conv2d_relu_symint(input, weight, bias, c10::fromIntArrayRefSlow(stride),
@@ -59,25 +56,23 @@ Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optiona
                             groups);
 }
 
-Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
-                          const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
-                          c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
-                          c10::SymInt groups) {
+Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
+                          c10::SymIntArrayRef dilation, c10::SymInt groups) {
   return dispatch::Conv2dRelu::call(input, weight, bias, stride, padding, dilation,
                                     std::move(groups));
 }
 
 namespace steps {
 
-Pair linear_aux(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                 Activation activation) {
   return dispatch::LinearAux::call(input, weight, bias, name(activation));
 }
 
 Tensor relu_mask(const Tensor& output) { return dispatch::ReluMask::call(output); }
 
-Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
-                      const std::optional<Tensor>& bias) {
+Pair linear_relu_bits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   return dispatch::LinearReluBits::call(input, weight, bias);
 }
 
@@ -106,12 +101,12 @@ Quadruple linear_backward_across(const LinearBackward& layer, const PreviousLaye
       layer.wanted, previous.saved, name(previous.activation), previous.bias_grad);
 }
 
-Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation) {
+Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
   return dispatch::Glu::call(gate, up, name(activation));
 }
 
-Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const std::optional<Tensor>& up,
-                      const std::optional<Tensor>& gate_bias, const std::optional<Tensor>& up_bias,
+Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                      const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                       Activation activation, bool keeps) {
   return dispatch::LinearGluAux::call(input, gate, up, gate_bias, up_bias, name(activation), keeps);
 }

@@ -34,8 +34,8 @@ TORCH_LIBRARY(fused, m) {
 
   for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
 
-  // Whether it is sharded over devices: Python has the kernel.
-  m.def("_is_sharded(Tensor tensor) -> bool");
+  m.def(IsSharded::schema);
+  m.def(MainGrad::schema);
 
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);
@@ -50,10 +50,8 @@ TORCH_LIBRARY(fused, m) {
   m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
 
   // Weights whose gradients the product adds to what is there: 'grad', 'main_grad' or 'none'.
-  // Python has the kernel for main_grad, which is an attribute.
   m.def("_accumulate(Tensor weight, str into) -> ()", fused::autograd::accumulation::set);
   m.def("_accumulated(Tensor weight) -> str", fused::autograd::accumulation::get);
-  m.def("_main_grad(Tensor weight, bool added) -> Tensor?");
 
   // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);

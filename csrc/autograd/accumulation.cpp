@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <atomic>
-#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -47,15 +46,8 @@ Into wish_for(const Tensor& weight) {
 
 // ---- where it goes ------------------------------------------------------------------------------
 
-// Python's `weight.main_grad`, or, `added`, that a gradient has been added to it; without Python
-// there is none.
 Tensor main_grad(const Tensor& weight, bool added) {
-  constexpr auto key = c10::DispatchKey::BackendSelect;
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_main_grad", "");
-  static const auto op = handle.typed<std::optional<Tensor>(const Tensor&, bool)>();
-  if (!handle.hasKernelForDispatchKey(key)) return {};
-  return op.redispatch(c10::DispatchKeySet(key), weight, added).value_or(Tensor());
+  return dispatch::by_python<dispatch::MainGrad>(weight, added).value_or(Tensor());
 }
 
 // Who would see this gradient apart from the sum, or nullptr.

@@ -43,20 +43,22 @@ inline bool is_differentiated(const Tensor& tensor) {
 inline bool is_differentiated(const OptionalTensor& tensor) {
   return tensor && is_differentiated(*tensor);
 }
+template <typename Value>  // a number, a flag, a name
+bool is_differentiated(const Value&) {
+  return false;
+}
+template <typename... Arguments>
+bool any_differentiated(const Arguments&... arguments) {
+  return (is_differentiated(arguments) || ...);
+}
 inline bool is_differentiated(const steps::LinearBackward& layer) {
-  return is_differentiated(layer.grad_output) || is_differentiated(layer.input) ||
-         is_differentiated(layer.weight) || is_differentiated(layer.saved);
+  return any_differentiated(layer.grad_output, layer.input, layer.weight, layer.saved);
 }
 inline bool is_differentiated(const steps::PreviousLayer& layer) {
   return is_differentiated(layer.saved);
 }
 inline bool is_differentiated(const steps::GluBackward& step) {
-  return is_differentiated(step.grad_output) || is_differentiated(step.gate) ||
-         is_differentiated(step.up) || is_differentiated(step.down);
-}
-template <typename Value>  // a number, a flag, a name
-bool is_differentiated(const Value&) {
-  return false;
+  return any_differentiated(step.grad_output, step.gate, step.up, step.down);
 }
 
 // A step of a layer called by itself: `formula` where it is differentiated, else `step`.

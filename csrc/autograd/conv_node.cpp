@@ -14,21 +14,15 @@ using c10::SymInt, c10::SymIntArrayRef;
 using conv::Geometry, conv::batched;
 using Formula = reference::ConvFormula;
 
-// What a backward works on.
-struct State {
-  enum { input, weight, output, tensors };  // the edges' order, but for the last
+struct State : Work {
+  enum { input, weight, output, tensors };  // what is kept
 
   Geometry geometry;
-  std::array<bool, 3> wanted;  // gradients of input, weight, bias
-  variable_list variables;
 };
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-
-Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
-                               SymIntArrayRef stride, SymIntArrayRef padding,
-                               SymIntArrayRef dilation, const SymInt& groups,
-                               std::array<bool, 3> wanted) {
+Triple convolution_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                            SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                            const SymInt& groups, std::array<bool, 3> wanted) {
   const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
   return at::convolution_backward_symint(dz, input, weight, SymIntArrayRef(bias_sizes), stride,
                                          padding, dilation, /*transposed=*/false, conv::no_padding,
@@ -36,9 +30,9 @@ Gradients convolution_backward(const Tensor& dz, const Tensor& input, const Tens
 }
 
 // The same as an operator, whose results are all there.
-Gradients conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
-                          SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
-                          SymInt groups, std::array<bool, 3> wanted) {
+Triple conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
+                       SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
+                       SymInt groups, std::array<bool, 3> wanted) {
   auto [grad_input, grad_weight, grad_bias] =
       convolution_backward(dz, input, weight, stride, padding, dilation, groups, wanted);
   for (auto* gradient : {&grad_input, &grad_weight, &grad_bias}) {
@@ -48,16 +42,16 @@ Gradients conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& w
 }
 
 template <typename ReluBackward>
-Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
+Triple gradients(const State& state, const Tensor& grad, const ReluBackward& relu_backward) {
   const auto& g = state.geometry;
   const auto& wanted = state.wanted;
   // On the CPU the library sums the bias gradient while it computes the weight's.
   const bool summed_by_library = wanted[1] && grad.device().is_cpu();
-  auto [dz, grad_bias] = relu_backward(batched(grad), batched(state.variables[State::output]),
+  auto [dz, grad_bias] = relu_backward(batched(grad), batched(state.kept[State::output]),
                                        wanted[2] && !summed_by_library);
   if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad_bias};
-  const auto input = batched(state.variables[State::input]);
-  const auto& weight = state.variables[State::weight];
+  const auto input = batched(state.kept[State::input]);
+  const auto& weight = state.kept[State::weight];
   const std::array<bool, 3> mask{wanted[0], wanted[1], wanted[2] && summed_by_library};
   auto [grad_input, grad_weight, library_bias] =
       is_sharded(dz) ? dispatch::Conv2dBackward::call(dz, input, weight, g.stride, g.padding,
@@ -67,13 +61,13 @@ Gradients gradients(const State& state, const Tensor& grad, const ReluBackward& 
   return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
 }
 
-Gradients usual(const State& state, const Tensor& grad) {
+Triple usual(const State& state, const Tensor& grad) {
   const KernelsOnly guard;
   return gradients(state, grad, steps::channels_relu_backward);
 }
 
 variable_list run(const State& state, const Tensor& grad) {
-  auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.variables)
+  auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.kept)
                                                   ? gradients(state, grad, Formula::relu_backward)
                                                   : usual(state, grad);
   if (state.wanted[0]) grad_input = conv::like(grad, grad_input);
@@ -98,10 +92,7 @@ class Conv2dReLUNode final : public Node {
   std::string name() const override { return "FusedConv2dReluBackward"; }
 
  protected:
-  variable_list gradients(const Tensor& grad) override {
-    const auto all = wanted_of(*this);
-    return run({geometry_, {all[0], all[1], all[2]}, unpack()}, grad);
-  }
+  variable_list gradients(const Tensor& grad) override { return run({work(), geometry_}, grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
     std::vector<int64_t> result;
@@ -111,19 +102,16 @@ class Conv2dReLUNode final : public Node {
     add(g.groups);
     return result;
   }
-  Backward backward() const override { return run_detached; }
-
- private:
-  static variable_list run_detached(const Tensor& grad, const Detached& node) {
-    const std::vector<SymInt> traits(node.traits.begin(), node.traits.end());
-    const SymIntArrayRef all = traits;
-    const auto& wanted = node.wanted;
-    return run({{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]},
-                {wanted[0], wanted[1], wanted[2]},
-                node.variables},
-               grad);
+  Backward backward() const override {
+    return [numbers = traits()](Work work, const Tensor& grad) {
+      const std::vector<SymInt> symbols(numbers.begin(), numbers.end());
+      const SymIntArrayRef all = symbols;
+      return run({std::move(work), {all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}},
+                 grad);
+    };
   }
 
+ private:
   const Geometry geometry_;
   std::array<SavedVariable, State::tensors> kept_;
 };

@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <unordered_map>
 
@@ -21,22 +19,6 @@ std::atomic<bool>& switched_on() {
   static std::atomic<bool> value = number_of_environment("TORCH_FUSED_LINEAR_HANDOVER", 1, 1) != 0;
   return value;
 }
-
-// Held by the run of the engine: when that ends, well or not, the note goes.
-class EndOfRun {
- public:
-  EndOfRun(internals::WeakNodePtr<GraphNode> node, int graph_task)
-      : node_(std::move(node)), graph_task_(graph_task) {}
-  EndOfRun(const EndOfRun&) = delete;
-  EndOfRun& operator=(const EndOfRun&) = delete;
-  ~EndOfRun() {
-    if (const auto node = node_.lock()) static_cast<Producer&>(*node).take(graph_task_);
-  }
-
- private:
-  internals::WeakNodePtr<GraphNode> node_;
-  int graph_task_;
-};
 
 int64_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
@@ -104,9 +86,13 @@ void Producer::leave(int graph_task, Note note) {
     }
   }
   if (graph_task == -1 || internals::current_run() != graph_task) return;
-  // A callback does nothing but be there: the engine drops it with the run.
-  internals::at_end_of_run([end = std::make_shared<EndOfRun>(
-                                internals::WeakNodePtr<GraphNode>(getptr()), graph_task)] {});
+  // The engine drops the callback, which does nothing but be there, with the run, well ended or
+  // not.
+  const auto take_back = [producer = internals::WeakNodePtr<GraphNode>(getptr()),
+                          graph_task](const void*) {
+    if (const auto node = producer.lock()) static_cast<Producer&>(*node).take(graph_task);
+  };
+  internals::at_end_of_run([end = std::shared_ptr<const void>(nullptr, take_back)] {});
 }
 
 std::vector<std::pair<int, Note>>::iterator Producer::find(int graph_task) {
@@ -124,18 +110,16 @@ std::optional<Note> Producer::take(int graph_task) {
   return note;
 }
 
-Producer::Begun Producer::begin(size_t lent) {
-  Begun begun;
-  begun.is_running = torch::autograd::get_current_node().get() == this;
-  if (begun.is_running) begun.note = take(internals::current_run());
+std::pair<Work, std::optional<Note>> Producer::begin(size_t lent) {
+  // A hook may call the node by hand while the engine runs another.
+  const bool is_running = torch::autograd::get_current_node().get() == this;
+  auto note = is_running ? take(internals::current_run()) : std::nullopt;
   // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
-  const bool has_saved = begun.note && begun.note->is_unchanged();
-  begun.kept = unpack(0, has_saved ? lent : kept().size());
-  if (has_saved) {
-    const auto& saved = begun.note->saved;
-    begun.kept.insert(begun.kept.end(), saved.begin(), saved.end());
-  }
-  return begun;
+  const bool has_saved = note && note->is_unchanged();
+  auto all = unpack(0, has_saved ? lent : kept().size());
+  if (has_saved) all.insert(all.end(), note->saved.begin(), note->saved.end());
+  Work work{std::move(all), wanted_of(*this), next_edges(), getptr(), is_running};
+  return {std::move(work), std::move(note)};
 }
 
 Tensor with_rest(const Tensor& passed, const Tensor& rest) {
@@ -170,14 +154,14 @@ void Search::remark() const {
   explain::remark(receiver ? "handed over" : std::string("plain: ") + reason);
 }
 
-Search find_receiver(GraphNode* consumer, bool is_running, bool passes_gradient) {
-  if (!is_running) return {std::nullopt, "no run of the eager engine"};
-  if (!passes_gradient) return {std::nullopt, "first layer: nothing to hand over"};
-  const auto& edge = consumer->next_edge(0);
+Search find_receiver(const Work& consumer) {
+  if (!consumer.is_running) return {std::nullopt, "no run of the eager engine"};
+  if (!consumer.wanted[0]) return {std::nullopt, "first layer: nothing to hand over"};
+  const auto& edge = consumer.edges[0];
   auto* producer = dynamic_cast<Producer*>(edge.function.get());
   if (producer == nullptr) return {std::nullopt, stands_between(edge)};
   if (const char* why = producer->refusal()) return {std::nullopt, why};
-  if (const char* why = objection(*consumer)) return {std::nullopt, why};
+  if (const char* why = objection(*consumer.node)) return {std::nullopt, why};
   // Unpacking may run the user's code (checkpoint computes the layer anew, with autograd): nothing
   // must be switched off around it.
   auto saved = producer->lend_saved();

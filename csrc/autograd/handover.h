@@ -73,15 +73,8 @@ class Producer : public Node {
   size_t waiting() const { return waiting_; }
 
  protected:
-  // What a backward begins with.
-  struct Begun {
-    bool is_running;  // the engine runs the node, which a hook may call by hand meanwhile
-    std::optional<Note> note;
-    variable_list kept;
-  };
-
-  // The kept tensors from `lent` on are those that come with a note.
-  Begun begin(size_t lent);
+  // What a backward begins with. The kept tensors from `lent` on are those that come with a note.
+  std::pair<Work, std::optional<Note>> begin(size_t lent);
 
  private:
   std::vector<std::pair<int, Note>>::iterator find(int graph_task);
@@ -117,7 +110,7 @@ struct Search {
   void remark() const;
 };
 
-// For a node that may pass a gradient along its first edge; is_running: the engine runs it.
-Search find_receiver(torch::autograd::Node* consumer, bool is_running, bool passes_gradient);
+// For a node that may pass a gradient along its first edge.
+Search find_receiver(const Work& consumer);
 
 }  // namespace fused::autograd::handover

@@ -1,9 +1,10 @@
-#include "autograd/linear_node.h"
+// The node of one layer. The activation is a value: one class serves them all.
 
 #include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
+#include "autograd/handover.h"
+#include "autograd/nodes.h"
 #include "core/aten_activation.h"
-#include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
 #include "dispatch/operators.h"
@@ -13,36 +14,39 @@
 namespace fused::autograd {
 namespace {
 
-using dispatch::Triple;
-using reference::as_rows;
-using Edge = LinearNode::Edge;
+enum Edges { input_edge, weight_edge, bias_edge };
+// What is kept; the last may come with a note.
+enum Indices { input_index, input_up_index, weight_index, saved_index, all_indices };
 
-struct Gradients {
-  Tensor input, weight, bias;
+// What does not change from call to call.
+struct Form {
+  Activation activation;
+  bool of_ensemble;
+  bool by_columns;  // the gradient of the weight
+  KeptInput::Form input = {};
+
+  bool is_input_kept() const { return input.activation == Activation::none; }
 };
 
-// What a backward works on.
-struct State {
-  LinearNode* node;  // none in compiled autograd
-  bool is_running;   // the engine runs the node, which is not called by hand
-  Activation activation;
-  std::array<bool, 3> wanted;
-  KeptInput input;
-  Tensor weight, saved;  // undefined where not kept
-  bool weight_by_columns;
-  const edge_list& edges;
-  torch::autograd::Edge output() const {
-    return node != nullptr ? torch::autograd::Edge(node->getptr(), 0) : torch::autograd::Edge();
+struct State : Work {
+  Form form;
+  std::optional<handover::Note> note = {};
+
+  const Tensor& saved() const { return kept[saved_index]; }
+  Tensor recomputed_input() const {
+    return recompute({form.input, {kept[input_index], kept[input_up_index]}});
   }
-  bool is_input_kept() const { return input.form.activation == Activation::none; }
+  // Input and weight as arguments of a backward operator.
+  std::pair<Tensor, Tensor> operands(const Tensor& input, const Tensor& grad) const {
+    return fill_in(input, kept[weight_index], grad, form.by_columns);
+  }
 };
 
 // ---- low memory ---------------------------------------------------------------------------------
 
 // Of ReLU, whose output is kept as bits, but where its rows are so short that those of bits would
 // be longer.
-std::tuple<Tensor, Tensor> relu_and_bits(const Tensor& input, const Tensor& weight,
-                                         const OptionalTensor& bias) {
+Pair relu_and_bits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   const auto features = weight.sym_size(0);
   const bool pays = mask_bytes(features) < features * weight.element_size();
   if (pays && !is_traced(input)) return steps::linear_relu_bits(input, weight, bias);
@@ -62,9 +66,10 @@ struct Arrived {
 
 // `activation_gradient` is act' of this layer, in the way of the branch that asks.
 template <typename ActivationGradient>
-Arrived arrive(const State& state, const Tensor& grad, const std::optional<handover::Note>& note,
+Arrived arrive(const State& state, const Tensor& grad,
                const ActivationGradient& activation_gradient) {
-  if (!note) return {grad, state.activation, {}};
+  const auto& note = state.note;
+  if (!note) return {grad, state.form.activation, {}};
   if (grad.is_same(note->passed)) return {grad, Activation::none, note->gradients[0]};
   // Another gradient was added to the one that had been dealt with (the tensor was a root of this
   // backward as well): the rest still has to pass through the derivative.
@@ -75,67 +80,66 @@ Arrived arrive(const State& state, const Tensor& grad, const std::optional<hando
 // The same with the layer's own activation dealt with, for a product that takes dz.
 Arrived dealt_with(const State& state, Arrived arrived) {
   if (arrived.still_to_apply == Activation::none) return arrived;
-  const bool wants_bias = state.wanted[Edge::bias_edge];
+  const bool wants_bias = state.wanted[bias_edge];
   auto [dz, grad_bias] =
-      steps::activation_backward(arrived.grad, state.saved, state.activation, wants_bias);
+      steps::activation_backward(arrived.grad, state.saved(), state.form.activation, wants_bias);
   return {std::move(dz), Activation::none, wants_bias ? std::move(grad_bias) : Tensor()};
 }
 
 // create_graph: gradients that are themselves differentiable.
-Gradients differentiable(const State& state, const Tensor& grad,
-                         const std::optional<handover::Note>& note) {
-  auto kept_input = state.input.tensors[0];
-  if (!state.is_input_kept()) {
-    kept_input = at_edge(recompute(state.input), state.edges[Edge::input_edge]);
+Triple differentiable(const State& state, const Tensor& grad) {
+  const auto activation = state.form.activation;
+  auto kept_input = state.kept[input_index];
+  if (!state.form.is_input_kept()) {
+    kept_input = at_edge(state.recomputed_input(), state.edges[input_edge]);
   }
-  const auto [input, weight] = fill_in(kept_input, state.weight, grad, state.weight_by_columns);
-  auto saved = state.saved;
+  const auto [input, weight] = state.operands(kept_input, grad);
+  auto saved = state.saved();
   // ReLU's second derivative, of zeros, goes by way of the output, and so past its hooks.
   if (saved.defined() && saved.scalar_type() == at::kByte) {
-    saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), state.output());
-  } else if (saved_for(state.activation) == Saved::preactivation) {
+    const auto output = state.node ? torch::autograd::Edge(state.node, 0) : torch::autograd::Edge();
+    saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), output);
+  } else if (saved_for(activation) == Saved::preactivation) {
     saved = reconnect(saved, input, weight, state.edges);
   }
-  const auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
-    return reference::gradient_from_saved(others, saved, state.activation);
+  const auto arrived = arrive(state, grad, [&](const Tensor& others) {
+    return reference::gradient_from_saved(others, saved, activation);
   });
-  const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-      {arrived.grad, input, weight, saved, arrived.still_to_apply, state.wanted});
-  return {grad_input, grad_weight, grad_bias};
+  return reference::LinearFormula::linear_backward(
+      {arrived.grad, input, weight, saved, arrived.still_to_apply, mask_of(state.wanted)});
 }
 
-Gradients usual(const State& state, const Tensor& grad, const std::optional<handover::Note>& note) {
-  const bool of_ensemble = state.weight.defined() && state.weight.dim() == 3;
-  const auto search = of_ensemble ? handover::Search{{}, "an ensemble"}
-                                  : handover::find_receiver(state.node, state.is_running,
-                                                            state.wanted[Edge::input_edge]);
+Triple usual(const State& state, const Tensor& grad) {
+  const auto search =
+      state.form.of_ensemble ? handover::Search{{}, "an ensemble"} : handover::find_receiver(state);
   const auto& receiver = search.receiver;
-  const auto sum = accumulation::target_of(state.node, Edge::weight_edge);
+  const auto sum = accumulation::target_of(state.node.get(), weight_edge);
   const KernelsOnly guard;
-  auto arrived = arrive(state, grad, note, [&](const Tensor& others) {
-    return std::get<0>(steps::activation_backward(others, state.saved, state.activation,
+  auto arrived = arrive(state, grad, [&](const Tensor& others) {
+    return std::get<0>(steps::activation_backward(others, state.saved(), state.form.activation,
                                                   /*bias_grad=*/false));
   });
   if (sum) arrived = dealt_with(state, std::move(arrived));
-  auto mask = state.wanted;
-  const bool bias_known = arrived.grad_bias.defined(), wants_weight = mask[Edge::weight_edge];
-  mask[Edge::bias_edge] = mask[Edge::bias_edge] && !bias_known;
-  mask[Edge::weight_edge] = wants_weight && !sum;
-  const OptionalTensor saved(state.saved);
+  auto mask = mask_of(state.wanted);
+  const bool bias_known = arrived.grad_bias.defined(), wants_weight = mask[weight_edge];
+  mask[bias_edge] = mask[bias_edge] && !bias_known;
+  mask[weight_edge] = wants_weight && !sum;
+  const OptionalTensor saved(state.saved());
   // A gated layer that takes over computes its output again on the way.
-  const bool is_input_coming = !state.is_input_kept() && receiver && state.input.form.is_gated &&
+  const bool is_input_coming = !state.form.is_input_kept() && receiver &&
+                               state.form.input.is_gated &&
                                arrived.still_to_apply == Activation::none;
   // Where the weight's gradient is not wanted only the shape is read.
   Tensor kept_input;
-  if (state.is_input_kept()) {
-    kept_input = state.input.tensors[0];
+  if (state.form.is_input_kept()) {
+    kept_input = state.kept[input_index];
   } else if (wants_weight && !is_input_coming) {
-    kept_input = recompute(state.input);
+    kept_input = state.recomputed_input();
   }
   search.remark();
   const auto backward = [&](const Tensor& x, const std::array<bool, 3>& wanted) -> Triple {
     if (!wanted[0] && !wanted[1] && !wanted[2]) return {};
-    const auto [input, weight] = fill_in(x, state.weight, arrived.grad, state.weight_by_columns);
+    const auto [input, weight] = state.operands(x, arrived.grad);
     return steps::linear_backward(
         {arrived.grad, input, weight, saved, arrived.still_to_apply, wanted});
   };
@@ -144,8 +148,7 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
     std::tie(grad_input, grad_weight, grad_bias) = backward(kept_input, mask);
   } else if (const auto [activation, wants_bias] = receiver->node->derivative();
              activation != Activation::none) {
-    const auto [input, weight] =
-        fill_in(kept_input, state.weight, arrived.grad, state.weight_by_columns);
+    const auto [input, weight] = state.operands(kept_input, arrived.grad);
     Tensor receivers_bias;
     std::tie(grad_input, grad_weight, grad_bias, receivers_bias) = steps::linear_backward_across(
         {arrived.grad, input, weight, saved, arrived.still_to_apply, mask},
@@ -161,45 +164,105 @@ Gradients usual(const State& state, const Tensor& grad, const std::optional<hand
     receiver->leave(std::move(passed));
     if (in_two) {
       std::tie(std::ignore, grad_weight, grad_bias) =
-          backward(kept_input, {false, true, mask[Edge::bias_edge]});
+          backward(kept_input, {false, true, mask[bias_edge]});
     }
   }
   if (sum) grad_weight = sum->add(arrived.grad, kept_input);
   return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
 }
 
-variable_list run(const State& state, const Tensor& grad,
-                  const std::optional<handover::Note>& note) {
-  auto result = must_be_differentiable(grad, {state.input.tensors[0], state.input.tensors[1],
-                                              state.weight, state.saved})
-                    ? differentiable(state, grad, note)
-                    : usual(state, grad, note);
-  return by_edge(state.wanted, std::move(result.input), std::move(result.weight),
-                 std::move(result.bias));
+variable_list run(const State& state, const Tensor& grad) {
+  auto [input, weight, bias] =
+      must_be_differentiable(grad, state.kept) ? differentiable(state, grad) : usual(state, grad);
+  return by_edge(state.wanted, std::move(input), std::move(weight), std::move(bias));
 }
+
+// ---- the node ----------------------------------------------------------------------------------
+
+class LinearNode final : public handover::Producer {
+ public:
+  LinearNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+             Activation activation, Memory memory)
+      : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
+        form_{activation, weight.dim() == 3, grad_lies_by_columns(weight)},
+        lends_(memory == Memory::low && saved_for(activation) == Saved::preactivation &&
+               are_kept_as_they_are()) {}
+
+  // Saves what the backward needs, no more than torch keeps for the layer and its activation.
+  void keep(const Tensor& input, const Tensor& weight, const Tensor& output, const Tensor& saved) {
+    if (weight.requires_grad()) {
+      const auto [form, tensors] = input_to_keep(input);
+      form_.input = form;
+      kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
+      if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
+    }
+    if (input.requires_grad()) {
+      kept_[weight_index] = saved_weight(weight);
+    } else if (form_.of_ensemble) {  // whose form the weight tells
+      kept_[weight_index] = SavedVariable(placeholder(weight, weight.sym_sizes().vec()), false);
+    }
+    kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
+    remember_bits(saved_index, saved);
+  }
+
+  const char* refusal() const override {
+    if (form_.of_ensemble) return "an ensemble";
+    return form_.activation == Activation::none ? "no activation before" : nullptr;
+  }
+
+  variable_list lend_saved() override {
+    auto saved = lend(saved_index);
+    return saved.defined() ? variable_list{std::move(saved)} : variable_list();
+  }
+
+  std::pair<Activation, bool> derivative() const override {
+    return {form_.activation, task_should_compute_output(bias_edge)};
+  }
+
+  handover::Note derive(const Tensor& grad, variable_list saved, Tensor* output) override {
+    TORCH_INTERNAL_ASSERT(output == nullptr);
+    const auto [activation, wants_bias] = derivative();
+    auto [dz, grad_bias] = steps::activation_backward(grad, saved[0], activation, wants_bias);
+    return {std::move(dz), {wants_bias ? grad_bias : Tensor()}, std::move(saved)};
+  }
+
+  std::optional<KeptInput> lend_output() override {
+    if (!lends_) return std::nullopt;
+    auto preactivation = lend(saved_index);
+    if (!preactivation.defined()) return std::nullopt;
+    return KeptInput{{form_.activation, /*is_gated=*/false}, {std::move(preactivation), {}}};
+  }
+
+  std::string name() const override {
+    return std::string("FusedLinear_") + fused::name(form_.activation) + "_Backward";
+  }
+
+ protected:
+  variable_list gradients(const Tensor& grad) override {
+    auto [work, note] = begin(saved_index);
+    return run({std::move(work), form_, std::move(note)}, grad);
+  }
+  std::span<SavedVariable> kept() override { return kept_; }
+  std::vector<int64_t> traits() const override {
+    return {static_cast<int64_t>(form_.activation), static_cast<int64_t>(form_.input.activation),
+            form_.input.is_gated, form_.by_columns};
+  }
+  Backward backward() const override {
+    return [form = form_](Work work, const Tensor& grad) {
+      return run({std::move(work), form}, grad);
+    };
+  }
+
+ private:
+  Form form_;
+  const bool lends_;
+  std::array<SavedVariable, all_indices> kept_;
+};
 
 }  // namespace
 
-variable_list LinearNode::run_detached(const Tensor& grad, const Detached& node) {
-  const auto& traits = node.traits;
-  const auto& kept = node.variables;
-  const auto& wanted = node.wanted;
-  return run({nullptr,
-              /*is_running=*/false,
-              static_cast<Activation>(traits[0]),
-              {wanted[0], wanted[1], wanted[2]},
-              {{static_cast<Activation>(traits[1]), traits[2] != 0},
-               {kept[input_index], kept[input_up_index]}},
-              kept[weight_index],
-              kept[saved_index],
-              traits[3] != 0,
-              node.edges},
-             grad, std::nullopt);
-}
-
-std::tuple<Tensor, Tensor> forward_for_training(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation,
-                                                Memory memory) {
+Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation, Memory memory) {
   if (weight.dim() == 3) {
     auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, name(activation));
     return {output, saved_for(activation) == Saved::output ? output : saved};
@@ -241,88 +304,6 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
     }
   });
   return output.defined() ? output : fused::linear(input, weight, bias);
-}
-
-// ---- the node ----------------------------------------------------------------------------------
-
-LinearNode::LinearNode(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       Activation activation, Memory memory)
-    : Producer({edge_of(input), edge_of(weight), edge_of(bias)}),
-      activation_(activation),
-      weight_by_columns_(grad_lies_by_columns(weight)),
-      of_ensemble_(weight.dim() == 3),
-      lends_(memory == Memory::low && saved_for(activation) == Saved::preactivation &&
-             are_kept_as_they_are()) {}
-
-void LinearNode::keep(const Tensor& input, const Tensor& weight, const Tensor& output,
-                      const Tensor& saved) {
-  if (weight.requires_grad()) {
-    const auto [form, tensors] = input_to_keep(input);
-    input_form_ = form;
-    kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
-    if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
-  }
-  if (input.requires_grad()) {
-    kept_[weight_index] = saved_weight(weight);
-  } else if (of_ensemble_) {  // whose form the weight tells
-    kept_[weight_index] = SavedVariable(placeholder(weight, weight.sym_sizes().vec()), false);
-  }
-  kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
-  remember_bits(saved_index, saved);
-}
-
-const char* LinearNode::refusal() const {
-  if (of_ensemble_) return "an ensemble";
-  return activation_ == Activation::none ? "no activation before" : nullptr;
-}
-
-variable_list LinearNode::lend_saved() {
-  auto saved = lend(saved_index);
-  return saved.defined() ? variable_list{std::move(saved)} : variable_list();
-}
-
-std::pair<Activation, bool> LinearNode::derivative() const {
-  return {activation_, task_should_compute_output(bias_edge)};
-}
-
-handover::Note LinearNode::derive(const Tensor& grad, variable_list saved, Tensor* output) {
-  TORCH_INTERNAL_ASSERT(output == nullptr);
-  const bool wants_bias = task_should_compute_output(bias_edge);
-  auto [dz, grad_bias] = steps::activation_backward(grad, saved[0], activation_, wants_bias);
-  return {std::move(dz), {wants_bias ? grad_bias : Tensor()}, std::move(saved)};
-}
-
-std::optional<KeptInput> LinearNode::lend_output() {
-  if (!lends_) return std::nullopt;
-  auto preactivation = lend(saved_index);
-  if (!preactivation.defined()) return std::nullopt;
-  return KeptInput{{activation_, /*is_gated=*/false}, {std::move(preactivation), {}}};
-}
-
-std::string LinearNode::name() const {
-  return std::string("FusedLinear_") + fused::name(activation_) + "_Backward";
-}
-
-std::vector<int64_t> LinearNode::traits() const {
-  return {static_cast<int64_t>(activation_), static_cast<int64_t>(input_form_.activation),
-          input_form_.is_gated, weight_by_columns_};
-}
-
-Node::Backward LinearNode::backward() const { return run_detached; }
-
-variable_list LinearNode::gradients(const Tensor& grad) {
-  const auto [is_running, note, kept] = begin(saved_index);
-  return run({this,
-              is_running,
-              activation_,
-              {task_should_compute_output(input_edge), task_should_compute_output(weight_edge),
-               task_should_compute_output(bias_edge)},
-              {input_form_, {kept[input_index], kept[input_up_index]}},
-              kept[weight_index],
-              kept[saved_index],
-              weight_by_columns_,
-              next_edges()},
-             grad, note);
 }
 
 Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

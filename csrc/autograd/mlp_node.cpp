@@ -1,11 +1,9 @@
 // The node of fused::mlp. In its backward every hidden layer's activation derivative and bias
 // gradient come out of the next layer's step, with no protocol needed: it is all in one place.
 
-#include "autograd/mlp_node.h"
-
 #include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
-#include "autograd/linear_node.h"
+#include "autograd/nodes.h"
 #include "autograd/recompute.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
@@ -46,19 +44,12 @@ struct Form {
 };
 
 // The gradients of a node's first layers, given that of what comes out of the last of them, with
-// its activation. Compiled autograd asks without a node.
+// its activation.
 class Chain {
  public:
-  Chain(const NodePtr<Node>& node, const edge_list& next, Form form, size_t layers,
-        std::vector<bool> wanted)
-      : node_(node),
-        next_(next),
-        edges_(Edges::of(next.size())),
-        activation_(form.activation),
-        by_columns_(form.by_columns),
-        wanted_(std::move(wanted)),
-        layers_(layers),
-        kept_(layers) {
+  // The tensors kept for `work` are given later.
+  Chain(Work work, const Form& form, size_t layers)
+      : work_(std::move(work)), form_(form), layers_(layers), kept_(layers) {
     const bool takes_all = !form.may_part && at::GradMode::is_enabled();
     while (!takes_all && lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
            !wants_bias(lowest_)) {
@@ -83,49 +74,60 @@ class Chain {
                                                    : layer.saved) = variables[i - first];
     }
     if (must_be_differentiable(grad, variables)) {
-      differentiable(grad);
+      reconnect_layers(grad);
+      go_down<reference::LinearFormula>(grad);
     } else {
-      usual(grad);
+      const KernelsOnly guard;
+      go_down<Kernels>(grad);
     }
     return std::move(result_);
   }
 
  private:
-  bool wants_input() const { return wanted_[Edges::input]; }
-  bool wants_weight(size_t layer) const { return wanted_[edges_.weight(layer)]; }
-  bool wants_bias(size_t layer) const { return wanted_[edges_.bias(layer)]; }
+  bool wants_input() const { return work_.wanted[Edges::input]; }
+  bool wants_weight(size_t layer) const { return work_.wanted[edges_.weight(layer)]; }
+  bool wants_bias(size_t layer) const { return work_.wanted[edges_.bias(layer)]; }
   bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
   bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
 
-  void usual(const Tensor& grad) {
-    const KernelsOnly guard;
+  // The steps under the formula's names.
+  struct Kernels {
+    static constexpr auto activation_backward = steps::activation_backward;
+    static constexpr auto linear_backward = steps::linear_backward;
+    static constexpr auto linear_backward_across = steps::linear_backward_across;
+  };
+
+  template <class Steps>
+  void go_down(const Tensor& grad) {
+    constexpr bool usual = std::is_same_v<Steps, Kernels>;
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =
-          steps::activation_backward(grad, kept_[top].saved, activation_, wants_bias(top));
+          Steps::activation_backward(grad, kept_[top].saved, form_.activation, wants_bias(top));
       if (wants_bias(top)) result_[edges_.bias(top)] = grad_bias;
     }
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
-      const auto sum = accumulation::target_of(node_.get(), edges_.weight(i));
+      const auto sum =
+          usual ? accumulation::target_of(work_.node.get(), edges_.weight(i)) : std::nullopt;
       const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
                                      wants_bias(i) && !is_hidden(i)};
       auto kept_input = kept_[i].input;
-      if (wants_weight(i) && !kept_input.defined()) {
-        kept_input = activated(kept_[i - 1].saved, activation_);
+      if (usual && wants_weight(i) && !kept_input.defined()) {
+        kept_input = activated(kept_[i - 1].saved, form_.activation);
       }
-      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, by_columns_);
+      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, form_.by_columns);
       const auto grad_output = dz;
       const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
                                         Activation::none, mask};
       Tensor grad_weight, grad_bias, grad_bias_below;
       if (i > lowest_) {
-        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = steps::linear_backward_across(
-            layer, {kept_[i - 1].saved, activation_, wants_bias(i - 1)});
+        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = Steps::linear_backward_across(
+            layer, {kept_[i - 1].saved, form_.activation, wants_bias(i - 1)});
         if (wants_bias(i - 1)) result_[edges_.bias(i - 1)] = grad_bias_below;
       } else {
-        std::tie(dz, grad_weight, grad_bias) = steps::linear_backward(layer);
+        std::tie(dz, grad_weight, grad_bias) = Steps::linear_backward(layer);
       }
       if (sum) grad_weight = sum->add(grad_output, kept_input);
       if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
@@ -134,39 +136,22 @@ class Chain {
     if (wants_input()) result_[Edges::input] = dz;
   }
 
-  // create_graph: the same steps in differentiable ATen, on tensors put back into the graph.
-  void differentiable(const Tensor& grad) {
-    variable_list inputs(layers_ + 1), weights(layers_), saved(layers_);
-    inputs[lowest_] = lowest_input();
+  // create_graph: puts the tensors that the steps read back into the graph.
+  void reconnect_layers(const Tensor& grad) {
+    kept_[lowest_].input = lowest_input();
     for (size_t i = lowest_; i < layers_; ++i) {
+      auto& layer = kept_[i];
       const auto like = is_hidden(i) ? hidden_of(i, grad) : grad;  // [*, out] of this layer
-      std::tie(inputs[i], weights[i]) = fill_in(inputs[i], kept_[i].weight, like, by_columns_);
-      if (i == lowest_ && i > 0) inputs[i] = above_lower_layers(inputs[i]);
+      auto [input, weight] = fill_in(layer.input, layer.weight, like, form_.by_columns);
+      if (i == lowest_ && i > 0) input = above_lower_layers(input);
+      layer.input = input, layer.weight = weight;
       if (!is_hidden(i)) break;
-      const auto from = i == 0 ? next_[Edges::input] : edge_of(inputs[i]);
-      const auto preactivation = reconnect(like, inputs[i], weights[i],
-                                           {from, next_[edges_.weight(i)], next_[edges_.bias(i)]});
-      inputs[i + 1] = activate(preactivation, activation_);
-      saved[i] = saved_for(activation_) == Saved::output ? inputs[i + 1] : preactivation;
-    }
-    auto dz = is_hidden(layers_ - 1)
-                  ? reference::gradient_from_saved(grad, saved[layers_ - 1], activation_)
-                  : grad;
-    for (size_t i = layers_; i-- > lowest_;) {
-      const auto [grad_input, grad_weight, grad_bias] = reference::LinearFormula::linear_backward(
-          {dz,
-           inputs[i],
-           weights[i],
-           std::nullopt,
-           Activation::none,
-           {goes_below(i), wants_weight(i), wants_bias(i)}});
-      if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
-      if (wants_bias(i)) result_[edges_.bias(i)] = grad_bias;
-      if (i > lowest_) {
-        dz = reference::gradient_from_saved(grad_input, saved[i - 1], activation_);
-      } else if (wants_input()) {
-        result_[Edges::input] = grad_input;
-      }
+      const auto from = i == 0 ? work_.edges[Edges::input] : edge_of(input);
+      const auto preactivation = reconnect(
+          like, input, weight, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
+      const auto output = activate(preactivation, form_.activation);
+      layer.saved = saved_for(form_.activation) == Saved::output ? output : preactivation;
+      if (i + 1 < layers_) kept_[i + 1].input = output;
     }
   }
 
@@ -174,9 +159,9 @@ class Chain {
   Tensor lowest_input() const {
     const auto& input = kept_[lowest_].input;
     // The weight's gradient may be asked for later.
-    const bool is_read = wants_weight(lowest_) || next_[edges_.weight(lowest_)].is_valid();
+    const bool is_read = wants_weight(lowest_) || work_.edges[edges_.weight(lowest_)].is_valid();
     if (input.defined() || !is_read) return input;
-    return activate(kept_[lowest_ - 1].saved, activation_);
+    return activate(kept_[lowest_ - 1].saved, form_.activation);
   }
 
   // The same as a function of all that lies below.
@@ -193,13 +178,10 @@ class Chain {
                                  : signs_of_mask(saved, grad, above.weight.sym_size(1));
   }
 
-  NodePtr<Node> node_;
-  const edge_list& next_;
-  Edges edges_;
-  Activation activation_;
-  bool by_columns_;
-  std::vector<bool> wanted_;
-  size_t layers_;
+  const Work work_;
+  const Form form_;
+  const size_t layers_;
+  const Edges edges_ = Edges::of(work_.edges.size());
   size_t lowest_ = 0;  // the lowest layer with anything to do
   std::vector<Layer> kept_;
   variable_list result_ = variable_list(edges_.count());
@@ -224,8 +206,7 @@ class MlpNode final : public Node {
 
   // Of the first `layers`, as far as `wanted` says.
   variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
-    const auto self = node_cast<Node>(getptr());
-    Chain chain(self, next_edges(), form_, layers, std::move(wanted));
+    Chain chain({{}, std::move(wanted), next_edges(), getptr()}, form_, layers);
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
   }
@@ -242,19 +223,18 @@ class MlpNode final : public Node {
   std::vector<int64_t> traits() const override {
     return {static_cast<int64_t>(form_.activation), form_.by_columns};
   }
-  Backward backward() const override { return run_detached; }
-
- private:
-  static variable_list run_detached(const Tensor& grad, const Detached& node) {
-    const auto layers = node.variables.size() / Layer::indices;
-    const Form form{static_cast<Activation>(node.traits[0]), node.traits[1] != 0,
-                    /*may_part=*/false};
-    Chain chain(nullptr, node.edges, form, layers, node.wanted);
-    const auto [first, last] = chain.needed();
-    const auto& all = node.variables;
-    return chain.gradients(grad, {all.begin() + first, all.begin() + last});
+  Backward backward() const override {
+    auto form = form_;
+    form.may_part = false;
+    return [form](const Work& work, const Tensor& grad) {
+      const auto& all = work.kept;
+      Chain chain({{}, work.wanted, work.edges}, form, all.size() / Layer::indices);
+      const auto [first, last] = chain.needed();
+      return chain.gradients(grad, {all.begin() + first, all.begin() + last});
+    };
   }
 
+ private:
   const Form form_;
   std::vector<SavedVariable> kept_;
 };
@@ -277,7 +257,7 @@ class LowerLayersNode final : public Node {
     return whole_->kept().first(Layer::indices * layers_);
   }
   std::vector<int64_t> traits() const override { return whole_->traits(); }
-  Backward backward() const override { return MlpNode::run_detached; }
+  Backward backward() const override { return whole_->backward(); }
 
  private:
   static edge_list edges_of(const MlpNode& whole, size_t layers) {
@@ -295,9 +275,9 @@ class LowerLayersNode final : public Node {
 
 Tensor Chain::above_lower_layers(const Tensor& input) const {
   const bool has_gradient = kept_[lowest_].weight.defined();
-  if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;
+  if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;
   const auto result = input.detach();
-  auto whole = node_cast<MlpNode>(node_);
+  auto whole = node_cast<MlpNode>(work_.node);
   const auto node = make_node<LowerLayersNode>(std::move(whole), lowest_);
   set_history(result, node);
   announce(node);

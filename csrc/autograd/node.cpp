@@ -1,9 +1,9 @@
 #include "autograd/node.h"
 
 #include "core/explain.h"
+#include "dispatch/operators.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 
@@ -90,7 +90,6 @@ variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariab
   for (auto& saved : kept()) swap.before(saved);
   if (is_differentiable) swap.before(ends_);
   PackedArgs packed;
-  packed.pack(traits());
   packed.pack(unpack());
   packed.pack(wanted_of(*this));
   packed.pack(is_differentiable ? ends_ : variable_list());
@@ -106,18 +105,17 @@ variable_list Node::apply_with_saved(const variable_list& grads, SwapSavedVariab
   return result;
 }
 
-variable_list Node::detached(Backward backward, const variable_list& grads,
+variable_list Node::detached(const Backward& backward, const variable_list& grads,
                              const std::vector<at::IValue>& packed) {
   PackedArgs args(packed);
-  Detached node;
-  node.traits = args.unpack<std::vector<int64_t>>();
-  node.variables = args.unpack<variable_list>();
-  node.wanted = args.unpack<std::vector<bool>>();
-  for (const auto& end : args.unpack<variable_list>()) node.edges.push_back(edge_of(end));
-  node.edges.resize(node.wanted.size());
-  if (!grads[0].defined()) return variable_list(node.wanted.size());
+  auto kept = args.unpack<variable_list>();
+  auto wanted = args.unpack<std::vector<bool>>();
+  edge_list edges;
+  for (const auto& end : args.unpack<variable_list>()) edges.push_back(edge_of(end));
+  edges.resize(wanted.size());
+  if (!grads[0].defined()) return variable_list(wanted.size());
   const explain::Remarks remarks;
-  return backward(strided(grads[0]), node);
+  return backward({std::move(kept), std::move(wanted), edges}, strided(grads[0]));
 }
 
 SavedVariable saved_weight(const Tensor& weight) {
@@ -138,7 +136,7 @@ Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge) {
   return tensor;
 }
 
-variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias) {
+variable_list by_edge(const std::vector<bool>& wanted, Tensor input, Tensor weight, Tensor bias) {
   variable_list result(wanted.size());
   if (wanted[0]) result[0] = std::move(input);
   if (wanted[1]) result[1] = std::move(weight);
@@ -146,14 +144,9 @@ variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor we
   return result;
 }
 
-// Python's answer; without Python there is no such tensor.
 bool is_sharded(const Tensor& tensor) {
-  constexpr auto key = c10::DispatchKey::BackendSelect;
-  if (!tensor.key_set().has(c10::DispatchKey::Python)) return false;
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused::_is_sharded", "");
-  static const auto op = handle.typed<bool(const Tensor&)>();
-  return handle.hasKernelForDispatchKey(key) && op.redispatch(c10::DispatchKeySet(key), tensor);
+  return tensor.key_set().has(c10::DispatchKey::Python) &&
+         dispatch::by_python<dispatch::IsSharded>(tensor);
 }
 
 }  // namespace fused::autograd

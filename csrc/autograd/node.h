@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <array>
+#include <functional>
 #include <limits>
 #include <span>
 #include <vector>
@@ -36,12 +37,13 @@ inline torch::autograd::Edge edge_of(const OptionalTensor& tensor) {
   return tensor ? edge_of(*tensor) : torch::autograd::Edge();
 }
 
-// A node's work apart from the node: what compiled autograd runs in its place.
-struct Detached {
-  std::vector<int64_t> traits;
-  variable_list variables;
+// What a backward works on, apart from the node, in whose place compiled autograd runs it.
+struct Work {
+  variable_list kept;
   std::vector<bool> wanted;  // by edge
-  edge_list edges;           // invalid where the gradients need not be differentiable
+  const edge_list& edges;    // invalid where the gradients need not be differentiable
+  NodePtr<torch::autograd::Node> node = {};  // none in compiled autograd
+  bool is_running = false;                   // the engine runs the node, not called by hand
 };
 
 // What the running backward wants of a node, by edge.
@@ -71,7 +73,9 @@ class Node : public torch::autograd::Node {
                                  torch::dynamo::autograd::SwapSavedVariables& swap) final;
 
  protected:
-  using Backward = variable_list (*)(const Tensor& grad, const Detached& node);
+  using Backward = std::function<variable_list(Work, const Tensor& grad)>;
+
+  Work work() { return {unpack(), wanted_of(*this), next_edges()}; }
 
   // Hooks may give ReLU's bits back in another dtype; remembers where they are.
   void remember_bits(size_t index, const Tensor& tensor) {
@@ -81,14 +85,15 @@ class Node : public torch::autograd::Node {
   // The gradients by edge, of `grad`, that of the node's one result.
   virtual variable_list gradients(const Tensor& grad) = 0;
   virtual std::span<SavedVariable> kept() = 0;
-  virtual std::vector<int64_t> traits() const = 0;  // all that is no tensor
+  // The same without the node; the traits tell nodes apart that are not alike in it.
   virtual Backward backward() const = 0;
+  virtual std::vector<int64_t> traits() const = 0;
 
  private:
   Tensor read(size_t index);
   void release_from(size_t first);
   std::span<const SavedVariable> kept() const { return const_cast<Node*>(this)->kept(); }
-  static variable_list detached(Backward backward, const variable_list& grads,
+  static variable_list detached(const Backward& backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
   std::vector<size_t> bits_;
@@ -107,7 +112,6 @@ Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 // Makes an output the node's.
 using torch::autograd::set_history;
 
-// Whether it is a tensor of torch.distributed's, of which this process holds a part.
 bool is_sharded(const Tensor& tensor);
 
 // Kernels alone, in the dtypes that they are given, under one policy.
@@ -117,7 +121,12 @@ struct KernelsOnly {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
+// Of a layer's input, weight and bias.
+inline std::array<bool, 3> mask_of(const std::vector<bool>& wanted) {
+  return {wanted[0], wanted[1], wanted[2]};
+}
+
 // A layer's gradients by edge, those that are wanted.
-variable_list by_edge(const std::array<bool, 3>& wanted, Tensor input, Tensor weight, Tensor bias);
+variable_list by_edge(const std::vector<bool>& wanted, Tensor input, Tensor weight, Tensor bias);
 
 }  // namespace fused::autograd

@@ -1,6 +1,7 @@
 #pragma once
 
-// The activations: their names, and what a backward reads to differentiate each. Nothing of torch.
+// The activations: their names, what a backward reads to differentiate each, and how that lies in
+// memory. Nothing of torch.
 
 #include "fused_activation.h"
 
@@ -35,6 +36,24 @@ enum class Saved { nothing, output, preactivation };
 constexpr Saved saved_for(Activation activation) {
   if (activation == Activation::none) return Saved::nothing;
   return activation == Activation::relu ? Saved::output : Saved::preactivation;
+}
+
+// How wide the rows of an aux buffer are. cuBLASLt counts a ReLU mask's leading dimension in bits
+// and wants multiples of 128, a pre-activation's in elements and wants multiples of 8. Padding
+// makes every width work.
+template <typename Int>  // int64_t, or torch's symbolic integer
+constexpr Int mask_bits(const Int& features) {
+  return (features + 127) / 128 * 128;
+}
+
+template <typename Int>
+constexpr Int mask_bytes(const Int& features) {
+  return mask_bits(features) / 8;
+}
+
+template <typename Int>
+constexpr Int padded_features(const Int& features) {
+  return (features + 7) / 8 * 8;
 }
 
 // fn(std::integral_constant<Activation, activation>()): the activation as a constant.

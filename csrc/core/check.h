@@ -4,7 +4,6 @@
 // symbolically, so that the same checks serve real, meta and traced tensors.
 
 #include "core/activation.h"
-#include "core/aux_layout.h"
 #include "fused_linear.h"
 
 #include <ATen/ATen.h>
@@ -18,6 +17,10 @@
 namespace fused {
 
 using OptionalTensor = std::optional<Tensor>;
+using Pair = std::tuple<Tensor, Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Quintuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 inline bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
@@ -72,7 +75,20 @@ inline const char* objection(const Tensor& input, at::TensorList weights,
   return nullptr;
 }
 
-// From the schema's text. A hidden activation stands between two layers and cannot be none.
+// What a layer keeps for its backward, where there is a choice.
+enum class Memory {
+  standard,  // whatever makes the step fastest, never more than torch keeps
+  low,       // only what the backward cannot recompute, bit for bit
+};
+
+// From the schema's text.
+inline Memory parse_memory(const char* op, std::string_view text) {
+  if (text == "default") return Memory::standard;
+  if (text == "low") return Memory::low;
+  TORCH_CHECK_VALUE(false, op, ": memory must be 'default' or 'low', got '", text, "'");
+}
+
+// The same. A hidden activation stands between two layers and cannot be none.
 inline Activation parse_activation(const char* op, std::string_view text,
                                    const char* what = "activation", bool hidden = false) {
   std::ostringstream expected;
@@ -86,7 +102,8 @@ inline Activation parse_activation(const char* op, std::string_view text,
   TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
 }
 
-inline Activation parse_hidden_activation(const char* op, const char* what, std::string_view text) {
+inline Activation parse_hidden_activation(const char* op, std::string_view text,
+                                          const char* what = "activation") {
   return parse_activation(op, text, what, /*hidden=*/true);
 }
 

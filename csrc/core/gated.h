@@ -7,7 +7,6 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 
-#include <array>
 #include <string>
 
 namespace fused::gated {

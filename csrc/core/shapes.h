@@ -5,7 +5,6 @@
 // `empty(sizes, like, dtype)`.
 
 #include "core/activation.h"
-#include "core/aux_layout.h"
 #include "fused_linear.h"
 
 #include <ATen/ATen.h>

@@ -92,7 +92,7 @@ struct Glu : reference::Glu {
     return result;
   }
 
-  static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
+  static Quintuple glu_backward(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     if (step.grad_output.numel() == 0) return Reference::glu_backward(step);

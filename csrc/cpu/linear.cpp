@@ -4,10 +4,10 @@
 #include "reference/linear.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
-#include "cpu/activation_backward.h"
 #include "cpu/onednn.h"
 #include "cpu/packed_weights.h"
-#include "cpu/relu_mask.h"
+#include "cpu/passes.h"
+#include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 
 namespace fused::cpu {
@@ -87,8 +87,8 @@ struct Linear : reference::Linear {
     return output;
   }
 
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation) {
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
     if (saved_for(activation) != Saved::preactivation || !takes_product(input, weight)) {
       return Reference::forward_aux(input, weight, bias, activation);
     }
@@ -110,9 +110,8 @@ struct Linear : reference::Linear {
     return mask;
   }
 
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad) {
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
     if (!has_own_gradient(grad_output, saved, activation)) {
       return Reference::activation_backward(grad_output, saved, activation, bias_grad);
     }
@@ -130,7 +129,7 @@ struct Linear : reference::Linear {
     return {dz, rows.sum(0)};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
+  static Triple linear_backward(const steps::LinearBackward& layer) {
     if (!pays(layer)) return Reference::linear_backward(layer);
     auto dz = dense(layer.grad_output);
     auto grad_bias = S::unwanted(dz);
@@ -161,17 +160,14 @@ struct Linear : reference::Linear {
                            grad_lies_by_columns(into), adds);
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
     auto on = layer;
     on.wanted[0] = true;
     if (!pays(on) && !has_own_gradient(layer.input, previous.saved, previous.activation)) {
       return Reference::linear_backward_across(layer, previous);
     }
-    const auto [grad_input, grad_weight, grad_bias] = linear_backward(on);
-    const auto [dz, grad_previous_bias] =
-        activation_backward(grad_input, previous.saved, previous.activation, previous.bias_grad);
-    return {dz, grad_weight, grad_bias, grad_previous_bias};
+    return reference::across<Linear>(layer, previous);
   }
 
  private:
@@ -197,6 +193,9 @@ struct Linear : reference::Linear {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CPU, m) { dispatch::register_linear<Linear>(m); }
+TORCH_LIBRARY_IMPL(fused, CPU, m) {
+  dispatch::register_linear<Linear>(m);
+  dispatch::register_conv<reference::Conv>(m);  // ATen's
+}
 
 }  // namespace fused::cpu

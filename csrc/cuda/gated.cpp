@@ -1,10 +1,10 @@
 // The passes of gated layers on a GPU.
 
-#include "cuda/kernels/gated.h"
 #include "core/shapes.h"
-#include "cuda/run.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/gated_steps.h"
+#include "cuda/runtime/execute.h"
+#include "cuda/tune/decide.h"
 #include "dispatch/gated_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -49,8 +49,8 @@ struct Glu : reference::Glu {
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
 
   // Both products and h as one plan; nothing where no kernel of ours could be in it.
-  static std::optional<dispatch::Triple> linear_glu(const gated::Layer& layer,
-                                                    Activation activation, bool keeps) {
+  static std::optional<Triple> linear_glu(const gated::Layer& layer, Activation activation,
+                                          bool keeps) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;
     const c10::cuda::CUDAGuard guard(input.device());
     const bool stacked = layer.is_stacked();
@@ -87,7 +87,7 @@ struct Glu : reference::Glu {
     matmul.aligned_aux &= gemm::is_aligned(call.up.preactivation);
     if (gemm::own_objection(call.problem)) return std::nullopt;
     explain::Row row("_linear_glu_aux", input, gate);
-    if (run(call)) return {{hidden, gate_z, up_z}};
+    if (tune::run(call)) return {{hidden, gate_z, up_z}};
     row.drop();
     return std::nullopt;
   }
@@ -105,7 +105,7 @@ struct Glu : reference::Glu {
     return result;
   }
 
-  static dispatch::Quintuple glu_backward(const steps::GluBackward& step) {
+  static Quintuple glu_backward(const steps::GluBackward& step) {
     const c10::cuda::CUDAGuard guard(step.gate.device());
     if (has_value(step.down)) {
       if (const auto done = through_down(step)) return *done;
@@ -140,7 +140,7 @@ struct Glu : reference::Glu {
 
  private:
   // The product and the pass as one plan; nothing where there is none for what is wanted.
-  static std::optional<dispatch::Quintuple> through_down(const steps::GluBackward& step) {
+  static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     if (!wanted[0] || wanted[1] != apart || wanted[2] || wanted[3]) return std::nullopt;
@@ -165,7 +165,7 @@ struct Glu : reference::Glu {
                    apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
     complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
-    if (!run(call)) return std::nullopt;
+    if (!tune::run(call)) return std::nullopt;
     return {{grad_gate, grad_up, none(), none(), hidden}};
   }
 };

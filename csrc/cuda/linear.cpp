@@ -4,8 +4,7 @@
 #include "reference/linear.h"
 #include "core/policy.h"
 #include "core/shapes.h"
-#include "cuda/kernels/activation.h"
-#include "cuda/run.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/small.h"
@@ -17,11 +16,9 @@
 namespace fused::cuda {
 namespace {
 
-using S = Shapes<Allocator>;
-
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, *gemm_type(like.scalar_type()), like.get_device());
-  return cuda::run(call, deferred);
+  return tune::run(call, deferred);
 }
 
 // A gradient can always be computed in some way.
@@ -48,8 +45,8 @@ struct Linear {
     return Reference::forward(input, weight, bias, activation);
   }
 
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation) {
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
     const c10::cuda::CUDAGuard guard(input.device());
     const bool mask = saved_for(activation) == Saved::output;
     auto output = S::output(input, weight);
@@ -67,8 +64,7 @@ struct Linear {
     return mask_of(output);
   }
 
-  static std::tuple<Tensor, Tensor> forward_bits(const Tensor& input, const Tensor& weight,
-                                                 const OptionalTensor& bias) {
+  static Pair forward_bits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
     const c10::cuda::CUDAGuard guard(input.device());
     auto output = S::output(input, weight), mask = S::mask(output);
     if (output.numel() == 0) return {output, mask};
@@ -81,9 +77,8 @@ struct Linear {
     return {output, mask};
   }
 
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad) {
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
     const c10::cuda::CUDAGuard guard(grad_output.device());
     auto dz = S::grad_input(grad_output, true);
     auto grad_bias = S::vector(grad_output, grad_output.size(-1), bias_grad);
@@ -92,7 +87,7 @@ struct Linear {
     return {dz, grad_bias};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer) {
+  static Triple linear_backward(const steps::LinearBackward& layer) {
     // Whose product, of the transposes, has no plans.
     if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
@@ -118,8 +113,8 @@ struct Linear {
     run_surely(call, input);
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous) {
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     LayerGradients made(layer, /*wants_input=*/true);
     auto dz = S::grad_input(layer.input, true);
@@ -293,6 +288,14 @@ struct Linear {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_linear<Linear>(m); }
+TORCH_LIBRARY_IMPL(fused, CUDA, m) {
+  dispatch::register_linear<Linear>(m);
+  m.impl(dispatch::MlpInOne::name,
+         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+            std::string_view text) {
+           const auto activation = parse_hidden_activation("mlp", text);
+           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
+         });
+}
 
 }  // namespace fused::cuda

@@ -3,27 +3,75 @@
 // Gated layers on whatever device.
 
 #include "core/gated.h"
-#include "core/memory.h"
+#include "gemm/hopper.h"
+#include "reference/gated.h"
+
+#include <ATen/core/grad_mode.h>
 
 namespace fused::dispatch {
 
-struct GatedForward {
-  // Undefined are those that are not kept; without up_z gate_z is both, [*, 2 hidden].
-  Tensor hidden, gate_z, up_z;
-};
+// Whether there may be a kernel for the whole layer. An operator around the steps costs time, of
+// which few tokens leave none; one that is traced may be run with more.
+inline bool may_be_whole(const Tensor& input) {
+  if (at::isTensorSubclassLike(input)) return true;
+  return input.is_cuda() && input.element_size() == 2 && input.dim() > 0 &&
+         input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
+}
 
-// The layer with its pre-activations, if they are kept, as two tensors or, where the weights are
-// one piece of memory and it may, as one.
-GatedForward gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
-                           bool may_join);
+// The layer by steps of its own, where no kernel does it whole.
+inline Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  auto gate_z = fused::linear(input, gate, gate_bias);
+  OptionalTensor up_z;
+  if (!layer.is_stacked()) up_z = fused::linear(input, *up, up_bias);
+  auto hidden = steps::glu(gate_z, up_z, activation);
+  if (!keeps) return {std::move(hidden), {}, {}};
+  return {std::move(hidden), std::move(gate_z), up_z ? std::move(*up_z) : Tensor()};
+}
 
-// The same by steps of its own, where no kernel does it whole.
-GatedForward products_and_glu(const gated::Layer& layer, Activation activation, bool keeps);
+inline Triple whole_or_in_steps(const gated::Layer& layer, Activation activation, bool keeps) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  if (!may_be_whole(input)) return products_and_glu(layer, activation, keeps);
+  auto [hidden, gate_z, up_z] =
+      steps::linear_glu_aux(input, gate, up, gate_bias, up_bias, activation, keeps);
+  return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
+}
+
+// Autograd would follow gate alone into what joins the two: below vmap it may be at work.
+inline bool is_followed(const OptionalTensor& tensor) {
+  return has_value(tensor) &&
+         ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
+}
+
+// The layer and its pre-activations, undefined where they are not kept: gate's and up's, or, where
+// the weights are one piece of memory and it may join them, both as gate's, [*, 2 hidden].
+inline Triple gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
+                            bool may_join) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  if (may_join && !layer.is_stacked() && has_value(gate_bias) == has_value(up_bias)) {
+    if (const auto both = gated::joined(gate, *up); both.defined()) {
+      OptionalTensor bias;
+      if (has_value(gate_bias)) bias = at::cat({*gate_bias, *up_bias});
+      const OptionalTensor none;
+      return whole_or_in_steps({input, both, none, bias, none}, activation, keeps);
+    }
+  }
+  return whole_or_in_steps(layer, activation, keeps);
+}
 
 // Where nobody wants a gradient: the layer and, where there is one, that after it.
 struct GatedWithoutGradient {
   static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
-                            Activation activation, Memory);
+                            Activation activation, Memory) {
+    gated::check(op, layer);
+    if (const char* why = gated::objection(layer, down)) {
+      return reference::gated_as_torch_does(op, why, layer, down, activation);
+    }
+    gated::check_devices(op, layer, down);
+    const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);
+    const auto hidden = std::get<0>(gated_forward(layer, activation, /*keeps=*/false, may_join));
+    return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
+  }
 };
 
 }  // namespace fused::dispatch

@@ -8,7 +8,6 @@
 #include "core/check.h"
 #include "core/conv.h"
 #include "core/gated.h"
-#include "core/memory.h"
 #include "fused_linear.h"
 
 #include <ATen/core/List.h>
@@ -26,11 +25,7 @@
 
 namespace fused::dispatch {
 
-using OptionalTensor = std::optional<Tensor>;
-using Pair = std::tuple<Tensor, Tensor>;
-using Triple = std::tuple<Tensor, Tensor, Tensor>;
-using Quadruple = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using Quintuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using fused::OptionalTensor;
 
 // Text as a template's argument.
 template <size_t size>
@@ -146,7 +141,7 @@ struct Mlp : Operator<
                      const c10::List<OptionalTensor>& biases, std::string_view activation,
                      std::string_view memory) {
     const auto how = parse_memory(name, memory);
-    return fn(input, weights, biases, parse_hidden_activation(name, "activation", activation), how);
+    return fn(input, weights, biases, parse_hidden_activation(name, activation), how);
   }
 };
 
@@ -165,7 +160,7 @@ struct LinearGlu
                      std::string_view activation, std::string_view memory) {
     const auto how = parse_memory(name, memory);
     return fn(name, {input, gate, up, gate_bias, up_bias}, {},
-              parse_hidden_activation(name, "activation", activation), how);
+              parse_hidden_activation(name, activation), how);
   }
 };
 
@@ -185,7 +180,7 @@ struct GatedMlp : Operator<
                      std::string_view activation, std::string_view memory) {
     const auto how = parse_memory(name, memory);
     return fn(name, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
-              parse_hidden_activation(name, "activation", activation), how);
+              parse_hidden_activation(name, activation), how);
   }
 };
 
@@ -236,7 +231,7 @@ struct LinearAux
   template <auto fn>
   static Pair flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view activation) {
-    return fn(input, weight, bias, parse_hidden_activation(name, "activation", activation));
+    return fn(input, weight, bias, parse_hidden_activation(name, activation));
   }
 };
 
@@ -301,11 +296,6 @@ struct WeightGradient : Operator<
   static constexpr auto step = &steps::weight_gradient;
   template <class Kernels>
   static constexpr auto in = &Kernels::weight_gradient;
-
-  template <auto fn>
-  static void flat(const Tensor& grad_output, const Tensor& input, const Tensor& into, bool adds) {
-    fn(grad_output, input, into, adds);
-  }
 };
 
 // linear_backward, and on along the edge to the layer before, whose activation's derivative is
@@ -329,7 +319,7 @@ struct LinearBackwardAcross
                         std::array<bool, 3> wanted, const Tensor& previous_saved,
                         std::string_view previous, bool previous_bias_grad) {
     return fn({grad_output, input, weight, saved, parse_activation(name, activation), wanted},
-              {previous_saved, parse_hidden_activation(name, "previous_activation", previous),
+              {previous_saved, parse_hidden_activation(name, previous, "previous_activation"),
                previous_bias_grad});
   }
 };
@@ -350,8 +340,8 @@ struct LinearGluAux
   static Triple flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                      const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                      std::string_view activation, bool keeps) {
-    return fn(input, gate, up, gate_bias, up_bias,
-              parse_hidden_activation(name, "activation", activation), keeps);
+    return fn(input, gate, up, gate_bias, up_bias, parse_hidden_activation(name, activation),
+              keeps);
   }
 };
 
@@ -364,7 +354,7 @@ struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
 
   template <auto fn>
   static Tensor flat(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
-    return fn(gate, up, parse_hidden_activation(name, "activation", activation));
+    return fn(gate, up, parse_hidden_activation(name, activation));
   }
 };
 
@@ -385,8 +375,7 @@ struct GluBackward
   static Quintuple flat(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
                         std::string_view activation, std::array<bool, 5> wanted,
                         const OptionalTensor& down) {
-    return fn({grad_output, gate, up, parse_hidden_activation(name, "activation", activation),
-               wanted, down});
+    return fn({grad_output, gate, up, parse_hidden_activation(name, activation), wanted, down});
   }
 };
 
@@ -431,6 +420,27 @@ using EnsembleLinear = Operator<
     "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> "
     "(Tensor output, Tensor saved)",
     Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)>;
+
+// ---- what Python does
+// ----------------------------------------------------------------------------
+
+// Whether it is sharded over devices: a tensor of torch.distributed's, of which this process holds
+// a part.
+using IsSharded = Operator<"_is_sharded(Tensor tensor) -> bool", bool(const Tensor&)>;
+
+// A weight's `main_grad`, or, `added`, that a gradient has been added to it.
+using MainGrad = Operator<"_main_grad(Tensor weight, bool added) -> Tensor?",
+                          OptionalTensor(const Tensor&, bool)>;
+
+// Python's kernel of an operator; without Python there is none, and the result is empty.
+template <class Op, typename... Args>
+auto by_python(const Args&... args) {
+  constexpr auto key = c10::DispatchKey::BackendSelect;
+  const auto& op = Op::handle();
+  using Result = decltype(op.redispatch(c10::DispatchKeySet(key), args...));
+  return op.hasKernelForDispatchKey(key) ? op.redispatch(c10::DispatchKeySet(key), args...)
+                                         : Result();
+}
 
 // ---- kernels -----------------------------------------------------------------------------------
 

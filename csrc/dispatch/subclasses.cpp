@@ -8,7 +8,6 @@
 #include "dispatch/operators.h"
 
 #include <ATen/core/PythonFallbackKernel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 namespace fused::dispatch {
@@ -20,20 +19,12 @@ struct Kernel;
 template <typename Op, typename... Args>
 struct Kernel<Op, Tensor(Args...)> {
   static Tensor call(c10::DispatchKeySet keys, Args... args) {
-    if (const auto result = if_foreign(args...)) return *result;
+    if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;
     // what torch does itself at this key
     constexpr auto here = c10::DispatchKey::PythonTLSSnapshot;
     const at::impl::MaybeSetTLSOnEntryGuard guard;
     return Op::handle().redispatch(
         keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, here), args...);
-  }
-
- private:
-  static OptionalTensor if_foreign(Args... args) {
-    constexpr auto key = c10::DispatchKey::BackendSelect;
-    const auto& op = IfForeign<Op>::handle();
-    if (!op.hasKernelForDispatchKey(key)) return std::nullopt;  // without Python
-    return op.redispatch(c10::DispatchKeySet(key), args...);
   }
 };
 

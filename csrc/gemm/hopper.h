@@ -3,10 +3,8 @@
 // Our own products for Hopper GPUs: which problems they take, and in which configurations. Pure
 // logic; the kernels are in cuda/hopper.
 
-#include "gemm/algorithm.h"
 #include "gemm/problem.h"
 
-#include <array>
 #include <limits>
 
 namespace fused::gemm::hopper {

@@ -4,10 +4,10 @@
 // nothing else. It is the key under which algorithms are remembered, so a field left out here is
 // a wrong result somewhere else.
 
-#include "core/aux_layout.h"
 #include "gemm/epilogue.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <ostream>
@@ -91,6 +91,16 @@ struct Problem {
   bool adds = false;    // to what is there
 
   bool operator==(const Problem&) const = default;
+};
+
+// How a product is done. cuBLASLt's description of an algorithm: plain bytes, valid for one version
+// of the library, on any device of the architecture that it was found for. Of our own products: the
+// place of a configuration in their table (gemm/hopper.h).
+struct Algorithm {
+  std::array<uint64_t, 8> bytes{};
+  int64_t workspace = 0;
+
+  bool operator==(const Algorithm&) const = default;
 };
 
 inline Type result_type(const Problem& p) { return p.to_f32 ? Type::f32 : p.type; }

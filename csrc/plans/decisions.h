@@ -3,7 +3,6 @@
 // What was decided of a pass: strategy and algorithm. Plain data, kept for the process and written
 // to files; nothing here needs a GPU.
 
-#include "gemm/algorithm.h"
 #include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 

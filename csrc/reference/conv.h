@@ -4,20 +4,37 @@
 // `Conv` the same as kernels.
 
 #include "core/conv.h"
+#include "reference/linear.h"
 
-#include <tuple>
+#include <c10/util/strides.h>
 
 namespace fused::reference {
+
+using conv::Geometry;
+
+// Without bias and ReLU's share: at::convolution.
+inline Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                          const Geometry& g) {
+  return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
+                                /*transposed=*/false, /*output_padding=*/conv::no_padding,
+                                g.groups);
+}
 
 struct ConvFormula {
   static constexpr bool obeys_policy = false;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const conv::Geometry& geometry);
+                        const Geometry& g) {
+    return at::relu(
+        at::conv2d_symint(input, weight, bias, g.stride, g.padding, g.dilation, g.groups));
+  }
 
   // -> grad_output where output > 0 or NaN, else 0; and, wanted or [0], its sum for each channel
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+    auto gradient = at::threshold_backward(grad_output, output, 0);
+    auto grad_bias = bias_grad ? gradient.sum({0, 2, 3}) : unwanted(grad_output);
+    return {std::move(gradient), std::move(grad_bias)};
+  }
 };
 
 // In the layout that is promised. What runs on the CPU, under the policy "eager", and where a CUDA
@@ -25,18 +42,42 @@ struct ConvFormula {
 struct Conv {
   static constexpr bool obeys_policy = true;
 
+  // oneDNN's convolution with ReLU as a post-op is not used: it turns NaN into 0.
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const conv::Geometry& geometry);
-  static std::tuple<Tensor, Tensor> relu_backward(const Tensor& grad_output, const Tensor& output,
-                                                  bool bias_grad);
+                        const Geometry& geometry) {
+    explain::append(explain::not_fused);
+    const auto image = conv::batched(input);
+    auto output =
+        convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
+    // One channel lies in memory alike in both formats; in the strides of channels-last oneDNN's
+    // next convolution reads what nobody has written, in those that eager's ReLU gives it does not.
+    if (output.size(1) == 1) {
+      output = output.as_strided(output.sizes(), c10::contiguous_strides(output.sizes()));
+    }
+    return conv::like(input, output.relu_());
+  }
+
+  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
+    explain::append(explain::not_fused);
+    const auto format = conv::format_of(output);
+    auto [gradient, grad_bias] = ConvFormula::relu_backward(grad_output.contiguous(format),
+                                                            output.contiguous(format), bias_grad);
+    return {gradient.contiguous(format), grad_bias};
+  }
 };
 
 // By torch's own functions (reference/linear.h).
-Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
-                          const OptionalTensor& bias, const conv::Geometry& geometry);
-
-// Without bias and ReLU's share: at::convolution.
-Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
-                   const conv::Geometry& geometry);
+inline Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
+                                 const OptionalTensor& bias, const Geometry& geometry) {
+  const explain::Row row(conv::op_name, input, weight);
+  explain::append(objection);
+  explain::append(explain::not_fused);
+  check_devices(conv::op_name, input, weight, bias);
+  return in_context([&] { return ConvFormula::forward(input, weight, bias, geometry); },
+                    [&] {
+                      return std::string(conv::op_name) + ": got input " + describe(input) +
+                             ", weight " + describe(weight) + ", bias " + describe(bias);
+                    });
+}
 
 }  // namespace fused::reference

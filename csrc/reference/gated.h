@@ -4,44 +4,95 @@
 // differentiable; `Glu` gives the same as kernels do.
 
 #include "core/gated.h"
-
-#include <tuple>
+#include "reference/linear.h"
 
 namespace fused::reference {
 
-using GluGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // A pass whose gradient comes through the layer after it, as ATen's product and the pass alone.
 template <typename Pass>
-GluGradients through_down(const steps::GluBackward& step, const Pass& pass) {
+Quintuple through_down(const steps::GluBackward& step, const Pass& pass) {
   const auto grad = at::matmul(step.grad_output, *step.down);
   return pass({grad, step.gate, step.up, step.activation, step.wanted});
 }
+
+inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor& up) {
+  return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);
+}
+
+// ReLU's derivative may be read from the pre-activation as well as from the output: both are
+// positive in the same places.
+inline constexpr auto gate_gradient = activation_gradient;
 
 struct GluFormula {
   static constexpr bool obeys_policy = false;
   static constexpr bool takes_down = false;
 
   // act(gate) ⊙ up of pre-activations, [*, hidden]
-  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
+    const auto [first, second] = parts(gate, up);
+    return activate(first, activation) * second;
+  }
 
   // -> gradients of gate and up, their sums over all rows, and what glu gave
-  static GluGradients glu_backward(const steps::GluBackward& step);
+  static Quintuple glu_backward(const steps::GluBackward& step) {
+    const auto& grad = step.grad_output;
+    const auto [gate, up] = parts(step.gate, step.up);
+    const auto activated = activate(gate, step.activation);
+    const auto none = [&] { return unwanted(grad); };
+    const auto& wanted = step.wanted;
+    auto hidden = wanted[4] ? activated * up : none();
+    if (!has_value(step.up)) {
+      if (!wanted[0] && !wanted[2]) return {none(), none(), none(), none(), hidden};
+      const auto both =
+          at::cat({gate_gradient(grad * up, gate, step.activation), grad * activated}, -1);
+      return {wanted[0] ? both : none(), none(), wanted[2] ? as_rows(both).sum(0) : none(), none(),
+              hidden};
+    }
+    const auto grad_gate =
+        wanted[0] || wanted[2] ? gate_gradient(grad * up, gate, step.activation) : none();
+    const auto grad_up = wanted[1] || wanted[3] ? grad * activated : none();
+    return {wanted[0] ? grad_gate : none(), wanted[1] ? grad_up : none(),
+            wanted[2] ? as_rows(grad_gate).sum(0) : none(),
+            wanted[3] ? as_rows(grad_up).sum(0) : none(), hidden};
+  }
 
   // The layer, and after it `down` where there is one.
-  static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation);
+  static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation) {
+    const auto gate = at::linear(layer.input, layer.gate, layer.gate_bias);
+    const auto hidden =
+        layer.is_stacked()
+            ? glu(gate, {}, activation)
+            : glu(gate, at::linear(layer.input, *layer.up, layer.up_bias), activation);
+    return down.exists() ? at::linear(hidden, down.weight, down.bias) : hidden;
+  }
 };
 
 struct Glu {
   static constexpr bool obeys_policy = true;
   static constexpr bool takes_down = false;
 
-  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation);
-  static GluGradients glu_backward(const steps::GluBackward& step);
+  static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
+    explain::append(explain::not_fused);
+    return GluFormula::glu(dense(gate), dense(up), activation).contiguous();
+  }
+
+  static Quintuple glu_backward(const steps::GluBackward& step) {
+    explain::append(explain::not_fused);
+    auto [gate, up, gate_sums, up_sums, hidden] = GluFormula::glu_backward(
+        {dense(step.grad_output), dense(step.gate), dense(step.up), step.activation, step.wanted});
+    return {gate.contiguous(), up.contiguous(), gate_sums, up_sums, hidden.contiguous()};
+  }
 };
 
 // By torch's own functions (reference/linear.h).
-Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
-                           const gated::Down& down, Activation activation);
+inline Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
+                                  const gated::Down& down, Activation activation) {
+  const explain::Row row(op, layer.input, layer.gate);
+  explain::append(objection);
+  explain::append(explain::not_fused);
+  gated::check_devices(op, layer, down);
+  return in_context([&] { return GluFormula::forward(layer, down, activation); },
+                    [&] { return gated::describe(op, layer, down); });
+}
 
 }  // namespace fused::reference

@@ -4,89 +4,12 @@
 // reference of the tests, and the way wherever a fused kernel cannot go (double backward,
 // torch.func, forward AD). `Linear` gives the same as kernels do.
 
-#include "core/activation.h"
+#include "core/aten_activation.h"
 #include "core/check.h"
+#include "core/explain.h"
 #include "core/shapes.h"
 
-#include <tuple>
-
 namespace fused::reference {
-
-struct LinearFormula {
-  static constexpr bool obeys_policy = false;
-
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        Activation activation);
-
-  // -> output and, for ReLU, the bit mask; for GELU the pre-activation
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation);
-
-  // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
-  static Tensor relu_mask(const Tensor& output);
-
-  // dz = act'(saved) · grad_output and its sum over all rows.
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad);
-
-  // -> gradients of input, weight, bias
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
-
-  // gradᵀ · input, added to `into` or written there
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds);
-
-  // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
-
-  // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
-  // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
-  static std::tuple<Tensor, Tensor> ensemble(const Tensor& input,         // [members, tokens, in]
-                                             const Tensor& weight,        // [members, out, in]
-                                             const OptionalTensor& bias,  // [members, out]
-                                             Activation activation);
-};
-
-// The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
-// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
-struct Linear {
-  static constexpr bool obeys_policy = true;
-
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        Activation activation);
-  static std::tuple<Tensor, Tensor> forward_aux(const Tensor& input, const Tensor& weight,
-                                                const OptionalTensor& bias, Activation activation);
-  static Tensor relu_mask(const Tensor& output);
-  static std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad_output,
-                                                        const Tensor& saved, Activation activation,
-                                                        bool bias_grad);
-  static std::tuple<Tensor, Tensor, Tensor> linear_backward(const steps::LinearBackward& layer);
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds);
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(
-      const steps::LinearBackward& layer, const steps::PreviousLayer& previous);
-};
-
-// What no kernel of ours takes, for the reason that objection() gave, or what torch has to
-// differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
-// arguments besides. A row of explain.
-Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
-                     const Tensor& weight, const OptionalTensor& bias, Activation activation);
-Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
-                         const c10::List<OptionalTensor>& biases, Activation activation);
-
-// act'(saved) · grad_output, where saved may also be ReLU's bit mask (uint8).
-Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved, Activation activation);
-
-// ReLU's bit mask as booleans, [*, features]. One bit for each element, eight to a byte, lowest
-// first, rows padded with zeros to 128 bits: the layout that cuBLASLt's RELU_AUX writes.
-Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features);
-
-// The pre-activation as it is saved everywhere: rows padded with zeros to 8 elements, which is what
-// cuBLASLt's GELU_AUX writes.
-Tensor pad_rows(const Tensor& tensor);
 
 // What stands in for a gradient that nobody asked for.
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
@@ -115,6 +38,257 @@ inline Tensor dense(const Tensor& tensor) {
 }
 inline OptionalTensor dense(const OptionalTensor& tensor) {
   return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
+}
+
+// ---- what is saved -----------------------------------------------------------------------------
+
+// 1, 2, 4 ... 128 on the device of `like`
+inline Tensor bit_values(const Tensor& like) {
+  return at::pow(2, at::arange(8, like.options().dtype(at::kByte)));
+}
+
+inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
+  const auto features = positive.sym_size(-1);
+  const auto padded = mask_bits(features);
+  const auto bits = at::constant_pad_nd_symint(positive.to(at::kByte), {0, padded - features}, 0);
+  auto bytes = bits.sym_sizes().vec();
+  bytes.back() = padded / 8;
+  bytes.push_back(8);
+  return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
+}
+
+// ReLU's bit mask as booleans, [*, features]. One bit for each element, eight to a byte, lowest
+// first, rows padded with zeros to 128 bits: the layout that cuBLASLt's RELU_AUX writes.
+inline Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
+  const auto bits = mask.unsqueeze(-1).bitwise_and(bit_values(mask)).ne(0).flatten(-2);
+  return bits.narrow_symint(-1, 0, features);
+}
+
+// The pre-activation as it is saved everywhere: rows padded with zeros to 8 elements, which is what
+// cuBLASLt's GELU_AUX writes.
+inline Tensor pad_rows(const Tensor& tensor) {
+  auto sizes = tensor.sizes().vec();
+  const auto features = sizes.back();
+  sizes.back() = padded_features(features);
+  if (sizes.back() == features) return tensor.contiguous();
+  auto padded = at::zeros(sizes, tensor.options()).narrow(-1, 0, features);
+  padded.copy_(tensor);
+  return padded;
+}
+
+// act'(saved) · grad_output, where saved may also be ReLU's bit mask (uint8).
+inline Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation) {
+  if (saved_for(activation) == Saved::output && saved.scalar_type() == at::kByte) {
+    const auto positive = unpack_mask(saved, grad_output.sym_size(-1));
+    return grad_output.masked_fill(positive.logical_not(), 0);
+  }
+  return activation_gradient(grad_output, saved, activation);
+}
+
+// ---- the operators -----------------------------------------------------------------------------
+
+// A layer's backward, and on into the previous one, as a backend's two steps.
+template <class Backend>
+Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previous) {
+  layer.wanted[0] = true;
+  const auto [grad_input, grad_weight, grad_bias] = Backend::linear_backward(layer);
+  const auto [dz, grad_previous_bias] = Backend::activation_backward(
+      grad_input, previous.saved, previous.activation, previous.bias_grad);
+  return {dz, grad_weight, grad_bias, grad_previous_bias};
+}
+
+struct LinearFormula {
+  static constexpr bool obeys_policy = false;
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        Activation activation) {
+    return activate(at::linear(input, weight, bias), activation);
+  }
+
+  // -> output and, for ReLU, the bit mask; for GELU the pre-activation
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
+    const auto preactivation = at::linear(input, weight, bias);
+    const auto output = activate(preactivation, activation);
+    if (saved_for(activation) == Saved::output) {
+      return {output, pack_mask(preactivation.detach().lt(0).logical_not())};  // NaN passes
+    }
+    return {output, preactivation};
+  }
+
+  // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
+  static Tensor relu_mask(const Tensor& output) { return pack_mask(output.le(0).logical_not()); }
+
+  // dz = act'(saved) · grad_output and its sum over all rows.
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
+    auto gradient = activation == Activation::none
+                        ? grad_output.clone(at::MemoryFormat::Contiguous)
+                        : gradient_from_saved(grad_output, saved, activation);
+    auto grad_bias = bias_grad ? as_rows(gradient).sum(0) : unwanted(grad_output);
+    return {std::move(gradient), std::move(grad_bias)};
+  }
+
+  // -> gradients of input, weight, bias
+  static Triple linear_backward(const steps::LinearBackward& layer) {
+    const auto gradient =
+        layer.activation == Activation::none
+            ? layer.grad_output
+            : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
+    const auto none = [&] { return unwanted(layer.grad_output); };
+    if (layer.weight.dim() == 3) {
+      explain::append(explain::not_fused);
+      return {layer.wanted[0] ? at::bmm(gradient, layer.weight) : none(),
+              layer.wanted[1] ? at::bmm(gradient.mT(), layer.input) : none(),
+              layer.wanted[2] ? gradient.sum(1) : none()};
+    }
+    const auto rows = as_rows(gradient);
+    return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
+            layer.wanted[1] ? reference::weight_gradient(rows, as_rows(layer.input), layer.weight)
+                            : none(),
+            layer.wanted[2] ? rows.sum(0) : none()};
+  }
+
+  // gradᵀ · input, added to `into` or written there
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds) {
+    const auto grad = as_rows(grad_output), rows = as_rows(input);
+    if (adds && into.scalar_type() == grad.scalar_type()) {
+      into.addmm_(grad.t(), rows);
+      return;
+    }
+    const auto product = reference::weight_gradient(grad, rows, into);
+    adds ? into.add_(product) : into.copy_(product);
+  }
+
+  // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
+    return across<LinearFormula>(layer, previous);
+  }
+
+  // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
+  // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
+  static Pair ensemble(const Tensor& input,         // [members, tokens, in]
+                       const Tensor& weight,        // [members, out, in]
+                       const OptionalTensor& bias,  // [members, out]
+                       Activation activation) {
+    explain::append(explain::not_fused);
+    const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
+                                   : at::bmm(input, weight.mT());
+    const bool keeps = saved_for(activation) == Saved::preactivation;
+    return {activate(z, activation), keeps ? z : unwanted(z)};
+  }
+};
+
+// The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
+// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+struct Linear {
+  static constexpr bool obeys_policy = true;
+
+  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        Activation activation) {
+    explain::append(explain::not_fused);
+    const auto result = at::linear(input, weight, bias).contiguous();
+    activate_out(result, result, activation);
+    return result;
+  }
+
+  static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                          Activation activation) {
+    explain::append(explain::not_fused);
+    auto [output, aux] = LinearFormula::forward_aux(input, weight, bias, activation);
+    return {output.contiguous(), saved_for(activation) == Saved::output ? aux : pad_rows(aux)};
+  }
+
+  static Tensor relu_mask(const Tensor& output) {
+    explain::append(explain::not_fused);
+    return LinearFormula::relu_mask(output).contiguous();
+  }
+
+  static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
+                                  Activation activation, bool bias_grad) {
+    explain::append(explain::not_fused);
+    auto [gradient, grad_bias] =
+        LinearFormula::activation_backward(dense(grad_output), dense(saved), activation, bias_grad);
+    return {gradient.contiguous(), grad_bias};
+  }
+
+  static Triple linear_backward(const steps::LinearBackward& layer) {
+    explain::append(explain::not_fused);
+    auto [grad_input, grad_weight, grad_bias] =
+        LinearFormula::linear_backward({dense(layer.grad_output), layer.input, layer.weight,
+                                        dense(layer.saved), layer.activation, layer.wanted});
+    const bool by_columns = layer.wanted[0] && lies_by_columns(layer.input);
+    return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};
+  }
+
+  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+                              bool adds) {
+    explain::append(explain::not_fused);
+    LinearFormula::weight_gradient(grad_output, input, into, adds);
+  }
+
+  static Quadruple linear_backward_across(const steps::LinearBackward& layer,
+                                          const steps::PreviousLayer& previous) {
+    explain::append(explain::not_fused);
+    auto [dz, grad_weight, grad_bias, grad_previous_bias] = LinearFormula::linear_backward_across(
+        {dense(layer.grad_output), layer.input, layer.weight, dense(layer.saved), layer.activation,
+         layer.wanted},
+        {dense(previous.saved), previous.activation, previous.bias_grad});
+    return {dz.contiguous(), grad_weight, grad_bias, grad_previous_bias};
+  }
+};
+
+// ---- what no kernel takes ----------------------------------------------------------------------
+
+// What torch refuses in any case, though on the meta device it may not notice, or in Python.
+inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
+                                   const OptionalTensor& bias) {
+  for (const auto& tensor : {input, weight}) {
+    if (tensor.is_nested() || tensor.layout() != at::kStrided) return;
+  }
+  const auto dim = weight.dim();
+  TORCH_CHECK(input.dim() >= 1 && (dim == 1 || dim == 2) &&
+                  weight.sym_size(-1) == input.sym_size(-1) &&
+                  weight.scalar_type() == input.scalar_type(),
+              describe_linear(op, input, weight, bias));
+}
+
+inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
+                              const OptionalTensor& bias, Activation activation) {
+  check_devices(op, input, weight, bias);
+  check_sizes_and_dtypes(op, input, weight, bias);
+  return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
+                    [&] { return describe_linear(op, input, weight, bias); });
+}
+
+// What no kernel of ours takes, for the reason that objection() gave, or what torch has to
+// differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
+// arguments besides. A row of explain.
+inline Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
+                            const Tensor& weight, const OptionalTensor& bias,
+                            Activation activation) {
+  const explain::Row row(op, input, weight);
+  explain::append(objection);
+  explain::append(explain::not_fused);
+  return in_torchs_words(op, input, weight, bias, activation);
+}
+
+inline Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
+                                const c10::List<OptionalTensor>& biases, Activation activation) {
+  const explain::Row row("mlp", input, weights[0]);
+  explain::append(objection);
+  explain::append(explain::not_fused);
+  auto hidden = input;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const bool last = i + 1 == weights.size();
+    const auto layer = "mlp, layer " + std::to_string(i);
+    hidden = in_torchs_words(layer.c_str(), hidden, weights[i], biases.get(i),
+                             last ? Activation::none : activation);
+  }
+  return hidden;
 }
 
 }  // namespace fused::reference

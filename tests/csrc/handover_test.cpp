@@ -1,7 +1,7 @@
 // The protocol of csrc/handover.h, kept and broken on purpose, through LibTorch.
 // `handover_test NAME` runs one test and exits with 1 where it fails.
 
-#include "autograd/linear_node.h"
+#include "autograd/handover.h"
 #include "expect.h"
 #include "fused_linear.h"
 
@@ -21,7 +21,7 @@
 #include <thread>
 
 using at::Tensor;
-using fused::autograd::LinearNode;
+using fused::autograd::handover::Producer;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -56,7 +56,7 @@ struct Layer {
   Tensor slope = derivative(z);
 
   variable_list leaves() const { return {x, w, b}; }
-  LinearNode* node() const { return dynamic_cast<LinearNode*>(y.grad_fn().get()); }
+  Producer* node() const { return dynamic_cast<Producer*>(y.grad_fn().get()); }
 };
 
 // A consumer of a layer's output, y -> 2 y, that lets a test do what it likes in the backward.

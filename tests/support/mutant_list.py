@@ -24,14 +24,14 @@ MUTANTS = (
     ),
     Mutant(
         "ReLU's bits in another order",
-        "csrc/cpu/relu_mask.cpp",
+        "csrc/cpu/passes.h",
         "byte |= unsigned{passing[8 * i + j]} << j;",
         "byte |= unsigned{passing[8 * i + j]} << (7 - j);",
         "tests/ops tests/memory",
     ),
     Mutant(
         "NaN lost in ReLU's bits",
-        "csrc/cpu/relu_mask.cpp",
+        "csrc/cpu/passes.h",
         "return !(output <= 0);",
         "return output > 0;",
         "tests/ops tests/memory",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "gate's bias gradient for up's",
-        "csrc/autograd/gated_backward.cpp",
+        "csrc/autograd/gated_node.cpp",
         "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;\n"
         "  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;",
         "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = second;\n"
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient in another layout than torch's",
-        "csrc/reference/linear.cpp",
+        "csrc/reference/linear.h",
         "return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};",
         "return {grad_input.contiguous(), grad_weight, grad_bias};",
         "tests/ops",
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "channels-last that only Meta gives",
-        "csrc/reference/conv.cpp",
+        "csrc/reference/conv.h",
         "convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));",
         "convolution(image, weight, bias, geometry).contiguous();",
         "tests/ops",
@@ -76,7 +76,7 @@ MUTANTS = (
     # --- which way a call goes ---
     Mutant(
         "the plain way without a word",
-        "csrc/reference/linear.cpp",
+        "csrc/reference/linear.h",
         "  const explain::Row row(op, input, weight);\n  explain::append(objection);",
         "  explain::append(objection);",
         "tests/ops",
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "a subclass that is not asked",
         "csrc/dispatch/subclasses.cpp",
-        "if (const auto result = if_foreign(args...)) return *result;",
+        "if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;",
         "",
         "tests/ops",
     ),
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "vmap over another dimension",
-        "csrc/reference/gated.cpp",
+        "csrc/reference/gated.h",
         "return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);",
         "return has_value(up) ? std::pair(gate, *up)\n"
         "                       : std::pair(gate.chunk(2, 1)[0], gate.chunk(2, 1)[1]);",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "halves joined although autograd follows them",
-        "csrc/dispatch/gated.cpp",
+        "csrc/dispatch/gated.h",
         "const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);",
         "const bool may_join = true;",
         "tests/autograd",
@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "a note that outlives its run",
         "csrc/autograd/handover.cpp",
-        "if (const auto node = node_.lock()) static_cast<Producer&>(*node).take(graph_task_);",
+        "if (const auto node = producer.lock()) static_cast<Producer&>(*node).take(graph_task);",
         "",
         "tests/handover tests/csrc",
     ),
@@ -194,8 +194,8 @@ MUTANTS = (
     Mutant(
         "a weight kept that nobody reads",
         "csrc/autograd/linear_node.cpp",
-        "if (input.requires_grad()) {\n    kept_[weight_index]",
-        "if (true) {\n    kept_[weight_index]",
+        "if (input.requires_grad()) {\n      kept_[weight_index]",
+        "if (true) {\n      kept_[weight_index]",
         "tests/memory tests/autograd",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = (
     # --- derivatives of derivatives, and graphs of the backward ---
     Mutant(
         "double backward cut at the pre-activation",
-        "csrc/autograd/double_backward.cpp",
+        "csrc/autograd/double_backward.h",
         "if (!linked || !at::GradMode::is_enabled()) return result;",
         "return result;",
         "tests/autograd",
@@ -244,15 +244,15 @@ MUTANTS = (
     Mutant(
         "double backward cut below a part of a chain",
         "csrc/autograd/mlp_node.cpp",
-        "if (!has_gradient || !node_ || !at::GradMode::is_enabled()) return input;",
+        "if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;",
         "return input;",
         "tests/autograd",
     ),
     Mutant(
         "padding for dilation in compiled autograd",
         "csrc/autograd/conv_node.cpp",
-        "{{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]},",
-        "{{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]},",
+        "{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}",
+        "{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]}",
         "tests/autograd tests/integration tests/graph",
     ),
     # --- plans ---

@@ -1,7 +1,7 @@
 #include "cuda/hopper/hopper.h"
 
 #include "cuda/hopper/product.h"
-#include "cuda/kernels/activation.h"
+#include "cuda/kernels/passes.h"
 
 namespace fused::cuda::hopper {
 
@@ -53,24 +53,15 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
   if (!order || kernel == nullptr) return false;
   const bool forward = gemm::is_forward(p.pass);
   auto* partials = !forward && p.bias ? static_cast<float*>(workspace) : nullptr;
-  const Product product{static_cast<int>(g.m),
-                        static_cast<int>(g.n),
-                        static_cast<int>(g.k),
-                        operands.a,
-                        operands.b,
-                        operands.d,
-                        g.lda,
-                        g.ldb,
-                        g.ldd,
-                        operands.aux,
-                        g.ld_aux,
-                        forward ? operands.bias : nullptr,
-                        partials,
-                        *order,
-                        processors,
-                        stream,
-                        operands.gating,
-                        operands.up};
+  Product product{};
+  product.m = static_cast<int>(g.m), product.n = static_cast<int>(g.n);
+  product.k = static_cast<int>(g.k);
+  product.a = operands.a, product.b = operands.b, product.d = operands.d;
+  product.lda = g.lda, product.ldb = g.ldb, product.ldd = g.ldd;
+  product.aux = operands.aux, product.ld_aux = g.ld_aux;
+  product.bias = forward ? operands.bias : nullptr, product.partials = partials;
+  product.order = *order, product.processors = processors, product.stream = stream;
+  product.gating = operands.gating, product.up = operands.up;
   if (kernel(product) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return false;

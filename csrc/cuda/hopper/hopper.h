@@ -3,7 +3,6 @@
 // Our own products for Hopper GPUs, activation or its derivative and column sums in their epilogue.
 // Built where TORCH_FUSED_LINEAR_HOPPER says so; elsewhere absent.cpp takes their place.
 
-#include "gemm/algorithm.h"
 #include "gemm/pass_problem.h"
 
 #include <cuda_runtime_api.h>

@@ -1,8 +1,8 @@
 // act'(saved) · grad and its column sums in one pass over memory. Eager needs three passes for the
 // same; cuBLASLt's own fused backward is slower still on Hopper.
 
-#include "cuda/kernels/activation.h"
 #include "cuda/kernels/activation_math.cuh"
+#include "cuda/kernels/passes.h"
 #include "cuda/kernels/reduce.cuh"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // y = act(z): for GELU with erf, which no epilogue computes, and wherever an epilogue would round
 // or run worse than a product with bias followed by this.
 
-#include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/passes.h"
 
 namespace fused::cuda::kernels {
 namespace {

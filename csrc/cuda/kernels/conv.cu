@@ -1,7 +1,7 @@
 // Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass over
 // memory each. Eager needs two passes for either.
 
-#include "cuda/kernels/conv.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/kernels/reduce.cuh"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // ReLU's bit mask of its output, in one pass over memory: for what low memory keeps, and where
 // cuBLASLt's backward is to read a mask and the output was kept.
 
-#include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/passes.h"
 
 namespace fused::cuda::kernels {
 namespace {

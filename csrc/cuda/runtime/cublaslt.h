@@ -2,7 +2,6 @@
 
 // cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
 
-#include "gemm/algorithm.h"
 #include "gemm/problem.h"
 
 #include <cublasLt.h>

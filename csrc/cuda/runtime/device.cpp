@@ -2,8 +2,8 @@
 
 #include "core/torch_internals.h"
 #include "cuda/hopper/hopper.h"
-#include "cuda/kernels/activation.h"
 #include "cuda/kernels/check.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/cublaslt.h"
 
@@ -81,6 +81,16 @@ Device& device_of(int index) {
   return device;
 }
 
+[[maybe_unused]] const bool is_set_up = [] {
+  // The kernels' library knows nothing of torch, whose errors these are.
+  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
+  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
+    if (c10::cuda::device_count() == 0) return std::nullopt;
+    return machine_of(device < 0 ? c10::cuda::current_device() : device);
+  });
+  return true;
+}();
+
 }  // namespace
 
 std::optional<gemm::Type> gemm_type(c10::ScalarType type) {
@@ -151,19 +161,5 @@ at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, std::optional<c1
 const plans::Machine& machine_of(int device) { return device_of(device).machine; }
 
 std::mutex& measuring(int device) { return device_of(device).measuring; }
-
-namespace {
-
-[[maybe_unused]] const bool is_set_up = [] {
-  // The kernels' library knows nothing of torch, whose errors these are.
-  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
-  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
-    if (c10::cuda::device_count() == 0) return std::nullopt;
-    return machine_of(device < 0 ? c10::cuda::current_device() : device);
-  });
-  return true;
-}();
-
-}  // namespace
 
 }  // namespace fused::cuda

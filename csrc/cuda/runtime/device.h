@@ -2,6 +2,7 @@
 
 // What the passes need of the process and the device: handles, settings, scratch memory.
 
+#include "core/shapes.h"
 #include "gemm/choice.h"
 #include "plans/registry.h"
 
@@ -51,9 +52,7 @@ at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<at::MemoryFormat> format = {});
 
 // Allocates results (core/shapes.h).
-struct Allocator {
-  using Int = int64_t;
-  static at::IntArrayRef sizes(const at::Tensor& tensor) { return tensor.sizes(); }
+struct Allocator : ConcreteAllocator {
   static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                           std::optional<c10::ScalarType> dtype = {}) {
     return cuda::empty(sizes, like, dtype);

@@ -3,16 +3,33 @@
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
-#include "cuda/kernels/activation.h"
-#include "cuda/runtime/as_tensor.h"
+#include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
-#include "cuda/runtime/gated_steps.h"
 
 #include <ATen/Functions.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/from_blob.h>
 
 namespace fused::cuda {
 namespace {
+
+// A pass's matrices as what ATen's functions work on. The tensors own nothing.
+// The device is given, or it would be asked for.
+Tensor as_tensor(const PassCall& call, void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                 std::optional<gemm::Type> type = {}) {
+  const auto& matmul = call.problem.matmul;
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(matmul.device));
+  return at::for_blob(data, sizes)
+      .strides(strides)
+      .target_device(device)
+      .options(at::TensorOptions().dtype(scalar_type(type.value_or(matmul.type))).device(device))
+      .make_tensor();
+}
+
+Tensor as_tensor(const Matrix& m, const PassCall& call, std::optional<gemm::Type> type = {}) {
+  return as_tensor(call, m.data, {m.rows, m.cols},
+                   {m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1}, type);
+}
 
 // Along the features: of a weight gradient, [features, in], they are the rows.
 Tensor bias_tensor(const PassCall& call) {
@@ -94,6 +111,80 @@ bool run_layers(const PassCall& call, cudaStream_t stream) {
   });
 }
 
+// ---- gated layers ------------------------------------------------------------------------------
+
+// Of the result's size, with rows of unit stride.
+Tensor values_of(const PassCall& call, const void* data, int64_t ld) {
+  return as_tensor(call, const_cast<void*>(data), {call.result.rows, call.result.cols}, {ld, 1});
+}
+
+// What both of our kernels read.
+void describe(kernels::Gating& args, const PassCall& call, const void* up, int64_t ld_up) {
+  args.activation = call.problem.activation;
+  args.type = call.problem.matmul.type;
+  args.rows = call.result.rows, args.cols = call.result.cols;
+  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
+  args.up = up, args.ld_up = ld_up;
+}
+
+// Pre-activations that nobody keeps have to be somewhere between two steps: how much they take, or
+// 0 where none are needed, and the call with them.
+int64_t missing_preactivations(const PassCall& call, const Strategy& strategy) {
+  const bool missing = call.problem.pass == Pass::glu && call.aux.data == nullptr &&
+                       gemm::has_step(strategy, Step::matmul_up);
+  return missing ? 2 * call.result.rows * call.result.cols * size_of(call.problem.matmul.type) : 0;
+}
+
+PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes) {
+  PassCall own = call;
+  own.aux = {call.result.rows, call.result.cols, call.result.cols, false, memory};
+  own.up.preactivation = static_cast<char*>(memory) + bytes / 2;
+  return own;
+}
+
+// h of the pre-activations, in call.aux and call.up.
+void own_glu(const PassCall& call) {
+  kernels::Gating args;
+  describe(args, call, call.up.preactivation, call.aux.ld);
+  args.hidden = call.result.data;
+  explain::append("own gating kernel");
+  kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
+}
+
+void aten_glu(const PassCall& call) {
+  explain::append("ATen gating");
+  auto hidden = as_tensor(call.result, call);
+  const auto gate = as_tensor(call.aux, call);
+  at::mul_out(hidden, activate(gate, call.problem.activation),
+              values_of(call, call.up.preactivation, call.aux.ld));
+}
+
+// The gradients of gate and up, and h again, in place of the gradient of h.
+void own_gating(const PassCall& call) {
+  kernels::GatingBackward args;
+  describe(args, call, call.gating.up, call.gating.ld_up);
+  args.grad = call.result.data, args.ld_grad = call.result.ld;
+  args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
+  args.ld_result = call.result.ld;
+  args.hidden = call.gating.hidden;
+  gating_pass(args);
+}
+
+void aten_gating(const PassCall& call) {
+  explain::append("ATen gating gradient");
+  auto grad = as_tensor(call.result, call);
+  auto grad_up = values_of(call, call.gating.grad_up, call.result.ld);
+  const auto gate = as_tensor(call.aux, call);
+  const auto up = values_of(call, call.gating.up, call.gating.ld_up);
+  const auto activated = activate(gate, call.problem.activation);
+  if (call.gating.hidden != nullptr) {
+    auto hidden = values_of(call, call.gating.hidden, call.result.cols);
+    at::mul_out(hidden, activated, up);
+  }
+  at::mul_out(grad_up, grad, activated);
+  activation_gradient_out(grad, grad * up, gate, call.problem.activation);
+}
+
 }  // namespace
 
 kernels::SmallProduct small_product(const PassCall& call) {
@@ -130,6 +221,13 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   explain::append(activation == Activation::none ? "own column sum" : "own one-pass kernel");
   const Workspace scratch(kernels::scratch_bytes(args));
   kernels::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+}
+
+void gating_pass(kernels::GatingBackward args) {
+  args.processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  explain::append("own one-pass gating kernel");
+  const Workspace scratch(kernels::scratch_bytes(args));
+  kernels::gating_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
 }
 
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,

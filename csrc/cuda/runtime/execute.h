@@ -2,6 +2,7 @@
 
 // A pass done by a plan: the matrix product and the steps around it.
 
+#include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"
@@ -23,5 +24,8 @@ kernels::SmallProduct small_product(const PassCall& call);
 // dz, contiguous rows, may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
               gemm::Type type, void* dz, void* sums);
+
+// The gradients of a gated layer's pass; results may take the gradient's place.
+void gating_pass(kernels::GatingBackward args);
 
 }  // namespace fused::cuda

@@ -2,12 +2,13 @@
 
 // From tensors to the call of a pass.
 
-#include "fused_linear.h"
+#include "core/check.h"
+#include "core/policy.h"
+#include "cuda/runtime/device.h"
 #include "gemm/pass_call.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
-
-#include <vector>
 
 namespace fused::cuda {
 
@@ -19,21 +20,101 @@ struct Operand {
   Matrix matrix;
   Tensor copy;  // keeps it alive where they did not
 };
-Operand rows_of(const Tensor& tensor);     // [*, cols] -> [rows, cols]
-Operand plain_rows(const Tensor& tensor);  // the same of unit stride, as our own kernels read them
-void* data_of(const Tensor& tensor);     // nullptr of an undefined one; copy-on-write stays shared
-Matrix matrix_of(const Tensor& result);  // contiguous [*, cols] as [rows, cols]
+
+// nullptr of an undefined one; copy-on-write stays shared.
+inline void* data_of(const Tensor& tensor) {
+  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
+
+// [*, cols] -> [rows, cols]
+inline Operand rows_of(const Tensor& tensor) {
+  const auto dim = tensor.dim();
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const int64_t cols = sizes[dim - 1], across = strides[dim - 1];
+  int64_t rows = 1, down = 0;
+  bool regular = true;  // whether one stride leads from each row to the next
+  for (int64_t d = dim - 2; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (rows == 1) {
+      down = strides[d];
+    } else {
+      regular = regular && strides[d] == down * rows;
+    }
+    rows *= sizes[d];
+  }
+  auto* data = data_of(tensor);
+  if (regular && (across == 1 || cols == 1) && (down >= cols || rows == 1)) {
+    return {{rows, cols, std::max(rows == 1 ? cols : down, int64_t{1}), false, data}, {}};
+  }
+  if (regular && (down == 1 || rows == 1) && (across >= rows || cols == 1)) {
+    return {{rows, cols, std::max(cols == 1 ? rows : across, int64_t{1}), true, data}, {}};
+  }
+  auto copy = tensor.contiguous();
+  return {{rows, cols, cols, false, copy.data_ptr()}, copy};
+}
+
+// The same of unit stride, as our own kernels read them.
+inline Operand plain_rows(const Tensor& tensor) {
+  auto operand = rows_of(tensor);
+  if (!operand.matrix.transposed) return operand;
+  auto copy = tensor.contiguous();
+  operand = rows_of(copy);
+  operand.copy = std::move(copy);
+  return operand;
+}
 
 // Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
 // some that read two elements at a time. Undefined where there is none.
-Tensor bias_for_epilogue(const std::optional<Tensor>& bias);
+inline Tensor bias_for_epilogue(const OptionalTensor& bias) {
+  if (!bias || !bias->defined()) return {};
+  auto dense = bias->contiguous();
+  return gemm::is_aligned(dense.const_data_ptr()) ? dense : dense.clone();
+}
 
-PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
-                   void* bias = nullptr, Activation activation = Activation::none,
-                   const Matrix& aux = {}, Keeps keeps = Keeps::nothing);
+// Contiguous [*, cols] as [rows, cols].
+inline Matrix matrix_of(const Tensor& result) {
+  const auto cols = result.size(-1);
+  return {cols == 0 ? 0 : result.numel() / cols, cols, std::max(cols, int64_t{1}), false,
+          result.data_ptr()};
+}
+
+inline PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, const Matrix& result,
+                          void* bias = nullptr, Activation activation = Activation::none,
+                          const Matrix& aux = {}, Keeps keeps = Keeps::nothing) {
+  PassCall call{{}, left, right, result, aux, bias};
+  call.problem.pass = pass;
+  call.problem.activation = activation;
+  call.problem.keeps = keeps;
+  call.problem.library_only = policy() == Policy::cublaslt;
+  return call;
+}
 
 // Completes the call: the matrices and the bias are set, and `problem` holds the pass, the
 // activation, what is kept, and whether the product is added and in fp32.
-void complete(PassCall& call, gemm::Type type, int device);
+inline void complete(PassCall& call, gemm::Type type, int device) {
+  const bool has_aux = call.aux.data != nullptr;
+  // A mask's leading dimension counts bits. A single row has no stride to speak of.
+  // Whoever makes an aux buffer for the library pads it; a tensor of one row that was saved in some
+  // other way has nothing behind its end.
+  const auto keeps = call.problem.keeps;
+  const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
+  const int64_t ld_aux = !has_aux                       ? 0
+                         : keeps != Keeps::values       ? call.aux.ld * 8
+                         : call.aux.rows == 1 && padded ? padded_features(call.aux.cols)
+                                                        : call.aux.ld;
+  auto& matmul = call.problem.matmul;
+  const bool adds = matmul.adds, to_f32 = matmul.to_f32;
+  matmul = gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
+                                nullptr, nullptr, 0, gemm_settings(device, type));
+  matmul.adds = adds;
+  matmul.to_f32 = to_f32;
+  if (call.bias != nullptr) matmul.aligned_bias = gemm::is_aligned(call.bias);
+  if (has_aux) {
+    matmul.aligned_aux = gemm::is_aligned(call.aux.data);
+    matmul.ld_aux = ld_aux;
+  }
+  call.problem.bias = call.bias != nullptr;
+  call.problem.deterministic = at::globalContext().deterministicAlgorithms();
+}
 
 }  // namespace fused::cuda

@@ -8,8 +8,10 @@
 #include "gemm/strategy.h"
 #include "plans/registry.h"
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 
 namespace fused::cuda {
 
@@ -26,10 +28,44 @@ struct Plan {
   plans::CallsLeft calls_left;  // until it is made anew
 };
 
+struct ThreadPlans {
+  uint64_t generation = 0;
+  std::unordered_map<PassProblem, std::unique_ptr<Plan>, gemm::PassProblemHash> plans;
+};
+
+inline auto& thread_plans() {
+  thread_local ThreadPlans mine;
+  const auto now = plans::generation();
+  if (mine.generation != now) {
+    mine.plans.clear();
+    mine.generation = now;
+  }
+  return mine.plans;
+}
+
 // This thread's plan for a call, of those that are left; nullptr where there is none.
-Plan* take_plan(const PassProblem& problem);
+inline Plan* take_plan(const PassProblem& problem) {
+  auto& known = thread_plans();
+  const auto it = known.find(problem);
+  if (it == known.end()) return nullptr;
+  auto* plan = it->second.get();
+  if (plan->calls_left && plan->calls_left->fetch_sub(1) <= 0) {
+    known.erase(it);
+    return nullptr;
+  }
+  return plan;
+}
+
 // Nothing is remembered, and nullptr given, where another generation of plans has begun since
 // (plans::generation).
-Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation);
+inline Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation) {
+  constexpr size_t plans_kept = 8192;
+  auto& known = thread_plans();
+  if (generation != plans::generation()) return nullptr;
+  if (known.size() >= plans_kept) known.clear();
+  auto& slot = known[problem];
+  slot = std::make_unique<Plan>(std::move(plan));
+  return slot.get();
+}
 
 }  // namespace fused::cuda

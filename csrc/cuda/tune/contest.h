@@ -5,8 +5,12 @@
 #include "plans/select.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/Sleep.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -33,13 +37,42 @@ class Stopwatch {
   static constexpr double launch_bound = 20;
 
   // `run` launches a way, and says whether it runs.
-  Stopwatch(size_t ways, std::function<bool(size_t way)> run);
+  Stopwatch(size_t ways, std::function<bool(size_t way)> run) : run_(std::move(run)), best_(ways) {}
 
   // The first time loads a way's kernels.
-  bool once(size_t way);
+  bool once(size_t way) {
+    try {
+      return run_(way);
+    } catch (const c10::Error&) {  // too little memory for ATen's own workspace
+      return false;
+    }
+  }
 
   // What a call of each of these costs, in microseconds; infinity where it fails.
-  std::vector<double> round(const std::vector<size_t>& ways);
+  std::vector<double> round(const std::vector<size_t>& ways) {
+    constexpr int64_t sleep_cycles = 20000;  // some 12 us, as long as launching takes at most
+    std::vector<Lap> laps(ways.size());
+    for (size_t n = 0; n < ways.size(); ++n) {
+      auto& lap = laps[n];
+      // While the device sleeps, the launches queue up: its time is its own, not the CPU's.
+      at::cuda::sleep(repeats_ * sleep_cycles);
+      lap.begin.record(stream_);
+      const Clock clock;
+      for (int r = 0; r < repeats_; ++r) lap.ran = lap.ran && once(ways[n]);
+      lap.host = clock() / repeats_;
+      lap.end.record(stream_);
+    }
+    C10_CUDA_CHECK(cudaStreamSynchronize(stream_));
+    std::vector<double> costs;
+    for (size_t n = 0; n < ways.size(); ++n) {
+      const auto& lap = laps[n];
+      const double device = lap.begin.elapsed_time(lap.end) * 1e3 / repeats_;
+      auto& best = best_[ways[n]];
+      best = {std::min(best.device, device), std::min(best.host, lap.host)};
+      costs.push_back(!lap.ran ? failed : device + (device < launch_bound ? lap.host / 2 : 0));
+    }
+    return costs;
+  }
 
   // The best lap of a way.
   struct Times {
@@ -48,10 +81,17 @@ class Stopwatch {
   Times best(size_t way) const { return best_[way]; }
 
   // Short work is repeated until the events' resolution does not matter.
-  void set_repeats(double microseconds);
+  void set_repeats(double microseconds) {
+    constexpr double enough = 100;
+    repeats_ = static_cast<int>(std::clamp(std::ceil(enough / microseconds), 1.0, 10.0));
+  }
 
  private:
-  struct Lap;
+  struct Lap {
+    at::cuda::CUDAEvent begin{cudaEventDefault}, end{cudaEventDefault};
+    double host = 0;
+    bool ran = true;
+  };
 
   std::function<bool(size_t)> run_;
   c10::cuda::CUDAStream stream_ = at::cuda::getCurrentCUDAStream();
@@ -62,8 +102,21 @@ class Stopwatch {
 // plans::choose by those times. It ends with the budget, counted from the clock's beginning, or
 // after as long as so many calls of the incumbent take if that is less, so that measuring is worth
 // its time sooner.
-std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
-                                     const Clock& clock, double budget_us, double calls,
-                                     const plans::Judge& judge);
+inline std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
+                                            const Clock& clock, double budget_us, double calls,
+                                            const plans::Judge& judge) {
+  plans::TuningRules rules;
+  if (field.incumbent < field.eligible.size()) {
+    constexpr double least = 5e3;
+    const double once = stopwatch.round({field.incumbent}).front();
+    if (std::isfinite(once)) {
+      stopwatch.set_repeats(once);
+      rules.budget_us = clock() + std::max(least, calls * once);
+    }
+  }
+  rules.budget_us = std::min(rules.budget_us, budget_us);
+  const auto round = [&](const std::vector<size_t>& running) { return stopwatch.round(running); };
+  return plans::choose(field, round, clock, judge, rules);
+}
 
 }  // namespace fused::cuda::tune

@@ -1,15 +1,7 @@
-// From a call to a plan: what has been measured, or else the rule.
-
 #include "cuda/tune/decide.h"
 
-#include "cuda/runtime/device.h"
-#include "cuda/tune/algorithms.h"
 #include "cuda/tune/measure.h"
-#include "cuda/tune/trial.h"
-#include "gemm/choice.h"
-#include "plans/registry.h"
 
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
 
 #include <string>
@@ -63,6 +55,13 @@ std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
     plan->remark = not_taken(call.problem, rule, decision.reason);
   }
   return plan;
+}
+
+// The last resort, and why for explain.
+std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
+  const auto& fallback = gemm::fallback_of(problem.pass);
+  if (gemm::objection(problem, fallback, available(problem))) return std::nullopt;
+  return Plan{&fallback, not_taken(problem, rule_of(problem), why), {}, {}, {}, {}};
 }
 
 // ---- outside a capture -------------------------------------------------------------------------
@@ -236,18 +235,15 @@ std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem&
   return fallback_plan(call.problem, "unknown while capturing");
 }
 
-}  // namespace
+// ---- either way --------------------------------------------------------------------------------
 
+// While a stream captures nothing may be searched for.
 bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
-  const auto& fallback = gemm::fallback_of(problem.pass);
-  if (gemm::objection(problem, fallback, available(problem))) return std::nullopt;
-  return Plan{&fallback, not_taken(problem, rule_of(problem), why), {}, {}, {}, {}};
-}
-
+// Makes and remembers this thread's plan, or makes one for this call alone; nullptr where there is
+// no way.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
   const auto& machine = machine_of(call.problem.matmul.device);
   plans::adopt(machine);
@@ -263,6 +259,42 @@ Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
     }
   }
   return for_this_call ? &*for_this_call : nullptr;
+}
+
+// This thread's plan, or one for this call only.
+Plan* plan_of(const PassCall& call, std::optional<Plan>& for_this_call) {
+  if (auto* known = take_plan(call.problem)) return known;
+  if (!is_capturing()) {
+    const explain::Quiet nothing_shown;
+    if (call.layers != nullptr) {
+      for (const auto& layer : *call.layers)
+        run(layer);  // by their plans, with which it is compared
+    }
+  }
+  return make_plan(call, for_this_call);
+}
+
+}  // namespace
+
+bool is_small(const PassCall& call) {
+  std::optional<Plan> for_this_call;
+  const auto* plan = plan_of(call, for_this_call);
+  return plan != nullptr && gemm::has_step(*plan->strategy, Step::own_small);
+}
+
+bool run(const PassCall& call, kernels::SmallGradients* deferred) {
+  std::optional<Plan> for_this_call;
+  auto* plan = plan_of(call, for_this_call);
+  if (plan == nullptr) return false;
+  if (!plan->remark.empty()) explain::append(plan->remark.c_str());
+  const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
+  const Workspace workspace(plan->algorithm.workspace);
+  if (execute(call, *plan, workspace.data(), stream, deferred)) return true;
+  // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
+  TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
+                  call.problem.matmul, "); eager's way is taken");
+  for_this_call = fallback_plan(call.problem, "it failed");
+  return for_this_call && execute(call, *for_this_call, nullptr, stream);
 }
 
 }  // namespace fused::cuda::tune

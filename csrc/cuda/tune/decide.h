@@ -1,21 +1,18 @@
 #pragma once
 
-// From a call to a plan: what has been measured, or else the rule.
+// A pass of a layer on a GPU: planned, by what has been measured or else the rule, and run.
 
+#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
-#include "cuda/runtime/prepared_plan.h"
-
-#include <optional>
 
 namespace fused::cuda::tune {
 
-// Makes and remembers this thread's plan, or makes one for this call alone; nullptr where there is
-// no way. While a stream captures nothing may be searched for.
-Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call);
+// Runs the pass on the current stream of the current device. False only for a forward that writes
+// aux where neither the library nor ATen can, a mask or padded rows: its results hold nothing then.
+// What is left in `deferred` (see execute) the caller launches.
+bool run(const PassCall& call, kernels::SmallGradients* deferred = nullptr);
 
-bool is_capturing();
-
-// The last resort, and why for explain.
-std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why);
+// Whether the pass is planned to be a kernel's for small networks.
+bool is_small(const PassCall& call);
 
 }  // namespace fused::cuda::tune

@@ -3,19 +3,224 @@
 // Which strategy and algorithm is the fastest for a pass, on this very device: timed on the call's
 // own operands, and judged on synthetic ones.
 
-#include "cuda/runtime/gemm_call.h"
+#include "cuda/tune/contest.h"
 #include "cuda/tune/trial.h"
-#include "plans/decisions.h"
 
-#include <optional>
+#include <ATen/cuda/CUDAContext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <numeric>
+#include <sstream>
 
 namespace fused::cuda::tune {
+namespace {  // of decide.cpp alone
+
+using plans::Decision;
+
+constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
+// What loading the kernels of a contest may take of the budget.
+constexpr double share_at_first = 0.5, share_around = 0.25;
+
+struct Candidate {
+  Plan plan;
+  Decision decision;
+};
+
+Candidate candidate(const PassCall& call, const Strategy& strategy, const Algorithm& algorithm) {
+  Decision decision{Decision::Origin::measured, &strategy, algorithm, 0, 0};
+  Plan plan{&strategy, {}, {}, {}, algorithm, {}};
+  if (strategy.provider == Provider::cublaslt) {
+    plan.matmul = gemm::matmul_of(call.problem, strategy);
+    plan.descriptors.emplace(plan.matmul);
+  }
+  return {std::move(plan), decision};
+}
+
+// Everything worth trying, eager's way among it. The user who asked for the library's own epilogues
+// gets no other strategy, and eager's for comparison.
+std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_rule) {
+  std::vector<Candidate> result;
+  for (const auto& strategy : gemm::strategies) {
+    if (gemm::objection(call.problem, strategy, available(call.problem))) continue;
+    const bool of_library = strategy.provider == Provider::cublaslt;
+    if (of_library && call.problem.library_only && by_rule != nullptr && &strategy != by_rule)
+      continue;
+    for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
+      result.push_back(candidate(call, strategy, algorithm));
+    }
+  }
+  return result;
+}
+
+// What the call's problem may be measured for, in microseconds.
+double budget_for(const PassCall& call) {
+  const auto& g = call.problem.matmul;
+  const double operations = 2.0 * static_cast<double>(g.m) * static_cast<double>(g.n) *
+                            static_cast<double>(std::max<int64_t>(g.k, 1));
+  return plans::budget() * 1e3 * plans::share_of_budget(operations);
+}
+
+// Other configurations of the algorithm that has won, and itself; nothing where there are none.
+std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
+  std::vector<Candidate> result;
+  if (winner.strategy->provider != Provider::cublaslt) return result;
+  // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
+  constexpr double load_us = 5e3;
+  const double room = share_around * budget_for(call) / (load_us + 4 * winner.microseconds);
+  for (const auto& algorithm :
+       algorithms_around(call, *winner.strategy, winner.algorithm, static_cast<size_t>(room))) {
+    result.push_back(candidate(call, *winner.strategy, algorithm));
+  }
+  if (!result.empty()) result.push_back(candidate(call, *winner.strategy, winner.algorithm));
+  return result;
+}
+
+// Eager's own way; where ATen has none (a bit mask), the number of candidates.
+size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
+  const auto& eager = gemm::eager_of(call.problem, available(call.problem));
+  const bool sound = eager.role == gemm::Role::eager || eager.role == gemm::Role::eager_fallback;
+  const auto it =
+      std::ranges::find(candidates, &eager, [](const Candidate& c) { return c.decision.strategy; });
+  return sound ? it - candidates.begin() : candidates.size();
+}
+
+size_t index_of(const std::vector<Candidate>& candidates, const Decision& decision,
+                size_t otherwise) {
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const auto& d = candidates[i].decision;
+    if (d.strategy == decision.strategy && d.algorithm == decision.algorithm) return i;
+  }
+  return otherwise;
+}
+
+void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwatch,
+               size_t winner) {
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const auto times = stopwatch.best(i);
+    std::ostringstream line;
+    line << "  " << candidates[i].decision.strategy->name << ": " << times.device << " us, CPU "
+         << times.host << " us" << (i == winner ? " (taken)" : "");
+    plans::log(line.str());
+  }
+}
+
+// The winner of a contest; nothing where there is too little memory, or nobody sound.
+std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
+                                const Decision& incumbent, Trial& trial, double calls, double share,
+                                const char* what) {
+  const Clock clock;
+  int64_t bytes = 1;
+  for (const auto& c : candidates) bytes = std::max(bytes, c.plan.algorithm.workspace);
+  const DriverMemory workspace(bytes);
+  if (workspace.data() == nullptr) return std::nullopt;
+  const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
+  // On the call's own operands, into its own results, which the call itself writes afterwards.
+  Stopwatch stopwatch(candidates.size(), [&](size_t i) {
+    return execute(call, candidates[i].plan, workspace.data(), stream);
+  });
+
+  const size_t yardstick = yardstick_of(call, candidates);
+  plans::Candidates field{{}, index_of(candidates, incumbent, yardstick), yardstick};
+  // Those that must be timed come first, in case that loading all kernels takes too long.
+  std::vector<size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_partition(order,
+                                [&](size_t i) { return i == field.incumbent || i == yardstick; });
+  field.eligible.resize(candidates.size());
+  for (const size_t i : order) {
+    const bool needed = i == field.incumbent || i == yardstick;
+    const bool wanted =
+        !call.problem.library_only || candidates[i].decision.strategy == incumbent.strategy;
+    const bool in_time = clock() < share * budget_for(call);
+    field.eligible[i] = (wanted && (needed || in_time) && stopwatch.once(i));
+  }
+  const auto choice = fastest(field, stopwatch, clock, budget_for(call), calls,
+                              [&](size_t i) { return trial.judge(candidates[i].decision); });
+  if (!choice) return std::nullopt;
+
+  auto decision = candidates[choice->winner].decision;
+  decision.microseconds = static_cast<float>(stopwatch.best(choice->winner).device);
+  const double eager =
+      yardstick < candidates.size() ? stopwatch.best(yardstick).device : Stopwatch::failed;
+  if (std::isfinite(eager)) decision.eager_microseconds = static_cast<float>(eager);
+  if (plans::verbosity() > 1) log_times(candidates, stopwatch, choice->winner);
+  std::ostringstream line;
+  line << what << std::ranges::count(field.eligible, true) << " of " << candidates.size()
+       << " candidates run, " << choice->rounds << " rounds, " << static_cast<int>(clock() / 1e3)
+       << " ms, best " << decision.microseconds << " us";
+  plans::log(line.str());
+  return decision;
+}
+
+// The call on fewer tokens, where a run of all would take longer than several milliseconds: which
+// way is the fastest does not change any more.
+PassCall shortened(const PassCall& call) {
+  const auto& matmul = call.problem.matmul;
+  const double operations = size_of(matmul.type) == 2 ? 2e12 : 2e11;
+  const double per_token =
+      2.0 * static_cast<double>(call.result.cols) *
+      static_cast<double>(call.problem.pass == Pass::wgrad ? call.result.rows : call.left.cols);
+  const auto most = std::max<int64_t>(256, static_cast<int64_t>(operations / per_token));
+  PassCall own = call;
+  if (gemm::tokens_of(call.problem) <= most) return own;
+  if (call.problem.pass == Pass::wgrad) {
+    own.left.cols = own.right.rows = own.problem.matmul.k = most;
+  } else {
+    own.left.rows = own.result.rows = own.problem.matmul.n = most;
+    if (own.aux.data != nullptr) own.aux.rows = most;
+  }
+  return own;
+}
 
 // The winner, remembered under `bucket`; nothing where it could not be found out now (too little
 // memory), and the step then goes on by rule. The call's results are written over; for the rest
 // nothing but time passes for the caller: random numbers, the allocator's statistics and the order
 // of the stream are as if it had not been called.
-std::optional<plans::Decision> measure(const PassCall& call, const PassProblem& bucket,
-                                       const std::optional<plans::Decision>& by_rule, Trial& trial);
+std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket,
+                                const std::optional<Decision>& by_rule, Trial& trial) {
+  const std::lock_guard lock(measuring(whole.problem.matmul.device));
+  if (const auto known = plans::measured(bucket)) return known;  // by another thread
+  const explain::Quiet nothing_shown;
 
+  auto call = shortened(whole);
+  // What is there must not be added to by every run.
+  std::optional<DriverMemory> result;
+  if (call.problem.matmul.adds) {
+    result.emplace(call.result.rows * call.result.ld *
+                   size_of(gemm::result_type(call.problem.matmul)));
+    call.result.data = result->data();
+    if (result->data() == nullptr) return std::nullopt;
+  }
+  auto candidates = candidates_for(call, by_rule ? by_rule->strategy : nullptr);
+  if (candidates.empty()) return std::nullopt;
+  const size_t yardstick = yardstick_of(call, candidates);
+  const auto incumbent =
+      by_rule ? *by_rule : candidates[std::min(yardstick, candidates.size() - 1)].decision;
+  constexpr double calls = 24, calls_around = 8;
+  auto decision = contest(call, candidates, incumbent, trial, calls, share_at_first, "");
+  if (!decision || trial.lacked_memory()) {
+    plans::log("not measured, by rule: " + plans::summary(bucket, incumbent));
+    return std::nullopt;
+  }
+  // Beyond what the heuristic offers, around what has won; not worth it where launching is what
+  // takes the time.
+  if (decision->microseconds > Stopwatch::launch_bound) {
+    auto around = candidates_around(call, *decision);
+    if (!around.empty()) {
+      const auto eager = decision->eager_microseconds;
+      if (const auto better = contest(call, around, *decision, trial, calls_around, share_around,
+                                      "further configurations: ")) {
+        decision = better;
+      }
+      decision->eager_microseconds = eager;
+    }
+  }
+  plans::log(plans::summary(bucket, *decision));
+  plans::passes().change(bucket, [&](plans::KnownPass& known) { known.decide(*decision); });
+  return decision;
+}
+
+}  // namespace
 }  // namespace fused::cuda::tune

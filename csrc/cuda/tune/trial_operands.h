@@ -2,16 +2,103 @@
 
 // The synthetic operands of a trial, in memory of its own.
 
+#include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/tune/accuracy.h"
 
-#include <c10/cuda/CUDAStream.h>
+#include <ATen/cuda/CUDAContext.h>
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <optional>
 #include <vector>
 
 namespace fused::cuda::tune {
+namespace {  // of the trial alone
+
+using plans::TrialErrors;
+
+int64_t stored_rows(const Matrix& m) { return m.transposed ? m.cols : m.rows; }
+int64_t stored_cols(const Matrix& m) { return m.transposed ? m.rows : m.cols; }
+
+// As many rows of the result as take a fraction of a millisecond, on a GPU of today.
+int64_t rows_enough(const PassCall& call) {
+  const double operations = size_of(call.problem.matmul.type) == 2 ? 1e11 : 1e10;
+  const double per_row = 2.0 * static_cast<double>(call.result.cols) *
+                         static_cast<double>(std::max<int64_t>(call.left.cols, 1));
+  return std::max<int64_t>(256, std::bit_floor(static_cast<uint64_t>(operations / per_row) + 1));
+}
+
+struct Count {
+  int64_t tokens;
+  bool needed;
+};
+
+// The token counts at the ends of the problem's bucket that its strides hold.
+std::vector<Count> bucket_ends(const PassCall& call) {
+  const bool inner = call.problem.pass == Pass::wgrad;
+  const auto tokens = gemm::tokens_of(call.problem);
+  auto high = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(tokens)));
+  const auto hold = [&high, tokens](const Matrix& m, bool along) {
+    if (along && m.data != nullptr) high = std::min(high, std::max(m.ld, tokens));
+  };
+  hold(call.left, call.left.transposed != inner);
+  if (inner) hold(call.right, call.right.transposed);
+  const int64_t low = std::min(high, high / 2 + 1);
+  if (low == high) return {{high, true}};
+  const int64_t usual = high / 2 + std::clamp<int64_t>(high / 8, 1, 64);
+  if (!inner || usual == low) return {{low, true}, {high, true}};
+  return {{low, false}, {usual, true}, {high, true}};
+}
+
+// A stride that the matrix's alignment is kept by, though fewer of its columns are used.
+void shorten(Matrix& matrix) {
+  constexpr int64_t unit = 256;
+  const int64_t needed = (stored_cols(matrix) + unit - 1) / unit * unit + matrix.ld % unit;
+  matrix.ld = std::min(matrix.ld, needed);
+}
+
+PassCall resized(const PassCall& call, int64_t tokens, int64_t most_rows) {
+  PassCall own = call;
+  auto& matmul = own.problem.matmul;
+  if (call.problem.pass == Pass::wgrad) {
+    own.left.cols = own.right.rows = matmul.k = tokens;
+    matmul.n = std::min(call.result.rows, most_rows);
+  } else {
+    matmul.n = std::min(tokens, most_rows);
+  }
+  own.left.rows = own.result.rows = matmul.n;
+  if (own.aux.data != nullptr) own.aux.rows = matmul.n;
+  shorten(own.left);
+  matmul.ldb = own.left.ld;
+  return own;
+}
+
+// Of a sum whose products are exact, as a part of the sum of their magnitudes; generously.
+double sign_error(const gemm::Problem& matmul) {
+  if (matmul.type == gemm::Type::f64) return 0x1p-46;
+  return matmul.math == gemm::Math::tf32 ? 0x1p-8 : 0x1p-17;
+}
+
+// Of the random numbers of a seed.
+uint64_t first_of(int64_t seed) { return (static_cast<uint64_t>(seed) + 1) << 40; }
+
+int64_t bytes_of(const Matrix& m, int64_t element) { return stored_rows(m) * m.ld * element; }
+int64_t bytes_of_result(const PassCall& call) {
+  return bytes_of(call.result, size_of(gemm::result_type(call.problem.matmul)));
+}
+
+// Bytes of aux for rows of the result, and of its elements.
+int64_t aux_bytes(const PassCall& call) {
+  if (call.aux.data == nullptr) return 0;
+  const auto& p = call.problem;
+  const int64_t element = size_of(p.matmul.type);
+  const int64_t row = p.keeps == Keeps::values ? std::max(call.aux.ld, p.matmul.ld_aux) * element
+                                               : std::max(call.aux.ld, p.matmul.ld_aux / 8);
+  return call.aux.rows * row;
+}
 
 // A pass at both ends of its bucket of token counts; of a sum over tokens the lower one is tried as
 // an odd number, which split sums do not take, and as a usual one. Rows of the result beyond what a
@@ -28,7 +115,36 @@ class TrialOperands {
     bool needed;     // whether who cannot be launched there is out
   };
 
-  explicit TrialOperands(const PassCall& call);
+  explicit TrialOperands(const PassCall& call) : stream_(at::cuda::getCurrentCUDAStream()) {
+    const auto ends_of_bucket = bucket_ends(call);
+    const auto enough = rows_enough(call);
+    const auto largest = resized(call, ends_of_bucket.back().tokens, enough);
+    const auto take_common = [&](Arena& arena) {
+      exact_ = static_cast<Exact*>(
+          arena.take(most_ends * most_seeds * most_samples * int64_t{sizeof(Exact)}));
+      errors_ = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
+      const auto of_library = largest.problem.matmul.workspace_limit;
+      workspace_ = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
+    };
+    Arena counted;
+    take_common(counted);
+    place(largest, true, counted);
+    memory_.emplace(counted.bytes);
+    if (memory_->data() == nullptr) instead_.emplace(counted.bytes);
+    char* const memory = instead_ ? static_cast<char*>(instead_->data()) : memory_->data();
+    Arena common{memory};
+    take_common(common);
+    int64_t elements = 0;
+    for (const auto& [tokens, needed] : ends_of_bucket) {
+      const auto at_end = resized(call, tokens, enough);
+      const auto& matmul = at_end.problem.matmul;
+      if (!ends_.empty() && matmul == ends_.back().call.problem.matmul) break;
+      Arena arena = common;
+      ends_.push_back(place(at_end, needed, arena));
+      elements += std::min<int64_t>(at_end.result.rows * at_end.result.cols, most_samples);
+    }
+    seeds_ = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
+  }
 
   const std::vector<End>& ends() const { return ends_; }
   int64_t seeds() const { return seeds_; }  // so that enough elements are seen
@@ -42,19 +158,74 @@ class TrialOperands {
     bool positive = false;
   };
   // All but a bit mask.
-  static std::vector<Read> reads_of(const PassCall& call);
+  static std::vector<Read> reads_of(const PassCall& call) {
+    // Sums of a spread of about 1, where the activations curve.
+    const double weights = 3 / std::sqrt(static_cast<double>(std::max<int64_t>(call.left.cols, 1)));
+    const auto along = [&call](const void* data, int64_t rows, int64_t ld) {
+      return Matrix{rows, call.result.cols, ld, false, const_cast<void*>(data)};
+    };
+    const auto vector = [&](const void* data) { return along(data, 1, call.result.cols); };
+    std::vector<Read> all{{Operand::left, call.left, 1}, {Operand::right, call.right, weights}};
+    if (gemm::is_forward(call.problem.pass)) {
+      all.push_back({Operand::bias, vector(call.bias), 1});
+      all.push_back({Operand::up_weight, right_of_up(call), weights});
+      all.push_back({Operand::up_bias, vector(call.up.bias), 1});
+    } else {
+      const bool relu = call.problem.activation == Activation::relu;
+      if (call.problem.keeps == Keeps::values) all.push_back({Operand::saved, call.aux, 3, relu});
+      all.push_back({Operand::up, along(call.gating.up, call.result.rows, call.gating.ld_up), 3});
+    }
+    std::erase_if(all, [](const Read& read) { return read.matrix.data == nullptr; });
+    return all;
+  }
 
   // Operands of a seed, and NaN in the results.
-  void prepare(const End& end, int64_t seed) const;
-  void fill_again(const Read& read, int64_t seed) const;
+  void prepare(const End& end, int64_t seed) const {
+    const auto& call = end.call;
+    const int64_t element = size_of(call.problem.matmul.type);
+    const bool forward = gemm::is_forward(call.problem.pass);
+    for (const auto& read : reads_of(call)) fill_again(read, seed);
+    // NaN everywhere: what is not written is not taken for the work of the one before.
+    const auto spoil = [this](void* data, int64_t bytes) {
+      if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream_));
+    };
+    renew_result(call, seed);
+    if (forward) {
+      spoil(call.aux.data, aux_bytes(call));
+      spoil(call.up.preactivation, aux_bytes(call));
+      return;
+    }
+    spoil(call.bias, std::max(call.result.rows, call.result.cols) * element);
+    spoil(call.gating.grad_up, bytes_of(call.result, element));
+    spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
+    if (call.problem.keeps != Keeps::mask) return;
+    fill_bits(call.aux.data, aux_bytes(call), first_of(seed), stream_);
+    spread_bits(call.problem.matmul.type, call.aux, end.eager.aux, stream_);
+  }
+
+  void fill_again(const Read& read, int64_t seed) const {
+    const auto type = ends_.front().call.problem.matmul.type;
+    fill(type, read.matrix.data, bytes_of(read.matrix, 1), read.amplitude, read.positive,
+         first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream_);
+  }
+
   // NaN, or what the product is added to.
-  void renew_result(const PassCall& call, int64_t seed) const;
+  void renew_result(const PassCall& call, int64_t seed) const {
+    const auto bytes = bytes_of_result(call);
+    if (!call.problem.matmul.adds) {
+      C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream_));
+      return;
+    }
+    const auto type = gemm::result_type(call.problem.matmul);
+    fill(type, call.result.data, bytes / size_of(type), 1, /*positive=*/false,
+         first_of(seed) + (uint64_t{15} << 36), stream_);
+  }
 
   // Room for an end's exact results, for errors, and for algorithms.
   Exact* exact(size_t end, int64_t seed) const {
     return exact_ + (static_cast<int64_t>(end) * most_seeds + seed) * most_samples;
   }
-  plans::TrialErrors* errors() const { return errors_; }
+  TrialErrors* errors() const { return errors_; }
   void* workspace() const { return workspace_; }
 
  private:
@@ -64,24 +235,77 @@ class TrialOperands {
     int64_t bytes = 0;
 
     // No better aligned than at `offset` behind a multiple of 512.
-    void* take(int64_t size, int64_t offset = 0);
+    void* take(int64_t size, int64_t offset = 0) {
+      const auto begin = bytes + offset;
+      bytes += (size + offset + 511) / 512 * 512;
+      return memory + begin;
+    }
   };
 
   // Gives an end of the problem, of these sizes, its places.
-  End place(PassCall call, bool needed, Arena& arena);
+  End place(PassCall call, bool needed, Arena& arena) {
+    const auto& p = call.problem;
+    const auto& matmul = p.matmul;
+    const int64_t element = size_of(matmul.type), result_element = size_of(result_type(matmul));
+    // No better aligned than the user's.
+    const auto take = [&](int64_t bytes, bool is_aligned = true) {
+      return arena.take(bytes, is_aligned ? 16 : element);
+    };
+    const int64_t of_aux = aux_bytes(call), of_dense = bytes_of(call.result, element);
+    const int64_t of_bias = std::max(call.result.rows, call.result.cols) * element;
+    call.left.data = take(bytes_of(call.left, element), matmul.aligned_b);
+    call.right.data = take(bytes_of(call.right, element), matmul.aligned_a);
+    call.result.data = arena.take(bytes_of_result(call), matmul.aligned_d ? 16 : result_element);
+    if (call.bias != nullptr) call.bias = take(of_bias, matmul.aligned_bias);
+    void *dense = nullptr, *dense_of_up = nullptr;
+    if (call.aux.data != nullptr) {
+      call.aux.data = take(of_aux, matmul.aligned_aux);
+      dense = take(of_dense);
+    }
+    if (auto& up = call.up; up.weight != nullptr) {
+      up.weight = take(bytes_of(right_of_up(call), element), matmul.aligned_a);
+      if (up.bias != nullptr) up.bias = take(of_bias, matmul.aligned_bias);
+      if (up.preactivation != nullptr) {
+        up.preactivation = take(of_aux, matmul.aligned_aux);
+        dense_of_up = take(of_dense);
+      }
+    }
+    if (auto& gating = call.gating; gating.up != nullptr) {
+      const int64_t rows = call.result.rows * element;
+      gating = {take(rows * gating.ld_up), gating.ld_up, take(rows * call.result.ld),
+                take(rows * call.result.cols)};
+    }
+
+    PassCall eager = call;
+    auto& q = eager.problem;
+    q.library_only = false;
+    if (p.pass == Pass::fprop && p.keeps == Keeps::mask) {
+      eager.aux = {}, q.keeps = Keeps::nothing;
+    } else if (!gemm::wants_bits(p) && dense != nullptr &&  // ReLU's bits are made of its output
+               (p.keeps == Keeps::mask || gemm::is_forward(p.pass))) {
+      eager.aux = {call.aux.rows, call.result.cols, call.result.cols, false, dense};
+      eager.up.preactivation = dense_of_up;
+      q.matmul.ld_aux = eager.aux.ld, q.keeps = Keeps::values;
+    }
+    return {call, eager, needed};
+  }
 
   c10::cuda::CUDAStream stream_;
   // From the driver, or else from PyTorch's allocator, which may hold all that there is.
   std::optional<DriverMemory> memory_;
   std::optional<Workspace> instead_;
   Exact* exact_ = nullptr;
-  plans::TrialErrors* errors_ = nullptr;
+  TrialErrors* errors_ = nullptr;
   void* workspace_ = nullptr;
   std::vector<End> ends_;
   int64_t seeds_ = 1;
 };
 
 // A pass for the kernels of the trial.
-TrialData describe(const PassCall& call);
+TrialData describe(const PassCall& call) {
+  const auto& matmul = call.problem.matmul;
+  return {call, Roundoff(matmul.type), sign_error(matmul)};
+}
 
+}  // namespace
 }  // namespace fused::cuda::tune

@@ -1,12 +1,11 @@
-// The Autograd kernels of the linear operators: which way a call goes. Thin, symbolic, dispatcher
-// calls only; the nodes are in linear_node.cpp and mlp_node.cpp.
+// The Autograd kernels of linear and gated layers: which way a call goes. Thin, symbolic,
+// dispatcher calls only.
 
 #include "autograd/arguments.h"
-#include "autograd/linear_node.h"
-#include "autograd/mlp_node.h"
+#include "autograd/nodes.h"
+#include "dispatch/gated_kernels.h"
 #include "dispatch/linear_kernels.h"
 #include "fused_linear.h"
-#include "reference/linear.h"
 
 #include <algorithm>
 #include <vector>
@@ -54,8 +53,28 @@ struct LinearAutograd {
   }
 };
 
-dispatch::Pair ensemble_linear(const Tensor& input, const Tensor& weight,
-                               const OptionalTensor& bias, std::string_view text) {
+struct GatedAutograd {
+  static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
+                            Activation activation, Memory memory) {
+    const auto& [input, gate, up, gate_bias, up_bias] = layer;
+    const bool formula = wants_formula(input, gate, up, gate_bias, up_bias, down.weight, down.bias);
+    if (!formula && !wants_gradient(input, gate, up, gate_bias, up_bias, down.weight, down.bias)) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      return down.exists()
+                 ? fused::gated_mlp(input, gate, up, down.weight, gate_bias, up_bias, down.bias,
+                                    name(activation))
+                 : fused::linear_glu(input, gate, up, gate_bias, up_bias, name(activation));
+    }
+    gated::check(op, layer);
+    const char* why = gated::objection(layer, down);
+    if (formula || why) return reference::gated_as_torch_does(op, why, layer, down, activation);
+    gated::check_devices(op, layer, down);
+    return gated_with_gradient(layer, down, activation, memory);
+  }
+};
+
+Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     std::string_view text) {
   const auto activation = parse_activation(dispatch::EnsembleLinear::name, text);
   if (wants_formula(input, weight, bias)) {
     return reference::LinearFormula::ensemble(input, weight, bias, activation);
@@ -73,7 +92,9 @@ dispatch::Pair ensemble_linear(const Tensor& input, const Tensor& weight,
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   m.impl(dispatch::EnsembleLinear::name, ensemble_linear);
   dispatch::put<dispatch::LinearOperators, LinearAutograd>(m);
+  dispatch::put<dispatch::GatedOperators, GatedAutograd>(m);
   put_steps<dispatch::LinearSteps, dispatch::LinearKernels<reference::LinearFormula>>(m);
+  put_steps<dispatch::GatedSteps, dispatch::GatedKernels<reference::GluFormula>>(m);
 }
 
 }  // namespace fused::autograd
