@@ -142,7 +142,7 @@ def clearing(w, see):
 
 
 def other_gradients(make, count=3):
-    """Steps to which gradients are put in that were made otherwise."""
+    """Steps that add to gradients which somebody else has made."""
 
     def scenario(p):
         steps(p, 1)
@@ -210,12 +210,6 @@ def frozen(before):
         steps(p)
 
     return scenario
-
-
-def zeroed(p):
-    steps(p)
-    p.model.zero_grad(set_to_none=False)
-    steps(p)
 
 
 def held(p):
@@ -293,7 +287,7 @@ ADDED = {
     "exchanged": other_gradients(torch.ones_like),
     "by columns": other_gradients(lambda w: torch.ones_like(w).t().contiguous().t()),
     **{scenario.__name__: scenario for scenario in (
-        *(retain_graph, tied_twice, zeroed, held, flat_buffer, fails_in_the_middle, checkpointed),
+        *(retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed),
         *(saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph),
     )},
 }  # fmt: skip

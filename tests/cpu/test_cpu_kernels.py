@@ -26,7 +26,7 @@ import torch_fused_linear as tfl
 
 ONE_PASS_DTYPES = [torch.float64, torch.float32]
 PRODUCT, ONE_PASS = "oneDNN product in parts", "activation gradient and bias sum in one pass"
-FROM_BITS = "activation gradient from bits"
+FROM_BITS, NOT_FUSED = "activation gradient from bits", "PyTorch's own (not fused)"
 # Sums of one part and a little more, of several, of a prime number; few and many columns.
 SHAPES = [(300, 784, 150), (256, 193, 600), ((5, 103), 1000, 130), (2051, 389, 30), (129, 3072, 97)]
 
@@ -52,54 +52,43 @@ needs_products = pytest.mark.skipif(not has_products(), reason="no faster than M
 @needs_products
 def test_which_way_is_taken():
     case = LINEAR.case(*SHAPES[0], torch.float32)
-    assert paths(lambda: run(RELU.call, case)) == [
-        f"{PRODUCT} + ATen activation",
-        " + ".join(
-            ["PyTorch's own (not fused)", PRODUCT, PRODUCT]
-        ),  # too few elements for one pass
-    ]
+    # Too few elements for one pass.
+    backward = " + ".join([NOT_FUSED, PRODUCT, PRODUCT])
+    assert paths(lambda: run(RELU.call, case)) == [f"{PRODUCT} + ATen activation", backward]
     many = LINEAR.case(16_001, 40, 264, torch.float32)
-    assert paths(lambda: run(GELU_ERF.call, many)) == [
-        f"{PRODUCT} + ATen activation",
-        " + ".join([ONE_PASS, PRODUCT, PRODUCT]),
-    ]
+    backward = " + ".join([ONE_PASS, PRODUCT, PRODUCT])
+    assert paths(lambda: run(GELU_ERF.call, many)) == [f"{PRODUCT} + ATen activation", backward]
     assert paths(lambda: LINEAR.call(*case.inputs)) == [PRODUCT]
     few = LINEAR.case(32, 784, 1500, torch.float32)
-    assert paths(lambda: LINEAR.call(*few.inputs)) == ["PyTorch's own (not fused)"]
+    assert paths(lambda: LINEAR.call(*few.inputs)) == [NOT_FUSED]
 
 
 @needs_products
 def test_switches_of_torch_are_obeyed():
     case = LINEAR.case(*SHAPES[0], torch.float32)
 
-    def path():
-        return paths(lambda: RELU.call(*case.inputs))
+    def is_plain():
+        return paths(lambda: RELU.call(*case.inputs)) == [NOT_FUSED]
 
     with torch.backends.mkldnn.flags(enabled=False):
-        assert path() == ["PyTorch's own (not fused)"]
+        assert is_plain()
+    with tfl.set_policy("eager"):
+        assert is_plain()
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert path() == ["PyTorch's own (not fused)"]
+        assert is_plain()
     finally:
         torch.set_float32_matmul_precision(before)
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    try:
-        for lower in ("tf32", "bf16"):  # which the older switch cannot tell, and says so
-            matmul.fp32_precision = lower
-            assert path() == ["PyTorch's own (not fused)"]
-    finally:
-        matmul.fp32_precision = before
-    cuda = torch.backends.cuda.matmul
-    before = cuda.fp32_precision
-    try:
-        cuda.fp32_precision = "tf32"  # no concern of a CPU
-        assert path() != ["PyTorch's own (not fused)"]
-    finally:
-        cuda.fp32_precision = before
-    with tfl.set_policy("eager"):
-        assert path() == ["PyTorch's own (not fused)"]
+    mkldnn, cuda = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    # The older switch cannot tell these, and says so; a GPU's is no concern of a CPU.
+    for matmul, precision in ((mkldnn, "tf32"), (mkldnn, "bf16"), (cuda, "tf32")):
+        before = matmul.fp32_precision
+        try:
+            matmul.fp32_precision = precision
+            assert is_plain() == (matmul is mkldnn)
+        finally:
+            matmul.fp32_precision = before
 
 
 @op_param
@@ -245,7 +234,7 @@ def test_one_pass_against_fp64(kind, dtype):
     """dz is torch's own but for the last bit, where a vector ends in the middle of a block; its sum
     has no more error than torch's."""
     tally, eps = Tally(), torch.finfo(dtype).eps
-    path = f"{FROM_BITS} + ATen sum" if "bits" in kind else "PyTorch's own (not fused)"
+    path = f"{FROM_BITS} + ATen sum" if "bits" in kind else NOT_FUSED
     for shape in GRADIENT_SHAPES:
         args = gradient_case(shape, dtype, kind)
         torch.set_num_threads(3 if "bits" in kind else 1)

@@ -11,6 +11,7 @@ import torch
 from helpers import run_python
 from plan_files import file_text
 from torch import nn
+from watching import operators_of
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -141,13 +142,25 @@ class Model(nn.Module):
         return {"out": self.last(self.drop(self.layer(self.norm(x)))) * scale, "count": len(x)}
 
 
-def test_warmup_runs_forward_and_backward():
-    model, x = Model(), torch.randn(6, 4)
-    with tfl.explain() as report:
-        plans.warmup(model, x, scale=2.0)
-    names = [call.operator for call in report.calls]
-    assert names[:2] == ["linear_relu", "linear"] and len(names) == 4
-    assert all("backward" in name for name in names[2:])
+X, W = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+
+
+STEPS = ["linear_relu", "linear", "_linear_backward", "_linear_backward"]
+
+
+@pytest.mark.parametrize(
+    "module, inputs, options, grad, names",
+    [
+        (Model(), [X], {"scale": 2.0}, True, STEPS),
+        (Model().eval(), [X], {}, False, STEPS[:2]),
+        (tfl.linear_relu, [X, W], {}, True, ["linear_relu", "_linear_backward"]),
+    ],
+    ids=["training", "inference", "function"],
+)
+def test_what_warmup_runs(module, inputs, options, grad, names):
+    with torch.set_grad_enabled(grad):
+        ran = operators_of(lambda: plans.warmup(module, *inputs, **options))
+    assert ran == names and W.grad is None
 
 
 def test_warmup_leaves_no_trace():
@@ -160,19 +173,6 @@ def test_warmup_leaves_no_trace():
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
     assert model.training
-
-
-def test_warmup_for_inference_runs_forward_only():
-    with tfl.explain() as report, torch.no_grad():
-        plans.warmup(Model().eval(), torch.randn(6, 4))
-    assert [call.operator for call in report.calls] == ["linear_relu", "linear"]
-
-
-def test_warmup_of_a_function():
-    w = torch.randn(5, 4, requires_grad=True)
-    with tfl.explain() as report:
-        plans.warmup(tfl.linear_relu, torch.randn(3, 4), w)
-    assert len(report.calls) == 2 and w.grad is None
 
 
 class Terminal(io.StringIO):
