@@ -115,42 +115,57 @@ def test_gradients_stay_the_tensors_that_they_are():
 # ---- who sees what ------------------------------------------------------------------------------
 
 
-def tensor_hook(p):
-    p.weights[1].register_hook(lambda g: p.seen.append(g.clone()))
-    steps(p)
+def hooks(register, which):
+    """Steps where some weights have a hook, which shows `see` what it sees."""
+
+    def scenario(p):
+        p.kept = [register(w, lambda g: p.seen.append(g.clone())) for w in p.weights[which]]
+        steps(p)
+
+    return scenario
 
 
-def tensor_hook_that_changes(p):
-    for w in p.weights:
-        w.register_hook(lambda g: 2 * g)
-    steps(p)
+def on_the_accumulator(method, hook):
+    def register(w, see):
+        node = w.expand_as(w).grad_fn.next_functions[0][0]
+        return node, getattr(node, method)(hook(w, see))
+
+    return register
 
 
-def hook_behind_the_sum(p):
-    for w in p.weights:
-        w.register_post_accumulate_grad_hook(lambda w: p.seen.append(w.grad.clone()))
-    steps(p)
-
-
-def hook_that_clears(p):
+def clearing(w, see):
     def clear(w):
-        p.seen.append(w.grad.clone())
+        see(w.grad)
         w.grad = None
 
-    p.weights[0].register_post_accumulate_grad_hook(clear)
+    w.register_post_accumulate_grad_hook(clear)
+
+
+def other_gradients(make, count=3):
+    """Steps that add to gradients which somebody else has made."""
+
+    def scenario(p):
+        steps(p, 1)
+        for w in p.weights:
+            w.grad = make(w)
+        steps(p, count)
+
+    return scenario
+
+
+def flat_views(tensors):
+    """Zeros in one buffer, and the views of it that have the shapes of the tensors."""
+    flat = torch.zeros(sum(t.numel() for t in tensors), dtype=torch.double)
+    parts = flat.split([t.numel() for t in tensors])
+    return flat, [part.view_as(t) for part, t in zip(parts, tensors)]
+
+
+def flat_buffer(p):
+    flat, views = flat_views(p.weights)
+    for w, view in zip(p.weights, views):
+        w.grad = view
     steps(p)
-
-
-def hook_on_the_accumulator(p):
-    node = p.weights[1].expand_as(p.weights[1]).grad_fn.next_functions[0][0]
-    p.kept = node.register_hook(lambda *_: p.seen.append(p.weights[1].grad.clone())), node
-    steps(p)
-
-
-def hook_before_the_accumulator(p):
-    node = p.weights[1].expand_as(p.weights[1]).grad_fn.next_functions[0][0]
-    p.kept = node.register_prehook(lambda g: p.seen.append(g[0].clone())), node
-    steps(p)
+    p.seen.append(flat)
 
 
 def hook_on_the_node(p):
@@ -160,19 +175,12 @@ def hook_on_the_node(p):
         loss.sum().backward()
 
 
-def asked_for(p):
-    steps(p, 1)
-    p.seen += torch.autograd.grad(p.loss(), p.weights)
+def after_a_step(then):
+    def scenario(p):
+        steps(p, 1)
+        then(p)
 
-
-def only_some_inputs(p):
-    steps(p, 1)
-    p.loss().backward(inputs=[p.weights[0], p.weights[2]])
-
-
-def create_graph(p):
-    steps(p, 1)
-    p.loss().backward(create_graph=True)
+    return scenario
 
 
 def anomaly_mode(p):
@@ -195,64 +203,20 @@ def tied_twice(p):
         (h.sum() + w.sum()).backward()
 
 
-def frozen(p):
-    p.weights[1].requires_grad_(False)
-    steps(p)
+def frozen(before):
+    def scenario(p):
+        steps(p, before)
+        p.weights[1].requires_grad_(False)
+        steps(p)
 
-
-def frozen_later(p):
-    steps(p, 2)
-    p.weights[1].requires_grad_(False)
-    steps(p, 2)
-
-
-def zeroed(p):
-    steps(p)
-    p.model.zero_grad(set_to_none=False)
-    steps(p)
+    return scenario
 
 
 def held(p):
     steps(p, 1)
-    holders = [w.grad for w in p.weights]
-    views = [w.grad.view(-1)[:3] for w in p.weights]
+    holders = [w.grad for w in p.weights] + [w.grad.view(-1)[:3] for w in p.weights]
     steps(p)
-    p.seen += [h.clone() for h in holders] + [v.clone() for v in views]
-
-
-def flat_buffer(p):
-    flat = torch.zeros(sum(w.numel() for w in p.weights), dtype=torch.double)
-    at = 0
-    for w in p.weights:
-        w.grad = flat[at : at + w.numel()].view_as(w)
-        at += w.numel()
-    steps(p)
-    p.seen.append(flat)
-
-
-def exchanged(p):
-    steps(p, 1)
-    for w in p.weights:
-        w.grad = torch.ones_like(w)
-    steps(p)
-
-
-def by_columns(p):
-    for w in p.weights:
-        w.grad = torch.ones_like(w).t().contiguous().t()
-    steps(p)
-
-
-def with_gaps(p):
-    for w in p.weights:
-        w.grad = torch.zeros(w.size(0), 2 * w.size(1), dtype=w.dtype)[:, ::2]
-    steps(p)
-
-
-def sparse(p):
-    for w in p.weights:
-        w.grad = torch.ones_like(w).to_sparse()
-    steps(p, 1)
+    p.seen += [h.clone() for h in holders]
 
 
 def part_of_a_graph(p):
@@ -305,52 +269,62 @@ def other_data(p):
     steps(p)
 
 
-SEEN_BY_NOBODY = [
-    hook_behind_the_sum,
-    hook_that_clears,
-    hook_on_the_accumulator,
-    only_some_inputs,
-    retain_graph,
-    tied_twice,
-    frozen,
-    frozen_later,
-    zeroed,
-    held,
-    flat_buffer,
-    exchanged,
-    by_columns,
-    fails_in_the_middle,
-    checkpointed,
-    saved_tensors_on_the_cpu,
-    clipped_and_stepped,
-    other_data,
-    part_of_a_graph,
-    tensor_hook,  # of the other weights
-    hook_before_the_accumulator,
-]
-SEEN = {
-    tensor_hook_that_changes: "a hook on the weight",
-    hook_on_the_node: "a hook on the node",
-    asked_for: "its gradient was asked for",
-    create_graph: None,  # a formula, of which no row speaks
-    anomaly_mode: "anomaly mode",
-    with_gaps: "strides that do not fit",
-    sparse: "not a plain tensor",
+ALL, FIRST, MIDDLE = slice(3), slice(1), slice(1, 2)
+BEHIND = "register_post_accumulate_grad_hook"
+ADDED = {
+    "hook on another weight": hooks(lambda w, see: w.register_hook(see), MIDDLE),
+    "hook behind the sum": hooks(lambda w, see: getattr(w, BEHIND)(lambda w: see(w.grad)), ALL),
+    "hook that clears": hooks(clearing, FIRST),
+    "hook on the accumulator": hooks(
+        on_the_accumulator("register_hook", lambda w, see: lambda *_: see(w.grad)), MIDDLE
+    ),
+    "hook before the accumulator": hooks(
+        on_the_accumulator("register_prehook", lambda w, see: lambda g: see(g[0])), MIDDLE
+    ),
+    "only some inputs": after_a_step(lambda p: p.loss().backward(inputs=p.weights[::2])),
+    "frozen": frozen(0),
+    "frozen later": frozen(2),
+    "exchanged": other_gradients(torch.ones_like),
+    "by columns": other_gradients(lambda w: torch.ones_like(w).t().contiguous().t()),
+    **{scenario.__name__: scenario for scenario in (
+        *(retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed),
+        *(saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph),
+    )},
+}  # fmt: skip
+APART = {  # and what explain says of it; of a formula it has no row
+    "hook that changes": (
+        hooks(lambda w, see: w.register_hook(lambda g: 2 * g), ALL),
+        "a hook on the weight",
+    ),
+    "hook on the node": (hook_on_the_node, "a hook on the node"),
+    "asked for": (
+        after_a_step(lambda p: p.seen.extend(torch.autograd.grad(p.loss(), p.weights))),
+        "its gradient was asked for",
+    ),
+    "create_graph": (after_a_step(lambda p: p.loss().backward(create_graph=True)), ""),
+    "anomaly mode": (anomaly_mode, "anomaly mode"),
+    "with gaps": (
+        other_gradients(lambda w: torch.zeros(len(w), 2 * w[0].numel()).to(w)[:, ::2]),
+        "strides that do not fit",
+    ),
+    "sparse": (
+        other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1),
+        "not a plain tensor",
+    ),
 }
 
 
-@pytest.mark.parametrize("scenario", SEEN_BY_NOBODY, ids=lambda s: s.__name__)
-def test_as_torch_where_products_add(scenario):
-    run_both(scenario)
+@pytest.mark.parametrize("name", ADDED)
+def test_as_torch_where_products_add(name):
+    run_both(ADDED[name])
 
 
-@pytest.mark.parametrize(
-    ("scenario", "reason"), SEEN.items(), ids=lambda s: getattr(s, "__name__", "")
-)
-def test_as_torch_where_something_sees_the_gradient(scenario, reason):
-    # the last layer of hook_on_the_node alone is looked at
-    report = run_both(scenario, taken=scenario is hook_on_the_node)
-    assert reason is None or f"weight's gradient apart: {reason}" in str(report)
+@pytest.mark.parametrize("name", APART)
+def test_as_torch_where_something_sees_the_gradient(name):
+    scenario, reason = APART[name]
+    # the last layer of that one alone is looked at
+    report = run_both(scenario, taken=name == "hook on the node")
+    assert not reason or f"weight's gradient apart: {reason}" in str(report)
 
 
 def test_threads_add_to_the_same_weights():
@@ -481,12 +455,11 @@ def test_dtype_is_set_and_put_back():
 # ---- main_grad ----------------------------------------------------------------------------------
 
 
-def with_main_grads(program, dtype=torch.double):
-    flat = torch.zeros(sum(p.numel() for p in program.model.parameters()), dtype=dtype)
-    at = 0
-    for p in program.model.parameters():
-        p.main_grad, p.grad_added_to_main_grad = flat[at : at + p.numel()].view_as(p), False
-        at += p.numel()
+def with_main_grads(program):
+    parameters = list(program.model.parameters())
+    flat, views = flat_views(parameters)
+    for p, view in zip(parameters, views):
+        p.main_grad, p.grad_added_to_main_grad = view, False
     return flat
 
 
@@ -523,16 +496,11 @@ def test_main_grad_with_megatrons_hook_on_the_accumulator():
     for p in program.model.parameters():
         node = p.expand_as(p).grad_fn.next_functions[0][0]
         kept.append((node, node.register_hook(hook_of(p))))
-    handle = tfl.accumulate_gradients(program.model, "main_grad")
-    steps(program, 2)
-    program.weights[1].register_hook(lambda g: 2 * g)
-    theirs.weights[1].register_hook(lambda g: 2 * g)
-    steps(program, 1)
-    handle.remove()
-    theirs.weights[1]._backward_hooks.clear()
-    steps(theirs, 2)
-    theirs.weights[1].register_hook(lambda g: 2 * g)
-    steps(theirs, 1)
+    with tfl.accumulate_gradients(program.model, "main_grad"):
+        for each in (program, theirs):
+            steps(each, 2)
+            each.weights[1].register_hook(lambda g: 2 * g)
+            steps(each, 1)
     expected = torch.cat([p.grad.flatten() for p in theirs.model.parameters()])
     torch.testing.assert_close(flat, expected)
 

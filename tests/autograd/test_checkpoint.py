@@ -1,13 +1,10 @@
 """Selective activation checkpointing, eager and compiled: what policies see, and what they keep."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread  # noqa: F401
+from helpers import one_thread, run_python  # noqa: F401
 from numerics import assert_same, run
 from operators import mlp, rows, stack
 from torch.utils.checkpoint import (
@@ -17,11 +14,9 @@ from torch.utils.checkpoint import (
 )
 from watching import Calls
 
-import torch_fused_linear as tfl
 from torch_fused_linear import flops
 
 fused = torch.ops.fused
-ROOT = Path(tfl.__file__).parents[1]
 stacks = rows([stack("relu", 3), mlp("gelu_erf", 3, (16, 8))])
 
 
@@ -88,5 +83,5 @@ import torch_fused_linear, torch.utils.flop_counter as counter
 assert torch.ops.fused.linear_relu in counter.flop_registry
 assert not any(getattr(f, "module", "") == "torch.utils.flop_counter" for f in sys.meta_path)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operators import OPS
 from torch.func import functional_call, stack_module_state, vmap
 
 import torch_fused_linear as tfl
@@ -9,12 +10,7 @@ from torch_fused_linear import FusedLinear, FusedMLP
 
 MEMBERS, TOKENS, IN, OUT = 3, 5, 4, 6
 LAYERS = {
-    "none": tfl.linear,
-    "relu": tfl.linear_relu,
-    "gelu_tanh": lambda x, w, b: tfl.linear_gelu(x, w, b, approximate="tanh"),
-    "gelu_erf": lambda x, w, b: tfl.linear_gelu(x, w, b, approximate="none"),
-    "silu": tfl.linear_silu,
-    "relu2": tfl.linear_relu2,
+    **{op.label: op.function for op in OPS},
     "mlp": lambda x, w, b: tfl.mlp(x, [w, w.t()], [b, None], activation="silu"),
 }
 ROW = "_ensemble_linear"
@@ -29,13 +25,11 @@ def draw(*sizes, device="cpu"):
     return torch.randn(sizes, dtype=torch.float64, device=device, requires_grad=True)
 
 
-def operands(device="cpu"):
+def operands(device="cpu", lead=(TOKENS,), frozen=()):
     torch.manual_seed(0)
-    return (
-        draw(MEMBERS, TOKENS, IN, device=device),
-        draw(MEMBERS, OUT, IN, device=device),
-        draw(MEMBERS, OUT, device=device),
-    )
+    sizes = (MEMBERS, *lead, IN), (MEMBERS, OUT, IN), (MEMBERS, OUT)
+    drawn = [draw(*size, device=device) for size in sizes]
+    return [t.requires_grad_(k not in frozen) for k, t in enumerate(drawn)]
 
 
 def loop(layer, x, w, b, dims=(0, 0, 0)):
@@ -47,55 +41,39 @@ def loop(layer, x, w, b, dims=(0, 0, 0)):
     return torch.stack([layer(*member) for member in zip(*parts)])
 
 
-def assert_alike(layer, x, w, b, dims=(0, 0, 0)):
-    """Values and gradients, and that they come of the ensemble's operators."""
-    leaves = [t for t in (x, w, b) if t is not None and t.requires_grad]
-    given = [(t, dim) for t, dim in zip((x, w, b), dims) if t is not None]
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        *({"dims": dims} for dims in ((0, 0, None), (None, 0, 0), (None, 0, None), (1, 2, 1))),
+        *({"bias": False, "lead": lead} for lead in ((TOKENS,), (2, 2), ())),
+        *({"frozen": frozen} for frozen in ((0,), (1,), (0, 1), (0, 2), (1, 2))),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(case, layer, device):
+    """Operands that are shared, batched elsewhere or frozen; and that the ensemble's operators
+    run."""
+    dims = case.get("dims", (0, 0, 0))
+    given = operands(device, case.get("lead", (TOKENS,)), case.get("frozen", ()))
+    for k, dim in enumerate(dims):
+        moved = given[k].detach()[0] if dim is None else given[k].detach().movedim(0, dim)
+        given[k] = moved.clone().requires_grad_(given[k].requires_grad)
+    count = 3 if case.get("bias", True) else 2
+    leaves = [t for t in given[:count] if t.requires_grad]
     with tfl.explain() as report:
-        fn = lambda *some: layer(*some, *[None] * (3 - len(some)))  # noqa: E731
-        got = vmap(fn, tuple(dim for _, dim in given))(*[t for t, _ in given])
+        fn = lambda *some: layer(*some, *[None] * (3 - count))  # noqa: E731
+        got = vmap(fn, dims[:count])(*given[:count])
     assert ROW in [call.operator for call in report.calls]
-    want = loop(layer, x, w, b, dims)
-    torch.testing.assert_close(got, want)
+    want = loop(layer, *given[:count], *[None] * (3 - count), dims=dims)
     grad = torch.randn_like(want)
-    for ours, theirs in zip(
-        torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad)
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_values_and_gradients(layer, device):
-    assert_alike(layer, *operands(device))
-
-
-@pytest.mark.parametrize("dims", [(0, 0, None), (None, 0, 0), (None, 0, None), (1, 2, 1)], ids=str)
-def test_operands_that_are_shared_or_batched_elsewhere(dims, layer):
-    x, w, b = operands()
-    at = [t.detach().movedim(0, dim) if dim else t.detach() for t, dim in zip((x, w, b), dims)]
-    at = [t[0] if dim is None else t for t, dim in zip(at, dims)]
-    assert_alike(layer, *[t.clone().requires_grad_() for t in at], dims)
-
-
-def test_no_bias_and_more_dimensions(layer):
-    x, w, _ = operands()
-    assert_alike(layer, x, w, None)
-    assert_alike(layer, draw(MEMBERS, 2, 2, IN), w, None)
-    assert_alike(layer, draw(MEMBERS, IN), w, None)
-
-
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 2), (1, 2)], ids=str)
-def test_frozen_operands(frozen, layer):
-    leaves = list(operands())
-    for i in frozen:
-        leaves[i].requires_grad_(False)
-    assert_alike(layer, *leaves)
+    ours, theirs = (torch.autograd.grad(y, leaves, grad) for y in (got, want))
+    torch.testing.assert_close([got, *ours], [want, *theirs])
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,)], ids=str)
 def test_second_derivatives(frozen, layer):
-    leaves = list(operands())
-    for i in frozen:
-        leaves[i].requires_grad_(False)
+    leaves = operands(frozen=frozen)
     if layer is LAYERS["relu2"]:  # whose second derivative jumps at 0
         leaves[2] = (leaves[2].detach() + 9).requires_grad_(2 not in frozen)
     assert torch.autograd.gradcheck(vmap(layer), leaves)

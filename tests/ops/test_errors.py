@@ -325,79 +325,62 @@ def test_gated_layers_that_no_kernel_takes():
 
 # --- convolutions --------------------------------------------------------------------------------
 
-IMAGE, KERNEL, VECTOR = (2, 4, 7, 6), (6, 4, 3, 3), (6,)
+IMAGE, KERNEL = (2, 4, 7, 6), (6, 4, 3, 3)
 HALF = torch.float16
-CONV = {  # arguments, and what the message has to show; None where torch takes them
-    "usual": (lambda: (t(*IMAGE), t(*KERNEL), t(6)), None),
-    "integers": (lambda: (t(*IMAGE, dtype=torch.int64), t(*KERNEL, dtype=torch.int64), None), None),
-    "complex": (lambda: (t(*IMAGE, dtype=COMPLEX), t(*KERNEL, dtype=COMPLEX), None), None),
-    "oneDNN's layout": (lambda: (t(*IMAGE).to_mkldnn(), t(*KERNEL).to_mkldnn(), None), None),
-    "input 2-D": (lambda: (t(4, 4), t(*KERNEL)), ["input", "4, 4"]),
-    "input 5-D": (lambda: (t(1, 1, 4, 7, 6), t(*KERNEL)), ["input", "1, 1, 4, 7, 6"]),
-    "weight 2-D": (lambda: (t(*IMAGE), t(6, 4)), ["weight", "6, 4"]),
-    "channels": (lambda: (t(*IMAGE), t(6, 3, 3, 3)), ["weight", "4 channels", "6, 3, 3, 3"]),
-    "channels of a group": (
-        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [1, 1], 2),
-        ["weight", "2 groups"],
-    ),
-    "groups and out_channels": (
-        lambda: (t(*IMAGE), t(7, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 2),
-        ["groups", "7"],
-    ),
-    "no groups": (
-        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [1, 1], 0),
-        ["groups", "0"],
-    ),
-    "empty kernel": (lambda: (t(*IMAGE), t(6, 4, 0, 3)), ["weight", "6, 4, 0, 3"]),
-    "kernel too large": (
-        lambda: (t(*IMAGE), t(6, 4, 3, 9), None, [1, 1], [1, 1]),
-        ["width", "9", "8"],
-    ),
-    "dilated too far": (
-        lambda: (t(*IMAGE), t(*KERNEL), None, [1, 1], [0, 0], [4, 1]),
-        ["height", "9", "7"],
-    ),
-    "bias length": (lambda: (t(*IMAGE), t(*KERNEL), t(7)), ["bias", "6", "7"]),
-    "bias [1]": (lambda: (t(*IMAGE), t(*KERNEL), t(1)), ["bias", "6", "1"]),
-    "bias 2-D": (lambda: (t(*IMAGE), t(*KERNEL), t(6, 1)), ["bias", "6, 1"]),
-    "stride 0": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [0, 1]), ["stride", "0, 1"]),
-    "three strides": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1, 1]), ["stride", "1, 1, 1"]),
-    "padding": (lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1], [0, -1]), ["padding", "0, -1"]),
-    "dilation": (
-        lambda: (t(*IMAGE), t(*KERNEL), t(6), [1, 1], [0, 0], [0, 0]),
-        ["dilation", "0, 0"],
-    ),
-    "weight dtype": (lambda: (t(*IMAGE), t(*KERNEL).to(HALF), t(6)), ["weight", "Float", "Half"]),
-    "bias dtype": (lambda: (t(*IMAGE), t(*KERNEL), t(6).to(HALF)), ["bias", "Half"]),
+CONV = {  # what is unusual, and what the message has to show; None where torch takes it
+    "usual": ({"b": (6,)}, None),
+    "integers": ({"change": torch.Tensor.long}, None),
+    "complex": ({"change": lambda a: a.to(COMPLEX)}, None),
+    "oneDNN's layout": ({"change": torch.Tensor.to_mkldnn}, None),
+    "input 2-D": ({"x": (4, 4)}, ["input", "4, 4"]),
+    "input 5-D": ({"x": (1, 1, 4, 7, 6)}, ["input", "1, 1, 4, 7, 6"]),
+    "weight 2-D": ({"w": (6, 4)}, ["weight", "6, 4"]),
+    "channels": ({"w": (6, 3, 3, 3)}, ["weight", "4 channels", "6, 3, 3, 3"]),
+    "channels of a group": ({"groups": 2}, ["weight", "2 groups"]),
+    "groups and out_channels": ({"w": (7, 2, 3, 3), "groups": 2}, ["groups", "7"]),
+    "no groups": ({"groups": 0}, ["groups", "0"]),
+    "empty kernel": ({"w": (6, 4, 0, 3)}, ["weight", "6, 4, 0, 3"]),
+    "kernel too large": ({"w": (6, 4, 3, 9), "padding": [1, 1]}, ["width", "9", "8"]),
+    "dilated too far": ({"dilation": [4, 1]}, ["height", "9", "7"]),
+    "bias length": ({"b": (7,)}, ["bias", "6", "7"]),
+    "bias [1]": ({"b": (1,)}, ["bias", "6", "1"]),
+    "bias 2-D": ({"b": (6, 1)}, ["bias", "6, 1"]),
+    "stride 0": ({"stride": [0, 1]}, ["stride", "0, 1"]),
+    "three strides": ({"stride": [1, 1, 1]}, ["stride", "1, 1, 1"]),
+    "padding": ({"padding": [0, -1]}, ["padding", "0, -1"]),
+    "dilation": ({"dilation": [0, 0]}, ["dilation", "0, 0"]),
+    "weight dtype": ({"w": t(*KERNEL).to(HALF)}, ["weight", "Float", "Half"]),
+    "bias dtype": ({"b": t(6).to(HALF)}, ["bias", "Half"]),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONV)
 def test_convolution_does_as_torch_does(name, mode, device):
-    make, shown = CONV[name]
-    x, w, b, *geometry = (*make(), None)[: max(3, len(make()))]
-    if device.type == "cuda" and shown is None and name != "usual":
+    given, shown = CONV[name]
+    geometry = {"x": IMAGE, "w": KERNEL, "b": None, **given}
+    tensors = [geometry.pop(letter) for letter in "xwb"]
+    tensors = [a if a is None or torch.is_tensor(a) else t(*a) for a in tensors]
+    change = geometry.pop("change", None)
+    if change and device.type == "cuda":
         pytest.skip("of the CPU")
-    tensors = [
-        a if a is None or (shown is None and name != "usual") else a.to(device) for a in (x, w, b)
-    ]
+    tensors = [a if a is None else change(a) if change else a.to(device) for a in tensors]
     with MODES[mode]():
         grad = mode in ("gradients", "eager")
-        torchs = outcome(lambda *a: F.relu(F.conv2d(*a, *geometry)), tensors, grad)
+        torchs = outcome(lambda *a: F.relu(F.conv2d(*a, **geometry)), tensors, grad)
         assert isinstance(torchs, Exception) or shown is None
         for call in (tfl.conv2d_relu, fused.conv2d_relu):
-            ours = outcome(lambda *a, call=call: call(*a, *geometry), tensors, grad)
+            ours = outcome(lambda *a, call=call: call(*a, **geometry), tensors, grad)
             assert_same_outcome(ours, torchs, f"{name}, {mode}")
             if shown:
                 assert_words(ours, "conv2d_relu", shown)
     if shown:
         metas = [a if a is None else a.to("meta") for a in tensors]
-        assert_words(outcome(lambda *a: fused.conv2d_relu(*a, *geometry), metas, False), "", shown)
+        assert_words(outcome(lambda *a: fused.conv2d_relu(*a, **geometry), metas, False), "", shown)
 
 
 def test_a_convolutions_devices_and_its_backward_step():
-    x, w, b = t(*IMAGE), t(*KERNEL), t(*VECTOR)
+    x, w, b = t(*IMAGE), t(*KERNEL), t(6)
     for args in ((x, w.to("meta"), b), (x, w, b.to("meta")), (x.to("meta"), w, b)):
         with pytest.raises(ERRORS, match=r"conv2d_relu: .* on the device of input"):
             fused.conv2d_relu(*args)

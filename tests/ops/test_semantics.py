@@ -8,7 +8,6 @@ import torch
 from numerics import assert_same, run, with_inference
 from operators import (
     ACTS,
-    CHAINS,
     EVERY,
     GELU_ERF,
     GELU_TANH,
@@ -102,7 +101,7 @@ def test_nan_goes_where_it_goes_in_eager(op, device):
 @dtype_param
 @pytest.mark.parametrize("layout", ["", "xw"])
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
-def test_nan_in_a_convolution(where, layout, dtype, device):
+def test_nan_and_infinity_in_a_convolution(where, layout, dtype, device):
     op = conv(channels=8, out=16, padding=(1, 1))
     case = without_kinks(op, channels_last(op.case(dtype=dtype, device=device), layout))
     tensor = (*case.inputs, case.g)[where]
@@ -110,13 +109,8 @@ def test_nan_in_a_convolution(where, layout, dtype, device):
     for ours, eager in zip(with_inference(op.call, case), with_inference(op.eager, case)):
         assert torch.equal(ours.isnan(), eager.isnan())
         torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-2, equal_nan=True)
-
-
-@pytest.mark.parametrize("layout", ["", "xw"])
-def test_infinities_of_a_convolution(layout, device):
-    op = conv(channels=8, out=16, padding=(1, 1))
-    case = channels_last(op.case(dtype=torch.float32, device=device), layout)
     case.b[0], case.b[1] = INF, -INF
+    case.inputs[:2] = [torch.randn_like(t) for t in case.inputs[:2]]
     y = op.call(*case.inputs)
     assert (y[:, 0] == INF).all() and (y[:, 1] == 0).all()
 
@@ -180,21 +174,6 @@ def test_nothing_passes_where_all_is_zero(op, dtype, device):
             assert not result.any()
 
 
-@pytest.mark.parametrize("width", [1, 7, 128, 129])
-@dtype_param
-def test_bits_keep_torchs_rule_at_zero_and_for_nan(dtype, width, device):
-    case = RELU.case((6,), 5, width, dtype, device, bias=False)
-    case.x[0] = 0
-    case.x[1, 0] = NAN
-    low, default, eager = (
-        run(call, case) for call in (lambda *t: RELU.call(*t, memory="low"), RELU.call, RELU.eager)
-    )
-    assert_same_bits(low, default)
-    for a, b in zip(low, eager):
-        assert torch.equal(a.isnan(), b.isnan())
-        assert_same([a.nan_to_num()], [b.nan_to_num()])
-
-
 # --- the activations at their edges, none taken for another --------------------------------------
 
 
@@ -247,23 +226,6 @@ def test_gelu_forms_are_never_swapped(device):
         (slope,) = torch.autograd.grad(exact.sum(), wide)
         assert all((y.double() - exact).abs().max() < 6e-6 for y in results)
         assert (grad.double() - slope).abs().max() < 2e-5
-
-
-def test_alternating_operators_on_one_shape(device):
-    """Same sizes, other epilogue, bias or dtype: each call gets its own kernel."""
-    for _ in range(2):
-        for dtype, bias, op in itertools.product([torch.float32, torch.bfloat16], [1, 0], OPS):
-            case = op.case((8,), 16, 24, dtype, device, bool(bias))
-            tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-            torch.testing.assert_close(
-                op.call(*case.inputs), op.eager(*case.inputs), rtol=tolerance, atol=tolerance
-            )
-
-
-def test_the_last_layer_of_a_chain_has_no_activation(device):
-    op = CHAINS[5]
-    assert op.label == "mlp relu of 1"
-    assert (op.call(*op.case((40,), device=device).inputs) < 0).any()
 
 
 @pytest.mark.parametrize("rows_, features", [(513, 64), (3, 32768)])

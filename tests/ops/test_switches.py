@@ -1,12 +1,8 @@
 """Switches of the process: as calls, blocks and decorators; what policies change and what not."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from helpers import run_python
 from numerics import assert_same
 from operators import POLICIES
 from stacks import MIXED, Stack
@@ -14,13 +10,11 @@ from watching import operators_of
 
 import torch_fused_linear as tfl
 
-ROOT = Path(__file__).resolve().parents[2]
-
 # name: the switch, what is in force, three values, what is no value, what is expected
 SWITCHES = {
     "set_policy": (
         tfl.set_policy,
-        torch.ops.fused._policy,
+        tfl.get_policy,
         ("auto", "eager", "cublaslt"),
         (None, 1, b"auto", ["auto"], print),
         "policy must be 'auto', 'cublaslt' or 'eager'",
@@ -34,10 +28,17 @@ SWITCHES = {
     ),
     "budget": (
         tfl.plans.budget,
-        torch.ops.fused._plans_budget,
+        tfl.plans.get_budget,
         (200.0, 0.1, 3),
         (None, True, "200", print),
         "milliseconds must be a number",
+    ),
+    "patience": (
+        tfl.plans.patience,
+        tfl.plans.get_patience,
+        (256, 0, 3),
+        (None, True, 0.5, "3", print),
+        "calls must be an integer",
     ),
 }
 
@@ -51,19 +52,12 @@ def case(request):
     switch(before)
 
 
-def test_a_call_sets_it(case):
-    switch, now, (_first, second, third), *_ = case
-    switch(second)
-    assert now() == second
-    switch(third)
-    assert now() == third
-
-
-def test_a_block_puts_it_back_whatever_happens_inside(case):
+def test_a_call_sets_it_and_a_block_puts_it_back(case):
     switch, now, (first, second, third), *_ = case
     with switch(second):
         assert now() == second
         switch(third)
+        assert now() == third
     assert now() == first
     with pytest.raises(KeyError), switch(second):
         raise KeyError
@@ -167,30 +161,19 @@ def test_a_policy_that_does_not_exist(name):
 # --- the environment -----------------------------------------------------------------------------
 
 
-def in_a_process(code, **variables):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_FUSED_LINEAR_")}
-    environment |= {"PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-c", f"import torch, torch_fused_linear as t\n{code}"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("policy", [None, *POLICIES])
-@pytest.mark.parametrize("handover", [None, "0", "1"])
-def test_environment(handover, policy):
-    code = "print(t.get_policy(), torch.ops.fused._handover()); t.set_policy('eager')\n"
-    names = {"TORCH_FUSED_LINEAR_POLICY": policy, "TORCH_FUSED_LINEAR_HANDOVER": handover}
-    run = in_a_process(
-        code + "print(t.get_policy())", **{k: v for k, v in names.items() if v is not None}
+@pytest.mark.parametrize(
+    "policy, handover", [(None, None), ("auto", "0"), ("cublaslt", "1"), ("eager", "")]
+)
+def test_environment(policy, handover):
+    run = run_python(
+        "import torch, torch_fused_linear as t\n"
+        "print(t.get_policy(), torch.ops.fused._handover()); t.set_policy('eager')\n"
+        "print(t.get_policy())",
+        POLICY=policy,
+        HANDOVER=handover,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [policy or "auto", str(handover != "0"), "eager"]
-
-
-def test_a_policy_of_the_environment_that_does_not_exist():
-    code = "t.linear_relu(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2))"
-    run = in_a_process(code, TORCH_FUSED_LINEAR_POLICY="fast")
-    assert run.returncode == 1, "it was taken for another in silence"
-    assert "'auto', 'cublaslt' or 'eager', got 'fast'" in run.stderr
 
 
 # --- what policies change ------------------------------------------------------------------------
@@ -210,25 +193,6 @@ def test_what_is_called(device):
     with tfl.set_policy("eager"):
         name = Stack(("relu",), device=device)().grad_fn.name()
     assert name == "ReluBackward0", "eager is not torch's own graph"
-
-
-def test_what_relu_saves(device):
-    """cublaslt: the library's bit mask. auto: the output, which the next layer keeps anyway."""
-
-    def saved(policy):
-        stack, kept = Stack(("relu",), lead=(3,), device=device), []
-        own = [stack.x.data_ptr(), stack.weights[0].data_ptr()]
-        saving = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.append(t) or t, lambda t: t
-        )
-        with tfl.set_policy(policy), saving:
-            y = stack()
-        return y, [t for t in kept if t.data_ptr() not in own]
-
-    _, kept = saved("cublaslt")
-    assert [(t.dtype, tuple(t.shape)) for t in kept] == [(torch.uint8, (3, 16))]
-    y, kept = saved("auto")
-    assert [t.data_ptr() for t in kept] == [y.data_ptr()]
 
 
 @pytest.mark.parametrize("backward", POLICIES)

@@ -1,8 +1,6 @@
 """plans: settings, files that do not fit, warming up. What needs a GPU is in test_plans_cuda.py."""
 
 import io
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -10,49 +8,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 from plan_files import file_text
 from torch import nn
+from watching import operators_of
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
 
-def run_python(code, **variables):
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+@pytest.mark.parametrize(
+    "switch, value, words",
+    [
+        (plans.budget, -1, r"budget must be from 0 to 1e\+06 milliseconds, got -1"),
+        (plans.patience, -1, "patience must be at least 0 calls, got -1"),
+        (plans.verbose, -1, "level must be from 0 to 2, got -1"),
+        (plans.verbose, 3, "level must be from 0 to 2, got 3"),
+    ],
+)
+def test_bounds(switch, value, words):
+    with pytest.raises(ValueError, match=words):
+        switch(value)
 
 
-def test_budget_is_set_and_put_back():
-    before = plans.get_budget()
-    with plans.budget(12.5):
-        assert plans.get_budget() == 12.5
-        plans.budget(3)
-        assert plans.get_budget() == 3
-    assert plans.get_budget() == before
-
-
-def test_a_budget_has_bounds():
-    with pytest.raises(ValueError, match=r"budget must be from 0 to 1e\+06 milliseconds, got -1"):
-        plans.budget(-1)
-
-
-def test_patience_is_set_and_put_back():
-    before = plans.get_patience()
-    with plans.patience(3):
-        assert plans.get_patience() == 3
-    assert plans.get_patience() == before == 256
-    with pytest.raises(ValueError, match=r"patience must be at least 0 calls, got -1"):
-        plans.patience(-1)
-    with pytest.raises(TypeError, match=r"calls must be an integer, got 0\.5"):
-        plans.patience(0.5)
-
-
-def test_budget_from_the_environment():
-    code = "import torch_fused_linear as t; print(t.plans.get_budget())"
-    assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="7.5").stdout == "7.5\n"
-    assert run_python(code, TORCH_FUSED_LINEAR_BUDGET_MS="").stdout == "200.0\n"
+@pytest.mark.parametrize("value, budget", [("7.5", "7.5"), ("", "200.0")])
+def test_budget_from_the_environment(value, budget):
+    code = "from torch_fused_linear.plans import *; print(get_budget(), get_patience())"
+    assert run_python(code, BUDGET_MS=value).stdout == f"{budget} 256\n"
 
 
 STEP = """
@@ -73,25 +55,16 @@ torch.ops.fused._plans_verbosity(), t.plans.get_budget()
     ],
 )
 def test_values_in_the_environment_are_checked(variable, values, expected):
-    variable = f"TORCH_FUSED_LINEAR_{variable}"
     for value in values:
-        failed = run_python(STEP, **{variable: value})
-        last = failed.stderr.splitlines()[-1]
-        assert last == f"ValueError: {variable} must be {expected}, got '{value}'"
+        last = run_python(STEP, **{variable: value}).stderr.splitlines()[-1]
+        words = f"TORCH_FUSED_LINEAR_{variable} must be {expected}, got '{value}'"
+        assert last == f"ValueError: {words}"
 
 
 @pytest.mark.parametrize("value, policy", [("", ""), ("0", "eager")])
 def test_what_is_empty_in_the_environment_is_not_set(value, policy):
-    names = [f"TORCH_FUSED_LINEAR_{name}" for name in ("BUDGET_MS", "VERBOSE", "HANDOVER")]
-    passed = run_python(STEP, **dict.fromkeys(names, value), TORCH_FUSED_LINEAR_POLICY=policy)
+    passed = run_python(STEP, BUDGET_MS=value, VERBOSE=value, HANDOVER=value, POLICY=policy)
     assert (passed.returncode, passed.stderr) == (0, "")
-
-
-def test_the_level_has_bounds():
-    for level in (-1, 3):
-        with pytest.raises(ValueError, match=f"level must be from 0 to 2, got {level}"):
-            plans.verbose(level)
-    plans.verbose(0)
 
 
 def test_nothing_is_planned_on_the_cpu():
@@ -139,7 +112,7 @@ def test_files_say_this_packages_version():
 def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
     path = tmp_path / "plans"
     path.write_text("damaged")
-    done = run_python("import torch_fused_linear", TORCH_FUSED_LINEAR_PLANS=str(path))
+    done = run_python("import torch_fused_linear", PLANS=str(path))
     assert done.returncode == 0
     assert "TORCH_FUSED_LINEAR_PLANS" in done.stderr and "is no file of plans" in done.stderr
     assert "left as it is" in done.stderr
@@ -149,7 +122,7 @@ def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
 
 def test_a_missing_file_of_the_environment_is_no_fault(tmp_path):
     path = tmp_path / "plans"
-    done = run_python("import torch_fused_linear", TORCH_FUSED_LINEAR_PLANS=str(path))
+    done = run_python("import torch_fused_linear", PLANS=str(path))
     assert (done.returncode, done.stderr) == (0, "")
     assert not path.exists()  # nothing was planned
 
@@ -169,13 +142,25 @@ class Model(nn.Module):
         return {"out": self.last(self.drop(self.layer(self.norm(x)))) * scale, "count": len(x)}
 
 
-def test_warmup_runs_forward_and_backward():
-    model, x = Model(), torch.randn(6, 4)
-    with tfl.explain() as report:
-        plans.warmup(model, x, scale=2.0)
-    names = [call.operator for call in report.calls]
-    assert names[:2] == ["linear_relu", "linear"] and len(names) == 4
-    assert all("backward" in name for name in names[2:])
+X, W = torch.randn(6, 4), torch.randn(5, 4, requires_grad=True)
+
+
+STEPS = ["linear_relu", "linear", "_linear_backward", "_linear_backward"]
+
+
+@pytest.mark.parametrize(
+    "module, inputs, options, grad, names",
+    [
+        (Model(), [X], {"scale": 2.0}, True, STEPS),
+        (Model().eval(), [X], {}, False, STEPS[:2]),
+        (tfl.linear_relu, [X, W], {}, True, ["linear_relu", "_linear_backward"]),
+    ],
+    ids=["training", "inference", "function"],
+)
+def test_what_warmup_runs(module, inputs, options, grad, names):
+    with torch.set_grad_enabled(grad):
+        ran = operators_of(lambda: plans.warmup(module, *inputs, **options))
+    assert ran == names and W.grad is None
 
 
 def test_warmup_leaves_no_trace():
@@ -188,19 +173,6 @@ def test_warmup_leaves_no_trace():
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
     assert model.training
-
-
-def test_warmup_for_inference_runs_forward_only():
-    with tfl.explain() as report, torch.no_grad():
-        plans.warmup(Model().eval(), torch.randn(6, 4))
-    assert [call.operator for call in report.calls] == ["linear_relu", "linear"]
-
-
-def test_warmup_of_a_function():
-    w = torch.randn(5, 4, requires_grad=True)
-    with tfl.explain() as report:
-        plans.warmup(tfl.linear_relu, torch.randn(3, 4), w)
-    assert len(report.calls) == 2 and w.grad is None
 
 
 class Terminal(io.StringIO):

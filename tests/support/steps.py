@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 fused = torch.ops.fused
-KEPT = [activation for activation in ACTS if activation != "relu"]  # their pre-activation
 
 
 def decode_mask(mask: Tensor, width: int) -> Tensor:
