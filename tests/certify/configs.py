@@ -14,14 +14,17 @@ import signal
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from layers import GatedBlock, sequential
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.fuzzer import DEFAULT, MODULE_DEFAULTS, ConfigFuzzer, Status
 
 import torch_fused_linear as tfl
+from certify import parts
 from certify.parts import Found
 from torch_fused_linear.graph.fusion_pass import FusionPass
 
@@ -34,16 +37,6 @@ ALLOWED = 1e-4  # of an error, of the size of the result
 # --- the model -----------------------------------------------------------------------------------
 
 WIDTH, HIDDEN = 8, 24
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Halves(nn.Module):
@@ -60,8 +53,11 @@ def layer(act: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), act)
 
 
-def chain(act: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), act, nn.Linear(HIDDEN, WIDTH))
+def chain(activation: str) -> Callable[[], nn.Module]:
+    return partial(sequential, WIDTH, HIDDEN, WIDTH, activation=activation)
+
+
+gated = partial(GatedBlock, WIDTH, HIDDEN, bias=True)
 
 
 # Plain, and the same with our layers; where there are none, our pass is to find it.
@@ -69,13 +65,13 @@ BLOCKS: tuple[tuple[Callable[[], nn.Module], Callable | None], ...] = (
     (layer(nn.ReLU()), lambda m: tfl.FusedLinearReLU.from_linear(m[0])),
     (layer(nn.GELU()), lambda m: tfl.FusedLinearGELU.from_linear(m[0], approximate="none")),
     (layer(nn.SiLU()), lambda m: tfl.FusedLinearSiLU.from_linear(m[0])),
-    (chain(nn.GELU("tanh")), tfl.FusedMLP.from_sequential),
-    (Gated, lambda m: tfl.FusedGatedMLP.from_modules(m.gate, m.up, m.down)),
+    (chain("gelu_tanh"), tfl.FusedMLP.from_sequential),
+    (gated, lambda m: tfl.FusedGatedMLP.from_modules(*m.children())),
     (layer(nn.ReLU()), None),
     (layer(nn.GELU("tanh")), None),
     (layer(nn.SiLU()), None),
-    (chain(nn.ReLU()), None),
-    (Gated, None),
+    (chain("relu"), None),
+    (gated, None),
     (Halves, None),
 )
 
@@ -126,18 +122,10 @@ class Problem:
             for a, b in zip(self.results(model, x, y), self.want, strict=True)
         )
 
-    def factory(self, model: nn.Module) -> Callable[[], Callable[[], bool]]:
-        """As ConfigFuzzer wants it: it makes the functions that are run, and compiled."""
-
-        def make() -> Callable[[], bool]:
-            x = self.leaf()
-
-            def test() -> bool:
-                return self.is_right(model, x, model(x))
-
-            return test
-
-        return make
+    def test(self, model: nn.Module) -> Callable[[], bool]:
+        """What ConfigFuzzer compiles and runs."""
+        x = self.leaf()
+        return lambda: self.is_right(model, x, model(x))
 
 
 # --- configurations ------------------------------------------------------------------------------
@@ -169,8 +157,7 @@ def fuzzer_of(problem: Problem, device: str, is_ours: bool) -> ConfigFuzzer:
             fixed[name] = getattr(inductor, name)
     if is_ours:
         fixed["pre_grad_custom_pass"] = FusionPass()
-    model = problem.ours if is_ours else problem.plain
-    factory = problem.factory(model)
+    factory = partial(problem.test, problem.ours if is_ours else problem.plain)
     return ConfigFuzzer(inductor, factory, seed=0, default=fixed, test_timeout=SECONDS)
 
 
@@ -190,12 +177,11 @@ def drawn(seed: int, unit: int, device: str) -> tuple[Problem, Config]:
 # --- the whole -----------------------------------------------------------------------------------
 
 
-class Trial:
+class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
+        super().__init__(device, measured)
         warnings.simplefilter("ignore")
         logging.disable()
-        torch.set_num_threads(1)
-        self.device = device
 
     def one(self, seed: int, unit: int) -> Found:
         problem, config = drawn(seed, unit, self.device)
@@ -240,6 +226,3 @@ class Trial:
             if is_less and self.wrong(problem, less, True) and not self.wrong(problem, less, False):
                 config = less
         return config
-
-    def verdict(self, found: Found) -> list[str]:
-        return []

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -63,7 +64,25 @@ bool is_in(void* address, const char* library) {
   return dladdr(address, &info) != 0 && std::strstr(info.dli_fname, library) != nullptr;
 }
 
+template <typename Result>
+Result failed(int error, Result result) {
+  errno = error;
+  return result;
+}
+
+constexpr int no_memory = 2, out_of_resources = 701;                       // cudaError_t
+constexpr int blas_failed = 13, blas_unsupported = 15, dnn_failed = 5000;  // of cuBLAS, cuDNN
+constexpr const char *libc = nullptr, *runtime = "libcudart.so", *blas = "libcublasLt.so",
+                     *dnn = "libcudnn.so";
+thread_local int pending = 0;  // what a call of the runtime has left
+
+int left(int error) { return pending = error; }
+
 using Word = void*;
+
+struct Dim3 {
+  unsigned x, y, z;
+};
 
 }  // namespace
 
@@ -83,6 +102,13 @@ long faults_disarm() {
   return seen;
 }
 
+// Replaces a function; where a call of `which` is to fail, it gives `failure`.
+#define REPLACE(result, name, parameters, arguments, library, which, failure) \
+  result name parameters {                                                    \
+    static const auto next = real(name, #name, library);                      \
+    return fails(#which) ? failure : next arguments;                          \
+  }
+
 // ---- memory of the CPU, files ------------------------------------------------------------------
 
 int posix_memalign(void** result, size_t alignment, size_t size) {
@@ -98,16 +124,7 @@ int open(const char* path, int flags, ...) {
   va_start(arguments, flags);
   const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(arguments, mode_t) : 0;
   va_end(arguments);
-  if (!fails("open")) return next(path, flags, mode);
-  errno = EMFILE;
-  return -1;
-}
-
-FILE* fopen(const char* path, const char* mode) {
-  static const auto next = real(fopen, "fopen");
-  if (!fails("fopen")) return next(path, mode);
-  errno = EACCES;
-  return nullptr;
+  return fails("open") ? failed(EMFILE, -1) : next(path, flags, mode);
 }
 
 size_t fwrite(const void* data, size_t size, size_t count, FILE* file) {
@@ -117,114 +134,53 @@ size_t fwrite(const void* data, size_t size, size_t count, FILE* file) {
   return next(data, 1, size * count / 2, file);  // half of it, as on a full disk
 }
 
-int fflush(FILE* file) {
-  static const auto next = real(fflush, "fflush");
-  if (!fails("fflush")) return next(file);
-  errno = ENOSPC;
-  return EOF;
-}
-
-int fsync(int descriptor) {
-  static const auto next = real(fsync, "fsync");
-  if (!fails("fsync")) return next(descriptor);
-  errno = EIO;
-  return -1;
-}
-
-int flock(int descriptor, int operation) {
-  static const auto next = real(flock, "flock");
-  if (!fails("flock")) return next(descriptor, operation);
-  errno = ENOLCK;
-  return -1;
-}
-
-int rename(const char* from, const char* to) {
-  static const auto next = real(rename, "rename");
-  if (!fails("rename")) return next(from, to);
-  errno = EXDEV;
-  return -1;
-}
+REPLACE(FILE*, fopen, (const char* path, const char* mode), (path, mode), libc, fopen,
+        failed<FILE*>(EACCES, nullptr))
+REPLACE(int, fflush, (FILE * file), (file), libc, fflush, failed(ENOSPC, EOF))
+REPLACE(int, fsync, (int file), (file), libc, fsync, failed(EIO, -1))
+REPLACE(int, flock, (int file, int what), (file, what), libc, flock, failed(ENOLCK, -1))
+REPLACE(int, rename, (const char* from, const char* to), (from, to), libc, rename,
+        failed(EXDEV, -1))
 
 // ---- CUDA --------------------------------------------------------------------------------------
 
-namespace {
-constexpr int no_memory = 2, out_of_resources = 701;                       // cudaError_t
-constexpr int blas_failed = 13, blas_unsupported = 15, dnn_failed = 5000;  // of cuBLAS, cuDNN
-thread_local int pending = 0;                                              // what a launch has left
-
-struct Dim3 {
-  unsigned x, y, z;
-};
-
-int launch_failed() { return pending = out_of_resources; }
-}  // namespace
-
-int cudaMalloc(void** result, size_t size) {
-  static const auto next = real(cudaMalloc, "cudaMalloc", "libcudart.so");
-  if (!fails("cudaMalloc")) return next(result, size);
-  return pending = no_memory;
-}
-
-int cudaMallocAsync(void** result, size_t size, Word stream) {
-  static const auto next = real(cudaMallocAsync, "cudaMallocAsync", "libcudart.so");
-  if (!fails("cudaMalloc")) return next(result, size, stream);
-  return pending = no_memory;
-}
-
-int cudaLaunchKernel(const void* kernel, Dim3 grid, Dim3 block, void** arguments, size_t shared,
-                     Word stream) {
-  static const auto next = real(cudaLaunchKernel, "cudaLaunchKernel", "libcudart.so");
-  if (!fails("cudaLaunchKernel")) return next(kernel, grid, block, arguments, shared, stream);
-  return launch_failed();
-}
-
-int cudaLaunchKernelExC(Word config, const void* kernel, void** arguments) {
-  static const auto next = real(cudaLaunchKernelExC, "cudaLaunchKernelExC", "libcudart.so");
-  if (!fails("cudaLaunchKernel")) return next(config, kernel, arguments);
-  return launch_failed();
-}
+REPLACE(int, cudaMalloc, (void** result, size_t size), (result, size), runtime, cudaMalloc,
+        left(no_memory))
+REPLACE(int, cudaMallocAsync, (void** result, size_t size, Word stream), (result, size, stream),
+        runtime, cudaMalloc, left(no_memory))
+REPLACE(int, cudaLaunchKernel,
+        (const void* kernel, Dim3 grid, Dim3 block, void** arguments, size_t shared, Word stream),
+        (kernel, grid, block, arguments, shared, stream), runtime, cudaLaunchKernel,
+        left(out_of_resources))
+REPLACE(int, cudaLaunchKernelExC, (Word config, const void* kernel, void** arguments),
+        (config, kernel, arguments), runtime, cudaLaunchKernel, left(out_of_resources))
+REPLACE(int, cublasLtMatmul,
+        (Word handle, Word description, Word alpha, Word a, Word a_layout, Word b, Word b_layout,
+         Word beta, Word c, Word c_layout, Word d, Word d_layout, Word algorithm, Word workspace,
+         size_t size, Word stream),
+        (handle, description, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout,
+         algorithm, workspace, size, stream),
+        blas, cublasLtMatmul, blas_failed)
+REPLACE(int, cublasLtMatmulAlgoGetHeuristic,
+        (Word handle, Word description, Word a, Word b, Word c, Word d, Word preference, int count,
+         Word results, int* returned),
+        (handle, description, a, b, c, d, preference, count, results, returned), blas,
+        cublasLtMatmulAlgoGetHeuristic, (*returned = 0, blas_unsupported))
+REPLACE(int, cudnnBackendExecute, (Word handle, Word plan, Word pack), (handle, plan, pack), dnn,
+        cudnnBackendExecute, dnn_failed)
+REPLACE(int, cudnnBackendFinalize, (Word descriptor), (descriptor), dnn, cudnnBackendFinalize,
+        dnn_failed)
 
 int cudaGetLastError() {
-  static const auto next = real(cudaGetLastError, "cudaGetLastError", "libcudart.so");
-  const int mine = pending;
-  pending = 0;
+  static const auto next = real(cudaGetLastError, "cudaGetLastError", runtime);
+  const int mine = std::exchange(pending, 0);
   const int theirs = next();
   return mine != 0 ? mine : theirs;
 }
 
 int cudaPeekAtLastError() {
-  static const auto next = real(cudaPeekAtLastError, "cudaPeekAtLastError", "libcudart.so");
+  static const auto next = real(cudaPeekAtLastError, "cudaPeekAtLastError", runtime);
   return pending != 0 ? pending : next();
-}
-
-int cublasLtMatmul(Word handle, Word description, Word alpha, Word a, Word a_layout, Word b,
-                   Word b_layout, Word beta, Word c, Word c_layout, Word d, Word d_layout,
-                   Word algorithm, Word workspace, size_t size, Word stream) {
-  static const auto next = real(cublasLtMatmul, "cublasLtMatmul", "libcublasLt.so");
-  if (fails("cublasLtMatmul")) return blas_failed;
-  return next(handle, description, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout,
-              algorithm, workspace, size, stream);
-}
-
-int cublasLtMatmulAlgoGetHeuristic(Word handle, Word description, Word a, Word b, Word c, Word d,
-                                   Word preference, int count, Word results, int* returned) {
-  static const auto next =
-      real(cublasLtMatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic", "libcublasLt.so");
-  if (!fails("cublasLtMatmulAlgoGetHeuristic")) {
-    return next(handle, description, a, b, c, d, preference, count, results, returned);
-  }
-  *returned = 0;
-  return blas_unsupported;
-}
-
-int cudnnBackendExecute(Word handle, Word plan, Word pack) {
-  static const auto next = real(cudnnBackendExecute, "cudnnBackendExecute", "libcudnn.so");
-  return fails("cudnnBackendExecute") ? dnn_failed : next(handle, plan, pack);
-}
-
-int cudnnBackendFinalize(Word descriptor) {
-  static const auto next = real(cudnnBackendFinalize, "cudnnBackendFinalize", "libcudnn.so");
-  return fails("cudnnBackendFinalize") ? dnn_failed : next(descriptor);
 }
 
 }  // extern "C"

@@ -8,35 +8,32 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import cpp_programs
 import torch
 
-from certify import fuzz, fuzz_cases
+from certify import fuzz, fuzz_cases, parts
 from certify.parts import Found
+from certify.record import add
 from torch_fused_linear import plans
 
 HERE = Path(__file__).parent
-CPU_CALLS = ("posix_memalign",)
-GPU_CALLS = (
-    *("cudaMalloc", "cudaLaunchKernel", "cublasLtMatmul", "cublasLtMatmulAlgoGetHeuristic"),
-    *("cudnnBackendExecute", "cudnnBackendFinalize"),
-)
-# One of these words stands in an error that is clear about what failed.
+CUBLAS, CUDNN = ("cublas", "cuBLAS", "CUBLAS"), ("cudnn", "cuDNN", "CUDNN")
+# The calls; one of the words stands in an error that is clear about what failed.
 CLEAR = {
     "posix_memalign": ("memory", "alloc"),
     "cudaMalloc": ("memory",),
     "cudaLaunchKernel": ("CUDA", "launch"),
-    "cublasLtMatmul": ("cublas", "cuBLAS", "CUBLAS"),
-    "cublasLtMatmulAlgoGetHeuristic": ("cublas", "cuBLAS", "CUBLAS"),
-    "cudnnBackendExecute": ("cudnn", "cuDNN", "CUDNN"),
-    "cudnnBackendFinalize": ("cudnn", "cuDNN", "CUDNN", "engine"),
+    "cublasLtMatmul": CUBLAS,
+    "cublasLtMatmulAlgoGetHeuristic": CUBLAS,
+    "cudnnBackendExecute": CUDNN,
+    "cudnnBackendFinalize": (*CUDNN, "engine"),
 }
 OCCURRENCES = 30  # of one call in one case
 # To see a leak: failing calls, and in each further window as many as before it, so that a list that
@@ -58,91 +55,79 @@ def build_shim(folder: Path) -> Path:
     return target
 
 
-def preloaded() -> ctypes.CDLL | None:
-    """The shim, if this process was started with it."""
-    shim = ctypes.CDLL(None)
-    return shim if hasattr(shim, "faults_arm") else None
+def preloaded() -> ctypes.CDLL:
+    """The shim, in a process that was started with it."""
+    return ctypes.CDLL(None)
 
 
-def start_again() -> None:
-    """This process once more, with the shim in front of all libraries."""
-    shim = build_shim(Path(tempfile.mkdtemp(prefix="faults")))
-    os.environ["LD_PRELOAD"] = str(shim)
-    os.execv(sys.executable, [sys.executable, *sys.argv])
+def calls(device: str) -> tuple[str, ...]:
+    return ("posix_memalign",) if device == "cpu" else tuple(CLEAR)
 
 
 def plan_files() -> Found:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        program = cpp_programs.build(
-            "../certify/plan_file_faults.cpp", folder, libraries=("torch", "torch_cpu", "c10")
-        )
-        libraries = os.pathsep.join([str(cpp_programs.LIB), os.environ.get("LD_LIBRARY_PATH", "")])
-        run = subprocess.run(
-            [program, folder],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "LD_LIBRARY_PATH": libraries},
-        )
-    text = (run.stdout.strip() + run.stderr).replace(f"{folder}/", "")
-    if run.returncode:
-        return {"failures": [f"plan files: {text or run.returncode}"]}
-    return {"failed calls": {"of the plan file": int(text)}}
+    with tempfile.TemporaryDirectory() as folder:
+        source, libraries = "../certify/plan_file_faults.cpp", ("torch", "torch_cpu", "c10")
+        program = cpp_programs.build(source, Path(folder), libraries=libraries)
+        try:
+            failed = int(cpp_programs.run(program, folder))
+        except AssertionError as wrong:
+            return {"failures": [f"plan files: {wrong}".replace(f"{folder}/", "")]}
+    return {"failed calls": {"of the plan file": failed}}
 
 
-class Trial:
+class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
-        self.shim = preloaded()
-        if self.shim is not None:
-            self.shim.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long)
-            self.shim.faults_disarm.restype = ctypes.c_long
         fuzz.Trial(device, measured)
+        self.device, self.shim = device, preloaded()
+        self.shim.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long)
+        self.shim.faults_disarm.restype = ctypes.c_long
         gc.collect()
         gc.freeze()  # collections look at what comes from now on
-        self.device = device
-        self.calls = CPU_CALLS if device == "cpu" else (*CPU_CALLS, *GPU_CALLS)
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """The shim, in front of all libraries."""
+        return {"LD_PRELOAD": str(build_shim(Path(tempfile.mkdtemp(prefix="faults"))))}
 
     def one(self, seed: int, unit: int) -> Found:
-        if self.shim is None:
-            start_again()
         if unit == 0:
             return plan_files()
         case = fuzz_cases.Draw(seed, unit, self.device).case()
         if not case.is_finite or case.policy == "eager":
             return {"left out": 1}
-        judge = Judge(case)
-        found: Found = {"failures": [], "failed calls": {}, "errors": {}, "right all the same": {}}
-        if wrong := judge.wrong(fuzz.of_ours(case)):
+        yardstick = fuzz.Yardstick(case)
+        if wrong := yardstick.wrong(fuzz.of_ours(case)):
             return {"failures": [f"without a fault: {wrong} in {case}"]}
-        for name in self.calls:
-            nth = 0
-            while nth < OCCURRENCES and self.fault(name, nth + 1, judge, found):
-                nth += 1
-            if nth and (lost := self.leaked(name, 1 + unit % nth, case)):
-                where = f"{name} failed at call {1 + unit % nth}"
+        found: Found = {}
+        for name in calls(self.device):
+            tried = (self.fault(name, nth, yardstick) for nth in range(1, OCCURRENCES + 1))
+            failed = list(itertools.takewhile(bool, tried))
+            for one in failed:
+                add(found, one)
+            nth = 1 + unit % max(1, len(failed))
+            if failed and (lost := self.leaked(name, nth, case)):
                 words = ", ".join(f"{size:.0f} bytes of {kind}" for kind, size in lost.items())
-                found["failures"].append(f"{where}: {words} are lost each time in {case}")
+                text = f"{name} failed at call {nth}: {words} are lost each time in {case}"
+                add(found, {"failures": [text]})
         return found
 
-    def verdict(self, found: Found) -> list[str]:
+    @staticmethod
+    def verdict(found: Found, device: str) -> list[str]:
         met = found.get("failed calls", {})
-        return [f"{name} was never called" for name in self.calls if not met.get(name)]
+        return [f"{name} was never called" for name in calls(device) if not met.get(name)]
 
-    def fault(self, name: str, nth: int, judge: Judge, found: Found) -> bool:
-        """Whether there was an nth call, which failed."""
-        error, results = self.run(name, nth, judge.case)
+    def fault(self, name: str, nth: int, yardstick: fuzz.Yardstick) -> Found:
+        """What the failure of the nth call leads to; nothing, if there is no nth call."""
+        case = yardstick.case
+        error, results = self.run(name, nth, case)
         if not self.reached:
-            return False
-        where = f"{name} failed at call {nth}"
-        found["failed calls"][name] = found["failed calls"].get(name, 0) + 1
-        kind = "errors" if error else "right all the same"
-        found[kind][name] = found[kind].get(name, 0) + 1
-        wrong = unclear(name, error) if error else judge.wrong(results)
-        if not wrong and (again := judge.wrong(fuzz.of_ours(judge.case))):
+            return {}
+        wrong = unclear(name, error) if error else yardstick.wrong(results)
+        if not wrong and (again := yardstick.wrong(fuzz.of_ours(case))):
             wrong = f"the next call: {again}"
-        if wrong:
-            found["failures"].append(f"{where}: {wrong} in {judge.case}")
-        return True
+        failures = [f"{name} failed at call {nth}: {wrong} in {case}"] if wrong else []
+        kind = "errors" if error else "right all the same"
+        return {"failures": failures, "failed calls": {name: 1}, kind: {name: 1}}
 
     def run(self, name: str, nth: int, case: fuzz_cases.Case):
         """The error, or the results, of a call during which another fails."""
@@ -183,28 +168,6 @@ class Trial:
         return {kind: size for kind, size in least.items() if size > LEAK}
 
 
-class Judge:
-    """What is right for a case."""
-
-    def __init__(self, case: fuzz_cases.Case) -> None:
-        self.case = case
-        self.eager, _ = fuzz.of_eager(case)
-        self.exact = fuzz.of_plain(case, fuzz.wide)
-        self.scale = fuzz.of_plain(case, lambda t: fuzz.wide(t).abs(), fuzz_cases.bare_step)
-
-    def wrong(self, results: list[torch.Tensor]) -> str:
-        columns = (fuzz.names(self.case), results, self.eager, self.exact, self.scale)
-        for name, a, b, c, s in zip(*columns, strict=True):
-            if a.shape != b.shape or a.dtype != b.dtype:
-                return f"{name} is {a.dtype} {tuple(a.shape)}"
-            if not a.numel() or not bool(b.isfinite().all()):
-                continue
-            words, _ = fuzz.compared(a, b, c, s)
-            if not bool(a.isfinite().all()) or words.startswith("wrong"):
-                return f"{name} is {words or 'not finite'}"
-        return ""
-
-
 def unclear(name: str, error: str) -> str:
     if "INTERNAL ASSERT" in error or not any(word in error for word in CLEAR[name]):
         return f"the error is not clear: {error[:300]!r}"
@@ -214,19 +177,14 @@ def unclear(name: str, error: str) -> str:
 class MallInfo(ctypes.Structure):
     """What malloc tells of itself (mallinfo2)."""
 
-    _fields_ = (
-        ("not_asked", 4 * ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("not_asked_either", 2 * ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("nor_these", 2 * ctypes.c_size_t),
-    )
+    _fields_ = (("sizes", 10 * ctypes.c_size_t),)
 
 
 def memory(device: str) -> dict[str, int]:
     """Bytes in use: of malloc, and of the GPU's allocator."""
     asked = ctypes.CDLL(None).mallinfo2
     asked.restype = MallInfo
-    info = asked()
+    sizes = asked().sizes
+    mapped, from_arenas = sizes[4], sizes[7]
     on_gpu = torch.cuda.memory_allocated() if device == "cuda" else 0
-    return {"the CPU": info.uordblks + info.hblkhd, "the GPU": on_gpu}
+    return {"the CPU": mapped + from_arenas, "the GPU": on_gpu}

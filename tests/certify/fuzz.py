@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import torch_fused_linear as tfl
-from certify import fuzz_cases
-from certify.fuzz_cases import Case, bare_step, eager_step
+from certify import fuzz_cases, parts
+from certify.fuzz_cases import Bare, Case
 from certify.parts import Found
 from certify.record import add
 from torch_fused_linear import plans
@@ -58,12 +58,10 @@ def results(call, tensors: list[Tensor], grad: Tensor, case: Case, adds=False) -
 
 
 def names(case: Case) -> list[str]:
-    found = ["grad_input"]
-    for layer in case.layers:
-        found += ["grad_weight"] * len(layer.weights)
-        found += ["grad_bias"] * sum(b is not None for b in layer.biases)
     if case.mode != "grad":
         return ["output"]
+    parameters = ["grad_weight" if t.dim() > 1 else "grad_bias" for t in case.tensors[1:]]
+    found = ["grad_input", *parameters]
     return ["output", *(name for name, wanted in zip(found, case.wanted) if wanted)]
 
 
@@ -75,9 +73,10 @@ def of_ours(case: Case) -> list[Tensor]:
         return results(call, case.tensors, case.grad, case, adds=bool(case.added_to))
 
 
-def of_plain(case: Case, change, step=eager_step) -> list[Tensor]:
+def of_plain(case: Case, change, mode=contextlib.nullcontext) -> list[Tensor]:
     def call(tensors: list[Tensor]) -> Tensor:
-        return fuzz_cases.plain(step, *case.with_tensors(tensors))
+        with mode():
+            return fuzz_cases.plain(*case.with_tensors(tensors))
 
     with torch.set_grad_enabled(case.mode == "grad"):
         tensors = [change(t) for t in case.tensors]
@@ -105,13 +104,12 @@ def error_sizes(mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor) -> l
     return torch.cat([columns.square().sum(1), columns.abs().amax(1)]).tolist()
 
 
-class Trial:
+class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
+        super().__init__(device, measured)
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
         torch.backends.cudnn.allow_tf32 = False
         plans.budget(200 if measured else 0)
-        self.device = device
 
     def one(self, seed: int, unit: int) -> Found:
         case = fuzz_cases.Draw(seed, unit, self.device).case()
@@ -127,24 +125,55 @@ class Trial:
         found, _ = of_eager(fuzz_cases.Draw(seed, unit, self.device).case())
         print(hashlib.sha256(b"".join(map(bits, found))).hexdigest())
 
-    def verdict(self, found: Found) -> list[str]:
-        return verdict(found)
+    @staticmethod
+    def verdict(found: Found, device: str = "cpu") -> list[str]:
+        """Ours may not be the worse one more often than eager is (three standard deviations of
+        tossing a coin are allowed), nor its error over all cases above 1.1 times eager's."""
+        wrong = []
+        for policy, dtypes in found.get("by", {}).items():
+            for dtype, counts in dtypes.items():
+                ours, eager = counts["ours worse"], counts["eager worse"]
+                if ours - eager > 3 * math.sqrt(ours + eager):
+                    wrong.append(f"{policy}, {dtype}: ours worse {ours} times, eager {eager} times")
+                if dtype == "float64":
+                    continue
+                for name, sums in counts["results"].items():
+                    ratio = ratio_of(sums)
+                    if sums["elements"] >= 2048 and ratio > POOLED:
+                        wrong.append(f"{policy}, {dtype}, {name}: {ratio:.3f} times eager's error")
+        return wrong
+
+
+class Yardstick:
+    """What results of a case are judged by: eager's, the exact ones, and the scale of errors."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.eager, self.is_refused = of_eager(case)
+        self.exact = of_plain(case, wide)
+        self.scale = of_plain(case, lambda t: wide(t).abs(), Bare)
+
+    def judged(self, mine: list[Tensor]) -> Found:
+        found: Found = {"failures": [], "worse": {}, "results": {}}
+        columns = (names(self.case), mine, self.eager, self.exact, self.scale)
+        for name, *tensors in zip(*columns, strict=True):
+            add(found, judged_result(self.case, name, *tensors))
+        return found
+
+    def wrong(self, mine: list[Tensor]) -> str:
+        return "; ".join(self.judged(mine)["failures"])
 
 
 def judged(case: Case) -> Found:
     """What a case has shown; see the module's text."""
-    theirs, refused = of_eager(case)
+    yardstick = Yardstick(case)
     try:
         mine = of_ours(case)
     except Exception as error:
-        if refused and case.policy == "eager":  # the same operators, the same error
+        if yardstick.is_refused and case.policy == "eager":  # the same operators, the same error
             return {"refused as by eager": 1}
         return {"failures": [f"{type(error).__name__}: {error}".split("\n")[0] + f" in {case}"]}
-    exact = of_plain(case, wide)
-    scale = of_plain(case, lambda t: wide(t).abs(), bare_step)
-    found: Found = {"failures": [], "worse": {}, "results": {}}
-    for name, *tensors in zip(names(case), mine, theirs, exact, scale, strict=True):
-        add(found, judged_result(case, name, *tensors))
+    found = yardstick.judged(mine)
     failures, worse = found.pop("failures"), found.pop("worse")
     counts = {"cases": 1, "results": found.pop("results")}
     counts |= {words: int(words in worse) for words in ("ours worse", "eager worse")}
@@ -152,7 +181,7 @@ def judged(case: Case) -> Found:
         **found,
         "failures": [f"{text} in {case}" for text in failures],
         "by": {case.policy: {str(case.x.dtype)[6:]: counts}},
-        "operators": {layer.operator: 1 for layer in case.layers},
+        "operators": {layer.op.name: 1 for layer in case.layers},
         "not finite on purpose": int(not case.is_finite),
     }
 
@@ -199,10 +228,9 @@ def eager_differs(case: Case) -> bool:
     for _ in range(20):
         leave_nan(case.x)
         again, _ = of_eager(case)
-        if not all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(first, again)):
-            return True
-        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again)):
-            return True
+        for look in (Tensor.isnan, Tensor.nan_to_num):
+            if not all(torch.equal(look(a), look(b)) for a, b in zip(first, again)):
+                return True
     return False
 
 
@@ -213,8 +241,8 @@ def bits(t: Tensor) -> bytes:
 def eager_reads_unwritten(seed: int, unit: int) -> bool:
     """Whether eager alone, in processes of its own, gives other bits when the memory that it is
     given is filled with another byte."""
-    command = [sys.executable, str(Path(__file__).parent), "fuzz", "--device", "cpu", "--work"]
-    command += ["--plain", "--seed", str(seed), "--only", str(unit)]
+    command = [sys.executable, str(Path(__file__).parent), "fuzz", "--device", "cpu"]
+    command += ["--seed", str(seed), "--plain", str(unit)]
     found = set()
     for byte in (None, 0x7F, 0xFE):
         filled = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
@@ -232,7 +260,7 @@ def leave_nan(like: Tensor) -> None:
 
 def loses_nan(case: Case) -> bool:
     """The bit mask that policy cublaslt keeps has no bit for a NaN, whose gradient torch passes."""
-    relu = any(layer.activation == "relu" for layer in case.layers)
+    relu = any(layer.op.activation == "relu" for layer in case.layers)
     return case.policy == "cublaslt" and not case.is_finite and relu and case.mode == "grad"
 
 
@@ -257,24 +285,6 @@ def compared(
     if ours > ALLOWED * eager + slack:
         return "ours worse", numbers
     return ("eager worse" if eager > ALLOWED * ours + slack else ""), numbers
-
-
-def verdict(found: Found) -> list[str]:
-    """Ours may not be the worse one more often than eager is (three standard deviations of tossing
-    a coin are allowed), nor its error over all cases above 1.1 times eager's."""
-    wrong = []
-    for policy, dtypes in found.get("by", {}).items():
-        for dtype, counts in dtypes.items():
-            ours, eager = counts["ours worse"], counts["eager worse"]
-            if ours - eager > 3 * math.sqrt(ours + eager):
-                wrong.append(f"{policy}, {dtype}: ours worse {ours} times, eager {eager} times")
-            if dtype == "float64":
-                continue
-            for name, sums in counts["results"].items():
-                ratio = ratio_of(sums)
-                if sums["elements"] >= 2048 and ratio > POOLED:
-                    wrong.append(f"{policy}, {dtype}, {name}: {ratio:.3f} times eager's error")
-    return wrong
 
 
 def ratio_of(sums: dict) -> float:

@@ -1,6 +1,7 @@
 """Random calls of the fused operators, one after the other, with all that can vary about them.
 
-The operators are those of fuzz_operators.py.
+The operators are rows of tests/support/operators.py. Their definition in torch is run as it is, in
+fp64, and under modes that find out the scale of its errors and how near it comes to ReLU's kink.
 """
 
 from __future__ import annotations
@@ -10,80 +11,127 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
+import operators
 import torch
+import torch.nn.functional as F
 from layouts import MATRIX_LAYOUTS, VECTOR_LAYOUTS
+from operators import Op
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
-from certify.fuzz_operators import ACTIVATIONS, GATED, OPERATORS, Layer, Step, weight_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SAFE = ("contiguous", "transposed", "row_strided", "column_strided", "offset")
 TINY = (1, 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65)
+SMOOTH = ("silu", "gelu_tanh", "gelu_erf")
+GATED = ("linear_glu", "gated_mlp")
+# The operators of vectors, with their activations.
+OPERATORS = {
+    "linear": ("none",),
+    "linear_relu": ("relu",),
+    "linear_gelu": ("gelu_tanh", "gelu_erf"),
+    "linear_silu": ("silu",),
+    "linear_relu2": ("relu2",),
+    "mlp": ("relu", "relu2", *SMOOTH),
+    # without ReLU: behind its product with the other half, its kink is not looked for
+    "linear_glu": ("relu2", *SMOOTH),
+    "gated_mlp": ("relu2", *SMOOTH),
+}
 
 
-# --- steps ---------------------------------------------------------------------------------------
+def row(name: str, activation: str, memory: str, sizes: Sequence[int], form: str) -> Op:
+    if name == "mlp":
+        return operators.mlp(activation, len(sizes) - 1, sizes[1:-1], memory=memory)
+    if name in GATED:
+        return operators.gated(form, activation, name == "gated_mlp", sizes[1], memory=memory)
+    options = {} if activation == "none" else {"memory": memory}
+    return operators.linear(activation, f"{activation} {memory}", **options)
 
 
-def eager_step(product, x, weight, bias, activation):
-    return ACTIVATIONS[activation](product(x, weight, bias))
+# --- modes ---------------------------------------------------------------------------------------
+
+PRODUCTS, ACTIVATIONS = (F.linear, F.conv2d), (F.relu, F.gelu, F.silu)
 
 
-def bare_step(product, x, weight, bias, activation):
+class Bare(TorchFunctionMode):
     """Of absolute values, the scale of the errors: without the activations, whose slope is about 1
     at most, but for the square."""
-    z = product(x, weight, bias)
-    return z.square() if activation == "relu2" else z
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func in ACTIVATIONS else func(*args, **(kwargs or {}))
 
 
-@dataclass
-class KinkStep:
+class Kinks(TorchFunctionMode):
     """Runs in fp64 and keeps ReLU's inputs away from 0.
 
     Near 0 the sign of a pre-activation, and with it ReLU's derivative, is a matter of rounding and
     no error. Channels of a hidden layer that come near are cut off in the next weight; `near` is
-    where the last layer's do.
+    where the inputs of a ReLU do, by its result.
     """
 
-    dtype: torch.dtype
-    near: Tensor | None = None
-    variances: dict[int, Tensor] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)  # so that no id is given twice
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.near: dict[int, Tensor] = {}
+        self.products_near: dict[int, Tensor] = {}
+        self.variances: dict[int, Tensor] = {}
+        self.alive: list[Tensor] = []  # so that no id is given twice
 
-    def __call__(self, product, x, weight, bias, activation):
-        if self.near is not None and self.near.any():
-            channels = -1 if weight.dim() == 2 else -3
-            near = self.near.movedim(channels, 0)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in PRODUCTS:
+            return self.product(func, *args)
+        h = func(*args, **(kwargs or {}))
+        of_args = [self.variances.get(id(t)) for t in args]
+        if func in ACTIVATIONS:
+            self.keep(h, of_args[0])
+        elif func == Tensor.square:
+            self.keep(h, of_args[0] * (2 * args[0]).square() + 2 * h.square())
+        elif func == Tensor.mul:
+            of_gate, of_up = (v * t.square() for v, t in zip(of_args, reversed(args)))
+            self.keep(h, of_gate + of_up + 2 * h.square())
+        elif func == Tensor.chunk:
+            for half, variance in zip(h, of_args[0].chunk(2, -1)):
+                self.keep(half, variance)
+        if func == F.relu and (near := self.products_near.get(id(args[0]))) is not None:
+            self.near[id(h)] = near
+        return h
+
+    def keep(self, t: Tensor, variance: Tensor) -> None:
+        self.variances[id(t)] = variance
+        self.alive.append(t)
+
+    def product(self, func, given: Tensor, weight: Tensor, bias: Tensor | None, *geometry):
+        def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return func(x, w, b, *geometry)
+
+        is_conv = func == F.conv2d
+        if (near := self.near.get(id(given))) is not None and near.any():
+            near = near.movedim(-3 if is_conv else -1, 0)
             weight[:, near.reshape(len(near), near[:1].numel()).any(1)] = 0
         u = torch.finfo(self.dtype).eps / 2
-        given, wide, x = x, weight.double(), x.double()
+        wide, x = weight.double(), given.double()
         z = product(x, wide, None if bias is None else bias.double())
         # of the operand's roundings, and of a sum in fp32
         squares, sums = wide.square(), min(1.0, 2.0**-24 / u) ** 2 * self.roundings(weight)
-        before = self.variances.get(id(x), torch.zeros_like(x))
+        before = self.variances.get(id(given), torch.zeros_like(x))
         variance = product(1.3 * before + sums * x.square(), squares, None)
-        if activation == "relu":
-            self.near = z.abs() <= 6 * u * variance.sqrt()
-            # Eager adds some biases to a rounded product, on a GPU that of every convolution.
-            rounds_first = bias is not None and weight.dim() > 2
-            if weight.dim() == 2:
-                differs = product(given.to(self.dtype), weight, bias).sign() != z.sign()
-                rounds_first = bias is not None and bool((differs & ~self.near).any())
-                self.near |= differs
-            if rounds_first:
-                self.near |= z.abs() <= u * product(x, wide, None).abs()
-        else:
-            self.near = None
-        h = ACTIVATIONS[activation](z)
-        if activation == "relu2":
-            variance, z = variance * (2 * z).square(), h
-        self.variances[id(h)] = variance + 2 * z.square()
-        self.alive.append(h)
-        return h
+        near = z.abs() <= 6 * u * variance.sqrt()
+        # Eager adds some biases to a rounded product, on a GPU that of every convolution.
+        rounds_first = bias is not None and is_conv
+        if not is_conv:
+            differs = product(given.to(self.dtype), weight, bias).sign() != z.sign()
+            rounds_first = bias is not None and bool((differs & ~near).any())
+            near |= differs
+        if rounds_first:
+            near |= z.abs() <= u * product(x, wide, None).abs()
+        self.products_near[id(z)] = near
+        self.keep(z, variance + 2 * z.square())
+        return z
 
     def roundings(self, weight: Tensor) -> float:
         """How many a sum's variance is of. Tensor cores always cut off towards 0: there they add up
@@ -91,17 +139,16 @@ class KinkStep:
         n = max(1, weight[:1].numel())
         return n + (n / 8) ** 2 if weight.is_cuda and self.dtype.itemsize == 2 else n
 
-    def keep_halves(self, both: Tensor, *halves: Tensor) -> None:
-        self.variances |= zip(map(id, halves), self.variances[id(both)].chunk(2, -1))
-        self.alive += halves
-
-    def keep_product(self, h: Tensor, gate: Tensor, up: Tensor) -> None:
-        of_gate, of_up = (self.variances[id(t)] for t in (gate, up))
-        self.variances[id(h)] = of_gate * up.square() + of_up * gate.square() + 2 * h.square()
-        self.alive.append(h)
-
 
 # --- cases ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layer:
+    """One call of an operator."""
+
+    op: Op
+    tensors: list[Tensor | None]  # weights and biases
 
 
 @dataclass
@@ -125,7 +172,7 @@ class Case:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.x, *(t for layer in self.layers for t in layer.tensors)]
+        return [self.x, *(t for layer in self.layers for t in layer.tensors if t is not None)]
 
     @property
     def is_systematic(self) -> bool:
@@ -135,28 +182,23 @@ class Case:
 
     @property
     def longest_sum(self) -> int:
-        return max((w[:1].numel() for layer in self.layers for w in layer.weights), default=1)
+        return max((w[:1].numel() for w in self.tensors[1:]), default=1)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Layer]]:
         """The same calls on other tensors."""
         x, *rest = tensors
         left = iter(rest)
-        layers = []
-        for layer in self.layers:
-            weights = [next(left) for _ in layer.weights]
-            biases = [None if b is None else next(left) for b in layer.biases]
-            layers.append(replace(layer, weights=weights, biases=biases))
+        layers = [
+            Layer(layer.op, [None if t is None else next(left) for t in layer.tensors])
+            for layer in self.layers
+        ]
         return x, layers
 
     def __str__(self) -> str:
-        shapes = []
+        layers = []
         for layer in self.layers:
-            extra = f", {layer.conv}" if layer.conv else ""
-            biases = "".join("-" if b is None else "b" for b in layer.biases)
-            sizes = [tuple(w.shape) for w in layer.weights]
-            shapes.append(
-                f"{layer.operator}({layer.activation}, {layer.memory}, {sizes} {biases}{extra})"
-            )
+            shapes = [None if t is None else tuple(t.shape) for t in layer.tensors]
+            layers.append(f"{layer.op.name}({layer.op!r}, {shapes})")
         wanted = "".join("1" if w else "0" for w in self.wanted)
         flags = [self.mode, self.policy, "torch.ops" if self.through_ops else "functions"]
         flags += [] if self.handover else ["no handover"]
@@ -165,23 +207,26 @@ class Case:
         flags += [] if self.keeping == "as it is" else [self.keeping]
         flags += [f"added to {self.added_to}"] if self.added_to else []
         return (
-            f"{str(self.x.dtype)[6:]} {tuple(self.x.shape)} {' '.join(shapes)} wanted {wanted}, "
+            f"{str(self.x.dtype)[6:]} {tuple(self.x.shape)} {' '.join(layers)} wanted {wanted}, "
             f"{', '.join(flags)}; {self.words}"
         )
 
 
-def plain(step: Step, x: Tensor, layers: Sequence[Layer]) -> Tensor:
+def plain(x: Tensor, layers: Sequence[Layer]) -> Tensor:
     for layer in layers:
-        x = OPERATORS[layer.operator].plain(step, x, layer)
+        x = layer.op.eager(x, *layer.tensors)
     return x
 
 
-def ours(case: Case, x: Tensor, layers: Sequence[Layer]) -> Tensor:
-    where = torch.ops.fused if case.through_ops else tfl
+def one_of_ours(x: Tensor, layer: Layer, through_ops: bool) -> Tensor:
+    function = layer.op.call if through_ops else layer.op.function
+    return function(x, *layer.tensors)
 
+
+def ours(case: Case, x: Tensor, layers: Sequence[Layer]) -> Tensor:
     def call(x: Tensor, layers: Sequence[Layer]) -> Tensor:
         for layer in layers:
-            x = OPERATORS[layer.operator].ours(where, x, layer)
+            x = one_of_ours(x, layer, case.through_ops)
         return x
 
     if case.keeping == "as it is":
@@ -266,22 +311,25 @@ class Draw:
         for number in range(self.choice.choice((1, 1, 1, 2, 2, 3))):
             if not widths:
                 break
-            name = self.choice.choice([n for n in OPERATORS if n != "conv2d_relu"])
-            is_gated, stacked = name in GATED, name in GATED and self.chance(0.4)
+            name = self.choice.choice(list(OPERATORS))
+            is_gated = name in GATED
+            form = "stacked" if is_gated and self.chance(0.4) else "apart"
             count = {"mlp": self.choice.choice((1, 2, 2, 3)), "gated_mlp": 2}.get(name, 1)
             if len(widths) < count:
                 break
             sizes, widths[:count] = [inner, *widths[:count]], []
-            shapes = weight_shapes(name, sizes, stacked)
-            weights = [
-                self.weight(*shape, first=number == 0 and (k == 0 or is_gated))
-                for k, shape in enumerate(shapes)
+            any_row = row(name, OPERATORS[name][0], "default", sizes, form)
+            shapes = any_row.shapes((), inner, sizes[-1])
+            tensors = [
+                self.bias(*shape)
+                if len(shape) == 1
+                else self.weight(*shape, first=number == 0 and (k == 0 or is_gated))
+                for k, shape in enumerate(shapes[1:])
             ]
-            biases = [self.bias(out) for out, _ in shapes]
             inner = sizes[-1]
-            activation = self.choice.choice(OPERATORS[name].activations)
+            activation = self.choice.choice(OPERATORS[name])
             memory = self.choice.choice(("default", "default", "low"))
-            layers.append(Layer(name, weights, biases, activation, memory, is_stacked=stacked))
+            layers.append(Layer(row(name, activation, memory, sizes, form), tensors))
         return layers
 
     def convolution(self) -> tuple[Tensor, list[Layer]]:
@@ -307,8 +355,9 @@ class Draw:
             inner = channels // groups
             scale = 1 / math.sqrt(inner * math.prod(kernel))
             weight = self.image(self.normal(out, inner, *kernel, scale=scale), "weight")
-            options = (stride, padding, dilation, groups)
-            layers.append(Layer("conv2d_relu", [weight], [self.bias(out)], "relu", conv=options))
+            geometry = {"stride": stride, "padding": padding, "dilation": dilation}
+            op = operators.conv(f"{geometry}", **geometry, groups=groups)
+            layers.append(Layer(op, [weight, self.bias(out)]))
             channels = out
         return self.image(images, "x"), layers
 
@@ -328,16 +377,15 @@ class Draw:
             lead, widths = self.sizes()
             x = self.matrix(self.normal(*lead, widths[0]), "x")
             layers = self.linear_layers(widths)
-        kinks = KinkStep(self.dtype)
-        with torch.no_grad():
-            result = plain(kinks, x, layers)
+        with torch.no_grad(), Kinks(self.dtype) as kinks:
+            result = plain(x, layers)
         g = self.normal(*result.shape)
-        if kinks.near is not None and kinks.near.any():
-            g = g.masked_fill(kinks.near, 0)
+        if (near := kinks.near.get(id(result))) is not None and near.any():
+            g = g.masked_fill(near, 0)
         else:
-            keeps = bool(layers and layers[0].conv)
+            keeps = bool(layers and layers[0].op.name == "conv2d_relu")
             g = self.image(g, "grad") if keeps else self.matrix(g, "grad")
-        count = 1 + sum(len(layer.tensors) for layer in layers)
+        count = 1 + sum(t is not None for layer in layers for t in layer.tensors)
         case = Case(
             x,
             layers,

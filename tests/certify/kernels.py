@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,16 +26,16 @@ SIZES = (1, 31, 64, 257)
 CASES = 30
 
 
-def small_networks(folder: Path):
+def operands(*shapes: Sequence[int], dtype=torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def small_networks(folder: Path) -> Iterator[tuple[Callable[[], None], Path]]:
     """A step and the file of its plans, for each size and activation."""
     for (tokens, width), activation in itertools.product(SMALL, ("relu", "gelu_erf")):
-        sizes = ((tokens, width), (width, width), (width, width), (width,))
-        operands = [
-            torch.randn(*s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in sizes
-        ]
+        x, w, v, b = operands((tokens, width), (width, width), (width, width), (width,))
 
-        def step(operands=operands, activation=activation) -> None:
-            x, w, v, b = operands
+        def step(x=x, w=w, v=v, b=b, activation=activation) -> None:
             tfl.mlp(x, [w, v], [b, b], activation=activation).sum().backward()
 
         yield step, folder / f"{tokens}_{width}_{activation}"
@@ -46,56 +47,42 @@ def plan(folder: Path) -> None:
             plan_files.write_forced(step, path, "small", lambda plan: not plan.mask)
 
 
-def alone() -> int:
+# --- parts, which stop after each call to be counted ---------------------------------------------
+
+
+def alone() -> Iterator[None]:
     """Kernels of activations, at sizes around those of tiles and warps."""
-    ops, count = torch.ops.fused, 0
-    for rows, width in itertools.product(SIZES, SIZES):
-        for dtype in (torch.float32, torch.bfloat16):
-            g, y = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(2))
-            for activation in ("relu", "gelu_tanh", "gelu_erf"):
-                ops._activation_backward(g, y, activation, True)
-                count += 1
-            ops._relu_mask(y)
-            count += 1
-    return count
+    for *size, dtype in itertools.product(SIZES, SIZES, (torch.float32, torch.bfloat16)):
+        g, y = (t.detach() for t in operands(size, size, dtype=dtype))
+        for activation in ("relu", "gelu_tanh", "gelu_erf"):
+            yield torch.ops.fused._activation_backward(g, y, activation, True)
+        yield torch.ops.fused._relu_mask(y)
 
 
-def small(folder: Path) -> int:
-    count = 0
+def small(folder: Path) -> Iterator[None]:
     for step, path in small_networks(folder):
         _, paths = plan_files.run_with(path, step)
         assert paths[0] == "own small kernel", paths
-        count += 1
+        yield
     plans.clear()
-    return count
 
 
-def hopper() -> int:
+def hopper() -> Iterator[None]:
     """Our own products for Hopper GPUs."""
-    count = 0
     for tokens, width in PRODUCTS:
         for activation in ("relu", "gelu_tanh", "gelu_erf", "silu"):
-            x, w, v, down = (
-                torch.randn(n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                for n in (tokens, width, width, width)
-            )
-            tfl.mlp(x, [w, down], [None, w[0]], activation=activation).sum().backward()
-            tfl.gated_mlp(x, w, v, down, activation=activation).sum().backward()
-            count += 2
-        torch.ops.fused._linear_relu_bits(x, w, down[0])
-        count += 1
-    return count
+            x, w, v, down = operands((tokens, width), *[(width, width)] * 3)
+            yield tfl.mlp(x, [w, down], [None, w[0]], activation=activation).sum().backward()
+            yield tfl.gated_mlp(x, w, v, down, activation=activation).sum().backward()
+        yield torch.ops.fused._linear_relu_bits(x, w, down[0])
 
 
-def cases(seed: int, below: float) -> int:
+def cases(seed: int, below: float) -> Iterator[None]:
     """Cases of the fuzz with fewer tokens."""
-    count = 0
     for unit in range(CASES):
         case = fuzz_cases.Draw(seed, unit, "cuda").case()
         if case.x.numel() < below * case.x.shape[-1]:
-            fuzz.of_ours(case)
-            count += 1
-    return count
+            yield fuzz.of_ours(case)
 
 
 def run(folder: Path, seed: int, parts: list[str]) -> int:
@@ -105,7 +92,7 @@ def run(folder: Path, seed: int, parts: list[str]) -> int:
         "hopper": hopper,
         "cases": lambda: cases(seed, math.inf if "hopper" in parts else FEW),
     }
-    count = sum(calls[part]() for part in parts)
+    count = sum(1 for part in parts for _ in calls[part]())
     torch.cuda.synchronize()
     return count
 

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Found = dict[str, Any]
 
 
-class Trial(Protocol):
+class Trial:
     """How a part tries its units, on a device."""
 
-    def __init__(self, device: str, measured: bool) -> None: ...
+    def __init__(self, device: str, measured: bool) -> None:
+        torch.set_num_threads(1)
+        self.device = device
 
     def one(self, seed: int, unit: int) -> Found:
         """Tries one; what it found is summed over all. "failures" lists what is wrong."""
+        raise NotImplementedError
 
-    def verdict(self, found: Found) -> list[str]:
+    def plain(self, seed: int, unit: int) -> None:
+        """Does of a unit what plain torch does of it, which may end the process."""
+
+    @staticmethod
+    def verdict(found: Found, device: str) -> list[str]:
         """What is wrong with the sum, beside the failures of single units."""
+        return []
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """What the process needs from its start on."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -32,14 +46,15 @@ class Part:
     module: str
     on_gpu_only: bool = False
 
-    def trial(self, device: str, measured: bool) -> Trial:
-        return importlib.import_module(f"certify.{self.module}").Trial(device, measured)
+    @property
+    def trial(self) -> type[Trial]:
+        return importlib.import_module(f"certify.{self.module}").Trial
 
 
 FUZZ = "random operators, chains, sizes, layouts, dtypes, policies against fp64, beside eager"
 FAULTS = "calls into the libraries and the system that fail, at each of their occurrences"
 SOAK = "training with changing shapes in threads, against a serial run and plain torch"
-TORCH = "the generic checks of torch.testing._internal, over every operator and layer"
+TORCH = "the generic checks of torch.testing._internal, over every operator"
 CONFIGS = "random configurations of Inductor, for a model of our layers under our pass"
 SANITIZERS = "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer"
 PARTS = (
@@ -54,9 +69,5 @@ PARTS = (
 ALL = {part.name: part for part in PARTS}
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def that_make_sense(device: str) -> list[str]:
+def that_make_sense(device: str) -> Sequence[str]:
     return [p.name for p in PARTS if device == "cuda" or not p.on_gpu_only]

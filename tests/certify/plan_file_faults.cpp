@@ -1,13 +1,12 @@
-// Files of plans, while the system's calls fail: `plan_file_faults FOLDER`, with faults.cpp
-// preloaded. Prints the number of calls that failed, or what went wrong, which is exit status 1.
+// Files of plans, while the system's calls fail: `plan_file_faults FOLDER`. Prints the number of
+// calls that failed, or what went wrong, which is exit status 1.
 
 #include "../csrc/problems.h"
 
 #include <c10/util/Exception.h>
 
+#include "faults.cpp"
 #include "plans/plan_file.h"
-
-#include <dlfcn.h>
 
 #include <cstdio>
 #include <filesystem>
@@ -15,9 +14,6 @@
 #include <string>
 
 namespace {
-
-using Arm = void (*)(const char*, long, long);
-using Disarm = long (*)();
 
 const MadeFor here{"GPU A", library, "580.65"};
 
@@ -52,24 +48,22 @@ std::string refused(const std::string& path, const Entries& entries) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const auto arm = reinterpret_cast<Arm>(dlsym(RTLD_DEFAULT, "faults_arm"));
-  const auto disarm = reinterpret_cast<Disarm>(dlsym(RTLD_DEFAULT, "faults_disarm"));
-  if (count != 2 || arm == nullptr || disarm == nullptr) return 2;
+  if (count != 2) return 2;
   const auto path = std::string(arguments[1]) + "/plans";
   const auto old = entries_of(3), next = entries_of(40);
-  long failed = 0, wrongs = 0;
+  long failures = 0, wrongs = 0;
   for (const char* name : {"open", "flock", "fopen", "fwrite", "fflush", "fsync", "rename"}) {
     for (long nth = 1;; ++nth) {
       write_plan_file(path, here, old, false);
       const long before = open_files();
-      arm(name, nth, 1);
+      faults_arm(name, nth, 1);
       const auto error = refused(path, next);
-      if (disarm() < nth) {
+      if (faults_disarm() < nth) {
         if (nth > 1) break;
         std::printf("%s is never called\n", name);
         return 1;
       }
-      ++failed;
+      ++failures;
       const auto wrong = [&](const char* what) {
         std::printf("%s %ld: %s (%s)\n", name, nth, what, error.c_str());
         ++wrongs;
@@ -82,6 +76,6 @@ int main(int count, char** arguments) {
       if (there() != next) wrong("the next call is wrong");
     }
   }
-  if (wrongs == 0) std::printf("%ld\n", failed);
+  if (wrongs == 0) std::printf("%ld\n", failures);
   return wrongs == 0 ? 0 : 1;
 }

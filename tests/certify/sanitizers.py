@@ -10,9 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import sanitized
+
+from certify import parts
 from certify.parts import Found
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = ("address", "thread")
 # racecheck dies of kernels for Hopper GPUs; initcheck does not see what such kernels write, those
 # of cuBLAS among them.
@@ -30,10 +32,7 @@ def tools(device: str) -> tuple[str, ...]:
     return COMPILERS if device == "cpu" else (*CUDA, *COMPILERS)
 
 
-class Trial:
-    def __init__(self, device: str, measured: bool) -> None:
-        self.device = device
-
+class Trial(parts.Trial):
     def one(self, seed: int, unit: int) -> Found:
         """A unit is a tool."""
         available = tools(self.device)
@@ -42,24 +41,12 @@ class Trial:
         tool = available[unit]
         return compiled(tool) if tool in COMPILERS else on_gpu(tool, seed)
 
-    def verdict(self, found: Found) -> list[str]:
-        return []
-
 
 def compiled(kind: str) -> Found:
     """`make asan`, `make tsan`."""
-    command = [sys.executable, str(ROOT / "tests/support/sanitized.py"), kind]
-    run = subprocess.run(command, capture_output=True, text=True)
-    return judged(kind, run)
-
-
-def judged(kind: str, run: subprocess.CompletedProcess) -> Found:
-    counted = re.search(r"(\d+) of (\d+) tests are clean", run.stdout)
-    failed = re.findall(r"^(.*): failed$", run.stdout, re.MULTILINE)
-    clean = int(counted[1]) if counted else 0
-    if run.returncode and not failed:
-        failed = [f"it did not run: {run.stderr[-300:]}"]
-    return {"clean": {kind: clean}, "failures": [f"{kind}: {test}" for test in failed]}
+    tested = sanitized.tested(kind)
+    failures = [f"{kind}: {test}" for test, is_clean in tested.items() if not is_clean]
+    return {"clean": {kind: sum(tested.values())}, "failures": failures}
 
 
 def on_gpu(tool: str, seed: int) -> Found:

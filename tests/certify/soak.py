@@ -13,12 +13,14 @@ import gc
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import torch_fused_linear as tfl
+from certify import parts
 from certify.parts import Found
 from torch_fused_linear import plans
 
@@ -78,11 +80,10 @@ def resident(device: str) -> int:
         return int(file.read().split()[1]) * 4096
 
 
-class Trial:
+class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
-        torch.set_num_threads(1)
+        super().__init__(device, measured)
         plans.budget(200 if measured else 0)
-        self.device = device
 
     def one(self, seed: int, unit: int) -> Found:
         end, found = time.monotonic() + 1.0, {"failures": [], "steps": 0, "rounds": 0}
@@ -112,32 +113,26 @@ class Trial:
         return wrong
 
     def in_threads(self, work: list[Work]) -> list:
-        results: list = [None] * len(work)
         barrier = threading.Barrier(len(work))
 
-        def train(k: int) -> None:
+        def trained(one: Work):
             stream = contextlib.nullcontext()
             if self.device == "cuda":
                 mine = torch.cuda.Stream()
                 mine.wait_stream(torch.cuda.default_stream())
                 stream = torch.cuda.stream(mine)
-            try:
-                with stream:
-                    barrier.wait()
-                    results[k] = work[k].trained(fused=True)
-            except Exception as error:
-                results[k] = error
+            with stream:
+                barrier.wait()
+                return one.trained(fused=True)
 
-        threads = [threading.Thread(target=train, args=(k,)) for k in range(len(work))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(work)) as pool:
+            futures = [pool.submit(trained, one) for one in work]
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return results
+        return [future.exception() or future.result() for future in futures]
 
-    def verdict(self, found: Found) -> list[str]:
+    @staticmethod
+    def verdict(found: Found, device: str = "cpu") -> list[str]:
         """Memory of an interrupted run begins anew with each process, at a lower level."""
         memory = found.get("memory", [])
         early = memory[len(memory) // 4 : len(memory) // 2]

@@ -8,9 +8,9 @@ import gpu_gate
 import torch
 
 from benchmarks import machine
-from benchmarks.cases import SUITES, Case
+from benchmarks.cases import Case
 from benchmarks.results import Record
-from benchmarks.run import entrants, measure_case
+from certify import parts
 from certify.parts import Found
 from torch_fused_linear import plans
 
@@ -29,19 +29,15 @@ def drawn(seed: int, unit: int) -> Case:
     return Case(suite, sizes, tokens, dtype, activation, choice.choice(("forward", "step")))
 
 
-class Trial:
+class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
+        super().__init__(device, measured)
         plans.budget(200)
-        self.device = torch.device(device)
-        machine.warm_up(self.device)
+        machine.warm_up(torch.device(device))
 
     def one(self, seed: int, unit: int) -> Found:
         case = drawn(seed, unit)
-        names = entrants(case, [*SUITES[case.suite].ours, "eager"], self.device)
-        return judged(measure_case(case, names, self.device, gpu_gate.SECONDS))
-
-    def verdict(self, found: Found) -> list[str]:
-        return []
+        return judged(gpu_gate.measured(case, torch.device(self.device)))
 
 
 def judged(record: Record, again=gpu_gate.measured_again) -> Found:

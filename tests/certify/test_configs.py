@@ -1,21 +1,16 @@
 """Configurations of Inductor in short, in a process of its own: the fuzzer sets all options."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from certify.test_record import python
 
 # The first units of this seed, and the layers below, leave the compiler no kernels to build, which
 # would take longer than all else.
 SCRIPT = """
-import json, sys
-sys.path[:0] = sys.argv[1:]
+import json
 import torch
 from certify import configs
 
@@ -41,10 +36,7 @@ print(json.dumps(found))
 def found():
     if not (shutil.which("g++") or shutil.which("c++")):
         pytest.skip("needs a C++ compiler")
-    folders = [ROOT / "tests", ROOT / "tests" / "support", ROOT]
-    command = [sys.executable, "-c", SCRIPT, *map(str, folders)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = python("-c", SCRIPT)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -1,34 +1,27 @@
 """The fuzz in short, and that it reports what is wrong."""
 
-import dataclasses
 import math
 
+import operators
 import pytest
 import startup_code
 import torch
 from helpers import one_thread  # noqa: F401
 
-from certify import fuzz, fuzz_cases, fuzz_operators, record
+from certify import fuzz, fuzz_cases, record
 
 CASES = 800
 
 
-@pytest.fixture
-def trial(device):
-    return fuzz.Trial(device.type, measured=False)
-
-
-def tried(units):
-    trial, found = fuzz.Trial("cpu", measured=False), {}
+def tried(units, device="cpu"):
+    trial, found = fuzz.Trial(device, measured=False), {}
     for unit in units:
         record.add(found, {"failures": [], **trial.one(1, unit)})
     return found
 
 
-def test_random_cases_are_as_exact_as_eager(trial):
-    found = {}
-    for unit in range(CASES):
-        record.add(found, {"failures": [], **trial.one(1, unit)})
+def test_random_cases_are_as_exact_as_eager(device):
+    found = tried(range(CASES), device.type)
     assert found["failures"] == []
     counts = [c for dtypes in found["by"].values() for c in dtypes.values()]
     cases, ours, eager = (
@@ -36,7 +29,7 @@ def test_random_cases_are_as_exact_as_eager(trial):
     )
     assert cases > 0.99 * CASES
     assert ours <= eager + 3 * (ours + eager) ** 0.5, (ours, eager)
-    assert set(found["operators"]) == set(fuzz_cases.OPERATORS)
+    assert set(found["operators"]) == {*fuzz_cases.OPERATORS, "conv2d_relu"}
 
 
 def test_a_case_is_the_same_again():
@@ -55,7 +48,10 @@ def test_cases_differ_in_all_that_is_promised():
     assert {case.x.dtype for case in cases} == set(fuzz_cases.DTYPES)
     assert {case.policy for case in cases} == {"auto", "cublaslt", "eager"}
     assert {case.mode for case in cases} == {"grad", "no_grad", "inference_mode"}
-    assert {layer.memory for layer in layers if layer.operator == "mlp"} == {"default", "low"}
+    assert {repr(layer.op).split()[-1] for layer in layers if layer.op.name == "mlp"} == {
+        "default",
+        "low",
+    }
     assert {0, 1} <= {size for case in cases for size in case.x.shape}
     assert max(len(case.layers) for case in cases) == 3
     assert any(0 in t.stride() for case in cases for t in case.tensors if t.numel() > 1)
@@ -63,17 +59,17 @@ def test_cases_differ_in_all_that_is_promised():
     assert any(not all(case.wanted) for case in cases) and any(not c.is_finite for c in cases)
 
 
-def planted(monkeypatch, change, name="linear"):
-    """`change(result, x, layer)` is what the operator then gives."""
+def planted(monkeypatch, change):
+    """`change(result, x, layer)` is what a linear layer then gives."""
     # eager, in processes of its own, has nothing planted and would be asked for each failure
     monkeypatch.setattr(fuzz, "eager_reads_unwritten", lambda seed, unit: False)
-    operator = fuzz_cases.OPERATORS[name]
+    right = fuzz_cases.one_of_ours
 
-    def ours(where, x, layer):
-        return change(operator.ours(where, x, layer), x, layer)
+    def ours(x, layer, through_ops):
+        y = right(x, layer, through_ops)
+        return change(y, x, layer) if layer.op.name == "linear" else y
 
-    broken = dataclasses.replace(operator, ours=ours)
-    monkeypatch.setitem(fuzz_cases.OPERATORS, name, broken)
+    monkeypatch.setattr(fuzz_cases, "one_of_ours", ours)
 
 
 class Backward(torch.autograd.Function):
@@ -117,7 +113,7 @@ def test_what_eager_gets_wrong_is_counted_and_no_yardstick(monkeypatch):
 def test_sums_of_equal_terms_may_err_by_a_rounding_each(monkeypatch, is_systematic, roundings):
     x, weight = torch.full((3, 100), 0.1).double(), torch.full((5, 100), 0.3).double()
     words = "x same_everywhere, weight same_columns" if is_systematic else ""
-    layers = [fuzz_operators.Layer("linear", [weight], [None], "none")]
+    layers = [fuzz_cases.Layer(operators.LINEAR, [weight, None])]
     flags = {"policy": "auto", "through_ops": False, "handover": True, "deterministic": False}
     case = fuzz_cases.Case(
         x, layers, x[:, :5], [False] * 2, "no_grad", calls_backward=False, words=words, **flags
@@ -161,20 +157,15 @@ def test_what_reads_memory_that_nobody_wrote_is_found_in_another_process(tmp_pat
 
 def twice_the_error(y, x, layer):
     """The result with its error against fp64 doubled."""
-    wide = dataclasses.replace(
-        layer,
-        weights=[w.detach().double() for w in layer.weights],
-        biases=[None if b is None else b.detach().double() for b in layer.biases],
-    )
-    exact = fuzz_operators.linear(fuzz_cases.eager_step, x.detach().double(), wide)
+    exact = layer.op.eager(*(t if t is None else t.detach().double() for t in (x, *layer.tensors)))
     return y + (y.detach().double() - exact).to(y.dtype)
 
 
 def test_an_operator_that_is_less_exact_is_reported(monkeypatch):
     """No single result of it is wrong: fp32, twice eager's error."""
     planted(monkeypatch, twice_the_error)
-    for name in [n for n in fuzz_cases.OPERATORS if n not in ("linear", "mlp", "conv2d_relu")]:
+    for name in set(fuzz_cases.OPERATORS) - {"linear", "mlp"}:
         monkeypatch.delitem(fuzz_cases.OPERATORS, name)  # so that it is drawn often enough
-    wrong = fuzz.verdict(tried(range(300)))
+    wrong = fuzz.Trial.verdict(tried(range(300)))
     assert any("float32: ours worse" in text for text in wrong), wrong
     assert any("output" in text and "times eager's error" in text for text in wrong), wrong

@@ -1,4 +1,4 @@
-"""Records: written as a whole, gone on with, merged, and told of crashes."""
+"""Records: written as a whole, gone on with, and told of crashes."""
 
 import json
 import os
@@ -15,21 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PART = parts.Part("sample", "something", "tries", 10, "sample")
 
 
-class Trial:
-    """Ends at a unit, as by an interruption."""
-
-    def __init__(self, ends_at=None, fails_at=()):
-        self.ends_at, self.fails_at, self.tried = ends_at, fails_at, []
-
-    def one(self, seed, unit):
-        if unit == self.ends_at:
+def results(units, ends_at=None):
+    """What the units give, until one is interrupted; unit 2 is wrong."""
+    for unit in units:
+        if unit == ends_at:
             raise KeyboardInterrupt
-        self.tried.append(unit)
-        found = {"failures": [f"{unit} is wrong"] if unit in self.fails_at else []}
-        return found | {"sum": unit, "by": {"even": int(unit % 2 == 0)}, "worst": unit}
+        failures = ["2 is wrong"] if unit == 2 else []
+        yield {"failures": failures, "sum": unit, "by": {"even": int(unit % 2 == 0)}}
 
-    def verdict(self, found):
-        return []
+
+def keep(path, begun, **changes):
+    units = range(begun["done"], begun["asked"]["count"])
+    record.keep(path, begun, results(units, **changes), verdict=lambda found: [])
 
 
 @pytest.fixture
@@ -43,23 +40,20 @@ def begin(path, anew=False, **changes):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(path):
-    first, second = Trial(ends_at=6, fails_at=(2,)), Trial()
     with pytest.raises(KeyboardInterrupt):
-        record.work(path, first, begin(path))
+        keep(path, begin(path), ends_at=6)
     written = json.loads(path.read_text())
     assert written["done"] == 6 and not written["finished"]
-    assert record.Pointer(path).read() == 6
-    record.work(path, second, begin(path))
+    keep(path, begin(path))
     written = json.loads(path.read_text())
-    assert first.tried + second.tried == list(range(10))
-    assert written["finished"] and written["found"] == {"sum": 45, "by": {"even": 5}, "worst": 9}
+    assert written["finished"] and written["found"] == {"sum": 45, "by": {"even": 5}}
     assert written["failed"] == 1
     assert written["failures"] == [{"unit": 2, "what": "2 is wrong"}]
     assert record.bad(written) and os.listdir(path.parent) == [path.name]
 
 
 def test_another_question_or_tree_begins_anew(path, monkeypatch):
-    record.work(path, Trial(), begin(path))
+    keep(path, begin(path))
     assert begin(path)["done"] == begin(path, count=11)["done"] == 10
     for changes in ({"count": 9}, {"seed": 2}, {"anew": True}):
         assert begin(path, **changes)["done"] == 0
@@ -67,28 +61,23 @@ def test_another_question_or_tree_begins_anew(path, monkeypatch):
     assert begin(path)["done"] == 0
 
 
-def test_shares_of_several_processes_become_one_without_a_crashed_unit(path):
-    trials, shares = [Trial(), Trial(fails_at=(3,))], []
-    for i, trial in enumerate(trials):
-        begun = begin(path, anew=True, share=[i, 2])
-        begun["crashed"] = {"4": "SIGSEGV"} if i == 0 else {}
-        record.work(path, trial, begun, (i, 2))
-        shares.append(json.loads(path.read_text()))
-    assert [trial.tried for trial in trials] == [[0, 2, 6, 8], [1, 3, 5, 7, 9]]
-    whole = record.merge(shares, Trial())
-    assert (whole["done"], whole["failed"], whole["crashed"]) == (10, 1, {"4": "SIGSEGV"})
-    assert whole["found"] == {"sum": 41, "by": {"even": 4}, "worst": 9} and whole["finished"]
-    assert "share" not in whole["asked"] and record.bad(whole)
-
-
-def certify(*words, **variables):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    command = [sys.executable, str(ROOT / "tests" / "certify"), *map(str, words)]
+def python(*words, **variables):
+    """Runs it without a GPU; the tests' modules are found."""
+    folders = [ROOT / "tests", ROOT / "tests" / "support", ROOT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", **variables}
+    command = [sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("call, key", [("of_ours", "crashed"), ("of_eager", "torch_crashed")])
-def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key):
+def certify(*words, **variables):
+    return python(ROOT / "tests" / "certify", *words, **variables)
+
+
+@pytest.mark.parametrize(
+    "call, key, jobs", [("of_ours", "crashed", 1), ("of_eager", "torch_crashed", 2)]
+)
+def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key, jobs):
     """The process dies in the third case of the fuzz, every time it gets there."""
     environment = startup_code.environment(
         tmp_path,
@@ -100,7 +89,8 @@ def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key):
         "    return right(case)\n"
         f"fuzz.{call} = dies\n",
     )
-    run = certify("fuzz", "--count", 6, "--records", tmp_path, **environment)
+    words = ("--count", 6, "--jobs", jobs, "--records", tmp_path)
+    run = certify("fuzz", *words, **environment)
     ours = key == "crashed"
     assert run.returncode == int(ours), run.stderr
     words = "the process ended" if ours else "plain torch ended the process"
@@ -109,6 +99,8 @@ def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key):
     crashed = {"crashed": {}, "torch_crashed": {}} | {key: {"3": "SIGSEGV"}}
     assert found["finished"] and found["done"] == 6
     assert {name: found[name] for name in crashed} == crashed
+    counts = [c["cases"] for dtypes in found["found"]["by"].values() for c in dtypes.values()]
+    assert sum(counts) == 5, "each other case is counted once"
     assert found["tree_hash"] == record.gpu_record.tree_hash()
 
 

@@ -1,24 +1,16 @@
 """Sanitizers and speed: what they judge by, without running a tool or a GPU."""
 
-import subprocess
-
 import pytest
 from bench_records import record_of
 
 from certify import sanitizers, speed
 
 
-@pytest.mark.parametrize(
-    "status, text, failures",
-    [
-        (0, "a b: clean\n1 of 1 tests are clean under", []),
-        (1, "a b: failed\na c: clean\n1 of 2 tests are clean", ["thread: a b"]),
-        (1, "", ["thread: it did not run: no compiler"]),
-    ],
-)
-def test_a_program_that_is_not_clean_is_reported(status, text, failures):
-    run = subprocess.CompletedProcess([], status, stdout=text, stderr="no compiler")
-    assert sanitizers.judged("thread", run)["failures"] == failures
+def test_a_program_that_is_not_clean_is_reported(monkeypatch):
+    tested = {"a b": False, "a c": True}
+    monkeypatch.setattr(sanitizers.sanitized, "tested", lambda kind: tested)
+    found = sanitizers.compiled("thread")
+    assert found == {"clean": {"thread": 1}, "failures": ["thread: a b"]}
 
 
 def test_cuda_tools_are_asked_for_on_a_gpu_only():

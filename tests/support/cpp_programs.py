@@ -44,10 +44,11 @@ def build(source, folder, *flags, libraries=("c10",)):
 
 
 def run(program, name, **options):
-    """Runs one test of a program; what it prints is the reason where it fails."""
+    """What one test of a program prints, which is the reason where it fails."""
     folders = [str(LIB), *(str(p / "lib") for p in CUDA)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
     result = subprocess.run(
         [program, name], capture_output=True, text=True, env=environment, **options
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

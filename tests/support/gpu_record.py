@@ -4,6 +4,7 @@
 numbers. Further arguments go to pytest; what they were is in the record.
 """
 
+import argparse
 import collections
 import datetime
 import hashlib
@@ -77,18 +78,12 @@ def summary(report, exit_code):
     return {**counts, "two_gpus": two_gpus, **found}
 
 
-def write(record):
-    temporary = RECORD.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    os.replace(temporary, RECORD)
-
-
-def taken_out(arguments, option):
-    """The value that follows `option`, or None, and the arguments without the two."""
-    if option not in arguments:
-        return None, arguments
-    at = arguments.index(option)
-    return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+def write(path, record, indent=2):
+    """At once: who reads finds the old record or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=indent, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)
 
 
 def speed(json):
@@ -109,7 +104,9 @@ def main(arguments):
     import torch_fused_linear  # noqa: F401  (a library that does not load is no record either)
     from torch_fused_linear import _library, doctor
 
-    bench_json, arguments = taken_out(arguments, "--bench-json")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--bench-json")
+    options, arguments = parser.parse_known_args(arguments)
     began, date = time.monotonic(), datetime.datetime.now(datetime.timezone.utc)
     tree = tree_hash()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,10 +129,10 @@ def main(arguments):
     }
     if tree_hash() != tree:
         return "gpu_record: the tree changed during the run, so no record is written."
-    write(record)  # what the tests have shown is not lost if the gate is broken off
-    verdict = record["speed"] = speed(bench_json)
+    write(RECORD, record)  # what the tests have shown is not lost if the gate is broken off
+    verdict = record["speed"] = speed(options.bench_json)
     record["seconds"] = round(time.monotonic() - began, 1)
-    write(record)
+    write(RECORD, record)
     print(f"gpu_record: {RECORD.relative_to(ROOT)} written")
     for label in verdict["below"]:
         print(f"gpu_record: slower than eager by more than 2 %: {label}")

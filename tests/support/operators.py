@@ -257,7 +257,7 @@ def gated(
         return F.linear(y, ends[0], last) if down else y
 
     def shapes(lead, i, o):
-        inner = (hidden or o + 1) if down else o
+        inner = (o + 1 if hidden is None else hidden) if down else o
         rows = [inner] * 2 if form == "apart" else [2 * inner]
         weights, biases = [(n, i) for n in rows], [(n,) for n in rows]
         if down:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,11 +74,11 @@ def build(kind: str) -> dict[str, Path]:
     return programs
 
 
-def main() -> None:
-    kind, *chosen = sys.argv[1:]
+def tested(kind: str, chosen: Sequence[str] = ()) -> dict[str, bool]:
+    """Whether each test of the programs, by default of all, is clean."""
     # ThreadSanitizer wants the addresses where it expects them.
     start = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
-    failed, count = [], 0
+    clean = {}
     for name, program in build(kind).items():
         if chosen and name not in chosen:
             continue
@@ -86,10 +87,16 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 env = {**os.environ, **OPTIONS[kind]}
                 run = subprocess.run(command, env=env, cwd=folder)
-            count += 1
+            clean[f"{name} {test}"] = run.returncode == 0
             print(f"{name} {test}: {'failed' if run.returncode else 'clean'}", flush=True)
-            failed += [f"{name} {test}"] if run.returncode else []
-    print(f"{count - len(failed)} of {count} tests are clean under the {kind} sanitizer")
+    return clean
+
+
+def main() -> None:
+    kind, *chosen = sys.argv[1:]
+    clean = tested(kind, chosen)
+    failed = [test for test in clean if not clean[test]]
+    print(f"{sum(clean.values())} of {len(clean)} tests are clean under the {kind} sanitizer")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
