@@ -303,16 +303,15 @@ PLANES += [(64, 8, 56, 56), (700, 33, 3, 3), (2, 1000, 2, 4), (300, 1, 16, 16)]
 def test_relu_and_bias_gradient_in_one_pass(offset, last, dtype):
     """Small planes and large, few channels and many, odd sizes, misaligned; every element, the sums
     and their bits."""
-    for n, c, h, w in PLANES:
-        shape, count = (n, c, h, w), n * c * h * w
 
-        def image(shape=shape, count=count):
-            flat = torch.randn(count + offset, device="cuda").to(dtype)[offset:]
-            n, c, h, w = shape
-            return flat.view(n, h, w, c).permute(0, 3, 1, 2) if last else flat.view(shape)
+    def image(n, c, h, w):
+        flat = torch.randn(n * c * h * w + offset, device="cuda").to(dtype)[offset:]
+        return flat.view(n, h, w, c).permute(0, 3, 1, 2) if last else flat.view(n, c, h, w)
 
-        memory_format = LAST if last else torch.contiguous_format
-        grad, output = image(), image().relu_()
+    memory_format = LAST if last else torch.contiguous_format
+    for shape in PLANES:
+        grad, output = image(*shape), image(*shape).relu_()
+        count = output.numel()
         output.as_strided((count,), (1,))[:: max(count // 7, 1)] = float("nan")
         dz, sums = private(grad, output, True)
         want = torch.where(output <= 0, 0, grad)

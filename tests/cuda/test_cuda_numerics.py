@@ -1,13 +1,12 @@
 """On a GPU: PyTorch's precision switches, determinism, and sizes past 32 bits."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
-from fresh_process import LET_GO
+from fresh_process import LET_GO, python
 from numerics import assert_bits, assert_contract, assert_exact, in_double, run
 from operators import GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, error, errors, needs_tf32, off_zero
@@ -84,10 +83,8 @@ print("obeyed")
 """
 
 
-def python(program, **env):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
-    command = [sys.executable, "-c", program + LET_GO]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+def said_by(program, **variables):
+    done = python(program + LET_GO, PYTHONPATH=os.pathsep.join(sys.path), **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,7 +93,7 @@ def python(program, **env):
 def test_fp32_precision_is_the_same_switch():
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has only allow_tf32")
-    assert python(NEW_SWITCH) == "obeyed\n"
+    assert said_by(NEW_SWITCH) == "obeyed\n"
 
 
 @policy_param
@@ -158,7 +155,7 @@ for name in ("auto", "cublaslt", "eager"):
 def test_deterministic_algorithms_and_two_processes_agree():
     """The mode raises nowhere, and another process gets the same bits."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    first, second = python(DETERMINISTIC, **env), python(DETERMINISTIC, **env)
+    first, second = said_by(DETERMINISTIC, **env), said_by(DETERMINISTIC, **env)
     assert len(first.splitlines()) == 3
     assert first == second
 
