@@ -69,7 +69,6 @@ def test_one_of_the_two_ways_is_taken_and_named(last, dtype):
     first = path_of(lambda: op.call(*case.inputs))
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), random)
-    print(dtype, last, first)
     assert first == FUSED or (first.startswith("(not cuDNN's fused form: ") and OWN in first)
     assert "wrong result" not in first and "fails" not in first, first
     assert path_of(lambda: op.call(*case.inputs)) == first
@@ -96,7 +95,6 @@ def test_with_a_budget_the_quickest_way_is_taken(groups, last):
         path = path_of(lambda: op.call(*case.inputs))
         assert path_of(lambda: op.call(*case.inputs)) == path
         assert_near([op.call(*case.inputs)], [op.eager(*case.inputs)], 2e-2)
-    print(path)
     assert path == FUSED or path.endswith((OWN, ATEN))
 
 
@@ -214,7 +212,6 @@ def test_ordinary_convolutions_pass(dtype, last, tf32, cudnn):
     ):
         case = case_of(op, dtype, last=last)
         path = path_of(lambda c=op, a=case: c.call(*a.inputs))
-        print(path)
         refused = any(reason in path for reason in ("less exact", "wrong result", "fails"))
         assert not refused, path
 
@@ -237,7 +234,6 @@ def test_whatever_runs_is_as_exact_as_eager(dtype, last, deterministic, cudnn):
         case = case_of(op, dtype, last=last)
         path = path_of(lambda c=op, a=case: c.call(*a.inputs))
         ours, eager = (relative_error(f(*case.inputs), op, case) for f in (op.call, op.eager))
-        print(groups, path, ours / eager)
         assert ours <= 1.2 * eager, f"{groups} groups: {path}"
 
 
