@@ -1,5 +1,4 @@
-// How far a convolution's results are off, against those in fp64, without a GPU. `conv_test NAME`
-// runs one test and exits with 1 where it fails.
+// How far a convolution's results are off, against those in fp64, without a GPU.
 
 #include "expect.h"
 

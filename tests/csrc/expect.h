@@ -1,6 +1,7 @@
 #pragma once
 
-// What the C++ tests share: EXPECT, TEST, and a main that runs one test by its name.
+// What the C++ tests share: EXPECT, TEST, and a main that runs the test of a name, in a folder of
+// its own, and exits with 1 where it fails.
 
 #include <cstdio>
 #include <functional>

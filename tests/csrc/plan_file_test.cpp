@@ -1,5 +1,4 @@
-// Decisions and files of them, without a GPU. `plan_file_test NAME` runs one test, in a folder of
-// its own, and exits with 1 where it fails.
+// Decisions and files of them, without a GPU.
 
 #include "expect.h"
 #include "problems.h"
@@ -202,6 +201,10 @@ std::string content(const char* path) {
   return text.str();
 }
 
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 void put(const char* path, const std::string& text) { std::ofstream(path) << text; }
 
 // The message of the error, or nothing.
@@ -227,8 +230,8 @@ TEST(a_file_is_whole_or_refused) {
   const auto refused = [&](const std::string& damaged) {
     put("damaged", damaged);
     const auto error = error_of([] { read_plan_file("damaged"); });
-    EXPECT(error.find('\n') == std::string::npos);
-    return error.find("nothing of it is used") != std::string::npos;
+    EXPECT(!contains(error, "\n"));
+    return contains(error, "nothing of it is used");
   };
   EXPECT(!refused(text));
   for (size_t i = 0; i < text.size(); ++i) {
@@ -239,8 +242,7 @@ TEST(a_file_is_whole_or_refused) {
   }
   EXPECT(refused(text + "epilogue\n") && refused("hello\n"));
   for (const char* path : {"missing", "."}) {
-    EXPECT(error_of([=] { read_plan_file(path); }).find("cannot read " + std::string(path)) !=
-           std::string::npos);
+    EXPECT(contains(error_of([=] { read_plan_file(path); }), "cannot read " + std::string(path)));
   }
 }
 
@@ -256,10 +258,6 @@ std::string with_checksum(const std::string& body) {
   std::ostringstream text;
   text << body << "checksum " << std::hex << hash << '\n';
   return text.str();
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 TEST(another_versions_lines_stay) {

@@ -1,6 +1,5 @@
 // The activations of quick_math.cuh on a CPU, at every number of 16 bits, against fp64; and what a
 // trial thinks of such, and of coarser ones.
-// `quick_math_test NAME` runs one test and exits with 1 where it fails.
 
 #include "expect.h"
 

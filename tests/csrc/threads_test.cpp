@@ -1,5 +1,4 @@
-// Valid programs of several threads over one graph, through LibTorch. `threads_test NAME` runs one
-// test and exits with 1 where it fails.
+// Valid programs of several threads over one graph, through LibTorch.
 
 #include "core/policy.h"
 #include "expect.h"

@@ -1,26 +1,20 @@
 """On a GPU: PyTorch's precision switches, determinism, and sizes past 32 bits."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
-from fresh_process import LET_GO
+from fresh_process import LET_GO, python
 from numerics import assert_bits, assert_contract, assert_exact, in_double, run
 from operators import GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
-from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32
+from tf32 import FLOAT32_LEVEL, TF32_LEVEL, error, errors, needs_tf32, off_zero
 
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
 pytestmark = pytest.mark.cuda
-
-
-def leave_out_near_zero(case, least=1e-2):
-    """ReLU's sign is not the topic."""
-    case.g = case.g.masked_fill(LINEAR.eager(*in_double(case).inputs).abs() < least, 0)
 
 
 @pytest.fixture
@@ -48,31 +42,29 @@ def tf32(switch):
 def test_tf32_switch_is_obeyed_in_both_directions(policy, op, tf32):
     """Forward and backward, on and off and on again (an algorithm kept under a key without the
     switch would stay)."""
-    case = LINEAR.case(512, 1024, 768, torch.float32, "cuda")
-    leave_out_near_zero(case)
+    case = off_zero(LINEAR, LINEAR.case(512, 1024, 768, torch.float32, "cuda"))
     with tfl.set_policy(policy):
         for on in (False, True, False, True):
             tf32(on)
-            for name, error in errors(op, case).items():
+            for name, off in errors(op, case).items():
                 if on:
-                    assert TF32_LEVEL < error < 5e-3, f"{name}: {error}, TF32 is not used"
+                    assert TF32_LEVEL < off < 5e-3, f"{name}: {off}, TF32 is not used"
                 else:
-                    assert error < FLOAT32_LEVEL, f"{name}: {error}, this is not fp32"
+                    assert off < FLOAT32_LEVEL, f"{name}: {off}, this is not fp32"
 
 
 @needs_tf32
 @op_param
 def test_backward_follows_the_switch_as_it_is_then(op, tf32):
-    case = LINEAR.case(512, 1024, 768, torch.float32, "cuda")
-    leave_out_near_zero(case)
-    leaves = [t.clone().requires_grad_() for t in case.inputs]
+    case = off_zero(LINEAR, LINEAR.case(512, 1024, 768, torch.float32, "cuda"))
+    leaves = case.leaves()
     tf32(True)
     y = op.call(*leaves)
     tf32(False)
     grads = torch.autograd.grad(y, leaves, case.g)
     if op.activation in ("none", "relu"):  # GELU's slope was rounded in the forward
         for got, want in zip(grads, run(op.eager, in_double(case))[1:], strict=True):
-            assert float((got.double() - want).abs().mean() / want.abs().mean()) < FLOAT32_LEVEL
+            assert error(got, want) < FLOAT32_LEVEL
 
 
 # The newer switch must not be mixed with the older one in a process.
@@ -91,10 +83,8 @@ print("obeyed")
 """
 
 
-def python(program, **env):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
-    command = [sys.executable, "-c", program + LET_GO]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+def said_by(program, **variables):
+    done = python(program + LET_GO, PYTHONPATH=os.pathsep.join(sys.path), **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -103,7 +93,7 @@ def python(program, **env):
 def test_fp32_precision_is_the_same_switch():
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has only allow_tf32")
-    assert python(NEW_SWITCH) == "obeyed\n"
+    assert said_by(NEW_SWITCH) == "obeyed\n"
 
 
 @policy_param
@@ -165,7 +155,7 @@ for name in ("auto", "cublaslt", "eager"):
 def test_deterministic_algorithms_and_two_processes_agree():
     """The mode raises nowhere, and another process gets the same bits."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    first, second = python(DETERMINISTIC, **env), python(DETERMINISTIC, **env)
+    first, second = said_by(DETERMINISTIC, **env), said_by(DETERMINISTIC, **env)
     assert len(first.splitlines()) == 3
     assert first == second
 
@@ -206,8 +196,7 @@ def test_many_tokens_and_few_features(policy):
         for op in (LINEAR, RELU):
             assert_exact(op, case, "655360x10->10")
         for dtype in (torch.bfloat16, torch.float16):
-            case = LINEAR.case(655360, 10, 10, dtype, "cuda")
-            leave_out_near_zero(case, 1e-1)
+            case = off_zero(LINEAR, LINEAR.case(655360, 10, 10, dtype, "cuda"), 1e-1)
             for op in OPS:
                 assert_contract([(op, "655360x10->10", case)])
 
@@ -219,9 +208,8 @@ def test_more_elements_than_32_bits_count(op):
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB of free GPU memory")
     small = LINEAR.case(1024, i, o, torch.bfloat16, "cuda")
-    repeats = -(-t // 1024)
-    x = small.x.repeat(repeats, 1)[:t].requires_grad_()
-    w, b = small.w.clone().requires_grad_(), small.b.clone().requires_grad_()
+    x = small.x.repeat(-(-t // 1024), 1)[:t].requires_grad_()
+    _, w, b = small.leaves()
     y = op.call(x, w, b)
     ones = torch.ones(1, device="cuda", dtype=torch.bfloat16).expand(t, o)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), ones)

@@ -10,6 +10,7 @@ from steps import encode_mask
 from two_layers import (
     ACTIVATIONS,
     Block,
+    apart,
     assert_as_exact,
     assert_near_eagers,
     assert_same_bits_again,
@@ -124,13 +125,6 @@ def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
         assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
-def rows_apart(tensor):
-    """The same numbers in rows that are further apart, the first at an offset, NaN between them."""
-    wide = tensor.new_full((len(tensor), tensor.shape[1] + 24), float("nan"))
-    wide[:, 8:-16] = tensor.detach()
-    return wide[:, 8:-16]
-
-
 def of_bits(block):
     """ReLU's output and bits, as a layer of low memory makes them."""
     with torch.no_grad():
@@ -173,7 +167,7 @@ def test_bits_of_numbers_that_a_comparison_may_get_wrong(value, dtype, tmp_path)
 
 def test_bits_of_rows_apart_and_of_many_tokens(tmp_path):
     block = Block(70_001, 72, 264, 8, torch.bfloat16, "relu")
-    block.x = rows_apart(block.x)
+    block.x = apart(block.x)
     y, bits = forced_bits(block, tmp_path)
     assert bits.shape == (70_001, 48) and y.count_nonzero() > y.numel() // 4
     assert_same_bits_again(partial(of_bits, block), [y, bits])
@@ -226,7 +220,7 @@ def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_p
     sizes = [(512, 8, 8), (513, 136, 72), (640, 64, 128), (1003, 520, 1032), (4097, 256, 200)]
     for number, (tokens, inner, hidden) in enumerate(sizes):
         torch.manual_seed(number)
-        x = rows_apart(torch.randn(tokens, inner, device="cuda").to(dtype))
+        x = apart(torch.randn(tokens, inner, device="cuda").to(dtype))
         weight = (torch.randn(2 * hidden, inner, device="cuda") / inner**0.5).to(dtype)
         biases = torch.randn(2 * hidden, device="cuda").to(dtype) if bias else None
         both, halves = (weight, None), weight.chunk(2)
@@ -271,7 +265,7 @@ def test_gates_that_are_not_finite(value, tmp_path):
 def test_rows_apart_and_at_offsets(activation, tmp_path):
     block = Block(300, 136, 264, 72, torch.bfloat16, activation)
     want = block.plain(torch.float64)
-    block.x, block.grad = rows_apart(block.x).requires_grad_(), rows_apart(block.grad)
+    block.x, block.grad = apart(block.x).requires_grad_(), apart(block.grad)
     got, paths = forced(block.step, tmp_path)
     assert KERNEL in paths[-2]
     assert_as_exact(got, block.plain(torch.bfloat16), want)

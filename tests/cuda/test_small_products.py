@@ -10,6 +10,7 @@ from plan_files import run_forced
 from two_layers import (
     ACTIVATIONS,
     Block,
+    apart,
     assert_as_exact,
     assert_near_eagers,
     assert_same_bits_again,
@@ -107,13 +108,7 @@ def test_a_single_number(activation, tmp_path):
 @pytest.mark.parametrize("gap, offset", list(itertools.product([0, 3, 8], [0, 1, 8])))
 def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
     block = Block(130, 40, 24, 17, dtype, "relu")
-    leaves = [block.x, *block.weights]
-    for k, leaf in enumerate(leaves):
-        rows, cols = leaf.shape
-        wide = torch.full((rows * (cols + gap) + offset,), torch.nan, device="cuda").to(leaf.dtype)
-        apart = wide[offset:].view(rows, cols + gap)[:, :cols]
-        leaves[k] = apart.copy_(leaf.detach()).requires_grad_()
-    block.x, *block.weights = leaves
+    block.place(lambda t: apart(t, gap, offset))
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6, sums=int(gap > 0))  # whose weight's gradient is a transpose
     assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
@@ -123,11 +118,7 @@ def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
 def test_operands_that_are_copied_first(activation, tmp_path):
     """What waits for a launch that is shared must still be there when it comes."""
     block = Block(130, 40, 24, 16, torch.bfloat16, activation)
-    for k, leaf in enumerate(leaves := [block.x, *block.weights]):
-        rows, cols = leaf.shape
-        wide = torch.zeros(rows, 2 * cols, device="cuda", dtype=leaf.dtype)
-        leaves[k] = wide[:, ::2].copy_(leaf.detach()).requires_grad_()
-    block.x, *block.weights = leaves
+    block.place(lambda t: torch.stack([t, torch.zeros_like(t)], -1)[..., 0])
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6, sums=1)
     assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
@@ -155,11 +146,12 @@ def test_same_bits_again_in_other_streams_and_captured(dtype, tmp_path):
     assert_same_bits_again(block.step, first)
 
 
-class Deep:
+class Deep(Block):
     """Small layers, three if no other sizes are given, whose input changes in place."""
 
     def __init__(self, count, dtype, tokens=256, sizes=(64, 64, 64, 64)):
         torch.manual_seed(0)
+        self.activation = "gelu_tanh"
 
         def draw(*sizes):
             return torch.randn(*sizes, device="cuda").to(dtype)
@@ -171,14 +163,6 @@ class Deep:
         self.biases = [draw(size) for size in sizes[1:]]
         for tensor in (*self.weights, *self.biases):
             tensor.requires_grad_()
-
-    def network(self):
-        return tfl.mlp(self.x, self.weights, self.biases, activation="gelu_tanh")
-
-    def step(self):
-        y = self.network()
-        leaves = [self.x, *self.weights, *self.biases]
-        return [y.detach(), *torch.autograd.grad(y, leaves, self.grad)]
 
     def results_of(self, run):
         """Of each input, one behind the other, with no wait between them."""
@@ -243,7 +227,7 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
 def test_networks_in_one_launch(sizes, dtype, tmp_path):
     deep = Deep(4, dtype, sizes[0], sizes[1:])
     with torch.no_grad():
-        outputs, paths = forced(lambda: [deep.network()], tmp_path, chains="small")
+        outputs, paths = forced(lambda: [deep.fused(*deep.leaves)], tmp_path, chains="small")
     assert paths == [OF_ALL_LAYERS]
     results, paths = forced(deep.step, tmp_path, chains="small")
     assert_all_ours(paths, 2 * len(deep.weights), chains=1)

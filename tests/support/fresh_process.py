@@ -14,11 +14,11 @@ ROOT = Path(tfl.__file__).parents[1]
 LIBRARY = tfl.library_path()
 
 
-def python(code, *args, cwd):
+def python(code, *args, cwd=None, **variables):
     """Runs it in a fresh process, which finds the package only if the code says where it is."""
     command = [sys.executable, "-c", code, *map(str, args)]
     # Inductor need not find out what the compiler can do, only to load something.
-    env = {**os.environ, "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    env = {**os.environ, "TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
 
 

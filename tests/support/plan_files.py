@@ -1,13 +1,10 @@
 """Files of plans, written by hand, and processes that have one."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
-from fresh_process import LET_GO
+from fresh_process import LET_GO, python
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -101,8 +98,6 @@ print(tfl.plans.show())
 
 def run_step(target, code=STEP, **variables):
     """What a process says on its streams, and the gradients of its step."""
-    environment = {**os.environ, "TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables}
-    command = [sys.executable, "-c", code + LET_GO, str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = python(code + LET_GO, target, **{"TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables})
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, torch.load(target)

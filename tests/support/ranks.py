@@ -34,15 +34,7 @@ class Ranks:
         self.processes: list = []
 
     def run(self, function, *args, seconds: float = SECONDS) -> list:
-        """Calls ``function(*args)`` on every rank.
-
-        Args:
-            function: at the top of a module that the ranks can import.
-            args: what can be pickled.
-            seconds: after which the ranks are ended and the test fails.
-
-        Returns:
-            What each rank returned.
+        """What `function(*args)`, from the top of a module, returns on each rank.
 
         Raises:
             AssertionError: a rank raised, died or did not answer.
@@ -93,11 +85,7 @@ class Ranks:
 
 
 def run_script(path, size: int, folder, *arguments: str, seconds: float = SECONDS) -> str:
-    """Runs a script as ``torchrun`` does, in ``size`` processes; -> what the first of them said.
-
-    Raises:
-        AssertionError: one of them failed or was not done in time.
-    """
+    """What the first of `size` processes says that run a script as torchrun does."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from captures import captured
+from numerics import assert_bits
 from operators import ACTS as ACTIVATIONS
 from operators import linear
 
@@ -31,11 +32,17 @@ class Block:
         return [self.x, *self.weights, *(b for b in self.biases if b is not None)]
 
     def fused(self, x, *parameters):
-        weights, biases = list(parameters[:2]), list(parameters[2:]) or [None, None]
+        count = len(self.weights)
+        weights, biases = list(parameters[:count]), list(parameters[count:]) or [None] * count
         return tfl.mlp(x, weights, biases, activation=self.activation)
 
     def eager(self, x, w, v, b=None, c=None):
         return F.linear(ACTIVATIONS[self.activation](F.linear(x, w, b)), v, c)
+
+    def place(self, change):
+        """Puts the input and the weights elsewhere."""
+        moved = [change(t.detach()).requires_grad_() for t in (self.x, *self.weights)]
+        self.x, *self.weights = moved
 
     def results(self, call, leaves):
         y = call(*leaves)
@@ -57,6 +64,13 @@ class Block:
         with torch.no_grad():
             x, w, _, *biases = leaves
             return [ACTIVATIONS[self.activation](F.linear(x, w, *biases[:1]))]
+
+
+def apart(tensor, gap=24, offset=8):
+    """The same numbers in rows that are further apart, the first at an offset, NaN between them."""
+    rows, cols = tensor.shape
+    wide = tensor.new_full((rows * (cols + gap) + offset,), float("nan"))
+    return wide[offset:].view(rows, cols + gap)[:, :cols].copy_(tensor.detach())
 
 
 def assert_as_exact(got, eager, exact):
@@ -82,7 +96,7 @@ def assert_near_eagers(got, block):
 def assert_same_bits_again(step, first):
     """Again and again, in several streams at once, and captured."""
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(step(), first))
+        assert_bits(step(), first)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     results = []
@@ -91,10 +105,10 @@ def assert_same_bits_again(step, first):
             results.append(step())
     torch.cuda.synchronize()
     for result in results:
-        assert all(torch.equal(a, b) for a, b in zip(result, first))
+        assert_bits(result, first)
     graph, replayed = captured(step)
     for tensor in replayed:
         tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(replayed, first))
+    assert_bits(replayed, first)
