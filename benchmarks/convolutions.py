@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
+from benchmarks.pages.results import convolution
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,7 @@ class Convolution:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def __str__(self) -> str:
-        words = [f"{self.channels}→{self.out}", f"{self.kernel}x{self.kernel}"]
-        if self.stride > 1:
-            words.append(f"stride {self.stride}")
-        if self.groups > 1:
-            words.append("depthwise" if self.groups == self.channels else f"groups {self.groups}")
-        return " ".join([*words, f"@{self.size}", "NHWC" if self.last else "NCHW"])
+        return convolution(**vars(self))
 
 
 # Those of a ResNet-50 for images of 224x224, and what networks beside it are made of.

@@ -415,8 +415,8 @@ def test_lines_of_the_table_are_aligned_and_losses_marked():
 
 
 def test_a_chart_has_a_bar_for_each_number_within_its_edges():
-    rows = {"first": {"ours": 1.5, "mlp": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
-    drawn = chart(rows, {"ours": "ours", "mlp": "FusedMLP", "a": "a"})
+    rows = {"first": {"ours": 1.5, "FusedMLP": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
+    drawn = chart(rows, ["ours", "FusedMLP", "a"])
     assert [text in drawn for text in (">1.50<", ">7.25<", ">0.50<", ">3.00<")] == [
         *(True, True, True, False)
     ]
