@@ -145,7 +145,7 @@ def outcome(name: str, case: Case, data: operands.Operands) -> list[torch.Tensor
         network = contenders.network_of(name, case, data)
         if case.mode == "forward":
             return [network(data.input)]
-        step = contenders.step_of(network, data)
+        step = contenders.network_step(network, data)
         step()
         step()  # gradients do not add up
     leaves = [data.input, *network.parameters()] if case.is_gated else data.leaves
