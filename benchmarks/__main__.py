@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import machine, results
-from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of, worth_compiling
+from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of
 from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
@@ -42,7 +42,7 @@ class Settings(argparse.Namespace):
         return [name for name in names if name not in self.without]
 
     def entrants(self, case: Case) -> list[str]:
-        compiles = self.compile_all or worth_compiling(case)
+        compiles = self.compile_all or SUITES[case.suite].compiles(case)
         names = [n for n in self.names(case.suite) if compiles or n not in COMPILED]
         return entrants(case, names, self.device)
 

@@ -58,7 +58,6 @@ CONVOLUTIONS = (
     Convolution(512, 2048, 1, 7),
     Convolution(128, 128, 3, 28, groups=128),
 )
-COMPILED_CONVOLUTIONS = CONVOLUTIONS[1], CONVOLUTIONS[3], CONVOLUTIONS[6], CONVOLUTIONS[-1]
 TINY_CONVOLUTIONS = (
     Convolution(3, 8, 7, 16, stride=2),
     Convolution(8, 8, 3, 6),
@@ -71,15 +70,8 @@ TINY_CONVOLUTIONS = (
 
 
 def random_layer(conv: Convolution, **options: Any) -> nn.Conv2d:
-    layer = nn.Conv2d(
-        conv.channels,
-        conv.out,
-        conv.kernel,
-        stride=conv.stride,
-        padding=conv.padding,
-        groups=conv.groups,
-        **options,
-    )
+    sizes = conv.channels, conv.out, conv.kernel, conv.stride, conv.padding
+    layer = nn.Conv2d(*sizes, groups=conv.groups, **options)
     return layer.to(memory_format=memory_format(conv))
 
 
