@@ -20,10 +20,9 @@ import torch_fused_linear as tfl
 from benchmarks import convolutions, gated, rivals, steps
 from benchmarks.cases import KINDS, MEMORY_MODES, Case
 from benchmarks.operands import Operands, sets_needed
+from benchmarks.rivals import Network
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Call, Contender
-
-Network = Callable[[Tensor], Tensor]
 
 # The mode of torch.compile.
 COMPILED = {
@@ -95,14 +94,10 @@ def linear(case: Case, data: Operands) -> Network:
 
 
 def nvmath(case: Case, data: Operands) -> Network:
-    from nvmath.linalg.advanced import Matmul, MatmulEpilog
-
-    # NVIDIA's form: the weight comes first and columns are the batch, so the bias goes by rows.
-    product = Matmul(data.layers[0].weight.detach(), data.input.detach().t())
-    epilog_inputs = {"bias": data.layers[0].bias.detach()}
-    product.plan(epilog=MatmulEpilog.RELU_AUX_BIAS, epilog_inputs=epilog_inputs)
-    product.autotune(iterations=5)
-    return lambda x: product.execute()
+    (layer,), x = data.layers, data.input.detach()
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    product = rivals.nvmath(weight, x.t(), "RELU_AUX_BIAS", bias=bias)
+    return lambda x: product()
 
 
 def marked(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

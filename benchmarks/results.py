@@ -64,6 +64,11 @@ class Record:
         return value
 
 
+def result(case: dict[str, Any], unit: str, numbers: Mapping[str, Number]) -> dict[str, Any]:
+    """As a record is in the file, of a case that is none of the suites'."""
+    return {"case": case, "unit": unit, "numbers": {n: asdict(v) for n, v in numbers.items()}}
+
+
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:
     write(path, header, [record.as_json() for record in records])
 
