@@ -120,8 +120,8 @@ def compiled(network: Network, name: str, conv: bool) -> tuple[Network, Counter 
 
 
 def by_compiler(case: Case, data: Operands, name: str) -> Network:
-    network = WORK[case.kind].networks["eager"](case, data)
-    return marked(compiled(network, name, case.conv is not None)[0])
+    network, _ = compiled(network_of("eager", case, data), name, case.conv is not None)
+    return marked(network)
 
 
 def products(case: Case, data: Operands) -> Call:
@@ -290,15 +290,15 @@ def call_of(name: str, case: Case, data: Any) -> Call:
     calls = WORK[case.kind].calls
     if name in calls:
         call = calls[name](case, data)
-        return graph_of(call) if case.mode == "graph" else call
-    network = network_of(name, case, data)
-    if case.mode == "forward":
-        return lambda: network(data.input)
-    if case.mode == "backward":
-        output, leaves = network(data.input), data.leaves
-        return lambda: torch.autograd.grad(output, leaves, data.grad_output, retain_graph=True)
-    step = network_step(network, data)
-    return graph_of(step) if case.mode == "graph" else step
+    else:
+        network = network_of(name, case, data)
+        if case.mode == "forward":
+            return lambda: network(data.input)
+        if case.mode == "backward":
+            output, leaves = network(data.input), data.leaves
+            return lambda: torch.autograd.grad(output, leaves, data.grad_output, retain_graph=True)
+        call = network_step(network, data)
+    return graph_of(call) if case.mode == "graph" else call
 
 
 @contextlib.contextmanager
