@@ -126,13 +126,13 @@ class Suite:
     """Which cases, beside whom, and for how long each."""
 
     about: str
-    modes: tuple[str, ...]
     baselines: tuple[str, ...]
-    seconds: float
+    seconds: float = 1.0
     sizes: tuple[tuple[int, ...], ...] = ()
     tokens: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
-    activations: tuple[str, ...] = ACTIVATIONS
+    dtypes: tuple[str, ...] = ("bf16",)
+    activations: tuple[str, ...] = ALL_ACTIVATIONS
+    modes: tuple[str, ...] = ("forward", "step")
     # What --quick takes instead, to see in seconds that everything runs.
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
@@ -159,10 +159,7 @@ GATED = Suite(
     about="gated block of a language model with SiLU, inference and training step",
     sizes=gated.SIZES,
     tokens=(1, 8, 64, 8192),
-    modes=("forward", "step"),
     baselines=("low", "eager", "mm", "compile", "liger", "quack", "quack-tuned"),
-    seconds=1.0,
-    dtypes=("bf16",),
     activations=("silu",),
     quick_sizes=((16, 24, 16),),
     ours=("ours", "fused"),
@@ -174,11 +171,9 @@ SUITES = {
         about="one layer, forward and training step",
         sizes=LAYERS,
         tokens=(64, 512, 8192),
-        modes=("forward", "step"),
         baselines=("eager", "addmm", "mm", "linear"),
         seconds=0.6,
         dtypes=("bf16", "fp16", "fp32"),
-        activations=ALL_ACTIVATIONS,
         quick_sizes=((16, 24), (24, 16)),
         worth=lambda case: case.dtype != "fp32" or case.sizes in LAYERS[:2],
         compiles=lambda case: (
@@ -191,8 +186,7 @@ SUITES = {
         tokens=(512, 8192, 65536),
         modes=("step",),
         baselines=("cublaslt", "mlp-cublaslt", "eager", "mm"),
-        seconds=1.0,
-        activations=ALL_ACTIVATIONS,
+        dtypes=("bf16", "fp16"),
         quick_sizes=(block(8),),
         compiles=lambda case: case.dtype == "bf16" and case.tokens == 8192,
     ),
@@ -202,8 +196,7 @@ SUITES = {
         tokens=(8192, 65536),
         modes=("step", "graph"),
         baselines=("eager", "mm", "compile", *rivals.BLOCKS),
-        seconds=1.0,
-        dtypes=("bf16",),
+        activations=ACTIVATIONS,
         quick_sizes=(block(8),),
         worth=lambda case: case.tokens == 8192 or case.sizes[0] == 1024,
         compiles=lambda case: case.dtype == "bf16",
@@ -216,6 +209,7 @@ SUITES = {
         baselines=("eager", "mm"),
         seconds=0.6,
         dtypes=("bf16", "fp16", "fp32"),
+        activations=ACTIVATIONS,
         quick_sizes=((16, 16, 8),),
         worth=lambda case: (case.tokens == 64) == (case.sizes[0] == 17),
         compiles=lambda case: case.dtype == "bf16",
@@ -234,9 +228,10 @@ SUITES = {
         about="CPU time per call of one layer, the GPU not waited for",
         sizes=((64, 64),),
         tokens=(64,),
-        modes=("forward", "step"),
         baselines=("eager", "addmm"),
         seconds=0.4,
+        dtypes=("bf16", "fp16"),
+        activations=ACTIVATIONS,
     ),
     "gated": GATED,
     "gated-cpu": replace(
@@ -281,11 +276,9 @@ SUITES = {
         about="one layer on a CPU, inference and training step",
         sizes=LAYERS[:3],
         tokens=(1, 32, 256, 2048),
-        modes=("forward", "step"),
         baselines=("packed", "eager", "compile"),
         seconds=0.5,
         dtypes=("fp32", "bf16"),
-        activations=ALL_ACTIVATIONS,
         compiles=lambda case: case.sizes == (768, 3072) and case.tokens >= 256,
     ),
     "memory": Suite(
@@ -295,8 +288,6 @@ SUITES = {
         modes=MEMORY_MODES,
         baselines=("low", "mlp-low", "cublaslt", "mlp-cublaslt", "eager"),
         seconds=0.0,
-        dtypes=("bf16",),
-        activations=ALL_ACTIVATIONS,
         quick_sizes=((16, 24), block(8)),
         convolutions=(Convolution(64, 64, 3, 56), Convolution(64, 256, 1, 56)),
         quick_convolutions=TINY_CONVOLUTIONS[1:2],
@@ -307,7 +298,6 @@ SUITES = {
         ours=("fused", "fused-low"),
         baselines=("eager",),
         seconds=0.0,
-        dtypes=("bf16",),
         models=MEMORY_MODELS,
         quick_models=tuple(m for m in TINY_MODELS if m[0] in ("ViT-tiny", "DLRM tiny")),
     ),
@@ -318,8 +308,6 @@ SUITES = {
         modes=("from output", "from mask", "from input"),
         baselines=("eager", "copy"),
         seconds=0.3,
-        dtypes=("bf16",),
-        activations=ALL_ACTIVATIONS,
         quick_sizes=((128,),),
         worth=lambda case: case.tokens == 8192 or case.sizes == (4096,),
     ),
@@ -331,7 +319,6 @@ SUITES = {
         ours=("ours",),
         baselines=("eager",),
         seconds=0.6,
-        dtypes=("bf16",),
         activations=("none",),
         kernels=True,
     ),
@@ -340,7 +327,6 @@ SUITES = {
         modes=("forward", "step", "train"),
         ours=("fused", "compile+pass", "reduce-overhead+pass", "compile again"),
         baselines=("eager", "compile", "reduce-overhead"),
-        seconds=1.0,
         dtypes=("bf16", AUTOCAST),
         models=MODELS,
         quick_models=TINY_MODELS,

@@ -17,7 +17,7 @@ from .results import (
     times,
 )
 
-LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
+LOSS = 0.98  # slower than this part of eager's speed; what is nearer may be noise
 # Ways of ours: how they are called, and what each is compared with.
 OURS = {
     "ours": ("ours", "eager"),
