@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import machine, results
-from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of, worth_compiling
+from benchmarks.cases import AUTOCAST, DTYPES, SUITES, Case, cases_of
 from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table, details
 from torch_fused_linear._command_line import OneLineParser
+from torch_fused_linear.timing import in_one_line
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 QUICK_SECONDS = 0.02
@@ -42,7 +43,7 @@ class Settings(argparse.Namespace):
         return [name for name in names if name not in self.without]
 
     def entrants(self, case: Case) -> list[str]:
-        compiles = self.compile_all or worth_compiling(case)
+        compiles = self.compile_all or SUITES[case.suite].compiles(case)
         names = [n for n in self.names(case.suite) if compiles or n not in COMPILED]
         return entrants(case, names, self.device)
 
@@ -75,20 +76,23 @@ def make_parser() -> argparse.ArgumentParser:
     less = "leave these out, such as compile, which takes long; default: none"
     only = 'only cases with TEXT in their name, such as "T=8192"; may be repeated; default: all'
     add("suites", nargs="*", type=suite_name, metavar="suite", help="which; all by default")
-    add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    add("--threads", type=positive(int), metavar="N", help="of the CPU; default: as torch has it")
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    where = "cpu, cuda or cuda:N; default: a GPU if there is one"
+    add("--device", type=device_named, default=best, help=where)
+    add("--threads", type=int, metavar="N", help="of the CPU; default: as torch has it")
     add("--dtypes", nargs="+", choices=(*DTYPES, AUTOCAST), help="default: each suite's own")
     add("--baselines", choices=BASELINES, help=more, **several)
     add("--without", choices=sorted({*BASELINES, *ours}), help=less, **several)
     add("--compile-all", action="store_true", help="torch.compile for all cases, not for some")
     add("--only", action="append", default=[], metavar="TEXT", help=only)
-    add("--seconds-per-case", type=positive(float), metavar="S", help=RUNNING_TIME)
+    add("--seconds-per-case", type=float, metavar="S", help=RUNNING_TIME)
     add("--cudnn-benchmark", action="store_true", help="cuDNN's convolutions by trial, for all")
     add("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     add("--kernels", action="store_true", help="name the kernels that one call runs")
     add("--list", action="store_true", help="print the names of the cases and stop")
     add("--json", type=Path, metavar="FILE", help="numbers; default: DIR/bench.json with --out")
-    add("--out", type=Path, metavar="DIR", help="the folder of bench.json; default: none")
+    folder = "the folder of bench.json; default: none"
+    add("--out", type=output_directory, metavar="DIR", help=folder)
     return parser
 
 
@@ -97,14 +101,14 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     parser = make_parser()
     settings = parser.parse_args(arguments, namespace=Settings())
     settings.suites = list(dict.fromkeys(settings.suites)) or list(SUITES)
-    try:
-        settings.device = chosen_device(settings.device)
-        if settings.out is not None:
-            settings.json = settings.json or output_directory(settings.out) / JSON_NAME
-        if settings.json is not None and not settings.json.parent.is_dir():
-            raise ValueError(f"--json {settings.json}: no such directory")
-    except ValueError as error:
-        parser.error(str(error))
+    for name in ("threads", "seconds_per_case"):
+        value = getattr(settings, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')}: must be above zero, got {value}")
+    if settings.out is not None:
+        settings.json = settings.json or settings.out / JSON_NAME
+    if settings.json is not None and not settings.json.parent.is_dir():
+        parser.error(f"--json {settings.json}: no such directory")
     cases = [case for suite in settings.suites for case in settings.cases(suite)]
     if not cases:
         parser.error("no case is left to measure; see --list without --only")
@@ -190,47 +194,27 @@ def run(settings: Settings) -> int:
     return status or (EXIT_FAILED if ours_failed else 0)
 
 
-def chosen_device(text: str | None) -> torch.device:
-    """The device named `text`, or the best one; ValueError says why it cannot be used."""
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def device_named(text: str) -> torch.device:
+    """An argument type: what tensors can be on."""
     try:
         device = torch.device(text)
-    except RuntimeError:
-        raise ValueError(f"unknown device {text!r}; use cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {text!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {text!r}: PyTorch finds no CUDA GPU here; use --device cpu")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {text!r}: there are {torch.cuda.device_count()} GPUs")
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("not supported")
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as failure:
+        why = f"{text!r}: use cpu, cuda or cuda:N: {in_one_line(failure)}"
+        raise argparse.ArgumentTypeError(why) from None
     return device
 
 
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """An argument type: finite numbers of `kind` above zero."""
-
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be above zero, got {text}")
-        return value
-
-    convert.__name__ = kind.__name__  # argparse names it where `kind` refuses the text
-    return convert
-
-
-def output_directory(path: Path) -> Path:
-    """`path`, made if need be; ValueError if nothing can be written there."""
+def output_directory(text: str) -> Path:
+    """An argument type: a folder, made if need be, in which files can be made."""
+    path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(f"--out {path}: not a directory") from None
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {path}: not writable")
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     return path
 
 

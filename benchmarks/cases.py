@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks import gated, rivals
-from benchmarks.convolutions import (
-    COMPILED_CONVOLUTIONS,
-    CONVOLUTIONS,
-    TINY_CONVOLUTIONS,
-    Convolution,
-)
+from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPILED = [CONVOLUTIONS[i] for i in (1, 3, 6, -1)]  # beside which torch.compile runs
 AUTOCAST = "amp"  # fp32 weights under bf16 autocast; of whole models only
 # The operators' names of the activations as cases name them.
 KINDS = {"relu": "relu", "gelu": "gelu_tanh", "gelu-erf": "gelu_erf", "silu": "silu"}
@@ -25,7 +21,6 @@ ACTIVATIONS = ("relu", "gelu")  # GELU is the tanh form, which cuBLASLt computes
 ALL_ACTIVATIONS = (*ACTIVATIONS, "gelu-erf")
 
 LAYERS = ((64, 64), (784, 30), (768, 3072), (1024, 4096), (4096, 16384))
-SMALL_LAYERS = LAYERS[:2]
 WIDTHS = (768, 1024, 4096)
 MEMORY_MODES = ("saved", "peak")
 
@@ -131,13 +126,13 @@ class Suite:
     """Which cases, beside whom, and for how long each."""
 
     about: str
-    modes: tuple[str, ...]
     baselines: tuple[str, ...]
-    seconds: float
+    seconds: float = 1.0
     sizes: tuple[tuple[int, ...], ...] = ()
     tokens: tuple[int, ...] = ()
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
-    activations: tuple[str, ...] = ACTIVATIONS
+    dtypes: tuple[str, ...] = ("bf16",)
+    activations: tuple[str, ...] = ALL_ACTIVATIONS
+    modes: tuple[str, ...] = ("forward", "step")
     # What --quick takes instead, to see in seconds that everything runs.
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
@@ -149,6 +144,10 @@ class Suite:
     # Beside the sizes; each with ReLU, and once in each memory format.
     convolutions: tuple[Convolution, ...] = ()
     quick_convolutions: tuple[Convolution, ...] = ()
+    # Whether a point of the grid belongs to the full suite, where GPU time counts.
+    worth: Callable[[Case], bool] = lambda case: True
+    # Whether torch.compile, which takes from seconds to a minute, is run beside a case.
+    compiles: Callable[[Case], bool] = lambda case: False
 
 
 def block(width: int) -> tuple[int, int, int]:
@@ -159,26 +158,27 @@ def block(width: int) -> tuple[int, int, int]:
 GATED = Suite(
     about="gated block of a language model with SiLU, inference and training step",
     sizes=gated.SIZES,
-    tokens=(1, 8, 64, 8192),  # few for inference only: see worth_the_time
-    modes=("forward", "step"),
+    tokens=(1, 8, 64, 8192),
     baselines=("low", "eager", "mm", "compile", "liger", "quack", "quack-tuned"),
-    seconds=1.0,
-    dtypes=("bf16",),
     activations=("silu",),
     quick_sizes=((16, 24, 16),),
     ours=("ours", "fused"),
+    worth=lambda case: case.tokens == 8192 or case.mode == "forward",
+    compiles=lambda case: case.dtype == "bf16" and case.tokens in (1, 8192),
 )
 SUITES = {
     "layer": Suite(
         about="one layer, forward and training step",
         sizes=LAYERS,
         tokens=(64, 512, 8192),
-        modes=("forward", "step"),
         baselines=("eager", "addmm", "mm", "linear"),
         seconds=0.6,
-        dtypes=("bf16", "fp16", "fp32"),  # fp32 for the small ones only: see cases_of
-        activations=ALL_ACTIVATIONS,
+        dtypes=("bf16", "fp16", "fp32"),
         quick_sizes=((16, 24), (24, 16)),
+        worth=lambda case: case.dtype != "fp32" or case.sizes in LAYERS[:2],
+        compiles=lambda case: (
+            case.dtype == "bf16" and (case.sizes, case.tokens) == ((1024, 4096), 8192)
+        ),
     ),
     "ffn": Suite(
         about="feed-forward block d→4d→d, training step",
@@ -186,29 +186,33 @@ SUITES = {
         tokens=(512, 8192, 65536),
         modes=("step",),
         baselines=("cublaslt", "mlp-cublaslt", "eager", "mm"),
-        seconds=1.0,
-        activations=ALL_ACTIVATIONS,
+        dtypes=("bf16", "fp16"),
         quick_sizes=(block(8),),
+        compiles=lambda case: case.dtype == "bf16" and case.tokens == 8192,
     ),
     "rivals": Suite(
         about="feed-forward block d→4d→d beside other libraries, training step",
         sizes=tuple(map(block, (768, 1024, 2048, 4096))),
-        tokens=(8192, 65536),  # the larger for one width only: see worth_the_time
+        tokens=(8192, 65536),
         modes=("step", "graph"),
         baselines=("eager", "mm", "compile", *rivals.BLOCKS),
-        seconds=1.0,
-        dtypes=("bf16",),
+        activations=ACTIVATIONS,
         quick_sizes=(block(8),),
+        worth=lambda case: case.tokens == 8192 or case.sizes[0] == 1024,
+        compiles=lambda case: case.dtype == "bf16",
     ),
     "mlp-small": Suite(
         about="small networks, training step with and without a CUDA graph",
         sizes=((64, 64, 64, 64), (784, 256, 10), (17, 256, 256, 6)),
-        tokens=(64, 256),  # the fewer for the last only: see worth_the_time
+        tokens=(64, 256),
         modes=("step", "graph"),
         baselines=("eager", "mm"),
         seconds=0.6,
         dtypes=("bf16", "fp16", "fp32"),
+        activations=ACTIVATIONS,
         quick_sizes=((16, 16, 8),),
+        worth=lambda case: (case.tokens == 64) == (case.sizes[0] == 17),
+        compiles=lambda case: case.dtype == "bf16",
     ),
     "headline": Suite(
         about="65536x16384 times 16384x8192, the shape of NVIDIA's nvmath-python example",
@@ -224,9 +228,10 @@ SUITES = {
         about="CPU time per call of one layer, the GPU not waited for",
         sizes=((64, 64),),
         tokens=(64,),
-        modes=("forward", "step"),
         baselines=("eager", "addmm"),
         seconds=0.4,
+        dtypes=("bf16", "fp16"),
+        activations=ACTIVATIONS,
     ),
     "gated": GATED,
     "gated-cpu": replace(
@@ -236,6 +241,7 @@ SUITES = {
         tokens=(1, 32, 256),
         baselines=("eager",),
         dtypes=("fp32", "bf16"),
+        worth=lambda case: True,
     ),
     "gated-host": replace(
         GATED,
@@ -244,34 +250,36 @@ SUITES = {
         tokens=(1, 64),
         baselines=("eager", "liger"),
         seconds=0.4,
+        worth=lambda case: True,
     ),
     "gated-memory": replace(
         GATED,
         about="memory that a gated block keeps for its backward, and takes at most",
         tokens=(8192,),
-        modes=("saved", "peak"),
+        modes=MEMORY_MODES,
         baselines=("low", "eager", "liger", "quack"),
         seconds=0.0,
     ),
     "conv": Suite(
         about="convolution, bias and ReLU: layers of a ResNet, forward and training step",
-        modes=("forward", "step", "graph"),  # the last for a part only: see worth_the_time
+        modes=("forward", "step", "graph"),
         ours=("ours", "compile+pass"),
         baselines=("eager", "conv", "compile"),
         seconds=0.4,
         dtypes=("bf16", "fp16", "fp32"),
         convolutions=CONVOLUTIONS,
         quick_convolutions=TINY_CONVOLUTIONS,
+        worth=lambda case: case.mode != "graph" or (case.dtype == "bf16" and case.conv.last),
+        compiles=lambda case: case.dtype == "bf16" and case.conv in COMPILED,
     ),
     "cpu": Suite(
         about="one layer on a CPU, inference and training step",
         sizes=LAYERS[:3],
         tokens=(1, 32, 256, 2048),
-        modes=("forward", "step"),
         baselines=("packed", "eager", "compile"),
         seconds=0.5,
         dtypes=("fp32", "bf16"),
-        activations=("relu", "gelu", "gelu-erf"),
+        compiles=lambda case: case.sizes == (768, 3072) and case.tokens >= 256,
     ),
     "memory": Suite(
         about="memory that a step keeps for its backward, and takes at most",
@@ -280,32 +288,28 @@ SUITES = {
         modes=MEMORY_MODES,
         baselines=("low", "mlp-low", "cublaslt", "mlp-cublaslt", "eager"),
         seconds=0.0,
-        dtypes=("bf16",),
-        activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((16, 24), block(8)),
         convolutions=(Convolution(64, 64, 3, 56), Convolution(64, 256, 1, 56)),
         quick_convolutions=TINY_CONVOLUTIONS[1:2],
     ),
     "memory-models": Suite(
         about="memory that a step of a whole model keeps for its backward, and takes at most",
-        modes=("saved", "peak"),
+        modes=MEMORY_MODES,
         ours=("fused", "fused-low"),
         baselines=("eager",),
         seconds=0.0,
-        dtypes=("bf16",),
         models=MEMORY_MODELS,
         quick_models=tuple(m for m in TINY_MODELS if m[0] in ("ViT-tiny", "DLRM tiny")),
     ),
     "activation": Suite(
         about="gradient of activation and bias in one pass, beside a copy of the same tensor",
         sizes=((3072,), (4096,), (16384,)),
-        tokens=(8192, 65536),  # the larger for one width only: see cases_of
+        tokens=(8192, 65536),
         modes=("from output", "from mask", "from input"),
         baselines=("eager", "copy"),
         seconds=0.3,
-        dtypes=("bf16",),
-        activations=("relu", "gelu", "gelu-erf"),
         quick_sizes=((128,),),
+        worth=lambda case: case.tokens == 8192 or case.sizes == (4096,),
     ),
     "accumulation": Suite(
         about="gradient of a layer's weight, added up over four micro-batches",
@@ -315,7 +319,6 @@ SUITES = {
         ours=("ours",),
         baselines=("eager",),
         seconds=0.6,
-        dtypes=("bf16",),
         activations=("none",),
         kernels=True,
     ),
@@ -324,10 +327,10 @@ SUITES = {
         modes=("forward", "step", "train"),
         ours=("fused", "compile+pass", "reduce-overhead+pass", "compile again"),
         baselines=("eager", "compile", "reduce-overhead"),
-        seconds=1.0,
         dtypes=("bf16", AUTOCAST),
         models=MODELS,
         quick_models=TINY_MODELS,
+        compiles=lambda case: "tiny" not in case.model,
     ),
 }
 
@@ -353,56 +356,6 @@ def makes_sense(case: Case, device: torch.device) -> bool:
     return True
 
 
-def worth_the_time(case: Case) -> bool:
-    """Whether this point of the grid belongs to the full suite, where GPU time counts."""
-    if case.suite == "layer" and case.dtype == "fp32":
-        return case.sizes in SMALL_LAYERS
-    if case.suite == "activation":
-        return case.tokens == 8192 or case.sizes == (4096,)
-    if case.suite == "mlp-small":
-        return (case.tokens == 64) == (case.sizes == (17, 256, 256, 6))
-    if case.suite == "rivals" and case.tokens > 8192:
-        return case.sizes[0] == 1024
-    if case.suite == "gated" and case.tokens < 8192:
-        return case.mode == "forward"
-    if case.suite == "conv" and case.mode == "graph":
-        return case.dtype == "bf16" and case.conv.last
-    return True
-
-
-def worth_compiling(case: Case) -> bool:
-    """Whether torch.compile, which takes from seconds to a minute, is run beside this case."""
-    if case.model:
-        return case.model in (name for name, *_ in MODELS)
-    if case.suite == "cpu":
-        return case.sizes == (768, 3072) and case.tokens >= 256
-    if case.dtype != "bf16":
-        return False
-    if case.conv:
-        return case.conv in COMPILED_CONVOLUTIONS
-    if case.is_gated:
-        return case.tokens in (1, 8192)
-    if case.suite == "layer":
-        return case.sizes == (1024, 4096) and case.tokens == 8192
-    small = case.suite in ("mlp-small", "rivals")
-    return small or (case.suite == "ffn" and case.tokens == 8192)
-
-
-def convolution_cases(
-    name: str, device: torch.device, quick: bool, dtypes: Iterable[str]
-) -> list[Case]:
-    """Convolutions in both memory formats; a CPU gets fewer images."""
-    suite = SUITES[name]
-    chosen = suite.quick_convolutions if quick else suite.convolutions
-    images = QUICK_IMAGES if quick else IMAGES[device.type]
-    some = itertools.product(chosen, (True, False), dtypes, suite.modes)
-    return [
-        Case(name, (conv.channels, conv.out), images, dtype, "relu", mode, conv=of_format)
-        for conv, last, dtype, mode in some
-        for of_format in [replace(conv, last=last)]
-    ]
-
-
 def cases_of(
     name: str, device: torch.device, quick: bool = False, dtypes: Iterable[str] | None = None
 ) -> list[Case]:
@@ -417,5 +370,9 @@ def cases_of(
     tokens = QUICK_TOKENS if quick else suite.tokens
     grid = itertools.product(sizes, tokens, names, suite.activations, suite.modes)
     cases += [Case(name, *point) for point in grid]
-    cases += convolution_cases(name, device, quick, names)
-    return [c for c in cases if makes_sense(c, device) and (quick or worth_the_time(c))]
+    layers = suite.quick_convolutions if quick else suite.convolutions
+    images = QUICK_IMAGES if quick else IMAGES[device.type]
+    for conv, last, dtype, mode in itertools.product(layers, (True, False), names, suite.modes):
+        point = (conv.channels, conv.out), images, dtype, "relu", mode
+        cases.append(Case(name, *point, conv=replace(conv, last=last)))
+    return [c for c in cases if makes_sense(c, device) and (quick or suite.worth(c))]

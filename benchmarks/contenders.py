@@ -6,7 +6,8 @@ import contextlib
 import copy
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,21 +20,18 @@ import torch_fused_linear as tfl
 from benchmarks import convolutions, gated, rivals, steps
 from benchmarks.cases import KINDS, MEMORY_MODES, Case
 from benchmarks.operands import Operands, sets_needed
+from benchmarks.rivals import Network
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Call, Contender
 
-Network = Callable[[Tensor], Tensor]
-
-COMPILE_MODES = {
+# The mode of torch.compile.
+COMPILED = {
     "compile": "default",
     "max-autotune": "max-autotune-no-cudagraphs",
     "reduce-overhead": "reduce-overhead",
-}
-COMPILED = (*COMPILE_MODES, "compile+pass", "reduce-overhead+pass", "compile again")
-POLICIES = {
-    **dict.fromkeys(("ours", "mlp", "fused", "compile+pass", "reduce-overhead+pass"), "auto"),
-    **dict.fromkeys(("low", "mlp-low", "fused-low", "packed"), "auto"),
-    **dict.fromkeys(("cublaslt", "mlp-cublaslt"), "cublaslt"),
+    "compile+pass": None,
+    "reduce-overhead+pass": "reduce-overhead",
+    "compile again": "default",
 }
 FUSED_LAYERS = {
     "linear_relu": tfl.FusedLinearReLU,
@@ -96,30 +94,34 @@ def linear(case: Case, data: Operands) -> Network:
 
 
 def nvmath(case: Case, data: Operands) -> Network:
-    from nvmath.linalg.advanced import Matmul, MatmulEpilog
-
-    # NVIDIA's form: the weight comes first and columns are the batch, so the bias goes by rows.
-    product = Matmul(data.layers[0].weight.detach(), data.input.detach().t())
-    epilog_inputs = {"bias": data.layers[0].bias.detach()}
-    product.plan(epilog=MatmulEpilog.RELU_AUX_BIAS, epilog_inputs=epilog_inputs)
-    product.autotune(iterations=5)
-    return lambda x: product.execute()
+    (layer,), x = data.layers, data.input.detach()
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    product = rivals.nvmath(weight, x.t(), "RELU_AUX_BIAS", bias=bias)
+    return lambda x: product()
 
 
-def compiled(case: Case, data: Operands, mode: str) -> Network:
-    network = torch.compile(WORK[case.kind].networks["eager"](case, data), mode=mode, dynamic=False)
+def marked(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA graphs of the compiler may write over what earlier calls gave."""
 
-    def run(x: Tensor) -> Tensor:
+    def run(*arguments: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        return network(x)
+        return call(*arguments)
 
     return run
 
 
-def compiled_with_pass(case: Case, data: Operands) -> Network:
-    network = WORK[case.kind].networks["eager"](case, data)
-    options = tfl.compile_options(conv=case.conv is not None)
-    return torch.compile(network, dynamic=False, options=options)
+def compiled(network: Network, name: str, conv: bool) -> tuple[Network, Counter | None]:
+    """With our pass where the name says so, which counts what it puts in at the first call."""
+    if not name.endswith("+pass"):
+        return torch.compile(network, dynamic=False, mode=COMPILED[name]), None
+    options = tfl.compile_options(COMPILED[name], conv=conv)
+    replaced = options["pre_grad_custom_pass"].replaced
+    return torch.compile(network, dynamic=False, options=options), replaced
+
+
+def by_compiler(case: Case, data: Operands, name: str) -> Network:
+    network, _ = compiled(network_of("eager", case, data), name, case.conv is not None)
+    return marked(network)
 
 
 def products(case: Case, data: Operands) -> Call:
@@ -163,8 +165,8 @@ def of_layers(makers: Mapping[str, Callable]) -> dict[str, Callable[[Case, Opera
 
 
 BY_COMPILER = {
-    **{name: partial(compiled, mode=mode) for name, mode in COMPILE_MODES.items()},
-    "compile+pass": compiled_with_pass,
+    name: partial(by_compiler, name=name)
+    for name in ("compile", "max-autotune", "reduce-overhead", "compile+pass")
 }
 LAYERS = {
     "ours": ours,
@@ -213,7 +215,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     if name in gated.OTHERS or name in rivals.BLOCKS:
         return on_gpu and (case.is_gated or rivals.fits(name, case.sizes, case.activation))
     if case.mode in MEMORY_MODES:
-        return name == "eager" or name in POLICIES
+        return name not in (*COMPILED, *work.calls, "addmm", "linear", "nvmath")
     if name in COMPILED:
         return case.mode in ("forward", "step")
     if case.kind != "layers":
@@ -246,16 +248,27 @@ def data_sets(case: Case, device: torch.device) -> list[Any]:
     return [first, *(make(case, device) for _ in range(count - 1))]
 
 
-def step_of(network: Network, data: Operands) -> Call:
-    own = network.parameters() if isinstance(network, nn.Module) else ()
-    leaves = [*data.leaves, *own]
+def step_of(
+    forward: Call,
+    leaves: Iterable[Tensor],
+    grad: Tensor | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Call:
+    """The backward begins with the output's gradient; a loss has none."""
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        network(data.input).backward(data.grad_output)
+        forward().backward(grad)
+        if optimizer is not None:
+            optimizer.step()
 
     return step
+
+
+def network_step(network: Network, data: Operands) -> Call:
+    own = network.parameters() if isinstance(network, nn.Module) else ()
+    return step_of(lambda: network(data.input), [*data.leaves, *own], data.grad_output)
 
 
 def graph_of(step: Call) -> Call:
@@ -277,24 +290,37 @@ def call_of(name: str, case: Case, data: Any) -> Call:
     calls = WORK[case.kind].calls
     if name in calls:
         call = calls[name](case, data)
-        return graph_of(call) if case.mode == "graph" else call
-    network = network_of(name, case, data)
-    if case.mode == "forward":
-        return lambda: network(data.input)
-    if case.mode == "backward":
-        output, leaves = network(data.input), data.leaves
-        return lambda: torch.autograd.grad(output, leaves, data.grad_output, retain_graph=True)
-    step = step_of(network, data)
-    return graph_of(step) if case.mode == "graph" else step
+    else:
+        network = network_of(name, case, data)
+        if case.mode == "forward":
+            return lambda: network(data.input)
+        if case.mode == "backward":
+            output, leaves = network(data.input), data.leaves
+            return lambda: torch.autograd.grad(output, leaves, data.grad_output, retain_graph=True)
+        call = network_step(network, data)
+    return graph_of(call) if case.mode == "graph" else call
 
 
 @contextlib.contextmanager
 def conditions_of(name: str, case: Case) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if name in POLICIES:
-            stack.enter_context(tfl.set_policy(POLICIES[name]))
-        stack.enter_context(torch.set_grad_enabled(case.with_gradients))
+    policy = "cublaslt" if name.endswith("cublaslt") else "auto"
+    with tfl.set_policy(policy), torch.set_grad_enabled(case.with_gradients):
         yield
+
+
+def events_of(contender: Contender, device: torch.device) -> list[Any]:
+    """What one call runs on `device`: kernels of the GPU, or operators on the CPU."""
+    kind = device.type.upper()
+    activity = getattr(torch.profiler.ProfilerActivity, kind)
+    with (
+        contender.conditions(),
+        torch.profiler.profile(activities=[activity], acc_events=True) as profile,
+    ):
+        contender.call()
+        if kind == "CUDA":
+            torch.cuda.synchronize()
+    wanted = getattr(torch.autograd.DeviceType, kind)
+    return [event for event in profile.events() if event.device_type == wanted]
 
 
 def in_turns(calls: Sequence[Call]) -> Call:

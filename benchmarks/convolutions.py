@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
+from benchmarks.pages.results import convolution
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,7 @@ class Convolution:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def __str__(self) -> str:
-        words = [f"{self.channels}→{self.out}", f"{self.kernel}x{self.kernel}"]
-        if self.stride > 1:
-            words.append(f"stride {self.stride}")
-        if self.groups > 1:
-            words.append("depthwise" if self.groups == self.channels else f"groups {self.groups}")
-        return " ".join([*words, f"@{self.size}", "NHWC" if self.last else "NCHW"])
+        return convolution(**vars(self))
 
 
 # Those of a ResNet-50 for images of 224x224, and what networks beside it are made of.
@@ -62,7 +58,6 @@ CONVOLUTIONS = (
     Convolution(512, 2048, 1, 7),
     Convolution(128, 128, 3, 28, groups=128),
 )
-COMPILED_CONVOLUTIONS = CONVOLUTIONS[1], CONVOLUTIONS[3], CONVOLUTIONS[6], CONVOLUTIONS[-1]
 TINY_CONVOLUTIONS = (
     Convolution(3, 8, 7, 16, stride=2),
     Convolution(8, 8, 3, 6),
@@ -75,15 +70,8 @@ TINY_CONVOLUTIONS = (
 
 
 def random_layer(conv: Convolution, **options: Any) -> nn.Conv2d:
-    layer = nn.Conv2d(
-        conv.channels,
-        conv.out,
-        conv.kernel,
-        stride=conv.stride,
-        padding=conv.padding,
-        groups=conv.groups,
-        **options,
-    )
+    sizes = conv.channels, conv.out, conv.kernel, conv.stride, conv.padding
+    layer = nn.Conv2d(*sizes, groups=conv.groups, **options)
     return layer.to(memory_format=memory_format(conv))
 
 

@@ -18,7 +18,6 @@ import itertools
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +43,7 @@ import torch_fused_linear as tfl
 from benchmarks.machine import header, warm_up
 from benchmarks.memory import peak_bytes
 from benchmarks.pages.tables import several_gpus
-from benchmarks.results import write
+from benchmarks.results import result, write
 from torch_fused_linear.timing import Call, Clock, Contender, clock_for, measure
 
 MICRO_BATCHES = 4
@@ -57,12 +56,9 @@ PARTS = ("feed-forward", "whole")
 class FeedForward(nn.Module):
     def __init__(self, width: int, fused: bool) -> None:
         super().__init__()
-        if fused:
-            self.up, self.act = tfl.FusedLinearGELU(width, 4 * width), nn.Identity()
-            self.down = tfl.FusedLinear(4 * width, width)
-        else:
-            self.up, self.act = nn.Linear(width, 4 * width), nn.GELU(approximate="tanh")
-            self.down = nn.Linear(4 * width, width)
+        up, down = (tfl.FusedLinearGELU, tfl.FusedLinear) if fused else (nn.Linear, nn.Linear)
+        self.up, self.down = up(width, 4 * width), down(4 * width, width)
+        self.act = nn.Identity() if fused else nn.GELU(approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))
@@ -150,17 +146,13 @@ class Step:
         device = torch.device(mesh.device_type)
         is_fused = name == "layers"
         with device:
-            torch.set_default_dtype(dtype)
             blocks = [Block(width, case["part"], is_fused) for _ in range(case["blocks"])]
-            torch.set_default_dtype(torch.float32)
             torch.manual_seed(1 + dist.get_rank() * arrangement.startswith(("DDP", "FSDP")))
-            self.x = torch.randn(*shape, width, dtype=dtype).requires_grad_()
-            self.grad = torch.randn(*shape, width, dtype=dtype)
+            whole = torch.randn(2, *shape, width, dtype=dtype)
         if arrangement == "TP + sequence parallel":
-            part = mesh.get_local_rank(), mesh.size()
-            self.x = self.x.detach().chunk(part[1], 1)[part[0]].contiguous().requires_grad_()
-            self.grad = self.grad.chunk(part[1], 1)[part[0]].contiguous()
-        model = nn.Sequential(*blocks)
+            whole = whole.chunk(mesh.size(), 2)[mesh.get_local_rank()]
+        self.x, self.grad = whole[0].clone().requires_grad_(), whole[1].clone()
+        model = nn.Sequential(*blocks).to(dtype)
         if name == "fuse_":
             tfl.fuse_(model)
         self.model = arranged(model, arrangement, mesh, is_fused)
@@ -232,14 +224,13 @@ def measured(case: dict, shape: list[int], mesh, seconds: float, dtype: torch.dt
     numbers, failed = measure(contenders, slowest_clock(device), seconds)
     if failed:
         raise RuntimeError(str(failed))
-    numbers = {name: asdict(number) for name, number in numbers.items()}
-    result = {"case": case, "unit": "us", "numbers": numbers}
+    found = result(case, "us", numbers)
     if device.type == "cuda":  # MiB
-        result["memory"] = {
+        found["memory"] = {
             name: slowest(peak_bytes(step, step.leaves) / 2**20, device)
             for name, step in steps.items()
         }
-    return result
+    return found
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -259,15 +250,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 def start() -> torch.device:
     local = int(os.environ["LOCAL_RANK"])
-    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if has_gpus else torch.device("cpu")
-    if has_gpus:
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    return device
+        return device
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
 
 
 def main(arguments: list[str]) -> None:

@@ -18,8 +18,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
-from benchmarks import machine
+from benchmarks import contenders, machine
 from benchmarks.cases import DTYPES, KINDS
 from benchmarks.pages import tables
-from benchmarks.results import write
+from benchmarks.results import result, write
 from torch_fused_linear.activations import ACTIVATIONS
-from torch_fused_linear.timing import Number
+from torch_fused_linear.timing import Call, Number
 
 CONTENDERS = ("ours", "eager")
 # What a first step may take: so much of the budget, and so many milliseconds.
@@ -81,18 +81,13 @@ def network(sizes: Sequence[int], activation: str, name: str, **options) -> nn.M
     return model
 
 
-def step_of(model: nn.Module, x: Tensor, grad: Tensor | None) -> Callable[[], None]:
-    def step() -> None:
-        with torch.set_grad_enabled(grad is not None):
-            y = model(x)
-        if grad is not None:
-            model.zero_grad()
-            y.backward(grad)
-
-    return step
+def step_of(model: nn.Module, x: Tensor, grad: Tensor | None) -> Call:
+    if grad is None:
+        return torch.no_grad()(partial(model, x))
+    return contenders.step_of(partial(model, x), [x, *model.parameters()], grad)
 
 
-def milliseconds(steps: Sequence[Callable[[], None]], device: torch.device) -> float:
+def milliseconds(steps: Sequence[Call], device: torch.device) -> float:
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     begin = time.perf_counter()
@@ -158,8 +153,7 @@ def of_problems(tiny: bool) -> list[dict]:
     for case, (first, later, plans), (eager, *_) in zip(cases, found["ours"], found["eager"]):
         values = {"ours": first, "later": later, "each": max(0.0, first - later) / max(1, plans)}
         values |= {"eager": eager, "limit": SHARE * tfl.plans.get_budget() + MORE}
-        numbers = {name: asdict(Number.once(value)) for name, value in values.items()}
-        results.append({"case": case, "unit": "ms", "numbers": numbers})
+        results.append(result(case, "ms", {n: Number.once(v) for n, v in values.items()}))
     return results
 
 
@@ -170,11 +164,11 @@ def of_passes(program: str, repeats: int, tiny: bool) -> list[dict]:
     results = []
     for index, mode in enumerate(("first pass", "second pass")):
         numbers = {
-            name: asdict(Number.over([times[name][index] / 1e3 for times in rounds], calls=1))
+            name: Number.over([times[name][index] / 1e3 for times in rounds], calls=1)
             for name in CONTENDERS
         }
         case = {"suite": "cold-start", "program": program, "mode": mode}
-        results.append({"case": case, "unit": "s", "numbers": numbers})
+        results.append(result(case, "s", numbers))
     return results
 
 

@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import functools
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -29,14 +30,9 @@ CLOCK_FIELDS = {
 
 
 def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:(.*)", cpus.read_text() if cpus.exists() else "", re.M)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def clocks(device: torch.device) -> dict[str, str]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.contenders import conditions_of, network_of, step_of
+from benchmarks.contenders import conditions_of, network_of, network_step, step_of
 from benchmarks.models import Models
-from benchmarks.models import step_of as step_of_model
 from benchmarks.operands import Operands
 from torch_fused_linear.timing import Call
 
@@ -50,22 +49,21 @@ def peak_bytes(step: Call, leaves: list[Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def of_network(name: str, case: Case, data: Operands) -> float:
-    """In bytes."""
+def of_network(name: str, case: Case, data: Operands) -> int:
     with conditions_of(name, case):
-        network, leaves = network_of(name, case, data), data.leaves
+        network = network_of(name, case, data)
         if case.mode == "peak":
-            return peak_bytes(step_of(network, data), leaves)
+            return peak_bytes(network_step(network, data), data.leaves)
         # The input is new each time, as the output of a layer before would be.
         return saved_bytes(
             lambda: network(data.input.detach().clone().requires_grad_()), data.input.device
         )
 
 
-def of_model(name: str, models: Models) -> float:
-    """In bytes."""
+def of_model(name: str, models: Models) -> int:
     with conditions_of(name, models.case):
         call, leaves = models.call(name)
+        models.copies.clear()  # of each but the original
         if models.case.mode == "peak":
-            return peak_bytes(step_of_model(call, leaves), leaves)
+            return peak_bytes(step_of(call, leaves), leaves)
         return saved_bytes(call, models.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,9 @@ from torch import Tensor, nn
 import torch_fused_linear as tfl
 from benchmarks import machine
 from benchmarks.cases import AUTOCAST, DTYPES, Case
-from benchmarks.contenders import conditions_of
+from benchmarks.contenders import COMPILED, compiled, conditions_of, events_of, marked, step_of
 from torch_fused_linear.timing import Call, Contender
 
-PASS = "pre_grad_custom_pass"
-MODES = {"compile": None, "compile again": None, "compile+pass": None}
-MODES |= dict.fromkeys(("reduce-overhead", "reduce-overhead+pass"), "reduce-overhead")
 ATTENTION = "without a mask"
 
 # ----------------------------------------------------------------------------------- what is run
@@ -69,11 +65,6 @@ def vit(case: Case, config: dict[str, Any]) -> nn.Module:
     return MeanOutput(timm.create_model("vit_base_patch16_224", pretrained=False, **act, **config))
 
 
-def images(case: Case, module: nn.Module) -> list[Any]:
-    shape = (case.sizes[0], 3, *module.model.patch_embed.img_size)
-    return [torch.randn(shape), case.with_gradients]
-
-
 def hugging_face(case: Case, config: dict[str, Any], head: str, settings: str) -> nn.Module:
     """Where torch.compile traces them, transformers' models make masks that nothing needs, and so
     lose the quick attention that eager has: BERT took 1.7 times as long compiled as eager. Without
@@ -88,20 +79,15 @@ def hugging_face(case: Case, config: dict[str, Any], head: str, settings: str) -
     if case.model.startswith("BERT"):
         kind = "gelu_pytorch_tanh" if case.activation == "gelu" else "gelu"
         config = {**config, "hidden_act": kind}
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it minds that BERT is not used as a decoder
-    try:
-        chosen = getattr(transformers, settings)(use_cache=False, **config)
-        return LanguageModel(getattr(transformers, head)(chosen))
-    finally:
-        log.setLevel(level)
+    transformers.logging.set_verbosity_error()  # it minds that BERT is not used as a decoder
+    chosen = getattr(transformers, settings)(use_cache=False, **config)
+    return LanguageModel(getattr(transformers, head)(chosen))
 
 
-def ids(case: Case, module: nn.Module) -> list[Any]:
-    vocabulary = module.model.config.vocab_size
-    one, other = (torch.randint(vocabulary, case.sizes) for _ in range(2))
-    return [one, other if case.with_gradients else None]
+def perceptron(sizes: Sequence[int], inplace: bool) -> list[nn.Module]:
+    """Layers with ReLU between them."""
+    pairs = itertools.pairwise(sizes)
+    return [m for i, o in pairs for m in (nn.Linear(i, o), nn.ReLU(inplace))][:-1]
 
 
 def vgg(case: Case, config: dict[str, Any]) -> nn.Module:
@@ -112,9 +98,8 @@ def vgg(case: Case, config: dict[str, Any]) -> nn.Module:
             layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
             channels = out
         layers.append(nn.MaxPool2d(2))
-    sizes = (channels * config["pixels"], *config["head"])
-    head = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU(True))]
-    model = nn.Sequential(*layers, nn.Flatten(), *head[:-1])
+    head = perceptron((channels * config["pixels"], *config["head"]), inplace=True)
+    model = nn.Sequential(*layers, nn.Flatten(), *head)
     return MeanOutput(model).to(memory_format=torch.channels_last)
 
 
@@ -132,15 +117,8 @@ def folded_resnet(case: Case, config: dict[str, Any]) -> nn.Module:
     return MeanOutput(model).to(memory_format=torch.channels_last)
 
 
-def photos(case: Case, module: nn.Module) -> list[Any]:
-    x = torch.randn(case.sizes[0], 3, *case.sizes[1:])
-    return [x.to(memory_format=torch.channels_last), case.mode == "step"]
-
-
 def dlrm(case: Case, config: dict[str, Any]) -> nn.Module:
-    sizes = config["sizes"]
-    layers = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
-    return MeanOutput(nn.Sequential(*layers[:-1]))
+    return MeanOutput(nn.Sequential(*perceptron(config["sizes"], inplace=False)))
 
 
 class Critic(nn.Module):
@@ -162,24 +140,26 @@ def critic(case: Case, config: dict[str, Any]) -> nn.Module:
     return MeanOutput(Critic(**config))
 
 
-def observations(case: Case, module: nn.Module) -> list[Any]:
-    return [torch.randn(case.sizes[0], module.model.fc1.in_features), case.with_gradients]
-
-
-def interactions(case: Case, module: nn.Module) -> list[Any]:
-    """Its input has a gradient: it is made of embeddings, which learn as well."""
-    x = torch.randn(case.sizes[0], module.model[0].in_features)
-    return [x.requires_grad_(case.with_gradients), case.with_gradients]
-
-
 @dataclass(frozen=True)
 class Family:
     """How a model is made, and what it is called with."""
 
     make: Callable[[Case, dict[str, Any]], nn.Module]
-    inputs: Callable[[Case, nn.Module], list[Any]]
     config: dict[str, Any] = field(default_factory=dict)
+    sample: tuple[int, ...] = ()  # the shape of one of a batch; without, it reads token ids
     conv: bool = False  # whether the pass is asked for convolutions, too
+
+    def inputs(self, case: Case, module: nn.Module) -> list[Any]:
+        """Of a batch, and what is wanted of it: the labels, or whether it is the loss."""
+        if not self.sample:
+            vocabulary = module.model.config.vocab_size
+            ids, labels = (torch.randint(vocabulary, case.sizes) for _ in range(2))
+            return [ids, labels if case.with_gradients else None]
+        x = torch.randn(case.sizes[0], *self.sample)
+        if self.conv:
+            x = x.to(memory_format=torch.channels_last)
+        of_embeddings = self.make is dlrm  # which learn as well
+        return [x.requires_grad_(of_embeddings and case.with_gradients), case.with_gradients]
 
 
 bert = partial(hugging_face, head="BertForMaskedLM", settings="BertConfig")
@@ -205,30 +185,31 @@ VGG16 = {
 }
 TINY_VGG = {"stages": ([8, 8], [16]), "pixels": 2 * 2, "head": (16, 10)}
 TINY_RESNET = {"layers": [1, 1, 1, 1], "num_classes": 10, "width_per_group": 4}
+# The top of MLPerf's DLRM, deeper; 480 as NVIDIA pads its 479, so that rows are aligned.
+DLRM = (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)
+TINY_DLRM = (16, 24, 24, 24, 16, 16, 8, 8, 1)
+SQUARE, TINY_SQUARE = (3, 224, 224), (3, 32, 32)
 
 FAMILIES = {
-    "ViT-B/16": Family(vit, images),
-    "BERT-base": Family(bert, ids, BERT),
-    "GPT-2 small": Family(gpt2, ids, GPT2),
-    "OPT-125M": Family(opt, ids, OPT),
-    "LLaMA, 16 layers": Family(llama, ids, LLAMA),
-    # The top of MLPerf's DLRM, deeper; 480 as NVIDIA pads its 479, so that rows are aligned.
-    "DLRM top MLP": Family(
-        dlrm, interactions, {"sizes": (480, 1024, 1024, 1024, 512, 512, 256, 128, 1)}
-    ),
+    "ViT-B/16": Family(vit, {}, SQUARE),
+    "BERT-base": Family(bert, BERT),
+    "GPT-2 small": Family(gpt2, GPT2),
+    "OPT-125M": Family(opt, OPT),
+    "LLaMA, 16 layers": Family(llama, LLAMA),
+    "DLRM top MLP": Family(dlrm, {"sizes": DLRM}, DLRM[:1]),
     # 17 observations and 6 actions of HalfCheetah.
-    "TD3 critic": Family(critic, observations, {"inputs": 23, "hidden": 256}),
-    "VGG-16": Family(vgg, photos, VGG16, conv=True),
-    "ResNet-50, folded": Family(folded_resnet, photos, {"layers": [3, 4, 6, 3]}, conv=True),
-    "ViT-tiny": Family(vit, images, TINY_VIT),
-    "BERT-tiny": Family(bert, ids, {**BERT, **WORDS, **TINY, "intermediate_size": 32}),
-    "GPT-2 tiny": Family(gpt2, ids, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
-    "OPT-tiny": Family(opt, ids, {**OPT, **WORDS, **TINY, **TINY_OPT}),
-    "LLaMA-tiny": Family(llama, ids, {**WORDS, **TINY, **TINY_LLAMA}),
-    "DLRM tiny": Family(dlrm, interactions, {"sizes": (16, 24, 24, 24, 16, 16, 8, 8, 1)}),
-    "TD3 tiny": Family(critic, observations, {"inputs": 5, "hidden": 16}),
-    "VGG-tiny": Family(vgg, photos, TINY_VGG, conv=True),
-    "ResNet-tiny, folded": Family(folded_resnet, photos, TINY_RESNET, conv=True),
+    "TD3 critic": Family(critic, {"inputs": 23, "hidden": 256}, (23,)),
+    "VGG-16": Family(vgg, VGG16, SQUARE, conv=True),
+    "ResNet-50, folded": Family(folded_resnet, {"layers": [3, 4, 6, 3]}, SQUARE, conv=True),
+    "ViT-tiny": Family(vit, TINY_VIT, TINY_SQUARE),
+    "BERT-tiny": Family(bert, {**BERT, **WORDS, **TINY, "intermediate_size": 32}),
+    "GPT-2 tiny": Family(gpt2, {**GPT2, **WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    "OPT-tiny": Family(opt, {**OPT, **WORDS, **TINY, **TINY_OPT}),
+    "LLaMA-tiny": Family(llama, {**WORDS, **TINY, **TINY_LLAMA}),
+    "DLRM tiny": Family(dlrm, {"sizes": TINY_DLRM}, TINY_DLRM[:1]),
+    "TD3 tiny": Family(critic, {"inputs": 5, "hidden": 16}, (5,)),
+    "VGG-tiny": Family(vgg, TINY_VGG, (3, 8, 8), conv=True),
+    "ResNet-tiny, folded": Family(folded_resnet, TINY_RESNET, TINY_SQUARE, conv=True),
 }
 
 
@@ -257,7 +238,7 @@ class Models:
             there = value.detach().to(self.device, dtype if value.is_floating_point() else None)
             return there.requires_grad_(value.requires_grad)
 
-        inputs = [placed(value) for value in family.inputs(case, module)]
+        inputs = list(map(placed, family.inputs(case, module)))
         return module.train(case.with_gradients), inputs
 
     def call(self, name: str) -> tuple[Call, list[Tensor]]:
@@ -269,13 +250,10 @@ class Models:
             memory = "low" if name == "fused-low" else "default"
             blocks = len(tfl.fuse_(own, memory=memory).fused)
             self.counts[name] = lambda: blocks
-        elif name.endswith("+pass"):
-            options = tfl.compile_options(MODES[name], conv=FAMILIES[self.case.model].conv)
-            network = torch.compile(own, dynamic=False, options=options)
-            # Known when it has been compiled, at the first call.
-            self.counts[name] = lambda: options[PASS].replaced.total()
-        elif name in MODES:
-            network = torch.compile(own, dynamic=False, mode=MODES[name])
+        elif name in COMPILED:
+            network, replaced = compiled(own, name, FAMILIES[self.case.model].conv)
+            if replaced is not None:
+                self.counts[name] = replaced.total
         leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
         return partial(network, *inputs), [*leaves, *own.parameters()]
 
@@ -285,7 +263,7 @@ class Models:
             of_weights = list(self.copies[name].parameters())
             trains = self.case.mode == "train"
             optimizer = torch.optim.AdamW(of_weights, fused=True) if trains else None
-            call = step_of(call, leaves, optimizer)
+            call = step_of(marked(call), leaves, optimizer=optimizer)
         return Contender(name, call, partial(self.conditions, name))
 
     @contextlib.contextmanager
@@ -309,35 +287,11 @@ class Models:
                 torch.cuda.reset_peak_memory_stats()
                 contender.call()
                 peak = torch.cuda.max_memory_allocated() / 2**20
-                means = {"kernels": kernel_microseconds(contender), "peak": peak, **means}
-            found[contender.name] = means
+            # Without what is idle between them.
+            kernels = sum(e.self_device_time_total for e in events_of(contender, self.device))
+            found[contender.name] = {"kernels": kernels, "peak": peak, **means}
         return found
 
     def replaced(self) -> dict[str, int]:
         """Blocks that fuse_ found, and operators that the pass put in."""
         return {name: count() for name, count in self.counts.items()}
-
-
-def step_of(
-    loss: Callable[[], Tensor],
-    leaves: list[Tensor],
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Call:
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        for leaf in leaves:
-            leaf.grad = None
-        loss().backward()
-        if optimizer is not None:
-            optimizer.step()
-
-    return step
-
-
-def kernel_microseconds(contender: Contender) -> float:
-    """Of one call, without what is idle between its kernels."""
-    on_gpu = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[on_gpu], acc_events=True) as profile:
-        contender.call()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.events())

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case
+from benchmarks.pages.everything import LOSS, OURS
 from torch_fused_linear.timing import Number
 
-# Slower than this part of eager's speed is called a loss; what is nearer may be noise.
-LOSS = 0.98
 # What a fraction is taken of: the fastest of these, which do less than the layer does.
 YARDSTICKS = ("mm", "linear", "conv", "copy")
-# What a way of ours is compared with; all others with eager.
-REFERENCES = {"compile+pass": "compile", "reduce-overhead+pass": "reduce-overhead"}
-REFERENCES["compile again"] = "compile"  # the same once more: what differs is noise
+# What each is compared with; all others with eager. What differs of the same once more is noise.
+REFERENCES = {name: beside for name, (_, beside) in OURS.items()} | {"compile again": "compile"}
 
 
 @dataclass
@@ -62,6 +60,11 @@ class Record:
             if not value["case"][key]:
                 del value["case"][key]  # as in files from before there were any
         return value
+
+
+def result(case: dict[str, Any], unit: str, numbers: Mapping[str, Number]) -> dict[str, Any]:
+    """As a record is in the file, of a case that is none of the suites'."""
+    return {"case": case, "unit": unit, "numbers": {n: asdict(v) for n, v in numbers.items()}}
 
 
 def save(path: Path, header: Mapping[str, Any], records: list[Record]) -> None:

@@ -29,8 +29,7 @@ def flash_attn(layers: Sequence[nn.Linear], activation: str, fused: bool) -> nn.
     options = {"activation": kind, "heuristic": 0 if fused else "auto"}
     with torch.device("meta"):
         block = FusedMLP(layers[0].in_features, layers[0].out_features, **options)
-    block.fc1.weight, block.fc1.bias = layers[0].weight, layers[0].bias
-    block.fc2.weight, block.fc2.bias = layers[1].weight, layers[1].bias
+    block.fc1, block.fc2 = layers
     return block
 
 
@@ -43,6 +42,16 @@ def apex(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
     block.weight1, block.bias1 = layers[0].weight, layers[0].bias
     block.weight2, block.bias2 = layers[1].weight, layers[1].bias
     return block
+
+
+def nvmath(a: Tensor, b: Tensor, epilog: str, **inputs: Tensor) -> Callable[[], object]:
+    """NVIDIA's form of a product: columns are the batch, so a bias goes by rows."""
+    from nvmath.linalg.advanced import Matmul, MatmulEpilog
+
+    product = Matmul(a, b)
+    product.plan(epilog=MatmulEpilog[epilog], epilog_inputs=inputs)
+    product.autotune(iterations=5)
+    return product.execute
 
 
 BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], Network]] = {

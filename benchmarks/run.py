@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -16,21 +17,30 @@ from benchmarks.results import Record
 from torch_fused_linear import plans
 from torch_fused_linear.timing import Contender, Number, clock_for, in_one_line, measure
 
+T = TypeVar("T")
+
+
+def attempted(names: Sequence[str], make: Callable[[str], T], record: Record) -> dict[str, T]:
+    """What is made of each name; the record tells of those that failed."""
+    made = {}
+    for name in names:
+        try:
+            made[name] = make(name)
+        except Exception as failure:
+            record.failed[name] = in_one_line(failure)
+    return made
+
 
 def memory_record(case: Case, names: Sequence[str], device: torch.device) -> Record:
     record = Record(case, unit="MiB")
     models = Models(case, device) if case.model else None
-    (data,) = [None] if models else contenders.data_sets(case, device)
-    for name in names:
-        try:
-            if models:
-                kept = memory.of_model(name, models)
-                models.copies.clear()  # of each but the original
-            else:
-                kept = memory.of_network(name, case, data)
-            record.numbers[name] = Number.once(kept / 2**20)
-        except Exception as failure:
-            record.failed[name] = in_one_line(failure)
+    if models:
+        kept = partial(memory.of_model, models=models)
+    else:
+        (data,) = contenders.data_sets(case, device)
+        kept = partial(memory.of_network, case=case, data=data)
+    found = attempted(names, kept, record)
+    record.numbers = {name: Number.once(size / 2**20) for name, size in found.items()}
     record.replaced = models.replaced() if models else {}
     return record
 
@@ -39,43 +49,27 @@ def timed_record(
     case: Case, names: Sequence[str], device: torch.device, seconds: float, kernels: bool
 ) -> Record:
     record = Record(case, unit="us")
-    ready: list[Contender] = []
     models = Models(case, device) if case.model else None
     if models:
         make = models.contender
     else:
         make = partial(contenders.contender, case=case, sets=contenders.data_sets(case, device))
-    for name in names:
-        try:
-            ready.append(make(name))
-        except Exception as failure:
-            record.failed[name] = in_one_line(failure)
+    ready = attempted(names, make, record)
     clock = clock_for(device, host=case.suite.endswith("host"))
     with plans.patience(0):
-        record.numbers, failed = measure(ready, clock, seconds)
+        record.numbers, failed = measure(list(ready.values()), clock, seconds)
     record.failed.update(failed)
+    running = [ready[name] for name in record.numbers]
     if models:
         record.replaced = models.replaced()
-        record.observed = models.observed([e for e in ready if e.name in record.numbers])
+        record.observed = models.observed(running)
     if kernels:
-        running = (entrant for entrant in ready if entrant.name in record.numbers)
         record.kernels = {entrant.name: kernels_of(entrant, device) for entrant in running}
     return record
 
 
 def kernels_of(entrant: Contender, device: torch.device) -> list[str]:
-    """What one call runs on `device`: kernels of the GPU, or operators on the CPU."""
-    on_gpu = device.type == "cuda"
-    kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    with (
-        entrant.conditions(),
-        torch.profiler.profile(activities=[kind], acc_events=True) as profile,
-    ):
-        entrant.call()
-        if on_gpu:
-            torch.cuda.synchronize()
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    counts = Counter(event.name for event in profile.events() if event.device_type == wanted)
+    counts = Counter(event.name for event in contenders.events_of(entrant, device))
     return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import torch_fused_linear as tfl
 from benchmarks.cases import DTYPES, KINDS, Case
+from benchmarks.rivals import nvmath
 from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Call
 
@@ -102,14 +103,7 @@ def eager_through(case: Case, data: Edge) -> Call:
 
 
 def nvmath_through(case: Case, data: Edge) -> Call:
-    from nvmath.linalg.advanced import Matmul, MatmulEpilog
-
-    # NVIDIA's form: columns are the batch.
-    product = Matmul(data.weight.t(), data.dz.t())
-    inputs = {"relu_aux": data.mask.t()}
-    product.plan(epilog=MatmulEpilog.DRELU_BGRAD, epilog_inputs=inputs)
-    product.autotune(iterations=5)
-    return lambda: product.execute()
+    return nvmath(data.weight.t(), data.dz.t(), "DRELU_BGRAD", relu_aux=data.mask.t())
 
 
 def product_alone(case: Case, data: Edge) -> Call:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import records, tables
@@ -57,25 +57,13 @@ def render(name: str, machines: dict[str, list[Result]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
-def made(results: Path, kept: Path) -> dict[str, Callable[[], str]]:
-    """How to make each table, by the name of its place."""
-    machines = by_machine(sorted(results.glob("*.json")))
+def made(machines: dict[str, list[Result]], kept: Path) -> dict[str, str]:
+    """Each table by the name of its place."""
     loaded = records.load(kept)
-
-    def of_records(name: str) -> str:
-        return "\n".join(records.SECTIONS[name](loaded)) or "Not yet."
-
-    return {name: lambda name=name: render(name, machines) for name in tables.TABLES} | {
-        name: lambda name=name: of_records(name) for name in records.SECTIONS
+    sections = {name: "\n".join(make(loaded)) for name, make in records.SECTIONS.items()}
+    return {name: render(name, machines) for name in tables.TABLES} | {
+        name: text or "Not yet." for name, text in sections.items()
     }
-
-
-def misplaced(pages: Sequence[Path], names: Sequence[str]) -> str | None:
-    """Whether each table has its place, once."""
-    places = [match[2] for page in pages for match in MARKS.finditer(page.read_text())]
-    if sorted(places) != sorted(names):
-        return f"places for {sorted(places)}, tables for {sorted(names)}"
-    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,17 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--records", type=Path, default=RECORDS)
     given = parser.parse_args(arguments)
-    tables_by_name = made(given.results, given.records)
+    machines = by_machine(sorted(given.results.glob("*.json")))
+    texts = made(machines, given.records)
     pages = sorted(given.docs.glob("*.md"))
-    if wrong := misplaced(pages, list(tables_by_name)):
-        print(f"benchmarks.pages: {wrong}", file=sys.stderr)
+    places = sorted(match[2] for page in pages for match in MARKS.finditer(page.read_text()))
+    if places != sorted(texts):
+        what = f"places for {places}, tables for {sorted(texts)}"
+        print(f"benchmarks.pages: {what}", file=sys.stderr)
         return 2
     wanted = {}
     for page in pages:
         text = page.read_text()
-        wanted[page] = MARKS.sub(lambda m: f"{m[1]}\n{tables_by_name[m[2]]()}\n\n{m[3]}", text)
-    results = by_machine(sorted(given.results.glob("*.json"))).get(MACHINE, [])
-    wanted[given.docs / CHART] = readme_chart(results)
+        wanted[page] = MARKS.sub(lambda m: f"{m[1]}\n{texts[m[2]]}\n\n{m[3]}", text)
+    wanted[given.docs / CHART] = readme_chart(machines.get(MACHINE, []))
     old = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in old:
         if given.check:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from .results import Result, find, median, shape
+from .results import Result, find, median, of_case, shape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 700, 235, 40, 13, 10, 60  # LEFT is for the rows' names
 # Models as they come, with their own activation.
-MODELS = {
-    ("GPT-2 small", "gelu"): "GPT-2 small, GELU tanh",
-    ("ViT-B/16", "gelu-erf"): "ViT-B/16, GELU erf",
-    ("BERT-base", "gelu-erf"): "BERT-base, GELU erf",
-    ("OPT-125M", "relu"): "OPT-125M, ReLU",
-    ("DLRM top MLP", "relu"): "DLRM top MLP, ReLU",
-    ("TD3 critic", "relu"): "TD3 critic, ReLU, fp32",
-    ("VGG-16", "relu"): "VGG-16, ReLU",
-    ("ResNet-50, folded", "relu"): "ResNet-50, folded, ReLU",
-}
-BLOCKS = {"relu": "ReLU", "gelu": "GELU tanh"}
-# Of each series what it is called, and whose times it has; of several contenders the fastest.
-SERIES = {"fused": "fuse_", "compile": "torch.compile", "pass": "with our pass"}
-TIMES_OF = {
-    "fused": ("fused",),
-    "compile": ("compile", "reduce-overhead"),
-    "pass": ("compile+pass", "reduce-overhead+pass"),
+MODELS = (
+    ("GPT-2 small", "gelu"),
+    ("ViT-B/16", "gelu-erf"),
+    ("BERT-base", "gelu-erf"),
+    ("OPT-125M", "relu"),
+    ("DLRM top MLP", "relu"),
+    ("TD3 critic", "relu"),
+    ("VGG-16", "relu"),
+    ("ResNet-50, folded", "relu"),
+)
+ACTIVATIONS = {"relu": "ReLU", "gelu": "GELU tanh", "gelu-erf": "GELU erf"}
+# Of each series whose times it has; of several contenders the fastest.
+SERIES = {
+    "fuse_": ("fused",),
+    "torch.compile": ("compile", "reduce-overhead"),
+    "with our pass": ("compile+pass", "reduce-overhead+pass"),
 }
 
 
@@ -38,12 +37,12 @@ def line(x: float, bottom: float, colour: str) -> str:
     return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{bottom:.0f}" stroke="{colour}"/>'
 
 
-def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) -> str:
+def chart(rows: Mapping[str, Mapping[str, float]], series: Sequence[str]) -> str:
     """A group of bars for each row, at most one of each series.
 
     Args:
-        rows: of each, eager's time over a contender's, by the contender.
-        series: of each contender, at most four, what it is called.
+        rows: of each, eager's time over that of a series.
+        series: at most four.
     """
     largest = max((times for row in rows.values() for times in row.values()), default=1.0)
     end = max(2.5, math.ceil(2 * largest) / 2)
@@ -67,10 +66,10 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) ->
             'font-size="16" font-weight="bold"',
         ),
     ]
-    for index, (name, label) in enumerate(series.items()):
+    for index, name in enumerate(series):
         x, y = WIDTH - 150 * (len(series) - index), 13 if len(series) < 3 else 33
         parts.append(f'<rect x="{x}" y="{y}" width="13" height="13" fill="{colours[name]}"/>')
-        parts.append(text(x + 20, y + 11, label))
+        parts.append(text(x + 20, y + 11, name))
     for k in range(math.ceil(end / step)):
         tick = k * step
         parts.append(line(at(tick), bottom, "#222222" if tick == 1 else "#dddddd"))
@@ -94,18 +93,17 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Mapping[str, str]) ->
 def readme_chart(results: Sequence[Result]) -> str:
     """Training steps; torch.compile in the faster of two modes, as people would choose it."""
     rows: dict[str, dict[str, float]] = {}
-    for (model, activation), label in MODELS.items():
-        for result in find(
-            results, suite="models", model=model, activation=activation, mode="step"
-        ):
-            for series, names in TIMES_OF.items():
-                times = [time for name in names if (time := median(result, name))]
-                if times:
+    for model, activation in MODELS:
+        named = find(results, suite="models", model=model, activation=activation, mode="step")
+        for result in named:
+            label = of_case(f"{{model}}, {ACTIVATIONS[activation]}{{rare_dtype}}")(result)
+            for series, names in SERIES.items():
+                if times := [time for name in names if (time := median(result, name))]:
                     row = rows.setdefault(label, {})
                     row[series] = median(result, "eager") / min(times)
     blocks = find(results, suite="ffn", dtype="bf16", tokens=8192, mode="step")
     for result in sorted(blocks, key=lambda r: (r["case"]["sizes"], r["case"]["activation"])):
-        if activation := BLOCKS.get(result["case"]["activation"]):
+        if (activation := result["case"]["activation"]) != "gelu-erf":
             times = median(result, "eager") / median(result, "ours")
-            rows[f"{shape(result['case'])}, {activation}"] = {"fused": times}
-    return chart(rows, SERIES)
+            rows[f"{shape(result['case'])}, {ACTIVATIONS[activation]}"] = {"fuse_": times}
+    return chart(rows, list(SERIES))

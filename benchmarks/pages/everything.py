@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-from .results import Result, duration, find, median, medians, shape, table, times
+from .results import (
+    Result,
+    find,
+    latest_with,
+    listing,
+    median,
+    medians,
+    of_case,
+    table,
+    times,
+)
 
-LOSS = 0.98  # slower than this part of eager's speed; the bench marks the same
+LOSS = 0.98  # slower than this part of eager's speed; what is nearer may be noise
 # Ways of ours: how they are called, and what each is compared with.
 OURS = {
     "ours": ("ours", "eager"),
@@ -18,9 +28,9 @@ OURS = {
 }
 COMPILED = ("compile", "max-autotune", "reduce-overhead")
 MODEL_HEADS = {
-    "fused": ["eager", "`fuse_`", "times", "blocks"],
-    "compile+pass": ["compile", "with our pass", "times", "operators"],
-    "reduce-overhead+pass": ["reduce-overhead", "with our pass", "times", "operators"],
+    "fused": ("eager", "`fuse_`", "blocks"),
+    "compile+pass": ("compile", "with our pass", "operators"),
+    "reduce-overhead+pass": ("reduce-overhead", "with our pass", "operators"),
 }
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
@@ -42,32 +52,19 @@ MODELS_ABOUT = (
     "OPT, counts once. `gelu` is the tanh form."
 )
 
-Chosen = Callable[[dict[str, Any]], bool]
 
-
-def is_selected(case: dict[str, Any]) -> bool:
+def is_selected(result: Result) -> bool:
     """What the table shows of the grid: bf16, many tokens, and small layers with few; of small
     networks also fp32, in which reinforcement learning trains them."""
-    if case["suite"] == "mlp-small":
+    case = result["case"]
+    suite, tokens = case["suite"], case["tokens"]
+    if suite == "mlp-small":
         return case["dtype"] in ("bf16", "fp32")
     if case["dtype"] != "bf16":
         return False
-    if case["suite"] == "layer":
-        return case["tokens"] == (8192 if min(case["sizes"]) >= 768 else 512)
-    return case["suite"] == "ffn" and case["tokens"] >= 8192
-
-
-def is_selected_convolution(case: dict[str, Any]) -> bool:
-    return case["suite"] == "conv" and case["dtype"] == "bf16" and case["conv"]["last"]
-
-
-def latest_with(result: Result | None, *groups: Sequence[str]) -> Result | None:
-    """The latest run in which one of each group of contenders took part."""
-    while result is not None:
-        if all(any(median(result, name) for name in names) for names in groups):
-            return result
-        result = result.get("before")
-    return None
+    if suite == "layer":
+        return tokens == (8192 if min(case["sizes"]) >= 768 else 512)
+    return case["conv"]["last"] if suite == "conv" else suite == "ffn" and tokens >= 8192
 
 
 def times_compiled(result: Result) -> str:
@@ -79,72 +76,58 @@ def times_compiled(result: Result) -> str:
     return f"{theirs / median(found, 'ours'):.2f}"
 
 
-def selection(results: Iterable[Result], chosen: Chosen, what: Sequence[str]) -> list[str]:
+def selection(results: Iterable[Result], layers: str, amount: str) -> list[str]:
     """A table of the training steps, and one of the forwards."""
-    rows: dict[str, list[list[str]]] = {"step": [], "forward": []}
-    for result in results:
-        case = result["case"]
-        if not chosen(case):
-            continue
-        words = [shape(case)] + [case["dtype"]] * (case["dtype"] != "bf16")
-        graph = " in a CUDA graph" if case["mode"] == "graph" else ""
-        row = [", ".join(words) + graph, str(case["tokens"]), case["activation"]]
-        row += [medians("ours")(result), medians("eager")(result), times(result)]
-        if case["mode"] == "forward":
-            rows["forward"].append(row)
-        else:
-            rows["step"].append([*row, times_compiled(result)])
+    words = {layers: "{shape}{rare_dtype}{in_graph}", amount: "{tokens}"}
+    words["activation"] = "{activation}"
+    numbers = [("eager", medians("eager")), ("times", times), ("times compile", times_compiled)]
     lines = []
-    for mode, here in rows.items():
+    for mode, columns in (("step", numbers), ("forward", numbers[:-1])):
+        here = [r for r in results if (r["case"]["mode"] == "forward") == (mode == "forward")]
         if here:
-            head = [*what, "activation", mode, "eager", "times", "times compile"][: len(here[0])]
-            lines += [""] * bool(lines) + table(head, here, words=3)
+            lines += [""] * bool(lines) + listing(here, words, [(mode, medians("ours")), *columns])
     return lines
 
 
 def models(results: Iterable[Result]) -> list[str]:
     """Whole models: ours beside what it was put into, and how much of it there was."""
+    words = {
+        "model": "{model}, {activation}{rare_dtype}",
+        "batch × tokens": "{shape}",
+        "": "{use}",
+    }
     lines = []
-    for name, head in MODEL_HEADS.items():
-        beside, rows = OURS[name][1], []
-        for result in results:
-            run, case = latest_with(result, [name], [beside]), result["case"]
-            if run is None:
-                continue
-            mode = {"forward": "inference", "train": "step, AdamW"}.get(case["mode"], "step")
-            words = [case["model"], case["activation"]]
-            words += [case["dtype"]] * (case["dtype"] != "bf16")
-            row = [", ".join(words), "×".join(map(str, case["sizes"])), mode]
-            row += [medians(beside)(run), medians(name)(run), times(run, name, beside)]
-            rows.append([*row, str(result.get("replaced", {}).get(name, "-"))])
-        if rows:
-            lines += [""] * bool(lines)
-            lines += table(["model", "batch × tokens", "", *head], rows, words=3)
+    for name, (theirs, ours, count) in MODEL_HEADS.items():
+        beside = OURS[name][1]
+        runs = [run for r in results if (run := latest_with(r, [name], [beside]))]
+        numbers = [(theirs, medians(beside)), (ours, medians(name))]
+        numbers.append(("times", partial(times, name=name, than=beside)))
+        numbers.append((count, lambda r, name=name: str(r.get("replaced", {}).get(name, "-"))))
+        if runs:
+            lines += [""] * bool(lines) + listing(runs, words, numbers)
     return lines
 
 
 def losses(results: Iterable[Result], what: str) -> list[str]:
     """Every case of the whole grid in which a way of ours is slower than what it replaces."""
-    compared, rows = 0, []
-    for result in results:
-        case = result["case"]
-        for name, (title, beside) in OURS.items():
-            run = latest_with(result, [name], [beside])
-            if case["suite"] not in TIMED or run is None:
-                continue
-            compared += 1
-            mine, theirs = median(run, name), median(run, beside)
-            if theirs / mine < LOSS:
-                amount = "×".join(map(str, case["sizes"])) if case.get("model") else case["tokens"]
-                words = [case.get("model") or shape(case), str(amount), case["dtype"]]
-                words += [case["activation"], case["mode"], title]
-                where = f"{case['suite']}: {', '.join(words)}"
-                rows.append([where, duration(mine), duration(theirs), times(run, name, beside)])
+    compared = [
+        (run, name, title, beside)
+        for result in results
+        for name, (title, beside) in OURS.items()
+        if result["case"]["suite"] in TIMED and (run := latest_with(result, [name], [beside]))
+    ]
+    rows = []
+    for run, name, title, beside in compared:
+        if median(run, beside) / median(run, name) < LOSS:
+            layers = "{model}, {shape}" if "model" in run["case"] else "{shape}, {tokens}"
+            where = of_case(f"{{suite}}: {layers}, {{dtype}}, {{activation}}, {{mode}}, {title}")
+            both = medians(name)(run), medians(beside)(run)
+            rows.append([where(run), *both, times(run, name, beside)])
     limit = f"more than {1 - LOSS:.0%} slower than eager (with our pass: than without, compiled)"
     if not rows:
-        return [f"None of {compared} measurements of {what} is {limit}."]
+        return [f"None of {len(compared)} measurements of {what} is {limit}."]
     verb = "is" if len(rows) == 1 else "are"
-    summary = f"{len(rows)} of {compared} measurements of {what} {verb} {limit}:"
+    summary = f"{len(rows)} of {len(compared)} measurements of {what} {verb} {limit}:"
     return [summary, "", *table(["suite: case", "ours", "beside", "times"], rows, words=1)]
 
 
@@ -166,8 +149,8 @@ def everything(results: Sequence[Result]) -> list[str]:
     elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "gated-cpu", "accumulation")
     of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     of_models, convs = find(results, suite="models"), find(results, suite="conv")
-    blocks = selection(of_layers, is_selected, ["layers", "tokens"])
-    of_convs = selection(convs, is_selected_convolution, ["layer", "images"])
+    blocks = selection([*filter(is_selected, of_layers)], "layers", "tokens")
+    of_convs = selection([*filter(is_selected, convs)], "layer", "images")
     parts = (
         ("Whole models", of_models, MODELS_ABOUT, models(of_models), "whole models"),
         ("Blocks and layers", of_layers, LAYERS_ABOUT, blocks, "layers and blocks"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 
-from .results import Result, find, shape, table
+from .results import Result, find, latest_with, shape, table, times
 
 # The model as it comes, with its own activation.
 MODELS = {
@@ -30,19 +30,10 @@ WAYS = {
 LEVEL = 0.02  # what is nearer to the fastest is called level with it
 
 
-def runs(result: Result | None) -> Iterator[dict[str, float]]:
-    """The medians of each run, the latest first."""
-    while result is not None:
-        yield {name: number["median"] for name, number in result.get("numbers", {}).items()}
-        result = result.get("before")
-
-
 def ratio(found: Sequence[Result], name: str, beside: str) -> str:
     """In the latest run in which both took part."""
-    for medians in runs(found[0] if found else None):
-        if name in medians and beside in medians:
-            return f"{medians[beside] / medians[name]:.2f}"
-    return ""
+    run = latest_with(found[0] if found else None, [name], [beside])
+    return times(run, name, beside) if run else ""
 
 
 def fastest(found: Sequence[Result]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -132,10 +131,11 @@ def elsewhere(records: Sequence[Record]) -> list[str]:
         for library, counts in zoo["counts"].items()
         if counts["models"]
     ]
-    graphs, threads = (constant(name) for name in ("GRAPHS", "THREADS"))
+    source = (ROOT / "tests/autograd/test_random_graphs.py").read_text()
+    threads, _, graphs = re.search(r"^THREADS, CHUNK, GRAPHS = (.*)", source, re.M)[1].split(", ")
     lines.append(
-        f"- {graphs:,} random graphs in {threads} threads, equal to plain torch's, at each run of "
-        "the suite."
+        f"- {int(graphs):,} random graphs in {threads} threads, equal to plain torch's, at each "
+        "run of the suite."
     )
     gpu = json.loads((ROOT / "tests/gpu_record.json").read_text())
     speed = "its gate of speed was not run."
@@ -151,44 +151,31 @@ def elsewhere(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def constant(name: str) -> int:
-    """A number that the test of the random graphs gives a name."""
-    source = ast.parse((ROOT / "tests/autograd/test_random_graphs.py").read_text())
-    for node in source.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            names = [target.id for target in node.targets[0].elts]
-            if name in names:
-                return ast.literal_eval(node.value)[names.index(name)]
-    raise ValueError(f"tests/autograd/test_random_graphs.py has no {name}")
-
-
 def checks(records: Sequence[Record]) -> list[str]:
-    lines = []
+    tables, said = [], []
     for r in of_part("torch", records):
         rows = [[name, str(count)] for name, count in r["found"]["checks"].items()]
-        lines += below(r, table(["check", "times"], rows, words=1))
+        tables += below(r, table(["check", "times"], rows, words=1))
     for r in of_part("configs", records):
         found = r["found"]
         replaced = ", ".join(f"`{name}` {n}" for name, n in sorted(found["replaced"].items()))
         of_torch = found.get("plain torch fails, too", {})
-        lines += [
+        said.append(
             f"Configurations of Inductor, {where(r)}: {r['done']}, each of "
             f"{found['options'] / r['done']:.0f} changed options on average; {found['right']} "
             f"right, {r['failed']} wrong, {sum(of_torch.values())} under which plain torch fails "
-            f"as well. Our pass put in {replaced}.",
-            "",
-        ]
+            f"as well. Our pass put in {replaced}."
+        )
     for r in of_part("sanitizers", records):
         clean = ", ".join(f"{tool} {n}" for tool, n in r["found"].get("clean", {}).items())
-        lines += [f"Sanitizers, programs and calls that were clean, {where(r)}: {clean}.", ""]
+        said.append(f"Sanitizers, programs and calls that were clean, {where(r)}: {clean}.")
     for r in of_part("speed", records):
         found = r["found"]
-        lines += [
+        said.append(
             f"Speed of random shapes, {where(r)}: {found['below']} of {found['measured']} below "
-            f"0.98 of eager's; the worst {min(found['ratios'])}.",
-            "",
-        ]
-    return lines[:-1]
+            f"0.98 of eager's; the worst {min(found['ratios'])}."
+        )
+    return [*tables, "\n\n".join(said)]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Record]], list[str]]] = {

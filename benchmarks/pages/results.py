@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-Numbers = dict[str, dict[str, float]]
 Cell = Callable[[Result], str]
 
 
@@ -43,6 +42,15 @@ def grouped(
     return {key: groups[key] for key in sorted(groups, key=order)}
 
 
+def latest_with(result: Result | None, *groups: Sequence[str]) -> Result | None:
+    """The latest run in which one of each group of contenders took part."""
+    while result is not None:
+        if all(any(median(result, name) for name in names) for names in groups):
+            return result
+        result = result.get("before")
+    return None
+
+
 # --- cells ----------------------------------------------------------------------------------------
 
 
@@ -63,10 +71,6 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.{1 if microseconds < 100 else 0}f} µs"
 
 
-def whole(value: float) -> str:
-    return f"{value:.0f}"
-
-
 def medians(*names: str, form: Callable[[float], str] = duration) -> Cell:
     """Of each of these that took part, with strokes between them."""
     return lambda result: " / ".join(
@@ -74,28 +78,37 @@ def medians(*names: str, form: Callable[[float], str] = duration) -> Cell:
     )
 
 
-def of_case(*keys: str) -> Cell:
-    return lambda result: ", ".join(str(result["case"][key]) for key in keys)
+def of_case(form: str) -> Cell:
+    """The fields of a case by their names, and what the tables make of them."""
+
+    def cell(result: Result) -> str:
+        case = result["case"]
+        dtype, mode = case.get("dtype"), case.get("mode")
+        made = {
+            "shape": shape(case),
+            "rare_dtype": "" if dtype == "bf16" else f", {dtype}",
+            "in_graph": " in a CUDA graph" if mode == "graph" else "",
+            "use": {"forward": "inference", "train": "step, AdamW"}.get(mode, "step"),
+        }
+        return form.format_map(case | made)
+
+    return cell
 
 
 def shape(case: Mapping[str, Any]) -> str:
     if "conv" in case:
         return convolution(**case["conv"])
-    return "→".join(map(str, case["sizes"]))
+    return ("×" if "model" in case else "→").join(map(str, case.get("sizes", ())))
 
 
 def convolution(channels, out, kernel, size, stride, groups, last) -> str:
-    """As the bench itself names it."""
+    """What the bench and the tables call it."""
     words = [f"{channels}→{out}", f"{kernel}x{kernel}"]
     if stride > 1:
         words.append(f"stride {stride}")
     if groups > 1:
         words.append("depthwise" if groups == channels else f"groups {groups}")
     return " ".join([*words, f"@{size}", "NHWC" if last else "NCHW"])
-
-
-def layers(result: Result) -> str:
-    return shape(result["case"])
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -108,12 +121,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> lis
 
 
 def listing(
-    results: Iterable[Result],
-    words: Sequence[tuple[str, Cell]],
-    numbers: Sequence[tuple[str, Cell]],
+    results: Iterable[Result], words: Mapping[str, str], numbers: Sequence[tuple[str, Cell]]
 ) -> list[str]:
     """A row for each result; a column has its head, and what stands below it of a result."""
-    columns = [*words, *numbers]
+    columns = [*((head, of_case(form)) for head, form in words.items()), *numbers]
     rows = [[cell(result) for _, cell in columns] for result in results]
     return table([head for head, _ in columns], rows, words=len(words))
 
@@ -121,7 +132,7 @@ def listing(
 def pivot(
     results: Iterable[Result],
     keys: Sequence[str],
-    words: Sequence[tuple[str, Cell]],
+    words: Mapping[str, str],
     columns: Mapping[str, Mapping[str, object]],
     cell: Cell = times,
     order: Callable | None = None,
@@ -131,8 +142,7 @@ def pivot(
     `left` is how many columns hold words, of all that `words` has unless said otherwise."""
     rows = []
     for group in grouped(results, *keys, order=order).values():
-        row = [word(group[0]) for _, word in words]
+        row = [of_case(form)(group[0]) for form in words.values()]
         found = (find(group, **where) for where in columns.values())
         rows.append([*row, *(cell(here[0]) if here else "" for here in found)])
-    heads = [*(head for head, _ in words), *columns]
-    return table(heads, rows, words=len(words) if left is None else left)
+    return table([*words, *columns], rows, words=len(words) if left is None else left)

@@ -8,58 +8,37 @@ from functools import partial
 
 from .everything import everything
 from .expect import expect, expect_on_a_cpu
-from .results import (
-    Result,
-    find,
-    grouped,
-    layers,
-    listing,
-    median,
-    medians,
-    of_case,
-    pivot,
-    shape,
-    table,
-    times,
-    whole,
-)
+from .results import Result, find, grouped, listing, median, medians, pivot, shape, table, times
 
+WHOLE = "{:.0f}".format
 EVERYTHING = "everything"  # says itself where and when it was measured
 MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
 CPU_LOSS = 0.97  # what the CPU's operators are held to
+CPU_WORDS = {"I→O": "{shape}", "dtype": "{dtype}", "T": "{tokens}"}
 PAIRS = {f"{a}, {m}": {"activation": a, "mode": m} for a in ACTIVATIONS for m in MODES}
 
 
 def by_inner_size(results: Sequence[Result]) -> list[str]:
     found = find(results, suite="layer", dtype="bf16", tokens=8192)
-    words = [
-        ("I", lambda r: str(r["case"]["sizes"][0])),
-        ("O", lambda r: str(r["case"]["sizes"][1])),
-    ]
-    by_mode = sorted(PAIRS, key=lambda head: PAIRS[head]["mode"])
-    return pivot(found, ["sizes"], words, {head: PAIRS[head] for head in by_mode}, left=0)
+    by_mode = dict(sorted(PAIRS.items(), key=lambda pair: pair[1]["mode"]))
+    return pivot(found, ["sizes"], {"I": "{sizes[0]}", "O": "{sizes[1]}"}, by_mode, left=0)
 
 
 def by_tokens(results: Sequence[Result]) -> list[str]:
     found = find(results, suite="layer", dtype="bf16", activation="relu")
     tokens = [t for (t,) in grouped(found, "tokens")]
     columns = {f"{m}, T={t}": {"mode": m, "tokens": t} for m in MODES for t in tokens}
-    return pivot(found, ["sizes"], [("I→O", layers)], columns)
+    return pivot(found, ["sizes"], {"I→O": "{shape}"}, columns)
 
 
 def by_dtype(results: Sequence[Result]) -> list[str]:
     found = find(results, suite="layer", tokens=8192)
-    words = [("I→O", layers), ("dtype", of_case("dtype"))]
-    return pivot(found, ["sizes", "dtype"], words, PAIRS)
+    return pivot(found, ["sizes", "dtype"], {"I→O": "{shape}", "dtype": "{dtype}"}, PAIRS)
 
 
 def largest(results: Sequence[Result]) -> list[str]:
-    def label(result: Result) -> str:
-        case = result["case"]
-        return f"{case['tokens']} x {shape(case)}, {case['dtype']}, {case['activation']}"
-
-    words = [("T x I→O", label), ("", of_case("mode"))]
+    words = {"T x I→O": "{tokens} x {shape}, {dtype}, {activation}", "": "{mode}"}
     names = ("ours", "cublaslt", "eager", "mm")
     return listing(find(results, suite="headline"), words, [(n, medians(n)) for n in names])
 
@@ -67,29 +46,20 @@ def largest(results: Sequence[Result]) -> list[str]:
 def memory(mode: str, results: Sequence[Result]) -> list[str]:
     cases = find(results, suite="memory", mode=mode)
     names = ("ours", "low", "mlp", "mlp-low", "eager")  # "mlp" is of several layers
-    numbers = [(n, medians(n, form=whole)) for n in names if any(n in c["numbers"] for c in cases)]
-    return listing(cases, [("layers", layers), ("activation", of_case("activation"))], numbers)
+    numbers = [(n, medians(n, form=WHOLE)) for n in names if any(n in c["numbers"] for c in cases)]
+    return listing(cases, {"layers": "{shape}", "activation": "{activation}"}, numbers)
 
 
 def memory_of_models(results: Sequence[Result]) -> list[str]:
-    words = [
-        ("model", of_case("model", "dtype")),
-        ("activation", of_case("activation")),
-        ("", of_case("mode")),
-    ]
+    words = {"model": "{model}, {dtype}", "activation": "{activation}", "": "{mode}"}
     heads = {"fused": "`fuse_`", "fused-low": '`fuse_(memory="low")`', "eager": "eager"}
-    numbers = [(head, medians(name, form=whole)) for name, head in heads.items()]
+    numbers = [(head, medians(name, form=WHOLE)) for name, head in heads.items()]
     return listing(find(results, suite="memory-models"), words, numbers)
 
 
 def one_pass(results: Sequence[Result]) -> list[str]:
-    words = [
-        ("T x O", lambda r: f"{r['case']['tokens']} x {r['case']['sizes'][0]}"),
-        ("activation", of_case("activation")),
-        ("gradient", of_case("mode")),
-    ]
-    heads = {"ours": "ours", "eager": "eager", "copy": "a copy"}
-    numbers = [(head, medians(name)) for name, head in heads.items()]
+    words = {"T x O": "{tokens} x {sizes[0]}", "activation": "{activation}", "gradient": "{mode}"}
+    numbers = [("ours", medians("ours")), ("eager", medians("eager")), ("a copy", medians("copy"))]
     return listing(find(results, suite="activation"), words, numbers)
 
 
@@ -99,21 +69,17 @@ def on_a_cpu(mode: str, name: str, results: Sequence[Result]) -> list[str]:
         ratio = times(result, name)
         return f"**{ratio}**" if ratio and float(ratio) < CPU_LOSS else ratio
 
-    words = [("I→O", layers), ("dtype", of_case("dtype")), ("T", of_case("tokens"))]
-    columns = {a: {"activation": a, "mode": mode} for a in (*ACTIVATIONS, "gelu-erf")}
-    keys = ["dtype", "sizes", "tokens"]
-    found = find(results, suite="cpu")
-
     def order(key: tuple) -> tuple:
         return (key[0] != "fp32", *key[1:])
 
-    return pivot(found, keys, words, columns, marked, order, left=2)
+    columns = {a: {"activation": a, "mode": mode} for a in (*ACTIVATIONS, "gelu-erf")}
+    keys, found = ["dtype", "sizes", "tokens"], find(results, suite="cpu")
+    return pivot(found, keys, CPU_WORDS, columns, marked, order, left=2)
 
 
 def cpu_compiled(results: Sequence[Result]) -> list[str]:
     cases = [r for r in find(results, suite="cpu") if median(r, "compile")]
-    words = [("I→O", layers), ("dtype", of_case("dtype")), ("T", of_case("tokens"))]
-    words += [("activation", of_case("activation")), ("", of_case("mode"))]
+    words = {**CPU_WORDS, "activation": "{activation}", "": "{mode}"}
     return listing(cases, words, [(n, medians(n)) for n in ("ours", "eager", "compile")])
 
 
@@ -126,19 +92,14 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     if suite != "gated-memory":
         del columns["low"]
     measured = {name for result in cases for name in result.get("numbers", {})}
-    has_dtypes = len(grouped(cases, "dtype")) > 1
-
-    def label(result: Result) -> str:
-        case = result["case"]
-        dtype = f" {case['dtype']}" if has_dtypes else ""
-        return f"{shape(case)}{dtype} {case['mode']}, T={case['tokens']}"
-
+    dtype = " {dtype}" if len(grouped(cases, "dtype")) > 1 else ""
     numbers = [
-        (head, medians(*names, form=whole))
+        (head, medians(*names, form=WHOLE))
         for head, names in columns.items()
         if measured.intersection(names)
     ]
-    return listing(cases, [("", label)], [*numbers, ("times", times)])
+    words = {"": f"{{shape}}{dtype} {{mode}}, T={{tokens}}"}
+    return listing(cases, words, [*numbers, ("times", times)])
 
 
 def beside_other_libraries(results: Sequence[Result]) -> list[str]:
@@ -147,10 +108,6 @@ def beside_other_libraries(results: Sequence[Result]) -> list[str]:
 
     def fastest(result: Result, names: Sequence[str]) -> float:
         return min(value for name in names if (value := median(result, name)))
-
-    def label(result: Result) -> str:
-        case = result["case"]
-        return f"{shape(case)}, T={case['tokens']}, {case['activation']}, {case['mode']}"
 
     numbers = [
         ("layers / `FusedMLP`", medians("ours", "mlp")),
@@ -161,17 +118,14 @@ def beside_other_libraries(results: Sequence[Result]) -> list[str]:
         ("apex", medians("apex")),
         ("times", lambda r: f"{fastest(r, others) / fastest(r, ('ours', 'mlp')):.2f}"),
     ]
-    return listing(cases, [("block", label)], numbers)
+    return listing(cases, {"block": "{shape}, T={tokens}, {activation}, {mode}"}, numbers)
 
 
 def several_gpus(results: Sequence[Result]) -> list[str]:
     def memory(result: Result) -> str:
-        return " / ".join(map(whole, result.get("memory", {}).values()))
+        return " / ".join(map(WHOLE, result.get("memory", {}).values()))
 
-    words = [
-        ("block", lambda r: f"{r['case']['part']}, d={r['case']['width']}"),
-        ("arrangement", of_case("arrangement")),
-    ]
+    words = {"block": "{part}, d={width}", "arrangement": "{arrangement}"}
     numbers = [("plain", medians("plain"))]
     for name, head in (("layers", "layers"), ("fuse_", "`fuse_`")):
         numbers += [(head, medians(name)), ("times", partial(times, name=name, than="plain"))]
@@ -220,7 +174,7 @@ def first_calls(results: Sequence[Result]) -> list[str]:
 
 
 def cold_start(results: Sequence[Result]) -> list[str]:
-    words = [("program", of_case("program")), ("", of_case("mode"))]
+    words = {"program": "{program}", "": "{mode}"}
     numbers = [(f"{n}, s", medians(n, form="{:.3f}".format)) for n in ("ours", "eager")]
     return listing(find(results, suite="cold-start"), words, [*numbers, ("times", times)])
 
@@ -231,7 +185,7 @@ def accumulation(results: Sequence[Result]) -> list[str]:
         counts = [re.match(r"(\d+) x ", kernel) for kernel in result["kernels"][name]]
         return str(sum(int(count[1]) if count else 1 for count in counts))
 
-    words = [("I→O", layers), ("T each", of_case("tokens")), ("", of_case("mode"))]
+    words = {"I→O": "{shape}", "T each": "{tokens}", "": "{mode}"}
     numbers = [("ours", medians("ours")), ("eager", medians("eager")), ("times", times)]
     numbers += [(f"kernels, {name}", partial(kernels, name)) for name in ("ours", "eager")]
     return listing(find(results, suite="accumulation"), words, numbers)

@@ -25,7 +25,7 @@ from bench_records import ROOT, STEP, record_of
 from benchmarks import __main__ as bench
 from benchmarks import contenders, gated, operands, results, rivals
 from benchmarks.__main__ import main, parse
-from benchmarks.cases import SUITES, Case, cases_of, worth_compiling
+from benchmarks.cases import SUITES, Case, cases_of
 from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
 from benchmarks.pages.chart import chart
 from benchmarks.results import Record
@@ -145,7 +145,7 @@ def outcome(name: str, case: Case, data: operands.Operands) -> list[torch.Tensor
         network = contenders.network_of(name, case, data)
         if case.mode == "forward":
             return [network(data.input)]
-        step = contenders.step_of(network, data)
+        step = contenders.network_step(network, data)
         step()
         step()  # gradients do not add up
     leaves = [data.input, *network.parameters()] if case.is_gated else data.leaves
@@ -415,8 +415,8 @@ def test_lines_of_the_table_are_aligned_and_losses_marked():
 
 
 def test_a_chart_has_a_bar_for_each_number_within_its_edges():
-    rows = {"first": {"ours": 1.5, "mlp": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
-    drawn = chart(rows, {"ours": "ours", "mlp": "FusedMLP", "a": "a"})
+    rows = {"first": {"ours": 1.5, "FusedMLP": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
+    drawn = chart(rows, ["ours", "FusedMLP", "a"])
     assert [text in drawn for text in (">1.50<", ">7.25<", ">0.50<", ">3.00<")] == [
         *(True, True, True, False)
     ]
@@ -560,6 +560,6 @@ def test_the_grid_is_the_one_promised():
     assert {(case.dtype, case.conv.last) for case in graphs} == {("bf16", True)}
     assert {case.tokens for case in convs} == {32}
     assert {(c.mode == "graph", c.tokens) for c in grid("conv", CPU)} == {(False, 4)}
-    compiled = [case for case in convs if worth_compiling(case) and case.mode != "graph"]
+    compiled = [case for case in convs if SUITES["conv"].compiles(case) and case.mode != "graph"]
     assert {(c.dtype, c.conv.last) for c in compiled} == {("bf16", True)} and len(compiled) == 8
     assert [c.out_size for c in CONVOLUTIONS] == [112, 56, 28, 14, 7, 28, 56, 56, 14, 7, 28]
