@@ -14,12 +14,7 @@ _KNOWN = {
 
 
 def check(who: str, **arguments: object) -> None:
-    """Raises ``ValueError`` for what is none of the values of an argument.
-
-    Args:
-        who: was called.
-        arguments: by their names.
-    """
+    """Raises ``ValueError``, of who was called, for what is none of the values of an argument."""
     for name, value in arguments.items():
         if value not in _KNOWN[name]:
             *rest, last = map(repr, _KNOWN[name])

@@ -41,9 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = direct.linear(input, weight, bias)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        return subclasses.layer("linear", input, weight, bias)
-    return torch.ops.fused.linear(input, weight, bias)
+    return _dispatched("linear", input, weight, bias)
 
 
 def linear_relu(
@@ -76,9 +74,7 @@ def linear_relu(
         result = direct.linear_relu(input, weight, bias, memory)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        return subclasses.layer("linear_relu", input, weight, bias, memory=memory)
-    return torch.ops.fused.linear_relu(input, weight, bias, memory=memory)
+    return _dispatched("linear_relu", input, weight, bias, memory=memory)
 
 
 def linear_gelu(
@@ -120,10 +116,8 @@ def linear_gelu(
         result = direct.linear_gelu(input, weight, bias, approximate, memory)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        how = {"approximate": approximate, "memory": memory}
-        return subclasses.layer("linear_gelu", input, weight, bias, **how)
-    return torch.ops.fused.linear_gelu(input, weight, bias, approximate=approximate, memory=memory)
+    how = {"approximate": approximate, "memory": memory}
+    return _dispatched("linear_gelu", input, weight, bias, **how)
 
 
 def linear_silu(
@@ -154,9 +148,7 @@ def linear_silu(
         result = direct.linear_silu(input, weight, bias, memory)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        return subclasses.layer("linear_silu", input, weight, bias, memory=memory)
-    return torch.ops.fused.linear_silu(input, weight, bias, memory=memory)
+    return _dispatched("linear_silu", input, weight, bias, memory=memory)
 
 
 def linear_relu2(
@@ -188,9 +180,7 @@ def linear_relu2(
         result = direct.linear_relu2(input, weight, bias, memory)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        return subclasses.layer("linear_relu2", input, weight, bias, memory=memory)
-    return torch.ops.fused.linear_relu2(input, weight, bias, memory=memory)
+    return _dispatched("linear_relu2", input, weight, bias, memory=memory)
 
 
 def mlp(
@@ -236,9 +226,7 @@ def mlp(
         result = direct.mlp(input, weights, biases, activation, memory)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, [input, *weights, *biases])):
-        return subclasses.mlp(input, weights, biases, activation, memory=memory)
-    return torch.ops.fused.mlp(input, weights, biases, activation, memory=memory)
+    return _dispatched("mlp", input, weights, biases, activation, memory=memory)
 
 
 def linear_glu(
@@ -290,11 +278,7 @@ def linear_glu(
         if result is not None:
             return result
     tensors = (input, gate, up, gate_bias, up_bias)
-    if any(map(subclasses.is_foreign, tensors)):
-        return subclasses.linear_glu(*tensors, activation=activation, memory=memory)
-    return torch.ops.fused.linear_glu(
-        input, gate, up, gate_bias, up_bias, activation=activation, memory=memory
-    )
+    return _dispatched("linear_glu", *tensors, activation=activation, memory=memory)
 
 
 def gated_mlp(
@@ -342,11 +326,7 @@ def gated_mlp(
         if result is not None:
             return result
     tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
-    if any(map(subclasses.is_foreign, tensors)):
-        return subclasses.gated_mlp(*tensors, activation=activation, memory=memory)
-    return torch.ops.fused.gated_mlp(
-        input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation, memory=memory
-    )
+    return _dispatched("gated_mlp", *tensors, activation=activation, memory=memory)
 
 
 def conv2d_relu(
@@ -393,9 +373,7 @@ def conv2d_relu(
         result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
         if result is not None:
             return result
-    if any(map(subclasses.is_foreign, (input, weight, bias))):
-        return subclasses.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
-    return torch.ops.fused.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
+    return _dispatched("conv2d_relu", input, weight, bias, stride, padding, dilation, groups)
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
@@ -404,6 +382,14 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"conv2d_relu: {name} must be an int or two of them, got {value!r}")
     return list(value)
+
+
+def _dispatched(name: str, *arguments, **options: str) -> Tensor:
+    """Calls the operator, or for a tensor of a class of its own torch's functions."""
+    flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
+    if any(map(subclasses.is_foreign, flat)):
+        return subclasses.COMPUTES[name](*arguments, **options)
+    return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
 # TorchScript takes the operators for them; it knows no arguments by name alone.

@@ -113,8 +113,8 @@ def _if_foreign(compute, *args, **kwargs) -> Tensor | None:
 
 
 _library = torch.library.Library("fused", "IMPL")
-_OPERATORS = {name: partial(layer, name) for name in ("linear", *OPERATORS)}
-_OPERATORS |= {"mlp": mlp, "linear_glu": linear_glu, "gated_mlp": gated_mlp}
-for _name, _compute in (_OPERATORS | {"conv2d_relu": conv2d_relu}).items():
+COMPUTES = {name: partial(layer, name) for name in ("linear", *OPERATORS)}
+COMPUTES |= {f.__name__: f for f in (mlp, linear_glu, gated_mlp, conv2d_relu)}
+for _name, _compute in COMPUTES.items():
     # Called by C++, by this key and no other.
     _library.impl(f"_if_foreign_{_name}", partial(_if_foreign, _compute), "BackendSelect")

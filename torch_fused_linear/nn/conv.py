@@ -9,7 +9,7 @@ from torch.types import Device
 from typing_extensions import Self
 
 from ..functional import conv2d_relu
-from .taking_over import check_given_back, check_plain, converted
+from .taking_over import check_given_back, check_plain, made_like
 
 _Conv = TypeVar("_Conv", bound=nn.Conv2d)
 
@@ -91,10 +91,7 @@ class FusedConv2dReLU(nn.Conv2d):
                 parameters, a ``forward`` set on the object, or was compiled.
         """
         check_plain(f"{cls.__name__}.from_conv", conv, (nn.Conv2d,))
-        layer = _like(conv, cls)
-        layer.weight = converted(conv.weight, device, dtype)
-        layer.bias = converted(conv.bias, device, dtype)
-        return layer
+        return _like(conv, cls, device, dtype)
 
     def to_conv(self) -> nn.Conv2d:
         """An ``nn.Conv2d`` that shares this layer's parameters; the ReLU is left out.
@@ -110,20 +107,8 @@ class FusedConv2dReLU(nn.Conv2d):
         return nn.Sequential(self.to_conv(), nn.ReLU()).train(self.training)
 
 
-def _like(conv: nn.Conv2d, cls: type[_Conv]) -> _Conv:
-    # No memory for parameters that are replaced at once.
-    layer = cls(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,
-        stride=conv.stride,
-        padding=conv.padding,
-        dilation=conv.dilation,
-        groups=conv.groups,
-        bias=conv.bias is not None,
-        padding_mode=conv.padding_mode,
-        device="meta",
-    )
-    layer.weight = conv.weight
-    layer.bias = conv.bias
-    return layer.train(conv.training)
+def _like(conv: nn.Conv2d, cls: type[_Conv], device=None, dtype=None) -> _Conv:
+    sizes = conv.in_channels, conv.out_channels, conv.kernel_size
+    names = ("stride", "padding", "dilation", "groups", "padding_mode")
+    how = {name: getattr(conv, name) for name in names}
+    return made_like(conv, cls, *sizes, device=device, dtype=dtype, **how)

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from .._arguments import Approximate, Memory, check
 from ..activations import SquaredReLU
 from ..functional import linear, linear_gelu, linear_relu, linear_relu2, linear_silu
-from .taking_over import check_given_back, check_plain, converted
+from .taking_over import check_given_back, check_plain, made_like
 
 
 def memory_repr(memory: str) -> str:
@@ -77,17 +77,8 @@ class FusedLinear(nn.Linear):
                 other parameters, a ``forward`` set on the object, or was compiled.
         """
         check_plain(f"{cls.__name__}.from_linear", linear, (nn.Linear, FusedLinear))
-        # No memory for parameters that are replaced at once.
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            device="meta",
-            **kwargs,
-        )
-        layer.weight = converted(linear.weight, device, dtype)
-        layer.bias = converted(linear.bias, device, dtype)
-        return layer.train(linear.training)
+        sizes = linear.in_features, linear.out_features
+        return made_like(linear, cls, *sizes, device=device, dtype=dtype, **kwargs)
 
     def to_linear(self) -> nn.Linear:
         """An ``nn.Linear`` that shares this layer's parameters; the activation is left out.
@@ -98,12 +89,7 @@ class FusedLinear(nn.Linear):
                 was compiled. ``to_unfused`` raises the same.
         """
         check_given_back("to_linear", self, (FusedLinear, *_WithActivation.__subclasses__()))
-        linear = nn.Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
-        )
-        linear.weight = self.weight
-        linear.bias = self.bias
-        return linear.train(self.training)
+        return made_like(self, nn.Linear, self.in_features, self.out_features)
 
     def to_unfused(self) -> nn.Module:
         """The same layer in plain ``torch.nn``, sharing this layer's parameters."""

@@ -108,12 +108,8 @@ class FusedMLP(nn.Sequential):
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
         names = {name_of_module(module) for module in between}
-        if (
-            len(modules) % 2 == 0
-            or any(not isinstance(linear, nn.Linear) for linear in linears)
-            or None in names
-            or len(names) > 1
-        ):
+        are_linear = all(isinstance(module, nn.Linear) for module in linears)
+        if len(modules) % 2 == 0 or not are_linear or None in names or len(names) > 1:
             raise ValueError(
                 "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU, "
                 "nn.SiLU or nn.GELU between them, got "
@@ -178,12 +174,7 @@ class FusedMLP(nn.Sequential):
     def _runs_as_one(self) -> bool:
         if len(self) % 2 == 0 or has_any_global_hook():
             return False
-        return all(
-            is_plain(module)
-            and (
-                type(module) is nn.Linear
-                if i % 2 == 0
-                else name_of_module(module) == self.activation
-            )
-            for i, module in enumerate(self)
-        )
+        modules = list(self)
+        are_linear = all(type(module) is nn.Linear for module in modules[::2])
+        are_between = all(name_of_module(m) == self.activation for m in modules[1::2])
+        return are_linear and are_between and all(map(is_plain, modules))

@@ -1,10 +1,13 @@
 """Whether a layer of ours can hold all that a layer of torch's is, and the other way round."""
 
+from typing import TypeVar
+
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch_internals import HOOKS
 
+_Layer = TypeVar("_Layer", bound=nn.Module)
 _HOOKS = (
     *HOOKS,
     "_state_dict_hooks",
@@ -15,13 +18,8 @@ _HOOKS = (
 
 
 def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None:
-    """Raises a TypeError that names what of the layer would be lost.
-
-    Args:
-        function: who asks.
-        layer: what is to be taken over.
-        classes: what it may be, exactly; the first is named as what was expected.
-    """
+    """Raises, for the function that asks, a TypeError that names what of a layer would be lost that
+    is to be taken over. It may be exactly one of the classes; the first is named as expected."""
     objection = _objection(layer, classes)
     if objection:
         expected = classes[0].__name__
@@ -32,13 +30,8 @@ def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None
 
 
 def check_given_back(method: str, layer: nn.Module, classes: tuple[type, ...]) -> None:
-    """The same of a layer of ours that is to become torch's.
-
-    Args:
-        method: who asks.
-        layer: what is to be given back.
-        classes: ours, of which the layer's is one or a child of one.
-    """
+    """The same of a layer of ours that is to become torch's. Its class is one of these or a child
+    of one."""
     cls = next(base for base in type(layer).__mro__ if base in classes)
     check_plain(f"{type(layer).__name__}.{method}", layer, (cls,))
 
@@ -69,7 +62,19 @@ def _objection(layer: object, classes: tuple[type, ...]) -> str | None:
     return f"{name} with more in it: {', '.join(more)}" if more else None
 
 
-def converted(parameter: Tensor | None, device, dtype) -> Tensor | None:
+def made_like(
+    layer: nn.Module, cls: type[_Layer], *sizes, device=None, dtype=None, **how
+) -> _Layer:
+    """A layer of another class with the parameters of the first, and in its mode; where they are of
+    another device or dtype than is asked for, with copies."""
+    # No memory for parameters that are replaced at once.
+    made = cls(*sizes, bias=layer.bias is not None, device="meta", **how)
+    made.weight = _converted(layer.weight, device, dtype)
+    made.bias = _converted(layer.bias, device, dtype)
+    return made.train(layer.training)
+
+
+def _converted(parameter: Tensor | None, device, dtype) -> Tensor | None:
     """The parameter itself where it is of that device and dtype already, else one like it."""
     if parameter is None or (device is None and dtype is None):
         return parameter
