@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_same
 from operators import DTYPES, LOW_DTYPES
-from stacks import LAYERS, MIXED, OPS, Stack, assert_equal_plain, reasons
+from stacks import LAYERS, MIXED, NOT_OURS, OPS, Stack, assert_equal_plain, reasons
 
 import torch_fused_linear as tfl
 
 PAIRS = list(itertools.product(LAYERS, LAYERS))
-NOT_OURS = "the input is not a fused layer's output"
 
 
 def expected(activations):
@@ -20,24 +19,21 @@ def expected(activations):
     return sum(activation != "none" for activation in activations[:-1])
 
 
-def step(stack):
-    stack.backward(stack())
-    return stack.grads()
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_four_layers_hand_over_three_times(dtype, device):
     left_out = {"none"} if dtype != torch.float16 else {"none", "relu2"}  # squares overflow
     for activations in (MIXED, *([name] * 4 for name in LAYERS if name not in left_out)):
-        report = assert_equal_plain(step, 3, activations=activations, dtype=dtype, device=device)
+        report = assert_equal_plain(
+            Stack.step, 3, activations=activations, dtype=dtype, device=device
+        )
         handed = {c.operator for c in report.calls if c.handover == "handed over"}
         gated = {"_glu_backward", "_linear_backward"}
         assert handed == (gated if "glu" in activations else {"_linear_backward_across"}), report
         assert NOT_OURS in reasons(report)
     for widths in ([1, 1, 1, 1], [3, 129, 1, 2], [8, 64, 257, 16], [7, 2, 129, 5]):
         options = {"widths": widths, "dtype": dtype, "lead": (33,), "device": device}
-        assert_equal_plain(step, 2, activations=MIXED[1:], **options)
-        assert_equal_plain(step, 2, activations=("relu", "relu", "none"), **options)
+        assert_equal_plain(Stack.step, 2, activations=MIXED[1:], **options)
+        assert_equal_plain(Stack.step, 2, activations=("relu", "relu", "none"), **options)
 
 
 def test_gradients_are_those_of_torch(device):
@@ -58,12 +54,12 @@ def test_gradients_are_those_of_torch(device):
 def test_every_pair_of_activations_and_every_rank(lead, device):
     for pair, bias in itertools.product(PAIRS, [True, False]):
         options = {"activations": pair, "lead": lead, "bias": bias, "device": device}
-        assert_equal_plain(step, expected(pair), **options)
+        assert_equal_plain(Stack.step, expected(pair), **options)
 
 
 def test_the_comparison_has_teeth():
     """A gradient that is off by a part in 10^11 is found."""
-    want = step(Stack())
+    want = Stack().step()
     for k in range(len(want)):
         got = [t * (1 + 1e-11) if k == n else t for n, t in enumerate(want)]
         got[k].view(-1)[0] += 1e-10
@@ -121,7 +117,7 @@ def test_every_subset_of_gradients(device):
         def frozen(stack, wanted=wanted):
             for leaf, flag in zip(stack.leaves, wanted):
                 leaf.requires_grad_(flag)
-            return step(stack)
+            return stack.step()
 
         def chosen(stack, wanted=wanted):
             return [leaf for leaf, flag in zip(stack.leaves, wanted) if flag]

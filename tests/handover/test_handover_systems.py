@@ -1,31 +1,21 @@
 """Hand-over under torch's other systems: the compiler, compiled autograd, DDP, FSDP."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import one_thread  # noqa: F401
-from stacks import Stack, assert_equal_plain, assert_same
+from stacks import assert_same, network
 from torch import nn
 
 import torch_fused_linear as tfl
 
 
-def network(device="cpu", dtype=torch.float64):
-    torch.manual_seed(3)
-    return nn.Sequential(
-        tfl.FusedLinearReLU(4, 5),
-        tfl.FusedLinearGELU(5, 6),
-        tfl.FusedLinearGELU(6, 7, approximate="none"),
-        tfl.FusedLinear(7, 3),
-    ).to(device=device, dtype=dtype)
-
-
-def data(device="cpu", dtype=torch.float64):
+def data(device):
     gen = torch.Generator().manual_seed(4)
-    x = torch.randn(5, 4, generator=gen, dtype=torch.float64)
-    return x.to(device=device, dtype=dtype).requires_grad_()
+    return torch.randn(5, 4, generator=gen, dtype=torch.float64).to(device).requires_grad_()
 
 
 def step(model, x):
@@ -35,63 +25,52 @@ def step(model, x):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-def plain_step(device="cpu"):
+def check(model, handed, device, label=""):
+    """A step has the gradients of the plain layers, so many of which are handed over."""
     with tfl.handover(False):
-        return step(network(device), data(device))
+        want = step(network(device), data(device))
+    with tfl.explain() as report:
+        grads = step(model, data(device))
+    got = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    assert_same(got, want, label)
+    assert handed in (None, report.handed_over), f"{label} {report}"
 
 
 # --- compilers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile(backend, device, fresh_compiler):
-    model = network(device)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with tfl.explain() as report:
-        got = step(compiled, data(device))
-    assert_same(got, plain_step(device))
-    if backend == "eager":  # the graph is torch's own, of our nodes
-        assert report.handed_over == 3
-    assert_same(step(compiled, data(device)), plain_step(device))
+def whole(model, backend):
+    return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def test_compiled_and_eager_layers_in_turn(device, fresh_compiler):
-    model = network(device)
-    model[1] = torch.compile(model[1], backend="aot_eager")
-    with tfl.explain() as report:
-        got = step(model, data(device))
-    assert_same(got, plain_step(device))
-    assert report.handed_over == 1, report  # between the last two, which are eager
+def second_layer(model, backend):
+    model[1] = torch.compile(model[1], backend=backend)
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled, backend, handed",
+    [
+        (whole, "eager", 3),  # the graph is torch's own, of our nodes
+        (whole, "aot_eager", None),
+        (second_layer, "aot_eager", 1),  # between the last two, which are eager
+    ],
+)
+def test_torch_compile(compiled, backend, handed, device, fresh_compiler):
+    model = compiled(network(device), backend)
+    check(model, handed, device)
+    check(model, handed, device, "again")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_autograd(backend, device, fresh_compiler):
+    """Of eager layers, of a compiled model, and none any more."""
     model = network(device)
-    with (
-        torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)),
-        tfl.explain() as report,
-    ):
-        got = step(model, data(device))
-    assert_same(got, plain_step(device))
-    assert report.handed_over == 0, report
-
-
-def test_compiled_autograd_of_a_compiled_model(device, fresh_compiler):
-    model = network(device)
-    compiled = torch.compile(model, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        check(model, 0, device)
     with torch._dynamo.config.patch(compiled_autograd=True):
-        got = step(compiled, data(device))
-    assert_same(got, plain_step(device))
-
-
-def test_eager_again_after_compiled_autograd(device, fresh_compiler):
-    model = network(device)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        step(model, data(device))
-    with tfl.explain() as report:
-        got = step(model, data(device))
-    assert_same(got, plain_step(device))
-    assert report.handed_over == 3
+        check(torch.compile(model, backend=backend), None, device)
+    check(model, 3, device)
 
 
 # --- distributed --------------------------------------------------------------------------------
@@ -111,64 +90,44 @@ def one_process(tmp_path, device):
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
-def test_ddp(options, device, one_process):
+def ddp(model, device, **options):
     """Its hooks sit on the parameters, where gradients arrive as they always do."""
     from torch.nn.parallel import DistributedDataParallel
 
-    want = plain_step(device)
-    model = DistributedDataParallel(network(device), bucket_cap_mb=0.0001, **options)
-    for k in range(3):
-        with tfl.explain() as report, model.no_sync() if k == 1 else contextlib.nullcontext():
-            got = step(model, data(device))
-        assert_same(got, want, f"step {k}")
-        assert report.handed_over == 3, report
+    return DistributedDataParallel(model, bucket_cap_mb=0.0001, **options)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("each", [True, False], ids=["layer by layer", "whole"])
-def test_fully_shard(each, device, one_process):
+def fsdp(model, device, each):
     """FSDP2 puts hooks on what goes in and out of each module it is given."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
-    want = plain_step(device)
-    model = network(device)
-    for layer in model if each else []:
+    for layer in [*model, model] if each else [model]:
         fsdp.fully_shard(layer, mesh=mesh)
-    fsdp.fully_shard(model, mesh=mesh)
-    for _ in range(2):
-        with tfl.explain() as report:
-            grads = step(model, data(device))
-        got = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
-        assert_same(got, want)
-        assert report.handed_over == (0 if each else 3), report
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "arranged, handed",
+    [
+        (ddp, 3),
+        (partial(ddp, static_graph=True), 3),
+        (partial(ddp, gradient_as_bucket_view=True), 3),
+        (partial(fsdp, each=True), 0),
+        (partial(fsdp, each=False), 3),
+    ],
+)
+def test_data_parallel(arranged, handed, device, one_process):
+    model = arranged(network(device), device)
+    for k in range(3):
+        held = k == 1 and hasattr(model, "no_sync")
+        with model.no_sync() if held else contextlib.nullcontext():
+            check(model, handed, device, f"step {k}")
 
 
 def test_checkpoint_wrapper(device):
     """What FSDP users wrap their layers in."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
-    model = network(device)
-    wrapped = nn.Sequential(*(wrapper.checkpoint_wrapper(layer) for layer in model))
-    assert_same(step(wrapped, data(device)), plain_step(device))
-
-
-def test_optimiser_in_the_backward(device):
-    """Parameters change while the backward runs, each after its last use."""
-
-    def scenario(stack):
-        for leaf in stack.leaves:
-
-            def update(p):
-                with torch.no_grad():
-                    p.sub_(p.grad, alpha=0.1)
-                p.grad = None
-
-            leaf.register_post_accumulate_grad_hook(update)
-        for _ in range(3):
-            stack.backward(stack())
-        return [leaf.detach() for leaf in stack.leaves]
-
-    assert_equal_plain(scenario, 9, device=device)
-    assert Stack(device=device).leaves
+    wrapped = nn.Sequential(*(wrapper.checkpoint_wrapper(layer) for layer in network(device)))
+    check(wrapped, None, device)

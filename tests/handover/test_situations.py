@@ -4,118 +4,96 @@ Each row is a situation: what is done with a stack of four layers, how many of i
 are handed over all the same, and the reason that is given for one that is not.
 """
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from stacks import LAYERS, OPS, Stack, assert_equal_plain
+from stacks import LAYERS, NOT_OURS, OPS, Stack, assert_equal_plain, network
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import torch_fused_linear as tfl
 
-NOT_OURS = "the input is not a fused layer's output"
 ACTIVE = [name for name in LAYERS if name != "none"]
 
 
-class Situation(NamedTuple):
-    scenario: Callable[[Stack], Sequence[Tensor | None]]
-    handed: int | None
-    reason: str = ""
-    options: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
+SITUATIONS = []
 
 
-SITUATIONS: dict[str, Situation] = {}
+def add(name: str, scenario, handed: int | None, reason: str = "", **options) -> None:
+    SITUATIONS.append(pytest.param(scenario, handed, reason, options, id=name))
 
 
 def situation(name: str, handed: int | None, reason: str = "", **options):
     """Makes the function below it a row."""
-
-    def add(scenario):
-        assert name not in SITUATIONS
-        SITUATIONS[name] = Situation(scenario, handed, reason, options)
-        return scenario
-
-    return add
-
-
-def step(stack: Stack, *roots: Tensor, **options) -> list[Tensor | None]:
-    stack.backward(*roots, **options)
-    return stack.grads()
+    return lambda scenario: add(name, scenario, handed, reason, **options)
 
 
 # --- hooks: on the tensor or the node of one of the layers ---------------------------------------
 
 
-def watched(hook, middle=(0, 1, 2)):
-    """What `hook(outputs, k, see)` is shown counts as a result; for each k of its own."""
+def watched(name: str, hook, handed: int | None, reason: str = "", layers=(0, 1, 2)) -> None:
+    """What `hook(outputs, k, see)` is shown counts as a result; a row for each layer k."""
 
     def scenario(stack: Stack, k: int) -> list[Tensor | None]:
         seen, outputs = [], stack.outputs()
         hook(outputs, k, lambda *ts: seen.extend(None if t is None else t.clone() for t in ts))
-        return [*step(stack, outputs[-1]), *seen]
+        return [*stack.step(outputs[-1]), *seen]
 
-    return [(f"of layer {k}", partial(scenario, k=k)) for k in middle]
-
-
-def rows_of(name: str, scenarios, handed: int | None, reason: str = "", **options) -> None:
-    for label, scenario in scenarios:
-        SITUATIONS[f"{name} {label}"] = Situation(scenario, handed, reason, options)
+    for k in layers:
+        add(f"{name} of layer {k}", partial(scenario, k=k), handed, reason)
 
 
 ON_TENSOR, ON_NODE = "a hook on the tensor", "a hook on the node"
 LAST = (3,)
-rows_of("tensor hook", watched(lambda o, k, see: o[k].register_hook(see)), 2, ON_TENSOR)
-rows_of(
-    "changing tensor hook", watched(lambda o, k, _: o[k].register_hook(torch.cos)), 2, ON_TENSOR
-)
-rows_of("retain_grad", watched(lambda o, k, _: o[k].retain_grad()), 2, "retain_grad")
-rows_of(
+watched("tensor hook", lambda o, k, see: o[k].register_hook(see), 2, ON_TENSOR)
+watched("changing tensor hook", lambda o, k, _: o[k].register_hook(torch.cos), 2, ON_TENSOR)
+watched("retain_grad", lambda o, k, _: o[k].retain_grad(), 2, "retain_grad")
+watched(
     "prehook of the node",
-    watched(
-        lambda o, k, see: o[k].grad_fn.register_prehook(
-            lambda gs: (see(*gs), tuple(g.cos() for g in gs))[1]
-        )
+    lambda o, k, see: o[k].grad_fn.register_prehook(
+        lambda gs: (see(*gs), tuple(g.cos() for g in gs))[1]
     ),
     2,
     ON_NODE,
 )
-rows_of(
+watched(
     "hook of the producer's node",
-    watched(lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, go: see(*gi, *go))),
+    lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, go: see(*gi, *go)),
     None,
     "hook",
 )
-rows_of(
+watched(
     "hook of the node",
-    watched(lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, _: see(*gi[:3])), LAST),
+    lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, _: see(*gi[:3])),
     2,
     "hook",
+    LAST,
 )
-rows_of(
+watched(
     "changing hook of the node",
-    watched(lambda o, k, _: o[k].grad_fn.register_hook(lambda g, _: (g[0].cos(), *g[1:])), LAST),
+    lambda o, k, _: o[k].grad_fn.register_hook(lambda g, _: (g[0].cos(), *g[1:])),
     2,
     "hook",
+    LAST,
 )
-rows_of(  # it sees what arrives there, which is the true gradient in any case
+watched(  # it sees what arrives there, which is the true gradient in any case
     "prehook of the node",
-    watched(lambda o, k, _: o[k].grad_fn.register_prehook(lambda gs: (gs[0] * 2,)), LAST),
+    lambda o, k, _: o[k].grad_fn.register_prehook(lambda gs: (gs[0] * 2,)),
     3,
+    layers=LAST,
 )
-rows_of(
+watched(
     "hook of several tensors",
-    watched(
-        lambda o, k, see: torch.autograd.graph.register_multi_grad_hook(o[:2], lambda gs: see(*gs)),
-        (0,),
-    ),
+    lambda o, _, see: torch.autograd.graph.register_multi_grad_hook(o[:2], lambda gs: see(*gs)),
     1,
     ON_TENSOR,
+    (0,),
 )
 
 
@@ -124,7 +102,7 @@ def _(stack):
     outputs = stack.outputs()
     outputs[1].register_hook(lambda g: g.cos()).remove()
     outputs[2].grad_fn.register_hook(lambda *grads: None).remove()
-    return step(stack, outputs[-1])
+    return stack.step(outputs[-1])
 
 
 @situation("hooks on parameters", 3)  # of DDP, FSDP and optimisers that step in the backward
@@ -133,7 +111,7 @@ def _(stack):
     for leaf in stack.leaves:
         leaf.register_hook(lambda g: seen.append(g.clone()))
         leaf.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    return [*step(stack, stack()), *seen]
+    return [*stack.step(), *seen]
 
 
 @situation("an optimiser in the backward", 9)  # parameters change, each after its last use
@@ -152,14 +130,7 @@ def _(stack):
 
 def of_modules(stack, register):
     """Nodes of the hook's own stand before and behind the layer."""
-    torch.manual_seed(1)
-    model = nn.Sequential(
-        tfl.FusedLinearReLU(4, 5),
-        tfl.FusedLinearGELU(5, 6),
-        tfl.FusedLinearGELU(6, 7, approximate="none"),
-        tfl.FusedLinear(7, 3),
-    ).to(stack.x)
-    seen = []
+    model, seen = network(stack.x.device), []
     register(model[1], lambda *ts: seen.extend(t.clone() for t in ts))
     x = stack.x.detach().requires_grad_()
     model(x).square().sum().backward()
@@ -167,18 +138,11 @@ def of_modules(stack, register):
     return [x.grad, *(p.grad for p in model.parameters()), *seen]
 
 
-@situation("full backward hook of a module", 1, NOT_OURS)
-def _(stack):
-    return of_modules(
-        stack, lambda m, see: m.register_full_backward_hook(lambda _, gi, go: see(*gi, *go))
-    )
-
-
-@situation("full backward pre-hook of a module", 1, NOT_OURS)
-def _(stack):
-    return of_modules(
-        stack, lambda m, see: m.register_full_backward_pre_hook(lambda _, go: see(*go))
-    )
+for _name, _register in (
+    ("hook", lambda m, see: m.register_full_backward_hook(lambda _, gi, go: see(*gi, *go))),
+    ("pre-hook", lambda m, see: m.register_full_backward_pre_hook(lambda _, go: see(*go))),
+):
+    add(f"full backward {_name} of a module", partial(of_modules, register=_register), 1, NOT_OURS)
 
 
 # --- what stands between two layers --------------------------------------------------------------
@@ -189,7 +153,7 @@ def with_between(change: Callable[[Tensor], Tensor]):
         y = stack.x
         for k in range(4):
             y = stack.layer(k, y if k == 0 else change(y))
-        return step(stack, y)
+        return stack.step(y)
 
     return scenario
 
@@ -210,16 +174,15 @@ for _name, _change, _handed in (
     ("in place", lambda y: y.mul(1).mul_(0.5), 0),
     ("norm", lambda y: F.layer_norm(y, y.shape[-1:]), 0),
 ):
-    _reason = NOT_OURS if _handed == 0 else ""
-    SITUATIONS[f"between: {_name}"] = Situation(with_between(_change), _handed, _reason)
-SITUATIONS["between: detach"] = Situation(with_between(lambda y: y.detach()), 0)
+    add(f"between: {_name}", with_between(_change), _handed, NOT_OURS if _handed == 0 else "")
+add("between: detach", with_between(lambda y: y.detach()), 0)
 
 
 @situation("between: dropout", 2, NOT_OURS, lead=(32,))  # the same mask on both paths
 def _(stack):
     torch.manual_seed(7)
     y = stack.layer(1, stack.layer(0, stack.x))
-    return step(stack, stack.layer(3, stack.layer(2, F.dropout(y, 0.5))))
+    return stack.step(stack.layer(3, stack.layer(2, F.dropout(y, 0.5))))
 
 
 @situation("residual connections", 2, widths=(4, 5, 4, 6, 4))
@@ -227,7 +190,7 @@ def _(stack):
     y = stack.x
     for k in (0, 2):
         y = y + stack.layer(k + 1, stack.layer(k, y))
-    return step(stack, y)
+    return stack.step(y)
 
 
 OVER = {"activations": ("gelu_tanh", "relu", "none"), "widths": (4, 5, 6, 5)}
@@ -237,7 +200,7 @@ OVER = {"activations": ("gelu_tanh", "relu", "none"), "widths": (4, 5, 6, 5)}
 def _(stack):
     a = stack.layer(0, stack.x)
     out = a + stack.layer(2, stack.layer(1, a))
-    return step(stack, out, gradients=[out.detach().cos()])
+    return stack.step(out, gradients=[out.detach().cos()])
 
 
 @situation("residual over the activation, summed", 1, "another consumer", **OVER)
@@ -257,12 +220,11 @@ def control_flow(stack, seed):
             y = y * 0.5
         if choice.random() < 0.2:
             y = y + stack.x
-    return step(stack, y)
+    return stack.step(y)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_control_flow(seed, device):
-    assert_equal_plain(partial(control_flow, seed=seed), None, widths=(4,) * 5, device=device)
+for _seed in range(200):
+    add(f"control flow {_seed}", partial(control_flow, seed=_seed), None, widths=(4,) * 5)
 
 
 @situation("several inputs through the same layers", 6)
@@ -275,7 +237,7 @@ def _(stack):
 def _(stack):
     y = stack.layer(1, stack.layer(0, stack.x))
     y = tfl.mlp(y, stack.weights[2:3], stack.biases[2:3])
-    return step(stack, F.relu(F.linear(stack.layer(3, y), stack.weights[3].t())))
+    return stack.step(F.relu(F.linear(stack.layer(3, y), stack.weights[3].t())))
 
 
 def five_times(stack):
@@ -283,17 +245,14 @@ def five_times(stack):
     y = stack.x
     for _ in range(5):
         y = stack.layer(0, y)
-    return step(stack, y)
+    return stack.step(y)
 
 
 for _name in ACTIVE:
-    _options = {"activations": (_name,), "widths": (4, 4)}
-    SITUATIONS[f"a shared layer: {_name}"] = Situation(five_times, 4, "", _options)
+    add(f"a shared layer: {_name}", five_times, 4, activations=(_name,), widths=(4, 4))
 for _seed in range(8):  # each node counts the edges to all kinds of producers
     _kinds = [*random.Random(_seed).choices(["relu", "gelu_tanh", "silu", "glu"], k=6), "none"]
-    SITUATIONS[f"every kind of layer {_seed}"] = Situation(
-        lambda stack: step(stack, stack()), 5, "", {"activations": _kinds[-6:]}
-    )
+    add(f"every kind of layer {_seed}", Stack.step, 5, activations=_kinds[-6:])
 
 
 # --- other roots and consumers -------------------------------------------------------------------
@@ -310,25 +269,21 @@ def asked(stack, k, leaves=True, edge=False):
 def as_an_input(stack, k):
     outputs = stack.outputs()
     outputs[k].retain_grad()  # .grad of a tensor that is no leaf warns without
-    grads = step(stack, outputs[-1], inputs=[outputs[k], stack.weights[0]])
+    grads = stack.step(outputs[-1], inputs=[outputs[k], stack.weights[0]])
     return [*grads, outputs[k].grad]
 
 
 for _k in range(3):
-    rows = {
-        "asked alone": (partial(asked, k=_k, leaves=False), 2 - _k, ""),
-        "asked with leaves": (partial(asked, k=_k), 2, ASKED),
-        "asked as an edge": (partial(asked, k=_k, edge=True), 2, ASKED),
-        "an input of the backward": (partial(as_an_input, k=_k), 2, ""),
-    }
-    for _name, _row in rows.items():
-        SITUATIONS[f"output {_k} {_name}"] = Situation(*_row)
+    add(f"output {_k} asked alone", partial(asked, k=_k, leaves=False), 2 - _k)
+    add(f"output {_k} asked with leaves", partial(asked, k=_k), 2, ASKED)
+    add(f"output {_k} asked as an edge", partial(asked, k=_k, edge=True), 2, ASKED)
+    add(f"output {_k} an input of the backward", partial(as_an_input, k=_k), 2)
 
 
 def a_root_too(stack, k):
     """Two gradients arrive, of which one has been dealt with."""
     outputs = stack.outputs()
-    return step(stack, outputs[-1], outputs[k], gradients=[stack.g, outputs[k].detach().cos()])
+    return stack.step(outputs[-1], outputs[k], gradients=[stack.g, outputs[k].detach().cos()])
 
 
 def waiting(stack):
@@ -357,26 +312,26 @@ def second_consumer(stack, second, added):
     y = stack.layer(0, stack.x)
     extra, out = second(stack, y), stack.layer(1, y)
     if not added:
-        return step(stack, out, extra)
+        return stack.step(out, extra)
     (out.cos().sum() + extra.sin().sum()).backward()
     return stack.grads()
 
 
 def as_weight_too(stack):
     y = stack.layer(0, stack.x)
-    return step(stack, OPS["none"].call(y, y), gradients=[stack.g @ stack.g.t()])
+    return stack.step(OPS["none"].call(y, y), gradients=[stack.g @ stack.g.t()])
 
 
 def as_bias_too(stack):
     y = stack.layer(0, stack.x)
-    return step(stack, OPS["none"].call(y, stack.weights[1], y))
+    return stack.step(OPS["none"].call(y, stack.weights[1], y))
 
 
 def consuming_root(stack, make):
     """A root that takes the first layer's output itself: the engine does not count its edges."""
     y = stack.layer(0, stack.x)
     out = make(stack, y, stack.layer(1, y))
-    return step(stack, out, gradients=[out.detach().cos()])
+    return stack.step(out, gradients=[out.detach().cos()])
 
 
 SECOND = {
@@ -397,43 +352,34 @@ ROOTS = {
 for _name in ACTIVE:
     _pair = {"activations": (_name, "none")}
     for _k in range(3):
-        SITUATIONS[f"output {_k} a root too: {_name}"] = Situation(
-            partial(a_root_too, k=_k), 3, "", {"activations": (_name,) * 3 + ("none",)}
-        )
-    SITUATIONS[f"a root whose note waits: {_name}"] = Situation(waiting, 2, "", _pair)
+        _label, _four = f"output {_k} a root too: {_name}", (*[_name] * 3, "none")
+        add(_label, partial(a_root_too, k=_k), 3, activations=_four)
+    add(f"a root whose note waits: {_name}", waiting, 2, **_pair)
     if _name == "glu":
         continue  # it spreads infinities, and has another weight
-    SITUATIONS[f"an infinite gradient at a root: {_name}"] = Situation(infinite, 1, "", _pair)
-    for _second, _call in SECOND.items():
-        for _added in (True, False):
-            SITUATIONS[f"second consumer {_second}, added {_added}: {_name}"] = Situation(
-                partial(second_consumer, second=_call, added=_added), 0, "another consumer", _pair
-            )
-    _vector = {**_pair, "lead": (), "widths": (4, 5, 5)}
-    for _way, _scenario, _options in (
-        ("weight", as_weight_too, _pair),
-        ("bias", as_bias_too, _vector),
-    ):
-        SITUATIONS[f"as input and {_way}: {_name}"] = Situation(
-            _scenario, 0, "another consumer", _options
-        )
+    add(f"an infinite gradient at a root: {_name}", infinite, 1, **_pair)
+    for (_second, _call), _added in itertools.product(SECOND.items(), (True, False)):
+        _scenario = partial(second_consumer, second=_call, added=_added)
+        _label = f"second consumer {_second}, added {_added}: {_name}"
+        add(_label, _scenario, 0, "another consumer", **_pair)
+    _options = {**_pair, "widths": (4, 5, 5)}
+    add(f"as input and weight: {_name}", as_weight_too, 0, "another consumer", **_pair)
+    add(f"as input and bias: {_name}", as_bias_too, 0, "another consumer", **_options, lead=())
     for _root, (_make, _handed) in ROOTS.items():
-        SITUATIONS[f"root {_root}: {_name}"] = Situation(
-            partial(consuming_root, make=_make), _handed, "", {**_pair, "widths": (4, 5, 5)}
-        )
+        add(f"root {_root}: {_name}", partial(consuming_root, make=_make), _handed, **_options)
 
 
 @situation("every layer is a root", 3)
 def _(stack):
     outputs = stack.outputs()
-    return step(stack, *outputs, gradients=[o.detach().cos() for o in outputs])
+    return stack.step(*outputs, gradients=[o.detach().cos() for o in outputs])
 
 
 @situation("a second consumer that is not on the way", 3)  # what does not run does not count
 def _(stack):
     outputs = stack.outputs()
     other = outputs[1].cos().sum()
-    grads = step(stack, outputs[-1])
+    grads = stack.step(outputs[-1])
     assert other.requires_grad
     return grads
 
@@ -445,13 +391,13 @@ AS_WEIGHT = {"activations": ("gelu_tanh", "none"), "widths": (4, 5, 5)}
 def _(stack):
     y = stack.layer(0, stack.x)
     out = OPS["none"].call(stack.weights[1], y)
-    return step(stack, out, gradients=[out.detach().cos()])
+    return stack.step(out, gradients=[out.detach().cos()])
 
 
 @situation("only as bias", 0, **AS_WEIGHT, lead=())
 def _(stack):
     y = stack.layer(0, stack.x)
-    return step(stack, OPS["none"].call(stack.g, stack.weights[1], y))
+    return stack.step(OPS["none"].call(stack.g, stack.weights[1], y))
 
 
 # --- runs of the engine --------------------------------------------------------------------------
@@ -462,7 +408,7 @@ def _(stack):
     y = stack()
     for factor in (1, -2, 3):
         stack.backward(y, gradients=[factor * stack.g], retain_graph=True)
-    return step(stack, y)
+    return stack.step(y)
 
 
 @situation("create_graph", 0)
@@ -484,13 +430,13 @@ def _(stack):
     with torch.inference_mode():
         stack()
     y = stack()
-    return [before, y.detach(), *step(stack, y)]
+    return [before, y.detach(), *stack.step(y)]
 
 
 @situation("anomaly mode", 0, "anomaly mode")
 def _(stack):
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        return step(stack, stack())
+        return stack.step()
 
 
 def aborted(stack, k):
@@ -507,13 +453,11 @@ def aborted(stack, k):
     armed.clear()
     for leaf in stack.leaves:
         leaf.grad = None
-    return step(stack, outputs[-1])
+    return stack.step(outputs[-1])
 
 
 for _k in range(3):  # three in the second run; in the first, as many as were left before the hook
-    SITUATIONS[f"aborted at layer {_k}, then again"] = Situation(
-        partial(aborted, k=_k), 3 + min(3, 4 - _k)
-    )
+    add(f"aborted at layer {_k}, then again", partial(aborted, k=_k), 3 + min(3, 4 - _k))
 
 
 class Inner(torch.autograd.Function):
@@ -534,7 +478,7 @@ class Inner(torch.autograd.Function):
 @situation("a backward inside a backward", 1 + 3 + 1)
 def _(stack):
     y = stack.layer(1, stack.layer(0, stack.x))
-    return step(stack, stack.layer(3, stack.layer(2, Inner.apply(y))))
+    return stack.step(stack.layer(3, stack.layer(2, Inner.apply(y))))
 
 
 @situation("the producer on another stream", 2, "another stream", cuda=True)
@@ -571,7 +515,7 @@ def checkpointed(stack, inside, reentrant=False):
     for k in range(4):
         call = partial(stack.layer, k)
         y = checkpoint(call, y, use_reentrant=reentrant) if inside >> k & 1 else call(y)
-    return step(stack, y)
+    return stack.step(y)
 
 
 def layers_of(stack):
@@ -584,35 +528,27 @@ def checkpointed_whole(stack, reentrant):
             x = layer(x)
         return x
 
-    return step(stack, checkpoint(whole, stack.x, use_reentrant=reentrant))
+    return stack.step(checkpoint(whole, stack.x, use_reentrant=reentrant))
 
 
 def in_segments(stack, reentrant):
     """The last segment is not checkpointed."""
-    return step(stack, checkpoint_sequential(layers_of(stack), 2, stack.x, use_reentrant=reentrant))
+    return stack.step(checkpoint_sequential(layers_of(stack), 2, stack.x, use_reentrant=reentrant))
 
 
 for _inside in range(16):
-    SITUATIONS[f"layers checkpointed: {_inside:04b}"] = Situation(
-        partial(checkpointed, inside=_inside), 3
-    )
-SITUATIONS["layers checkpointed, reentrant"] = Situation(
-    partial(checkpointed, inside=15, reentrant=True), 0
-)
-for _reentrant in (True, False):
-    SITUATIONS[f"checkpointed whole, reentrant {_reentrant}"] = Situation(
-        partial(checkpointed_whole, reentrant=_reentrant), 3
-    )
-    SITUATIONS[f"checkpointed in segments, reentrant {_reentrant}"] = Situation(
-        partial(in_segments, reentrant=_reentrant), 2 if _reentrant else 3
-    )
+    add(f"layers checkpointed: {_inside:04b}", partial(checkpointed, inside=_inside), 3)
+add("layers checkpointed, reentrant", partial(checkpointed, inside=15, reentrant=True), 0)
+for _way, _handed in ((True, 2), (False, 3)):
+    add(f"checkpointed whole, reentrant {_way}", partial(checkpointed_whole, reentrant=_way), 3)
+    add(f"in segments, reentrant {_way}", partial(in_segments, reentrant=_way), _handed)
 
 
 @situation("offloaded", 3)
 def _(stack):
     with save_on_cpu(pin_memory=stack.x.is_cuda):
         y = stack()
-    return step(stack, y)
+    return stack.step(y)
 
 
 @situation("unpacking that computes with gradients", 3)  # in the same state of autograd
@@ -627,7 +563,7 @@ def _(stack):
 
     with saved_tensors_hooks(lambda t: t, unpack):
         y = stack()
-    grads = step(stack, y)
+    grads = stack.step(y)
     assert states and all(states), "autograd was switched off while unpacking"
     return grads
 
@@ -635,10 +571,9 @@ def _(stack):
 # --- the rows, run -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_situation(name, device):
-    row = SITUATIONS[name]
-    options = dict(row.options)
+@pytest.mark.parametrize("scenario, handed, reason, options", SITUATIONS)
+def test_situation(scenario, handed, reason, options, device):
+    options = dict(options)
     if options.pop("cuda", False) and device.type != "cuda":
         pytest.skip("of GPUs")
-    assert_equal_plain(row.scenario, row.handed, row.reason, device=device, **options)
+    assert_equal_plain(scenario, handed, reason, device=device, **options)

@@ -10,7 +10,7 @@ import operators
 import torch
 import torch.nn.functional as F
 from numerics import assert_same
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_fused_linear as tfl
 
@@ -30,6 +30,7 @@ class Glu:
 LAYERS = {**OPS, "glu": Glu()}
 MIXED = ("relu", "gelu_tanh", "gelu_erf", "none")
 HANDED = "handed over"
+NOT_OURS = "the input is not a fused layer's output"
 
 
 class Stack:
@@ -83,8 +84,24 @@ class Stack:
         gradients = gradients or [self.g, *map(torch.ones_like, tensors[1:])]
         torch.autograd.backward(tensors, list(gradients), **options)
 
+    def step(self, *tensors: Tensor, **options) -> list[Tensor | None]:
+        """Gradients of all leaves, after a backward from its output or the given ones."""
+        self.backward(*(tensors or [self()]), **options)
+        return self.grads()
+
     def grads(self) -> list[Tensor | None]:
         return [None if t.grad is None else t.grad.clone() for t in self.leaves]
+
+
+def network(device: torch.device | str = "cpu") -> nn.Sequential:
+    """Modules of which three of four are handed a gradient."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        tfl.FusedLinearReLU(4, 5),
+        tfl.FusedLinearGELU(5, 6),
+        tfl.FusedLinearGELU(6, 7, approximate="none"),
+        tfl.FusedLinear(7, 3),
+    ).to(device, torch.float64)
 
 
 def reasons(report: tfl.explain) -> list[str]:
