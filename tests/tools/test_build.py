@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, git_files, python, run, script
 
 from torch_fused_linear import _library, _releases
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_fused_linear"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
@@ -35,56 +34,48 @@ toolkits, torchs = build.toolkits, build.torchs
 gpu_record = module_at(ROOT / "tests" / "support" / "gpu_record.py")
 
 
+def words_of_exit(function, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        function(*arguments)
+    return str(stopped.value)
+
+
 # --- the decision: CUDA or not ----------------------------------------------------------------
 
 
 def toolkit(folder, version):
-    """A toolkit that consists of an nvcc which tells its version."""
-    nvcc = folder / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.88'\n")
-    nvcc.chmod(0o755)
-    return folder
+    """One that consists of an nvcc which tells its version."""
+    says = f"echo 'Cuda compilation tools, release {version}, V{version}.88'"
+    return script(folder / "bin" / "nvcc", says).parents[1]
 
 
 def test_an_nvcc_of_torchs_cuda_is_taken_before_others_of_its_major_version(tmp_path):
     old, near = toolkit(tmp_path / "old", "12.4"), toolkit(tmp_path / "near", "13.0")
     same = toolkit(tmp_path / "same", "13.2")
-    home, version, why = toolkits.find_nvcc("13.2", [tmp_path / "empty", old, near, same])
-    assert (home, version, why) == (same, "13.2", f"nvcc 13.2 in {same}")
-    home, version, why = toolkits.find_nvcc("13.2", [old, near])
-    assert (home, version) == (near, "13.0")
-    assert why == f"nvcc 13.0 in {near}, torch's CUDA is 13.2"
+    found = toolkits.find_nvcc("13.2", [tmp_path / "empty", old, near, same])
+    assert found == (same, "13.2", f"nvcc 13.2 in {same}")
+    why = f"nvcc 13.0 in {near}, torch's CUDA is 13.2"
+    assert toolkits.find_nvcc("13.2", [old, near]) == (near, "13.0", why)
 
 
-def test_an_nvcc_of_another_cuda_is_refused_with_both_versions(tmp_path):
-    home, version, why = toolkits.find_nvcc("13.0", [toolkit(tmp_path, "12.4")])
-    assert home is None and version is None
-    assert "12.4" in why and "13.0" in why
-
-
-def test_an_nvcc_that_does_not_answer_is_refused(tmp_path):
-    toolkit(tmp_path, "13.0")
-    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
-    home, _, why = toolkits.find_nvcc("13.0", [tmp_path])
-    assert home is None and "unknown" in why
-
-
-SETTINGS = ("CUDA", "HOPPER", "LABEL", "TORCH", "CUTLASS")
+def test_an_nvcc_of_another_cuda_or_that_does_not_answer_is_refused(tmp_path):
+    other = toolkit(tmp_path / "other", "12.4")
+    silent = script(tmp_path / "silent" / "bin" / "nvcc", "exit 1").parents[1]
+    for home, version in ((other, "12.4"), (silent, "unknown")):
+        why = f"nvcc {version} in {home} does not fit torch's CUDA 13.0"
+        assert toolkits.find_nvcc("13.0", [home]) == (None, None, why)
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """machine(gpus, nvcc): what choose() gets to see, and a torch for CUDA 13.0."""
-    for name in SETTINGS:
+    for name in ("CUDA", "HOPPER", "LABEL", "TORCH", "CUTLASS"):
         monkeypatch.delenv(f"TORCH_FUSED_LINEAR_{name}", raising=False)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     torch = torchs.Torch(tmp_path, "2.11.0+cu130", "13.0")
 
     def of(*gpus, nvcc="13.0"):
-        home = (
-            toolkit(tmp_path / f"cuda-{len(list(tmp_path.iterdir()))}", nvcc) if nvcc else tmp_path
-        )
+        home = toolkit(tmp_path / "cuda", nvcc) if nvcc else tmp_path
         monkeypatch.setattr(toolkits, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(toolkits, "homes", lambda torch: [home])
         monkeypatch.setattr(toolkits, "cutlass_headers", lambda: None)
@@ -108,9 +99,6 @@ def test_built_is_what_can_run_here(machine, monkeypatch):
     assert toolkits.choose(machine("8.0"))[0].arch_list == "9.0"
     monkeypatch.delenv("TORCH_FUSED_LINEAR_CUDA")
     assert toolkits.choose(machine())[0].arch_list == "9.0"
-
-
-def test_the_wish_for_no_cuda_wins(machine, monkeypatch):
     monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "0")
     assert toolkits.choose(machine("9.0")) == (None, "TORCH_FUSED_LINEAR_CUDA=0")
     assert not toolkits.lacks_nvcc(machine("9.0", nvcc=None), everything=True)
@@ -121,9 +109,7 @@ def test_a_gpu_without_a_fitting_nvcc_is_an_error_with_the_ways_out(machine, nvc
     """Never a CPU-only library without a word where there is a GPU."""
     torch = machine("9.0", nvcc=nvcc)
     assert toolkits.lacks_nvcc(torch, everything=False)
-    with pytest.raises(SystemExit) as stopped:
-        toolkits.choose(torch)
-    message = str(stopped.value)
+    message = words_of_exit(toolkits.choose, torch)
     assert ("no nvcc was found" if nvcc is None else "nvcc 12.4 in") in message.splitlines()[0]
     assert "pip install 'cuda-toolkit[nvcc,cccl]==13.0.*'" in message
     assert "TORCH_FUSED_LINEAR_CUDA=0" in message
@@ -134,8 +120,7 @@ def test_a_torch_without_cuda_gets_a_cpu_library(machine, monkeypatch):
     torch = torchs.Torch(Path(), "2.11.0+cpu", None)
     assert toolkits.choose(torch) == (None, "this torch is built without CUDA")
     monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "1")
-    with pytest.raises(SystemExit, match="built without CUDA"):
-        toolkits.choose(torch)
+    assert "built without CUDA" in words_of_exit(toolkits.choose, torch)
 
 
 def test_architectures_are_those_that_nvcc_knows():
@@ -150,8 +135,7 @@ def test_the_compilers_flags_of_architectures():
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_90a,code=compute_90a",
     ]
-    with pytest.raises(SystemExit, match=r"expected numbers .*, got 'Hopper'"):
-        toolkits.gencode("Hopper")
+    assert words_of_exit(toolkits.gencode, "Hopper").endswith(", got 'Hopper'")
 
 
 # --- our own products for Hopper GPUs -----------------------------------------------------------
@@ -177,12 +161,11 @@ def test_hopper_is_built_where_it_is_wanted(machine, monkeypatch, tmp_path):
 
 
 def test_a_wish_is_0_or_1(monkeypatch):
-    for value, expected in (("0", "0"), ("1", "1"), ("", None)):
-        monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", value)
-        assert toolkits.wish_for("CUDA") == expected
+    monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "")
+    assert toolkits.wish_for("CUDA") is None
     monkeypatch.setenv("TORCH_FUSED_LINEAR_CUDA", "yes")
-    with pytest.raises(SystemExit, match="TORCH_FUSED_LINEAR_CUDA must be 0 or 1, got 'yes'"):
-        toolkits.wish_for("CUDA")
+    said = words_of_exit(toolkits.wish_for, "CUDA")
+    assert said == "TORCH_FUSED_LINEAR_CUDA must be 0 or 1, got 'yes'"
 
 
 def test_hopper_without_cutlass_says_how_to_get_it(machine, monkeypatch):
@@ -190,8 +173,7 @@ def test_hopper_without_cutlass_says_how_to_get_it(machine, monkeypatch):
     built, why = toolkits.hopper("9.0")
     assert not built and "nvidia-cutlass" in why
     monkeypatch.setenv("TORCH_FUSED_LINEAR_HOPPER", "1")
-    with pytest.raises(SystemExit, match="pip install --no-deps nvidia-cutlass"):
-        toolkits.hopper("9.0")
+    assert "pip install --no-deps nvidia-cutlass" in words_of_exit(toolkits.hopper, "9.0")
     requirement = (ROOT / "requirements-hopper.txt").read_text().splitlines()[-1]
     assert requirement == toolkits.CUTLASS
 
@@ -260,17 +242,16 @@ def test_a_file_is_compiled_when_what_it_is_made_of_has_changed(unit, capfd):
     unit.made.unlink()
     assert compile_all(unit)
     said = capfd.readouterr().out
-    assert "1 files to compile, 2 at once: about" in said and "compiled in 0 s" in said
+    assert "1 files to compile, 2 at once: about" in said and "compiled in " in said
     assert "c++ -c" not in said
 
 
 def test_a_failure_ends_with_the_compilers_words_and_leaves_nothing(unit):
     assert compile_all(unit)
     unit.source.write_text("int wrong = nothing;\n")
-    with pytest.raises(SystemExit) as stopped:
-        compile_all(unit)
-    assert "file.cpp does not compile\n\n" in str(stopped.value)
-    assert re.search(r"\Wnothing\W was not declared", str(stopped.value))
+    message = words_of_exit(compile_all, unit)
+    assert "file.cpp does not compile\n\n" in message
+    assert re.search(r"\Wnothing\W was not declared", message)
     assert not unit.made.exists()
 
 
@@ -280,20 +261,14 @@ def test_warnings_are_shown(unit, capfd):
     assert "warning: unused variable" in capfd.readouterr().out
 
 
-def test_no_compiler_is_said_first(monkeypatch):
-    compiling.version_of.cache_clear()
-    monkeypatch.setenv("CXX", "/nowhere/c++")
-    with pytest.raises(SystemExit, match=r"^torch_fused_linear: there is no compiler '/no"):
-        compiling.check_cxx()
-
-
-def test_a_compiler_without_cxx_20_is_said_first(monkeypatch, tmp_path):
-    old = tmp_path / "c++"
-    old.write_text("#!/bin/sh\n[ $1 = --version ] && echo old c++ 7.5 || exit 1\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("CXX", str(old))
-    with pytest.raises(SystemExit, match=r"does not know C\+\+20: old c\+\+ 7.5"):
-        compiling.check_cxx()
+def test_a_compiler_that_is_missing_or_without_cxx_20_is_said_first(monkeypatch, tmp_path):
+    old = script(tmp_path / "c++", "[ $1 = --version ] && echo old c++ 7.5 || exit 1")
+    wrong = {"/nowhere/c++": "torch_fused_linear: there is no compiler '/no"}
+    wrong[str(old)] = "does not know C++20: old c++ 7.5"
+    for compiler, says in wrong.items():
+        compiling.version_of.cache_clear()
+        monkeypatch.setenv("CXX", compiler)
+        assert says in words_of_exit(compiling.check_cxx)
 
 
 # --- torch's headers, precompiled -------------------------------------------------------------
@@ -322,9 +297,7 @@ def test_a_header_is_made_once_for_the_same_flags(monkeypatch, tmp_path):
 
 
 def test_other_compilers_go_without(tmp_path):
-    other = tmp_path / "clang++"
-    other.write_text("#!/bin/sh\necho clang version 19\n")
-    other.chmod(0o755)
+    other = script(tmp_path / "clang++", "echo clang version 19")
     assert precompiled.unit([str(other)], tmp_path, False, 2) is None
 
 
@@ -334,37 +307,32 @@ def test_other_compilers_go_without(tmp_path):
 def fake_torch(folder, version, cuda="13.0"):
     folder.mkdir(parents=True)
     (folder / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    (folder / "include" / "ATen").mkdir(parents=True)
+    (folder / "include" / "ATen" / "Config.h").touch()
     return folder
 
 
 def test_torchs_are_found_where_they_are_named(monkeypatch, tmp_path, capsys):
-    names = {"2.11.0+cu130": "2.11", "2.15.1": "2.15", "2.16.0.dev1": "2.16"}
-    folders = [fake_torch(tmp_path / version, version) for version in names]
+    versions = ("2.11.0+cu130", "2.15.1", "2.16.0.dev1")
+    folders = [fake_torch(tmp_path / version, version) for version in versions]
     monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", os.pathsep.join(map(str, folders)))
-    found = torchs.found()
-    assert [torch.minor for torch in found] == [*names.values()]
-    assert [torch.folder for torch in found] == folders
-    said = capsys.readouterr().out.splitlines()
-    assert said == ["torch_fused_linear: torch 2.16.0.dev1 is untested; 2.11 to 2.15 are supported"]
+    found = [(torch.folder, torch.minor) for torch in torchs.found()]
+    assert found == [*zip(folders, ("2.11", "2.15", "2.16"))]
+    untested = "torch_fused_linear: torch 2.16.0.dev1 is untested; 2.11 to 2.15 are supported\n"
+    assert capsys.readouterr().out == untested
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch, tmp_path):
     folder = fake_torch(tmp_path / "torch", "2.10.2+cu128")
     monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", str(folder))
-    with pytest.raises(SystemExit) as stopped:
-        torchs.found()
-    assert str(stopped.value) == (
-        "torch_fused_linear: torch 2.10.2+cu128 is too old; 2.11 to 2.15 are supported: "
-        "pip install 'torch>=2.11,<2.16'"
-    )
+    says = "torch 2.10.2+cu128 is too old; 2.11 to 2.15 are supported: pip install"
+    assert says in words_of_exit(torchs.found)
 
 
 def test_no_torch_is_said_first_with_what_to_do(monkeypatch):
     monkeypatch.delenv("TORCH_FUSED_LINEAR_TORCH", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stopped:
-        torchs.found()
-    first, *rest = str(stopped.value).splitlines()
+    first, *rest = words_of_exit(torchs.found).splitlines()
     assert first.startswith("torch_fused_linear: ") and "has no torch" in first
     assert "pip install torch" in rest[0] and "uv pip install --no-build-isolation" in rest[2]
 
@@ -399,18 +367,18 @@ def test_the_library_is_of_these_sources():
     assert part.is_current(PACKAGE / "lib"), "csrc has changed: run `make build`"
 
 
+def listed(tool, *arguments):
+    return run(tool, "--dynamic", *arguments).stdout
+
+
 @pytest.mark.skipif(_library.build_info()["cuda"] is None, reason="needs a build with CUDA")
 def test_the_kernels_know_no_torch():
     kernels = PACKAGE / "lib" / "libfused_kernels.so"
-    symbols = run("nm", "--dynamic", "--undefined-only", kernels)
+    symbols = listed("nm", "--undefined-only", kernels)
     assert "cublasLtMatmul" in symbols and "c10" not in symbols and "torch" not in symbols
-    needed = run("readelf", "--dynamic", kernels)
+    needed = listed("readelf", kernels)
     assert "libcudart" in needed and "libtorch" not in needed and "libc10" not in needed
-    assert "libfused_kernels.so" in run("readelf", "--dynamic", library())
-
-
-def run(*command):
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "libfused_kernels.so" in listed("readelf", library())
 
 
 def test_the_sources_of_the_kernels_include_nothing_of_torch():
@@ -421,11 +389,10 @@ def test_the_sources_of_the_kernels_include_nothing_of_torch():
 
 def test_the_library_knows_no_python():
     """A LibTorch program without Python loads it, so it may neither ask for Python nor link it."""
-    symbols = run("nm", "--dynamic", "--undefined-only", library())
+    symbols = listed("nm", "--undefined-only", library())
     assert "torch" in symbols  # nm has seen a library of torch's
     assert not re.findall(r"\b_?Py[A-Z_]\w*", symbols)
-    dynamic = run("readelf", "--dynamic", library())
-    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed("readelf", library()))
     assert any(name.startswith("libtorch") for name in needed)
     assert not [name for name in needed if "python" in name]
 
@@ -439,37 +406,14 @@ def test_the_public_header_is_installed_beside_the_library():
 # --- building again ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def copy(tmp_path):
-    """A tree with what a build looks at, and a library that claims to be up to date."""
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    shutil.copytree(ROOT / "build_tools", tmp_path / "build_tools")
-    (tmp_path / "csrc" / "python").mkdir(parents=True)
-    (tmp_path / "csrc" / "python" / "direct.cpp").write_text("")
-    for name in ("fused_linear.h", "fused_activation.h"):
-        (tmp_path / "csrc" / name).write_text("#pragma once\n")
-    (tmp_path / "csrc" / "library.cpp").write_text('#include "fused_linear.h"\n')
-    package = tmp_path / "torch_fused_linear"
-    package.mkdir()
-    (package / "__init__.py").write_text('__version__ = "1.2.3"\n')
-    shutil.copy(PACKAGE / "_releases.py", package)
-    result = build_in(tmp_path, WORKING)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for made in (LIBRARY, DIRECT):
-        (tmp_path / made).write_text("finished")
-    shutil.rmtree(tmp_path / "build")
-    return tmp_path
-
-
 MINOR = _releases.minor(torch.__version__)
 LIBRARY = f"torch_fused_linear/lib/torch{MINOR}/_C.abi3.so"
 DIRECT = f"torch_fused_linear/lib/torch{MINOR}/_direct{SUFFIX}"
 
-
 # In place of a compiler: one that fails, so that no attempt to build goes unnoticed, and one that
 # writes a file where it is told to.
-FAILING = "#!/bin/sh\nexit 1\n"
-WORKING = """#!/bin/sh
+FAILING = "exit 1"
+WORKING = """
 while [ $# -gt 1 ]; do
   [ "$1" = -o ] && echo built > "$2"
   shift
@@ -477,98 +421,93 @@ done
 """
 
 
-def build_in(folder, compiler=FAILING):
-    (folder / "compiler").write_text(compiler)
-    (folder / "compiler").chmod(0o755)
-    settings = {
-        "CXX": str(folder / "compiler"),
-        "TORCH_FUSED_LINEAR_CUDA": "0",
-        "DEBUG": "0",
-    }
-    return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
-        cwd=folder,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-    )
+def build_in(folder, compiler=FAILING, code=0):
+    settings = {"CXX": str(script(folder / "compiler", compiler)), "DEBUG": "0"}
+    settings["TORCH_FUSED_LINEAR_CUDA"] = "0"
+    command = ("setup.py", "build_ext", "--inplace")
+    return python(*command, cwd=folder, code=code, **settings).stdout
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A tree with what a build looks at, and a library that claims to be up to date."""
+    tree = tmp_path_factory.mktemp("original")
+    shutil.copy(ROOT / "setup.py", tree)
+    shutil.copytree(ROOT / "build_tools", tree / "build_tools")
+    # make uses what there is, and setuptools before 77 refuses our pyproject.toml
+    (tree / "pyproject.toml").write_text("[project]\nname = 3\n")
+    (tree / "csrc" / "python").mkdir(parents=True)
+    (tree / "csrc" / "python" / "direct.cpp").write_text("")
+    for name in ("fused_linear.h", "fused_activation.h"):
+        (tree / "csrc" / name).write_text("#pragma once\n")
+    (tree / "csrc" / "library.cpp").write_text('#include "fused_linear.h"\n')
+    package = tree / "torch_fused_linear"
+    package.mkdir()
+    (package / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    shutil.copy(PACKAGE / "_releases.py", package)
+    build_in(tree, WORKING)
+    for made in (LIBRARY, DIRECT):
+        (tree / made).write_text("finished")
+    shutil.rmtree(tree / "build")
+    return tree
+
+
+@pytest.fixture
+def copy(original, tmp_path):
+    """The times of its files are new, no content is."""
+    return Path(shutil.copytree(original, tmp_path / "copy", copy_function=shutil.copyfile))
 
 
 def test_a_second_build_does_nothing(copy):
-    for path in copy.rglob("*"):
-        os.utime(path)  # as after a copy: every time is new, no content is
-    result = build_in(copy)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "up to date" in result.stdout
+    assert "up to date" in build_in(copy)
     assert not (copy / "build").exists()
 
 
-@pytest.mark.parametrize(
-    "changed", ["csrc/library.cpp", "csrc/fused_linear.h", "csrc/new.cpp", "build_tools/parts.py"]
-)
-def test_any_change_of_content_is_noticed(copy, changed):
-    with (copy / changed).open("a") as file:
-        file.write("\n")
-    os.utime(copy / changed, (0, 0))  # however old the file says it is
-    assert build_in(copy).returncode != 0
+CHANGED = ("csrc/library.cpp", "csrc/fused_linear.h", "csrc/new.cpp", "build_tools/parts.py")
 
 
-@pytest.mark.parametrize("name", [LIBRARY, DIRECT])
-def test_a_missing_library_is_noticed(copy, name):
-    (copy / name).unlink()
-    assert build_in(copy).returncode != 0
+@pytest.mark.parametrize("changed", [*CHANGED, LIBRARY, DIRECT])
+def test_a_change_is_noticed_until_a_build_has_not_failed(copy, changed):
+    if changed in CHANGED:
+        with (copy / changed).open("a") as file:
+            file.write("\n")
+        os.utime(copy / changed, (0, 0))  # however old the file says it is
+    else:
+        (copy / changed).unlink()
+    for _ in range(2):
+        build_in(copy, code=1)
+        assert changed == LIBRARY or (copy / LIBRARY).read_text() == "finished"
 
 
 def test_for_another_python_the_operators_are_not_built_again(copy):
     (copy / DIRECT).rename((copy / DIRECT).with_name("_direct.cpython-37m.so"))
-    result = build_in(copy, WORKING)
-    assert result.returncode == 0, result.stdout + result.stderr
+    build_in(copy, WORKING)
     assert (copy / DIRECT).read_text() == "built\n"
     assert (copy / LIBRARY).read_text() == "finished"
-    assert "up to date" in build_in(copy).stdout
+    assert "up to date" in build_in(copy)
 
 
 def test_for_another_torch_both_are_there(copy, monkeypatch, tmp_path):
     other = fake_torch(tmp_path / "torch", "2.14.1", cuda=None)
-    (other / "include/ATen").mkdir(parents=True)
-    (other / "include/ATen/Config.h").touch()
     monkeypatch.setenv("TORCH_FUSED_LINEAR_TORCH", str(other))
-    result = build_in(copy, WORKING)
-    assert result.returncode == 0, result.stdout + result.stderr
+    build_in(copy, WORKING)
     lib = copy / "torch_fused_linear" / "lib"
     assert (lib / "torch2.14" / "_C.abi3.so").read_text() == "built\n"
     assert (copy / LIBRARY).read_text() == "finished"
     assert json.loads((lib / "torch2.14" / "_C.json").read_text())["torch"] == "2.14.1"
 
 
-def test_a_failed_build_leaves_the_old_library_and_is_tried_again(copy):
-    (copy / "csrc" / "library.cpp").write_text("int changed;\n")
-    for _ in range(2):
-        assert build_in(copy).returncode != 0
-        assert (copy / LIBRARY).read_text() == "finished"
-
-
 def test_a_finished_build_is_complete_and_not_repeated(copy):
     package = copy / "torch_fused_linear"
     (copy / "csrc" / "library.cpp").write_text("int changed;\n")
-    first = build_in(copy, WORKING)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert "CPU ONLY (TORCH_FUSED_LINEAR_CUDA=0)" in first.stdout
+    assert "CPU ONLY (TORCH_FUSED_LINEAR_CUDA=0)" in build_in(copy, WORKING)
     assert (copy / LIBRARY).read_text() == "built\n"
     assert (copy / DIRECT).read_text() == "finished", "of this nothing has changed"
     assert (package / "include" / "fused_activation.h").exists()
     about = json.loads((copy / LIBRARY).with_name("_C.json").read_text())
     assert about["torch"] == torch.__version__ and about["cuda"] is None
     assert not list(package.rglob("*.tmp"))
-    assert "up to date" in build_in(copy).stdout
-
-
-def test_a_build_in_the_tree_takes_any_setuptools(copy):
-    """make uses what there is, and setuptools before 77 refuses our pyproject.toml."""
-    (copy / "csrc" / "library.cpp").write_text("int changed;\n")
-    (copy / "pyproject.toml").write_text("[project]\nname = 3\n")
-    result = build_in(copy, WORKING)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert "up to date" in build_in(copy)
 
 
 # --- loading ----------------------------------------------------------------------------------
@@ -588,22 +527,20 @@ def folder(package):
     return package / "lib" / f"torch{MINOR}"
 
 
-def run_python(package, code, *folders):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=package.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package.parent, *folders)))},
-        capture_output=True,
-        text=True,
-    )
+def run_python(package, program, *folders, code=0):
+    path = os.pathsep.join(map(str, (package.parent, *folders)))
+    return python("-c", program, cwd=package.parent, code=code, PYTHONPATH=path)
 
 
 def said_at_import(package, *folders):
     """The one line that an import without a library says."""
-    result = run_python(package, "import torch_fused_linear", *folders)
-    assert result.returncode == 0, result.stderr
-    (line,) = (line for line in result.stderr.splitlines() if "UserWarning" in line)
+    said = run_python(package, "import torch_fused_linear", *folders).stderr
+    (line,) = (line for line in said.splitlines() if "UserWarning" in line)
     return line.partition("UserWarning: ")[2]
+
+
+def rewritten(record, **changes):
+    record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
 
 
 USED = """
@@ -618,21 +555,21 @@ for use in (lambda: tfl.fuse_(model), lambda: tfl.linear_relu, lambda: tfl.Fused
     except ImportError as error:
         print(error)
 """
-
-
 GAIN = "from torch_fused_linear.gain.__main__ import main; main(['a:b', '--input', '1'])"
 
 
 def test_without_a_library_a_model_can_still_be_read(package, folder):
     shutil.rmtree(folder)
-    result = run_python(package, USED)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("1 block fused, 0 places left alone")
+    output = run_python(package, USED).stdout
+    assert output.startswith("1 block fused, 0 places left alone")
     wrong = said_at_import(package)
     assert wrong.startswith("torch_fused_linear: the library has not been built (torch 2.")
-    assert result.stdout.count(wrong) == 3
-    asked = run_python(package, GAIN)
-    assert asked.returncode == 2 and " ".join(wrong.split()) in asked.stderr.splitlines()[-1]
+    assert output.count(wrong) == 3
+    asked = run_python(package, GAIN, code=2)
+    assert " ".join(wrong.split()) in asked.stderr.splitlines()[-1]
+    doctor = python("-m", "torch_fused_linear.doctor", cwd=package.parent, code=1).stdout
+    for said in (f"package    {package}", f"torch      {torch.__version__}", "BROKEN", wrong):
+        assert said in doctor
 
 
 def test_a_library_for_another_release_names_what_there_is_and_the_command(package, folder):
@@ -644,56 +581,35 @@ def test_a_library_for_another_release_names_what_there_is_and_the_command(packa
     assert message.endswith(f"to build it: {command}")
 
 
-@pytest.mark.parametrize(
-    ("about", "loads"),
-    [
-        ({"torch": f"{MINOR}.7"}, True),
-        ({"torch": f"{MINOR}.7", "headers": "others"}, False),
-        ({"torch": f"{MINOR}.7", "cuda": "3.0"}, False),
-    ],
-    ids=["the same headers", "other headers", "another CUDA"],
-)
-def test_another_build_of_the_same_release_is_taken_if_it_is_alike(package, folder, about, loads):
-    info = json.loads((folder / "_C.json").read_text())
-    (folder / "_C.json").write_text(json.dumps({**info, **about}))
-    if loads:
-        assert run_python(package, IMPORTED).stdout == "_NotDirect\n"
-    else:
-        assert f"the library is built for another torch, {MINOR}.7" in said_at_import(package)
+@pytest.mark.parametrize("changes", [{"headers": "others"}, {"cuda": "3.0"}], ids=str)
+def test_another_build_of_the_same_release_is_refused_if_it_is_not_alike(package, folder, changes):
+    rewritten(folder / "_C.json", torch=f"{MINOR}.7", **changes)
+    assert f"the library is built for another torch, {MINOR}.7" in said_at_import(package)
 
 
 PRETENDS = "import torch; torch.__version__ = {!r}; import torch_fused_linear as tfl; tfl.linear"
 
 
 def test_a_torch_that_is_too_old_or_untested_is_named(package, folder):
-    old = run_python(package, PRETENDS.format("2.10.1+cu128"))
-    assert old.returncode == 1
+    old = run_python(package, PRETENDS.format("2.10.1+cu128"), code=1)
     assert "torch 2.10.1+cu128 is too old; 2.11 to 2.15 are supported: pip install" in old.stderr
     folder.rename(folder.with_name("torch2.99"))
-    record = folder.with_name("torch2.99") / "_C.json"
-    record.write_text(json.dumps({**json.loads(record.read_text()), "torch": "2.99.0"}))
+    rewritten(folder.with_name("torch2.99") / "_C.json", torch="2.99.0")
     new = run_python(package, PRETENDS.format("2.99.0"))
-    assert new.returncode == 0, new.stderr
     assert new.stderr.count("torch 2.99.0 is untested; 2.11 to 2.15 are supported") == 1
 
 
-def test_outside_a_source_tree_the_command_is_pips(package, folder):
-    (folder / "_C.json").unlink()
-    assert f"{sys.executable} -m pip install --no-deps" in said_at_import(package)
-
-
-def test_an_installed_copy_that_the_sources_hide_is_named(package, folder, tmp_path):
+def test_an_interrupted_build_and_an_installed_copy_that_it_hides_are_told(
+    package, folder, tmp_path
+):
     installed = tmp_path / "site" / PACKAGE.name
     shutil.copytree(package, installed)
     (folder / "_C.json").unlink()
-    assert "hides" not in said_at_import(package)
+    message = said_at_import(package)
+    assert "a build that did not finish" in message and "hides" not in message
+    assert f"{sys.executable} -m pip install --no-deps" in message, "outside a source tree"
     message = said_at_import(package, tmp_path / "site")
     assert f"the folder {package.parent} hides {installed}: work in another folder" in message
-
-
-def test_an_interrupted_build_is_told(package, folder):
-    (folder / "_C.json").unlink()
-    assert "a build that did not finish" in said_at_import(package)
 
 
 def test_a_library_that_does_not_link_names_the_symbol(package, folder):
@@ -711,35 +627,30 @@ x = torch.ones(2, 3)
 assert tfl.linear_relu(x, x).shape == (2, 2)
 print(type(tfl._library.direct).__name__)
 """
+SPOIL = {
+    "as it is": lambda folder: None,
+    "of another build with the same headers": lambda folder: rewritten(
+        folder / "_C.json", torch=f"{MINOR}.7"
+    ),
+    "missing": lambda folder: (folder / f"_direct{SUFFIX}").unlink(),
+    "of another torch": lambda folder: rewritten(folder / "_direct.json", torch="1.2.3"),
+    "of no use": lambda folder: (folder / f"_direct{SUFFIX}").write_text("no library"),
+}
 
 
-def spoil(folder, how):
-    if how == "missing":
-        (folder / f"_direct{SUFFIX}").unlink()
-    elif how == "of another torch":
-        (folder / "_direct.json").write_text('{"torch": "1.2.3"}')
-    elif how == "of no use":
-        (folder / f"_direct{SUFFIX}").write_text("no library")
-
-
-@pytest.mark.parametrize("how", ["", "missing", "of another torch", "of no use"])
+@pytest.mark.parametrize("how", SPOIL)
 def test_torch_ops_stands_in_for_the_direct_calls(package, folder, how):
-    spoil(folder, how)
-    result = run_python(package, IMPORTED)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == ("_NotDirect" if how else "module")
+    SPOIL[how](folder)
+    expected = "module" if how == "as it is" else "_NotDirect"
+    assert run_python(package, IMPORTED).stdout.strip() == expected
 
 
 # --- the record of the last run on a GPU ------------------------------------------------------
 
 
 def test_the_record_speaks_for_the_files_that_git_would_commit():
-    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run([*git, *gpu_record.FOLDERS], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode != 0 or not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout")
-    record = gpu_record.RECORD.relative_to(ROOT).as_posix()
-    expected = {p for p in listed.stdout.splitlines() if (ROOT / p).is_file()} - {record}
+    listed = git_files("--cached", "--others", "--exclude-standard", *gpu_record.FOLDERS)
+    expected = listed - {gpu_record.RECORD.relative_to(ROOT).as_posix()}
     expected = {p for p in expected if "/records/" not in p}  # what was found, of some tree
     assert set(gpu_record.tree_files()) == expected
 
@@ -757,11 +668,8 @@ def test_the_record_counts_what_pytest_reports(tmp_path):
     )
     (tmp_path / "test_two_gpus.py").write_text("def test_good(): pass\n")
     report = tmp_path / "report.xml"
-    subprocess.run(
-        [sys.executable, "-m", "pytest", f"--junitxml={report}", f"--rootdir={tmp_path}", tmp_path],
-        cwd=tmp_path,
-        capture_output=True,
-    )
+    options = ("-m", "pytest", f"--junitxml={report}", f"--rootdir={tmp_path}")
+    python(*options, tmp_path, cwd=tmp_path, code=1)
     assert gpu_record.summary(report, 1) == {
         "passed": 2,
         "failed": 2,
@@ -770,23 +678,14 @@ def test_the_record_counts_what_pytest_reports(tmp_path):
         "failed_tests": ["test_it::test_bad", "test_it::test_error"],
         "skip_reasons": {"no moon": 2},
     }
-
-
-def test_a_crash_of_pytest_is_a_failure_in_the_record(tmp_path):
-    assert gpu_record.summary(tmp_path / "none.xml", -11)["failed_tests"] == [
-        "pytest wrote no report; it ended with -11"
-    ]
+    crash = gpu_record.summary(tmp_path / "none.xml", -11)
+    assert crash["failed_tests"] == ["pytest wrote no report; it ended with -11"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_no_record_without_a_gpu():
     before = gpu_record.RECORD.read_bytes() if gpu_record.RECORD.exists() else None
-    result = subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / "gpu_record.py"],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0
+    result = python(ROOT / "tests" / "support" / "gpu_record.py", code=1)
     assert "no CUDA device" in result.stderr
     assert (gpu_record.RECORD.read_bytes() if gpu_record.RECORD.exists() else None) == before
 
@@ -800,7 +699,4 @@ def test_the_shape_of_the_record():
         assert isinstance(record[key], str) and record[key], key
     assert record["devices"] and record["library"]["cuda"]
     assert re.fullmatch("[0-9a-f]{64}", record["tree_hash"])
-    assert all(isinstance(record[key], int) for key in ("passed", "failed", "skipped", "exit_code"))
-    assert len(record["failed_tests"]) >= record["failed"]
-    assert sum(record["skip_reasons"].values()) == record["skipped"]
-    assert record["seconds"] > 0
+    assert record["passed"] and record["seconds"] > 0
