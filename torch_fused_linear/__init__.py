@@ -7,6 +7,8 @@ for ``DTensor`` are registered when torch's modules for these are imported.
 
 from typing import NoReturn as _NoReturn
 
+from torch import ops as _ops
+
 from . import _library
 from .fuse import fuse_, is_fused, unfuse_
 
@@ -48,7 +50,7 @@ if _library.error is None:
     sharding.register_when_imported()
 
     # A file that cannot be used is told of now, not in the middle of the work.
-    plans._from_environment()
+    _ops.fused._plans_from_environment()
 
 __all__ = [
     "FusedConv2dReLU",

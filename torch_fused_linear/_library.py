@@ -35,9 +35,9 @@ def _folder() -> Path:
     return _LIB / f"torch{_releases.minor(torch.__version__)}"
 
 
-def _record(name: str) -> dict[str, Any]:
+def _record(name: str, folder: Path | None = None) -> dict[str, Any]:
     """What the build says of a part that it has finished, else nothing."""
-    path = _folder() / f"{name}.json"
+    path = (folder or _folder()) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -46,13 +46,9 @@ def build_info() -> dict[str, Any]:
 
     Empty when there is no finished build for this release of torch.
     """
-    kernels = _LIB / "fused_kernels.json"
     built = _record("_C")
-    with_kernels = built.get("cuda") is not None and kernels.exists()
-    about = (
-        json.loads(kernels.read_text()) if with_kernels else {"arch_list": None, "hopper": False}
-    )
-    return {**about, **built} if built else {}
+    kernels = _record("fused_kernels", _LIB) if built.get("cuda") else {}
+    return {"arch_list": None, "hopper": False, **kernels, **built} if built else {}
 
 
 def library_path() -> str:

@@ -39,18 +39,13 @@ def _range() -> str:
     return f"{TESTED[0]} to {TESTED[-1]}"
 
 
-def _after(release: str) -> str:
-    major, number = _number(release)
-    return f"{major}.{number + 1}"
-
-
 def requirement(releases: list[str]) -> str:
     """Of a wheel that holds a library for each of these releases."""
     numbers = sorted(map(_number, releases))
     names = [f"{major}.{number}" for major, number in numbers]
     between = [f"{numbers[0][0]}.{n}" for n in range(numbers[0][1], numbers[-1][1])]
     holes = "".join(f",!={name}.*" for name in between if name not in names)
-    return f"torch>={names[0]},<{_after(names[-1])}{holes}"
+    return f"torch>={names[0]},<{numbers[-1][0]}.{numbers[-1][1] + 1}{holes}"
 
 
 def digest_of_headers(torch: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,28 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.jit._builtins import _register_builtin as register_builtin
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._contextlib import _DecoratorContextManager as DecoratorContextManager
-from torch.utils._pytree import tree_flatten, tree_leaves
-
-__all__ = [
-    "BroadcastingList2",
-    "DecoratorContextManager",
-    "FakeTensor",
-    "FunctionalTensor",
-    "Graph",
-    "GraphBlock",
-    "HigherOrderOperator",
-    "Node",
-    "OpOverload",
-    "OpOverloadPacket",
-    "ScriptModule",
-    "TensorType",
-    "Value",
-    "has_any_global_hook",
-    "register_builtin",
-    "tree_flatten",
-    "tree_leaves",
-    "unset_fake_temporarily",
-]
+from torch.utils._pytree import tree_leaves
 
 #: The attributes of a module that hold the hooks of its calls, and what every module has of each.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -55,6 +34,12 @@ GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HO
 def function_modes() -> list:
     """The function modes in force, the outermost first."""
     return torch.overrides._get_current_function_mode_stack()
+
+
+def floats_in(output: Any) -> list[torch.Tensor]:
+    """The floating-point tensors in lists, dictionaries and what else torch takes apart."""
+    leaves = tree_leaves(output)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -157,23 +142,13 @@ def script_graphs(module: ScriptModule) -> Iterator[Graph]:
 # --- distributed tensors ------------------------------------------------------------------------
 
 
-def dtensor() -> SimpleNamespace:
-    """What DTensor's rules for operators are written with."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import (
-        expand_to_full_mesh_op_strategy,
-        register_op_strategy,
-    )
+def dtensor() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """What DTensor's rules for operators are written with: collectives, schemas, strategies."""
+    from torch.distributed import _functional_collectives
+    from torch.distributed.tensor import _op_schema
+    from torch.distributed.tensor._ops import utils
 
-    return SimpleNamespace(
-        AsyncCollectiveTensor=AsyncCollectiveTensor,
-        OpSchema=OpSchema,
-        OpStrategy=OpStrategy,
-        RuntimeSchemaInfo=RuntimeSchemaInfo,
-        expand_to_full_mesh_op_strategy=expand_to_full_mesh_op_strategy,
-        register_op_strategy=register_op_strategy,
-    )
+    return _functional_collectives, _op_schema, utils
 
 
 def handle_on_dtensors(operator: OpOverload, handler: Callable) -> None:

@@ -7,12 +7,8 @@ from collections.abc import Callable
 
 
 def when_imported(module: str, register: Callable[[], None]) -> None:
-    """Calls a function after a module has been run: at once, or when it is first imported.
-
-    Args:
-        module: its full name.
-        register: called once, with the module in ``sys.modules``.
-    """
+    """Calls a function once after a module, by its full name, has been run and is in
+    ``sys.modules``: at once, or when it is first imported."""
     if module in sys.modules:
         register()
     else:

@@ -59,10 +59,14 @@ class AccumulationHandle:
                 torch.ops.fused._accumulate(parameter, self._into)
                 self._weights[id(parameter)] = parameter
 
-    def _follow(self, module: nn.Module) -> None:
+    def _follow(self, model: nn.Module) -> None:
         """FSDP2 lends its modules whole parameters, which are others than the module's own."""
-        hook = module.register_forward_pre_hook(lambda module, _: self._add(module.parameters()))
-        self._hooks.append(hook)
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                hook = module.register_forward_pre_hook(lambda m, _: self._add(m.parameters()))
+                self._hooks.append(hook)
 
 
 def accumulate_gradients(
@@ -114,8 +118,8 @@ def accumulate_gradients(
     handle = AccumulationHandle(into, dtype)
     try:
         handle._add(_parameters(target))
-        for module in _sharded_modules(target):
-            handle._follow(module)
+        if isinstance(target, nn.Module) and torch.distributed.is_available():
+            handle._follow(target)
     except BaseException:
         handle.remove()
         raise
@@ -133,10 +137,3 @@ def _parameters(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[Tenso
                 f"{type(parameter).__name__}"
             )
         yield parameter
-
-
-def _sharded_modules(target: object) -> Iterator[nn.Module]:
-    if isinstance(target, nn.Module) and torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        yield from (module for module in target.modules() if isinstance(module, FSDPModule))

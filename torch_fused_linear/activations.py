@@ -90,11 +90,8 @@ def name_of_gelu(approximate: object) -> str | None:
 
 def name_of_module(module: nn.Module) -> str | None:
     """The operators' name of what ``nn.ReLU``, ``nn.SiLU``, ``nn.GELU`` or ours computes."""
+    forms = None, module.__dict__.get("approximate")
     for name, activation in ACTIVATIONS.items():
-        approximate = activation.approximate
-        if type(module) is activation.layer and approximate in (
-            None,
-            module.__dict__.get("approximate"),
-        ):
+        if type(module) is activation.layer and activation.approximate in forms:
             return name
     return None

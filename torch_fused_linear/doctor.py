@@ -108,8 +108,8 @@ def cublaslt_path(built_cuda: str | None) -> str:
     return "available" if torch.cuda.is_available() else "built, but there is no CUDA device"
 
 
-def parse(arguments: Sequence[str] | None) -> None:
-    """There is nothing to choose; --help says what is done, anything else is an error."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    # There is nothing to choose; --help says what is done, anything else is an error.
     argparse.ArgumentParser(
         prog="python -m torch_fused_linear.doctor",
         description="Say what is installed, what was built, and whether it works: a layer's "
@@ -117,10 +117,6 @@ def parse(arguments: Sequence[str] | None) -> None:
         epilog="Exit status: 0, everything works; 1, something is broken, or there is a GPU that "
         "the build does not use.",
     ).parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parse(arguments)
 
     def say(name: str, value: object) -> None:
         print(f"{name:<10}", "none" if value is None else value)

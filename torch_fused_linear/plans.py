@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ._switch import Switch as _Switch
-from ._torch_internals import tree_flatten as _tree_flatten
+from ._torch_internals import floats_in as _floats_in
 
 
 def save(path: str | os.PathLike) -> None:
@@ -169,7 +169,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
     before = [buffer.clone() for buffer in buffers]
     try:
         with _told_on_a_terminal(), torch.random.fork_rng(devices), patience(0):
-            outputs = _tensors_in(module(*inputs, **kwargs))
+            outputs = _floats_in(module(*inputs, **kwargs))
             roots = [t for t in outputs if t.requires_grad]
             if roots and leaves and torch.is_grad_enabled():
                 torch.autograd.grad(
@@ -250,12 +250,3 @@ def broadcast(group: Any = None, source: int = 0) -> int:
             load(path)  # where it cannot be used this raises, and nothing is lost
             clear()
         return load(path)
-
-
-def _from_environment() -> None:
-    torch.ops.fused._plans_from_environment()
-
-
-def _tensors_in(output: Any) -> list[Tensor]:
-    leaves, _ = _tree_flatten(output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -147,14 +147,13 @@ def _ways(rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, Any], devi
             continue
         if label == "h" and "up" not in tensors:  # gate's rows stand before up's
             continue
-        way, has_sums = [], False
+        way = []
         for name, (labels, summed) in rule.outputs.items():
-            is_sum = _is_wanted(name, rule, given) and label in dimensions(summed)
-            has_sums |= is_sum
-            lies = placed(labels, label, _SUM if is_sum else _WHOLE)
-            way.append(lies if _is_wanted(name, rule, given) else _WHOLE)
+            otherwise = _SUM if label in dimensions(summed) else _WHOLE
+            is_wanted = _is_wanted(name, rule, given)
+            way.append(placed(labels, label, otherwise) if is_wanted else _WHOLE)
         for name in tensors:
-            is_part = has_sums and name in rule.added
+            is_part = name in rule.added and _SUM in way
             way.append(placed(rule.inputs[name], label, _SUM if is_part else _WHOLE))
         yield way
 
@@ -163,7 +162,7 @@ def _register_rules() -> None:
     """Makes DTensor know the operators."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    torchs = _torch_internals.dtensor()
+    collectives, schemas, strategies = _torch_internals.dtensor()
 
     def placement(lies: int | str):
         return {_WHOLE: Replicate, _SUM: Partial}[lies]() if isinstance(lies, str) else Shard(lies)
@@ -173,27 +172,24 @@ def _register_rules() -> None:
         rule = RULES[schema.name.partition("::")[2]]
         names = [argument.name for argument in schema.arguments]
         given = {**dict(zip(names, op_schema.args_schema)), **op_schema.kwargs_schema}
-        known = torchs.OpStrategy
+        known = schemas.OpStrategy
         tensors = {name: given[name] for name in names if isinstance(given.get(name), known)}
         mesh = op_schema.get_mesh_from_args()
         ways = [list(map(placement, way)) for way in _ways(rule, given, tensors, mesh.size())]
-        return torchs.expand_to_full_mesh_op_strategy(
+        return strategies.expand_to_full_mesh_op_strategy(
             mesh, op_schema, ways, input_index=len(rule.outputs)
         )
 
     for name in RULES:
         op = getattr(torch.ops.fused, name).default
-        torchs.register_op_strategy(op, _schema_info(op, torchs.RuntimeSchemaInfo))(strategy)
+        # Arguments that are no tensors decide on the results, all of them.
+        is_tensor = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
+        first_other = [*is_tensor, False].index(False)
+        info = schemas.RuntimeSchemaInfo(static_argnum=first_other, needs_pytree=True)
+        strategies.register_op_strategy(op, info)(strategy)
     _torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
-    subclasses.know(DTensor, torchs.AsyncCollectiveTensor)
+    subclasses.know(DTensor, collectives.AsyncCollectiveTensor)
     _library.impl("_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect")
-
-
-def _schema_info(op, info):
-    """Which arguments that are no tensors decide on the results: all of them."""
-    is_tensor = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
-    first = is_tensor.index(False) if False in is_tensor else len(is_tensor)
-    return info(static_argnum=first, needs_pytree=True)
 
 
 def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:

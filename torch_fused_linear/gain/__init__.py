@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from .._torch_internals import tree_leaves
+from .._torch_internals import floats_in
 from ..fuse import fuse_, unfuse_
 from ..graph.options import compile_options
 from ..policy import handover, set_policy
@@ -28,14 +28,10 @@ PRODUCT = re.compile(r"mm|linear|convolution")
 BACKWARD = "autograd::engine::evaluate_function"
 
 
-def floats(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
 def loss_of(output: Any) -> Tensor:
     """The loss that an output names, or the mean of what is in it, which stands for one."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return sum(t.float().mean() for t in floats(output)) if loss is None else loss
+    return sum(t.float().mean() for t in floats_in(output)) if loss is None else loss
 
 
 def gain(
@@ -130,7 +126,7 @@ class Copies:
         ways = (EAGER, FUSED, COMPILED, OURS)
         self.models = {way: copy.deepcopy(plain, dict(shared)) for way in ways}
         self.report = fuse_(self.models[FUSED])
-        read = [*plain.parameters(), *floats((self.args, self.kwargs)), torch.empty(0)]
+        read = [*plain.parameters(), *floats_in((self.args, self.kwargs)), torch.empty(0)]
         self.leaves = [t for t in read if t.requires_grad]
         self.device, kind = read[0].device, read[0].device.type
         is_cast = torch.is_autocast_enabled(kind)
@@ -164,7 +160,7 @@ class Copies:
         with contender.conditions():
             output = contender.call()
         grads = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        found = grads if self.step else floats(output)
+        found = grads if self.step else floats_in(output)
         if not found:
             raise ValueError("gain: expected an output with a floating-point tensor, got none")
         return found

@@ -10,6 +10,7 @@ import copy
 import logging
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -48,19 +49,16 @@ class FusionPass(CountingPass):
         self.conv = conv
         self.options = (conv,)
         self.replaced: Counter[str] = Counter()
-
-        self._bodies: WeakKeyDictionary[GraphModule, tuple[Graph, Counter[str]]] = (
-            WeakKeyDictionary()
-        )
+        self._bodies = WeakKeyDictionary()  # by module: the graph before, and what was put in
 
     def __call__(self, graph: Graph) -> None:
         self._put_back_bodies(graph)
         before = copy.deepcopy(graph)
-        counts = _Rewrite(graph).run_gated()
+        counts = Counter(_Rewrite(graph).run_gated())
         rewrite = _Rewrite(graph)
-        counts += rewrite.run()
+        counts.update(rewrite.run())
         if self.conv:
-            counts += rewrite.run_convolutions()
+            counts.update(rewrite.run_convolutions())
         if counts and graph.owning_module is not None:
             self._bodies[graph.owning_module] = before, counts
         self.replaced.update(counts)
@@ -120,33 +118,29 @@ class _Rewrite:
         self.overlapped = overlaps_collectives()
         self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
 
-    def run(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for chain in self.chains():
-            name = self.replace_layer(chain[0]) if len(chain) == 1 else self.replace_chain(chain)
-            if name:
-                counts[name] += 1
-        return counts
+    # ---- each run replaces what it finds, and gives the names of the operators put in ----
 
-    def run_gated(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
+    def run(self) -> Iterator[str]:
+        for chain in self.chains():
+            if len(chain) > 1:
+                yield self.replace_chain(chain)
+            elif chain[0].nodes:  # else there is no activation, or it is in ours already
+                yield self.replace_layer(chain[0])
+
+    def run_gated(self) -> Iterator[str]:
         for node in list(self.graph.nodes):
             found = matching_gated.find_gated(node)
             if found and not self.may_join(found.nodes) and found.down:
                 found = matching_gated.without_down(found)
             if found and self.may_join(found.nodes):
-                counts[self.replace_gated(found)] += 1
-        return counts
+                yield self.replace_gated(found)
 
-    def run_convolutions(self) -> Counter[str]:
-        counts: Counter[str] = Counter()
+    def run_convolutions(self) -> Iterator[str]:
         for node in list(self.graph.nodes):
             found = matching_conv.find_conv_relu(node)
             joins = found and self.in_one_mode([found.convolution, found.relu])
             if joins and convolution_pays(matching.value(node)):
-                self.replace_convolution(found)
-                counts["conv2d_relu"] += 1
-        return counts
+                yield self.replace_convolution(found)
 
     # ---- what there is ----
 
@@ -237,9 +231,7 @@ class _Rewrite:
 
     # ---- replacing ----
 
-    def replace_layer(self, layer: _Layer) -> str | None:
-        if not layer.nodes:
-            return None  # no activation, or ours already
+    def replace_layer(self, layer: _Layer) -> str:
         linear, result = layer.linear, layer.linear.nodes[-1]
         with self.graph.inserting_before(result):
             args = (*self.operands(linear), self.bias_of(linear))
@@ -249,7 +241,7 @@ class _Rewrite:
         self.replace(result, new)
         self.replace(layer.output, layer.between[-1] if layer.between else new)
         self.erase([*linear.nodes, *layer.nodes])
-        return new.target.overloadpacket.__name__
+        return activation.operator
 
     def replace_chain(self, chain: list[_Layer]) -> str:
         linears, last = [layer.linear for layer in chain], chain[-1]
@@ -259,7 +251,7 @@ class _Rewrite:
             inputs, weights = zip(*map(self.operands, linears))
             biases = [self.bias_of(linear) for linear in linears]
             args = (inputs[0], list(weights), biases, chain[0].activation)
-            memories = {matching.own_memory(linear.nodes[-1]) for linear in linears}
+            memories = {spellings.arguments(x.nodes[-1]).get("memory") for x in linears}
             how = {"memory": "low"} if "low" in memories else {}
             new = self.call(_fused.mlp.default, args, result, how)
             if last.activation and not last.nodes:  # it was inside of an operator that goes
@@ -304,11 +296,12 @@ class _Rewrite:
             part.meta = {"example_value": fake}
         return parts
 
-    def replace_convolution(self, found: matching_conv.ConvReLU) -> None:
+    def replace_convolution(self, found: matching_conv.ConvReLU) -> str:
         with self.graph.inserting_before(found.convolution):
             new = self.call(_fused.conv2d_relu.default, found.operands, found.convolution)
         self.replace(found.relu, new)
         self.erase([found.convolution, found.relu])
+        return "conv2d_relu"
 
     def replace(self, old: Node, new: Node) -> None:
         old.replace_all_uses_with(new)

@@ -134,10 +134,13 @@ def dtype_of(node: Node) -> torch.dtype | None:
     return None if fake is None else fake.dtype
 
 
-def has_kernel(device: torch.device) -> bool:
-    return device.type in ("cpu", "cuda") and _torch_internals.has_kernel(
-        "fused::linear", device.type.upper()
-    )
+def has_kernel(fakes: list[FakeTensor]) -> bool:
+    """Whether the operators are for tensors of these dtypes and layouts, and of one device."""
+    device = fakes[0].device
+    if any(f.dtype not in DTYPES or f.layout != torch.strided or f.device != device for f in fakes):
+        return False
+    key = device.type.upper()
+    return key in ("CPU", "CUDA") and _torch_internals.has_kernel("fused::linear", key)
 
 
 def _is_supported(linear: Linear) -> bool:
@@ -145,13 +148,9 @@ def _is_supported(linear: Linear) -> bool:
     if not all(isinstance(node, Node) for node in nodes):
         return False
     fakes = [value(node) for node in [*nodes, linear.nodes[-1]]]
-    if any(fake is None for fake in fakes):
+    if any(fake is None for fake in fakes) or not has_kernel(fakes):
         return False
     input, weight, result = fakes[0], fakes[1], fakes[-1]
-    if any(f.dtype not in DTYPES or f.layout != torch.strided for f in fakes):
-        return False
-    if not has_kernel(input.device) or any(f.device != input.device for f in fakes):
-        return False
     if input.dim() < 1 or weight.dim() != 2:
         return False
     features = weight.shape[1 if linear.transposed else 0]
@@ -178,13 +177,6 @@ def own_activation(node: Node) -> str | None:
     # The operator's default is the tanh form, where torch's is the exact one.
     activation = of_operator(kind(node), arguments(node).get("approximate", "tanh"))
     return activation and activation.name
-
-
-def own_memory(node: Node) -> str:
-    """The memory that one of our own layers was given, 'default' of any other node."""
-    if kind(node) not in OWN:
-        return "default"
-    return arguments(node).get("memory", "default")
 
 
 def _call(node: Node) -> Activation | None:

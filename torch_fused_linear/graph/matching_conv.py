@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from .._torch_internals import FakeTensor
-from .matching import DTYPES, find_activation, has_kernel, same, value
+from .matching import find_activation, has_kernel, same, value
 from .spellings import arguments, kind
 
 _conv2d_relu = torch.ops.fused.conv2d_relu.default
@@ -35,7 +35,7 @@ def find_conv_relu(node: Node) -> ConvReLU | None:
     geometry = _geometry(args, fakes[1])
     if geometry is None or any(fake is None for fake in (*fakes, result)):
         return None
-    if not _is_supported(fakes, geometry, result):
+    if not has_kernel([*fakes, result]) or not _keeps_strides(fakes, geometry, result):
         return None
     return ConvReLU(node, activation.nodes[-1], (*tensors, *geometry))
 
@@ -67,11 +67,7 @@ def _pair(number) -> list[int] | None:
     return [numbers[0], numbers[-1]]
 
 
-def _is_supported(fakes: list[FakeTensor], geometry: tuple, result: FakeTensor) -> bool:
-    if any(f.dtype not in DTYPES or f.layout != torch.strided for f in (*fakes, result)):
-        return False
-    if not has_kernel(result.device) or any(f.device != result.device for f in fakes):
-        return False
+def _keeps_strides(fakes: list[FakeTensor], geometry: tuple, result: FakeTensor) -> bool:
     with result.fake_mode, torch.no_grad(), torch.autocast(result.device.type, enabled=False):
         # Autocast casts for both.
         input, weight, *bias = (f.to(result.dtype) for f in fakes)
