@@ -9,6 +9,7 @@ from .results import Result, find, median, of_case, shape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 700, 235, 40, 13, 10, 60  # LEFT is for the rows' names
+BOLD = 'font-size="16" font-weight="bold"'
 # Models as they come, with their own activation.
 MODELS = (
     ("GPT-2 small", "gelu"),
@@ -59,12 +60,7 @@ def chart(rows: Mapping[str, Mapping[str, float]], series: Sequence[str]) -> str
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#222222">',
         "<title>Time of eager PyTorch over that of each way, of a training step</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        text(
-            16,
-            24,
-            "Training step, times as fast as eager PyTorch",
-            'font-size="16" font-weight="bold"',
-        ),
+        text(16, 24, "Training step, times as fast as eager PyTorch", BOLD),
     ]
     for index, name in enumerate(series):
         x, y = WIDTH - 150 * (len(series) - index), 13 if len(series) < 3 else 33
