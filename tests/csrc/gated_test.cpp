@@ -1,6 +1,6 @@
 // Gated layers through LibTorch, against their formula in ATen: sizes that no block divides, halves
-// of one weight, views, every subset of gradients. `gated_test NAME` runs one test and exits with 1
-// where it fails. Meant for the sanitizers as well, which see what a wrong size would touch.
+// of one weight, views, every subset of gradients. Meant for the sanitizers, which see what a wrong
+// size would touch.
 
 #include "expect.h"
 #include "fused_linear.h"
@@ -39,37 +39,32 @@ Tensor draw(std::mt19937& random, int64_t rows, int64_t cols) {
 }
 
 void compare(const Case& c, std::mt19937& random) {
-  variable_list leaves{draw(random, c.tokens, c.in),
-                       draw(random, c.hidden * (c.stacked ? 2 : 1), c.in)};
-  if (!c.stacked) leaves.push_back(draw(random, c.hidden, c.in));
-  const size_t weights = leaves.size();
-  for (size_t i = 1; c.bias && i < weights; ++i) {
-    leaves.push_back(torch::randn({leaves[i].size(0)}, torch::kDouble));
+  const size_t weights = c.stacked ? 1 : 2;
+  variable_list leaves{draw(random, c.tokens, c.in)};
+  for (size_t i = 0; i < weights; ++i) {
+    leaves.push_back(draw(random, c.stacked ? 2 * c.hidden : c.hidden, c.in));
   }
-  for (auto& leaf : leaves) leaf = leaf.detach();
+  for (size_t i = 0; c.bias && i < weights; ++i) {
+    leaves.push_back(torch::randn({leaves[1].size(0)}, torch::kDouble));
+  }
   variable_list wanted;
   for (size_t i = 0; i < leaves.size(); ++i) {
     if (c.wanted >> i & 1) wanted.push_back(leaves[i].requires_grad_());
   }
-  const auto& x = leaves[0];
-  const auto gate = leaves[1], up = c.stacked ? Tensor() : leaves[2];
-  const auto gate_bias = c.bias ? leaves[weights] : Tensor();
-  const auto up_bias = c.bias && !c.stacked ? leaves[weights + 1] : Tensor();
-  const auto optional = [](const Tensor& t) {
-    return t.defined() ? std::optional(t) : std::nullopt;
-  };
+  const auto &x = leaves[0], &gate = leaves[1];
+  std::optional<Tensor> up, gate_bias, up_bias;
+  if (c.bias) gate_bias = leaves[1 + weights];
+  if (!c.stacked) up = leaves[2];
+  if (!c.stacked && c.bias) up_bias = leaves[4];
 
-  const auto y = fused::linear_glu(x, gate, optional(up), optional(gate_bias), optional(up_bias),
-                                   c.activation);
-  auto z = at::linear(x, gate, optional(gate_bias));
-  Tensor u;
+  const auto y = fused::linear_glu(x, gate, up, gate_bias, up_bias, c.activation);
+  auto z = variable_list{at::linear(x, gate, gate_bias)};
   if (c.stacked) {
-    const auto halves = z.chunk(2, -1);
-    z = halves[0], u = halves[1];
+    z = z[0].chunk(2, -1);
   } else {
-    u = at::linear(x, up, optional(up_bias));
+    z.push_back(at::linear(x, *up, up_bias));
   }
-  const auto plain = act(z, c.activation) * u;
+  const auto plain = act(z[0], c.activation) * z[1];
   EXPECT(torch::allclose(y, plain, 1e-9, 1e-9));
   if (wanted.empty()) return;
   const auto grad = draw(random, c.tokens, c.hidden);

@@ -163,16 +163,14 @@ TEST(hopper_takes_what_the_hardware_can_copy) {
     EXPECT(refused([](PassProblem& p) { p.matmul.arch = 100; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.type = Type::f32; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.transpose_b = true; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.m += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.k += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.lda += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.ldb += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.ldd += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.ld_aux += 4; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_a = false; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_b = false; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_d = false; }));
-    EXPECT(refused([](PassProblem& p) { p.matmul.aligned_aux = false; }));
+    for (const auto size : {&Problem::m, &Problem::k, &Problem::lda, &Problem::ldb, &Problem::ldd,
+                            &Problem::ld_aux}) {
+      EXPECT(refused([=](PassProblem& p) { p.matmul.*size += 4; }));
+    }
+    for (const auto flag :
+         {&Problem::aligned_a, &Problem::aligned_b, &Problem::aligned_d, &Problem::aligned_aux}) {
+      EXPECT(refused([=](PassProblem& p) { p.matmul.*flag = false; }));
+    }
     EXPECT(refused([](PassProblem& p) { p.matmul.n = int64_t{1} << 31; }));
     EXPECT(refused([](PassProblem& p) { p.matmul.n = 65536, p.matmul.m = p.matmul.k = 4096; }));
     // A weight by columns, rows apart, at offsets, and numbers of features that no tile divides.

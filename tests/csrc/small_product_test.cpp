@@ -1,7 +1,6 @@
 // The kernels for small networks on a CPU, thread by thread (cuda_on_cpu/mma.h), against plain
 // loops: tiles that end early, rows of any length at any address, sums. What lies behind the rows
 // is NaN where it is read from, and must be there again where it is written beside.
-// `small_product_test NAME` runs one test and exits with 1 where it fails.
 
 #include "cuda_on_cpu/mma.h"
 
@@ -55,16 +54,6 @@ struct Sizes {
   bool infinite = false;  // one of the right operand's elements
 };
 
-double act(Activation activation, double z) {
-  return activate<Activation::none, false, double>(
-      activation == Activation::relu        ? activate<Activation::relu, false, double>(z)
-      : activation == Activation::gelu_erf  ? activate<Activation::gelu_erf, false, double>(z)
-      : activation == Activation::gelu_tanh ? activate<Activation::gelu_tanh, false, double>(z)
-      : activation == Activation::silu      ? activate<Activation::silu, false, double>(z)
-      : activation == Activation::relu2     ? activate<Activation::relu2, false, double>(z)
-                                            : z);
-}
-
 template <typename T>
 bool equals(T got, double want) {
   if (!std::isfinite(want)) {
@@ -74,6 +63,18 @@ bool equals(T got, double want) {
                          : std::is_same_v<T, __half> ? 1.0 / 1024
                                                      : 1.0 / 128;
   return std::abs(static_cast<float>(got) - want) <= one_ulp * std::abs(want) + 1e-5;
+}
+
+template <typename T, Pass pass, Activation activation>
+void launch(const SmallProduct& all, unsigned members = 1) {
+  using Shape = SmallShape<T, pass>;
+  on_cpu(
+      dim3(small_blocks<T, pass>(all), members), Shape::threads, Shape::bytes,
+      [&](unsigned char* shared) {
+        const auto own = of_member<T>(all, blockIdx.y);
+        SmallBlock<T, pass, activation>(own, blockIdx.x, shared).run();
+      },
+      std::max(all.cluster, 1));
 }
 
 // Each of the results, against loops in fp64.
@@ -99,14 +100,10 @@ void compare(const Sizes& s) {
   if (forward && s.with) p.bias = bias.data;
   if (!forward && s.with) p.sums = sums.data;
   if (saves || reads) p.aux = aux.data, p.ld_aux = aux.ld;
-  using Shape = SmallShape<T, pass>;
-  const int blocks_down = (s.rows + Shape::rows - 1) / Shape::rows;
+  constexpr int rows_of_block = SmallShape<T, pass>::rows;
+  const int blocks_down = (s.rows + rows_of_block - 1) / rows_of_block;
   if (pass == Pass::dgrad && s.with) p.cluster = std::min(s.cluster, blocks_down);
-  const unsigned cluster = std::max(p.cluster, 1);
-  on_cpu(
-      small_blocks<T, pass>(p), Shape::threads, Shape::bytes,
-      [&](unsigned char* shared) { SmallBlock<T, pass, activation>(p, blockIdx.x, shared).run(); },
-      cluster);
+  launch<T, pass, activation>(p);
 
   std::vector<double> column_sums(s.cols), row_sums(s.rows);
   bool right_products = true, right_aux = true, right_sums = true;
@@ -119,7 +116,7 @@ void compare(const Sizes& s) {
         product += double(static_cast<float>(a)) * static_cast<float>(b);
       }
       if (saves) right_aux = right_aux && equals(aux.at(r, c), product);
-      if (forward) product = act(activation, product);
+      if (forward) product = activate<activation, false, double>(product);
       if constexpr (reads) {
         product = activation_gradient<activation, false, double>(product,
                                                                  static_cast<float>(aux.at(r, c)));
@@ -224,7 +221,8 @@ void compare_network(int tokens, std::vector<int> features, unsigned cluster, bo
                static_cast<float>(weights[i].at(c, k));
         }
         if (hidden && with) right = right && equals(auxes[i].at(r, c), z);
-        right = right && equals(results[i + 1].at(r, c), hidden ? act(activation, z) : z);
+        if (hidden) z = activate<activation, false, double>(z);
+        right = right && equals(results[i + 1].at(r, c), z);
       }
     }
     if (right) continue;
@@ -266,15 +264,7 @@ void compare_members(bool with = true) {
   if (!forward && with) p.sums = sums.data;
   if (!of_weight) p.aux = aux.data, p.ld_aux = aux.ld, p.apart.aux = rows * aux.ld;
   constexpr auto activation = of_weight ? Activation::none : Activation::relu;
-  const auto run = [](const SmallProduct& all, unsigned members) {
-    using Shape = SmallShape<T, pass>;
-    on_cpu(dim3(small_blocks<T, pass>(all), members), Shape::threads, Shape::bytes,
-           [&](unsigned char* shared) {
-             const auto own = of_member<T>(all, blockIdx.y);
-             SmallBlock<T, pass, activation>(own, blockIdx.x, shared).run();
-           });
-  };
-  run(p, members);
+  launch<T, pass, activation>(p, members);
   EXPECT(result.is_whole() && (forward || !with || sums.is_whole()));
   for (int i = 0; i < members; ++i) {
     Rows<T> alone(rows, cols, 0, 0), alone_sums(1, sums_of_one, 0, 0);
@@ -283,7 +273,7 @@ void compare_members(bool with = true) {
     if (forward && with) one.bias = &bias.at(i, 0);
     if (!forward && with) one.sums = alone_sums.data;
     if (!of_weight) one.aux = &aux.at(i * rows, 0);
-    run(one, 1);
+    launch<T, pass, activation>(one);
     EXPECT(std::memcmp(alone.data, &result.at(i * rows, 0), rows * cols * sizeof(T)) == 0);
     EXPECT(forward || std::memcmp(alone_sums.data, &sums.at(i, 0), sums_of_one * sizeof(T)) == 0);
   }
