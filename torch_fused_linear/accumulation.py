@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
@@ -63,10 +64,19 @@ class AccumulationHandle:
         """FSDP2 lends its modules whole parameters, which are others than the module's own."""
         from torch.distributed.fsdp import FSDPModule
 
+        def held_by(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+            yield module._parameters
+            for child in module.children():
+                if not isinstance(child, FSDPModule):
+                    yield from held_by(child)
+
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                hook = module.register_forward_pre_hook(lambda m, _: self._add(m.parameters()))
-                self._hooks.append(hook)
+            if isinstance(module, FSDPModule):  # walked once, as forward costs time
+                add = partial(self._add_held, [*held_by(module)])
+                self._hooks.append(module.register_forward_pre_hook(add))
+
+    def _add_held(self, held: list[dict[str, Tensor]], *_: object) -> None:
+        self._add(parameter for parameters in held for parameter in parameters.values())
 
 
 def accumulate_gradients(
