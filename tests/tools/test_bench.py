@@ -1,4 +1,4 @@
-"""The benchmark suite: fair timing, the same work by all, results that survive, a true table."""
+"""The benchmarks: fair timing, the same work by all, results that survive, true tables, a gate."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import gc
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import gpu_gate
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
@@ -21,12 +21,15 @@ from rival_fakes import FAKES, HEURISTICS, TUNED
 pytest.importorskip("tqdm")
 
 from bench_records import ROOT, STEP, record_of
+from processes import python
 
+import torch_fused_linear as tfl
 from benchmarks import __main__ as bench
-from benchmarks import contenders, gated, operands, results, rivals
-from benchmarks.__main__ import main, parse
+from benchmarks import contenders, first_calls, gated, operands, results, rivals
+from benchmarks.__main__ import main
 from benchmarks.cases import SUITES, Case, cases_of
 from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
+from benchmarks.pages import tables
 from benchmarks.pages.chart import chart
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
@@ -52,40 +55,33 @@ def test_whoever_sleeps_longer_is_slower():
         assert number.rounds == timing.MIN_ROUNDS
 
 
-class FakeClock:
-    """Whose calls take as long as they say, and who remembers the batches."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[str, int]] = []
-
-    def __call__(self, call, times):
-        name, seconds = call()
-        self.batches.append((name, times))
-        return seconds * times
+def fake_clock(call, times):
+    """As if each call took as long as it says."""
+    return call() * times
 
 
 def test_rounds_are_interleaved_and_shuffled():
-    names, clock = ["a", "b", "c"], FakeClock()
-    entering = [Contender(name, lambda name=name: (name, 1e-3)) for name in names]
-    numbers, _ = measure(entering, clock, seconds=60)
+    called = []
+    entering = [Contender(name, lambda name=name: called.append(name) or 1e-3) for name in "abc"]
+    numbers, _ = measure(entering, fake_clock, seconds=60)
     rounds = timing.MAX_ROUNDS
     assert [number.rounds for number in numbers.values()] == [rounds] * 3
-    timed = [name for name, _ in clock.batches[-3 * rounds :]]
-    orders = [tuple(timed[i : i + 3]) for i in range(0, len(timed), 3)]
-    assert all(sorted(order) == names for order in orders), "once in every round"
+    timed = called[-3 * rounds :]
+    orders = ["".join(timed[i : i + 3]) for i in range(0, len(timed), 3)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders), "once in every round"
     assert len(set(orders)) > 3, "in changing order"
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (1e-3, 3), (1e-4, 30), (1e-9, 2000)])
 def test_a_batch_is_long_enough_and_no_longer(seconds, calls):
-    numbers, _ = measure([Contender("a", lambda: ("a", seconds))], FakeClock(), seconds=0)
+    numbers, _ = measure([Contender("a", lambda: seconds)], fake_clock, seconds=0)
     assert numbers["a"].calls == calls
     assert numbers["a"].median == pytest.approx(seconds * 1e6)
 
 
 def test_rounds_end_when_the_clock_has_read_so_much():
     """Not by the process's own time, in which ranks that read one clock would differ."""
-    numbers, _ = measure([Contender("a", lambda: ("a", 1.0))], FakeClock(), seconds=20)
+    numbers, _ = measure([Contender("a", lambda: 1.0)], fake_clock, seconds=20)
     assert numbers["a"].rounds == 21  # of one call each
 
 
@@ -100,8 +96,6 @@ def test_one_that_fails_is_left_out_and_named():
 
 
 def test_conditions_hold_around_each_call_and_end():
-    import torch_fused_linear as tfl
-
     case = Case("layer", (8, 16), 4, "fp32", "relu", "forward")
     data = operands.Operands.random(case, CPU)
     for name, policy in (("ours", "auto"), ("cublaslt", "cublaslt")):
@@ -245,8 +239,6 @@ def test_the_bare_products_are_those_of_the_mode():
 
 @pytest.mark.parametrize("mode", ["grad", "fp32 grad"])
 def test_micro_batches_leave_the_sum_of_their_gradients(mode):
-    import torch_fused_linear as tfl
-
     case = Case("accumulation", (6, 10), 4, "bf16", "none", mode)
     (data,) = contenders.data_sets(case, CPU)[:1]
     want = sum(g.double().t() @ x.double() for x, g in data.batches)
@@ -331,19 +323,17 @@ def cases_in(path: Path) -> list[dict]:
 
 
 def test_json_holds_everything(tmp_path):
-    first = record_of(ours=1.5, eager=2.5)
-    second = Record(cases_of("conv", CPU)[0], "us", failed={"ours": "no"}, kernels={"mm": ["k"]})
-    results.save(tmp_path / "r.json", {"machine": "m"}, [first, second])
+    conv, more = cases_of("conv", CPU)[0], {"failed": {"ours": "no"}, "kernels": {"mm": ["k"]}}
+    records = [record_of(ours=1.5, eager=2.5), Record(conv, "us", **more)]
+    results.save(tmp_path / "r.json", {"machine": "m"}, records)
     content = json.loads((tmp_path / "r.json").read_text())
     assert content["header"] == {"machine": "m"}
     one, other = content["results"]
-    assert one["case"] == written(first.case) and one["unit"] == "us"
-    assert {name: number["median"] for name, number in one["numbers"].items()} == {
-        "ours": 1.5,
-        "eager": 2.5,
-    }
-    assert other["case"] == written(second.case) and other["case"]["conv"]["channels"] == 3
-    assert (other["failed"], other["kernels"]) == ({"ours": "no"}, {"mm": ["k"]})
+    medians = {name: number["median"] for name, number in one["numbers"].items()}
+    assert medians == {"ours": 1.5, "eager": 2.5}
+    assert (one["case"], one["unit"]) == (written(STEP), "us")
+    assert other == {"case": written(conv), "unit": "us", **more}
+    assert other["case"]["conv"]["channels"] == 3
 
 
 @pytest.mark.parametrize("broken", ["write", "replace"])
@@ -382,14 +372,11 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys
 
 
 def test_what_our_reference_fails_at_too_is_no_failure_of_ours():
-    record = Record(STEP, "us", failed={"fused": "no timm", "eager": "no timm", "ours": "no"})
-    assert not record.failed_alone("fused")
-    del record.failed["eager"]
-    assert record.failed_alone("fused") and not record.failed_alone("mlp")
-    record.failed = {"compile+pass": "no compiler"}
-    assert record.failed_alone("compile+pass")
-    record.failed["compile"] = "no compiler"
-    assert not record.failed_alone("compile+pass")
+    for ours, reference in (("fused", "eager"), ("compile+pass", "compile")):
+        record = Record(STEP, "us", failed={ours: "no"})
+        assert record.failed_alone(ours) and not record.failed_alone("mlp")
+        record.failed[reference] = "no"
+        assert not record.failed_alone(ours)
 
 
 def test_a_failure_of_ours_is_told(monkeypatch, capsys):
@@ -430,19 +417,14 @@ def test_a_chart_has_a_bar_for_each_number_within_its_edges():
 
 def test_a_quick_run_with_numbers(tmp_path):
     """As a user runs it."""
-    command = [sys.executable, "-m", "benchmarks", "layer", "host", "--quick"]
-    command += ["--device", "cpu", "--dtypes", "bf16", "fp32", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    options = ("--quick", "--device", "cpu", "--dtypes", "bf16", "fp32", "--out", tmp_path)
+    said = python("-m", "benchmarks", "layer", "host", *options, OMP_NUM_THREADS="1").stdout
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["header"]["device"] == "cpu"
     assert content["header"]["torch"] == torch.__version__
     asked_for = [c for s in ("layer", "host") for c in cases_of(s, CPU, True, ["bf16", "fp32"])]
     assert [result["case"] for result in content["results"]] == [*map(written, asked_for)]
-    assert all(case.shape in process.stdout for case in asked_for)
+    assert all(case.shape in said for case in asked_for)
     for result in content["results"]:
         assert "failed" not in result and {"ours", "eager"} <= set(result["numbers"])
         assert all(0 < n["q1"] <= n["median"] <= n["q3"] for n in result["numbers"].values())
@@ -509,57 +491,85 @@ def test_every_suite_runs_on_a_gpu(tmp_path):
         assert result["unit"] == "MiB" or all(result["kernels"].values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["layers"], "unknown suite 'layers'; there are layer, ffn, "),
-        (["layer", "--dtypes", "fp8"], "--dtypes: invalid choice: 'fp8'"),
-        (["layer", "--baselines", "jax"], "--baselines: invalid choice: 'jax'"),
-        (["layer", "--device", "tpu"], "'tpu'"),
-        (["layer", "--seconds-per-case", "0"], "--seconds-per-case: must be above zero"),
-        (["cpu", "--threads", "0"], "--threads: must be above zero"),
-        (["layer", "--only", "T=7"], "no case is left to measure"),
-        (["layer", "--json", "no/such/place.json"], "--json no/such/place.json: no such directory"),
-    ],
-)
-def test_bad_arguments_give_one_line(arguments, says, capsys):
-    with pytest.raises(SystemExit) as raised:
-        parse([*arguments, "--device", "cpu"] if "--device" not in arguments else arguments)
-    assert raised.value.code == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert message.count("\n") == 1
-
-
-def test_the_grid_is_the_one_promised():
-    def grid(suite, device=CUDA):
-        cases = cases_of(suite, device)
+def test_no_case_is_twice_in_the_grid_and_all_make_sense():
+    on_cpu, grid = ({suite: cases_of(suite, d) for suite in SUITES} for d in (CPU, CUDA))
+    for cases in (*on_cpu.values(), *grid.values()):
         assert len(cases) == len(set(map(str, cases)))
-        return cases
-
-    assert len(grid("layer")) == 5 * 3 * 2 * 3 * 2 + 2 * 3 * 1 * 3 * 2
-    assert len(grid("ffn")) == 3 * 3 * 2 * 3
-    assert {case.mode for case in grid("mlp-small")} == {"step", "graph"}
-    assert {case.mode for case in grid("mlp-small", CPU)} == {"step"}
-    shapes = {(case.tokens, case.sizes[0]) for case in grid("activation")}
+    assert on_cpu["cpu"] and not grid["cpu"], "it is about another device"
+    assert not any(case.mode == "graph" for cases in on_cpu.values() for case in cases)
+    assert {case.mode for case in grid["mlp-small"]} == {"step", "graph"}
+    assert {case.sizes[0] for case in grid["rivals"] if case.tokens == 65536} == {1024}
+    assert {case.mode for case in grid["gated"] if case.tokens == 1} == {"forward"}
+    shapes = {(case.tokens, case.sizes[0]) for case in grid["activation"]}
     assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
-    assert len(grid("models")) == 10 * 2 + 1 + 2  # folded: not trained; GPT-2: AdamW, autocast
-    assert len(grid("cpu", CPU)) == 3 * 4 * 2 * 3 * 2 and not grid("cpu")
-
-    named = {str(case) for suite in ("gated", "rivals", "conv") for case in grid(suite)}
-    assert "gated 4096→14336→4096 T=8192 bf16 silu step" in named
-    assert "gated 1024→2816→1024 T=1 bf16 silu forward" in named
-    assert "conv 3→64 7x7 stride 2 @224 NCHW N=32 fp32 relu step" in named
-    assert "rivals 1024→4096→1024 T=65536 bf16 gelu graph" in named
-    assert not any("gated" in name and "T=1 " in name and "step" in name for name in named)
-    assert not any("4096→16384" in name and "T=65536" in name for name in named)
-
-    convs = grid("conv")
-    assert len(convs) == len(CONVOLUTIONS) * (2 * 3 * 2 + 1)
-    graphs = [case for case in convs if case.mode == "graph"]
-    assert {(case.dtype, case.conv.last) for case in graphs} == {("bf16", True)}
-    assert {case.tokens for case in convs} == {32}
-    assert {(c.mode == "graph", c.tokens) for c in grid("conv", CPU)} == {(False, 4)}
-    compiled = [case for case in convs if SUITES["conv"].compiles(case) and case.mode != "graph"]
-    assert {(c.dtype, c.conv.last) for c in compiled} == {("bf16", True)} and len(compiled) == 8
+    assert len(grid["models"]) == 10 * 2 + 1 + 2  # folded: not trained; GPT-2: AdamW, autocast
+    assert {case.tokens for case in grid["conv"]} == {32}
+    assert {case.tokens for case in on_cpu["conv"]} == {4}
+    few = [case for case in grid["conv"] if case.mode == "graph" or SUITES["conv"].compiles(case)]
+    assert {(case.dtype, case.conv.last) for case in few} == {("bf16", True)}
     assert [c.out_size for c in CONVOLUTIONS] == [112, 56, 28, 14, 7, 28, 56, 56, 14, 7, 28]
+
+
+# -------------------------------------------------------------------------------------- first calls
+
+
+def test_problems_are_those_that_were_measured():
+    measured = json.loads((ROOT / "benchmarks/results/h200_first_calls.json").read_text())
+    cases = first_calls.problems(60)
+    assert cases == [result["case"] for result in measured["results"]]
+    assert len(set(map(str, cases))) == 60
+
+
+def test_a_tiny_run_has_both_tables(tmp_path, monkeypatch):
+    path, in_own_process = tmp_path / "first.json", first_calls.in_own_process
+    assert len(in_own_process("training, fp32", "ours", tiny=True)) == 2
+    monkeypatch.setattr(first_calls, "in_own_process", first_calls.run)
+    first_calls.main(["--tiny", "--repeats", "1", "--json", str(path)])
+    results = json.loads(path.read_text())["results"]
+    singles = [r for r in results if r["case"]["suite"] == "first-calls"]
+    assert len(singles) == 2 and len(results) == 2 + 3 * 2
+    for result in singles:
+        medians = {name: number["median"] for name, number in result["numbers"].items()}
+        assert set(medians) == {"ours", "later", "each", "eager", "limit"}
+        assert medians["each"] <= medians["ours"] and medians["limit"] == 50  # as the budget is 0
+    assert len(tables.first_calls(results)) == 2 + 3 and len(tables.cold_start(results)) == 2 + 6
+
+
+# -------------------------------------------------------------------------------- the gate of speed
+
+
+OURS = f"{STEP} ours"
+
+
+# times of ours and eager, how much faster each further look finds it, below, and the worst ratio
+@pytest.mark.parametrize(
+    ("times", "looks", "below", "worst"),
+    [
+        ([(100, 150), (100, 98.5)], [], [], 0.985),
+        ([(100, 80)], [0.9, 1.2], [], 1.2),
+        ([(100, 80)], [0.95] * gpu_gate.REPEATS, [OURS], 0.95),
+        ([(None, 80)], [], [OURS], 0.0),
+    ],
+    ids=["fast", "slow once", "slow every time", "does not run"],
+)
+def test_verdict_of_the_gate(times, looks, below, worst):
+    records = [record_of(**{n: t for n, t in zip(("ours", "eager"), pair) if t}) for pair in times]
+    for record in records:
+        record.failed = {} if "ours" in record.numbers else {"ours": "RuntimeError: no"}
+    left, asked = iter(looks), []
+
+    def again(case, name):
+        asked.append((case, name))
+        return next(left)
+
+    verdict = gpu_gate.judge(records, again)
+    assert verdict == {"measured": 1, "worst_ratios": {OURS: worst}, "below": below}
+    assert asked == [(STEP, "ours")] * len(looks) and next(left, None) is None
+
+
+def test_only_the_worst_are_listed():
+    cases = [Case("layer", (64, 64), tokens, "bf16", "relu", "step") for tokens in range(1, 31)]
+    records = [record_of(case, ours=100, eager=100 + case.tokens) for case in cases]
+    verdict = gpu_gate.judge(records, again=None)
+    assert verdict["measured"] == 30 and len(verdict["worst_ratios"]) == gpu_gate.LISTED
+    assert next(iter(verdict["worst_ratios"].values())) == 1.01

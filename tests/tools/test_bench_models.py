@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,14 +21,11 @@ from benchmarks.run import measure_case
 
 CPU = torch.device("cpu")
 TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}
-BLOCKS = {"ViT-tiny": 2, "BERT-tiny": 3, "GPT-2 tiny": 2, "OPT-tiny": 2, "DLRM tiny": 1}
-BLOCKS["LLaMA-tiny"] = 2
-BLOCKS |= {"TD3 tiny": 1, "VGG-tiny": 4, "ResNet-tiny, folded": 9}
-LIBRARIES = {"ViT-tiny": "timm", "DLRM tiny": "torch", "TD3 tiny": "torch", "VGG-tiny": "torch"}
-LIBRARIES["ResNet-tiny, folded"] = "torchvision"
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"
-)
+# how many blocks are fused
+BLOCKS = {"ViT-tiny": 2, "BERT-tiny": 3, "GPT-2 tiny": 2, "OPT-tiny": 2, "LLaMA-tiny": 2}
+BLOCKS |= {"DLRM tiny": 1, "TD3 tiny": 1, "VGG-tiny": 4, "ResNet-tiny, folded": 9}
+LIBRARIES = {"ViT-tiny": "timm", "ResNet-tiny, folded": "torchvision"}
+LIBRARIES |= dict.fromkeys(("DLRM tiny", "TD3 tiny", "VGG-tiny"), "torch")
 
 
 def outcome(made: Models, name: str) -> list[torch.Tensor]:
@@ -47,7 +45,7 @@ def outcome(made: Models, name: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", TINY)
 def test_fused_does_the_work_of_eager(name, mode):
     pytest.importorskip(LIBRARIES.get(name, "transformers"))
-    case = Case(**{**vars(TINY[name]), "mode": mode})
+    case = replace(TINY[name], mode=mode)
     if not makes_sense(case, CPU):
         pytest.skip("it is for inference only")
     made = Models(case, CPU)
@@ -65,24 +63,32 @@ def test_fused_does_the_work_of_eager(name, mode):
         torch.testing.assert_close(grads, want[-len(grads) :], rtol=1e-4, atol=1e-5)
 
 
-@needs_compiler
-@pytest.mark.parametrize("mode", ["forward", "step"])
-def test_compiled_does_the_work_of_eager(mode):
-    made = Models(Case(**{**vars(TINY["DLRM tiny"]), "mode": mode}), CPU)
+# In the folded network convolutions share one ReLU: the stem and two in each block.
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("name", "mode", "ways", "count"),
+    [
+        ("DLRM tiny", "forward", ("compile", "compile+pass"), 1),
+        ("DLRM tiny", "step", ("compile", "compile+pass"), 1),
+        ("ResNet-tiny, folded", "forward", ("compile+pass",), 1 + 4 * 2),
+    ],
+)
+def test_compiled_does_the_work_of_eager(name, mode, ways, count):
+    pytest.importorskip(LIBRARIES[name])
+    made = Models(replace(TINY[name], mode=mode), CPU)
     want = outcome(made, "eager")
-    for name in ("compile", "compile+pass"):
-        torch.testing.assert_close(outcome(made, name), want, rtol=1e-4, atol=1e-5)
-    assert made.replaced() == {"compile+pass": 1}
+    for way in ways:
+        torch.testing.assert_close(outcome(made, way), want, rtol=1e-4, atol=1e-5)
+    assert made.replaced() == {"compile+pass": count}
 
 
-@needs_compiler
-def test_the_pass_finds_every_convolution_of_a_folded_network():
-    """Also those that share one ReLU: the stem and two in each block."""
-    pytest.importorskip("torchvision")
-    made = Models(TINY["ResNet-tiny, folded"], CPU)
-    want = outcome(made, "eager")
-    torch.testing.assert_close(outcome(made, "compile+pass"), want, rtol=1e-4, atol=1e-5)
-    assert made.replaced() == {"compile+pass": 1 + 4 * 2}
+LLAMA = 16 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e6 + 2 * 8192 * 2048 / 1e6
+# millions of parameters, and how many blocks are fused
+SIZES = {"ViT-B/16": (86.6, 12), "BERT-base": (109.5, 13), "GPT-2 small": (124.4, 12)}
+SIZES |= {"OPT-125M": (125.2, 12), "LLaMA, 16 layers": (LLAMA, 16), "DLRM top MLP": (3.52, 1)}
+SIZES |= {"TD3 critic": (0.0722, 1), "VGG-16": (138.36, 14), "ResNet-50, folded": (25.53, 33)}
+OPERATORS = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)", "silu": "gated_mlp (SiLU)"}
+OPERATORS["gelu-erf"] = "linear_gelu (erf)"
 
 
 @pytest.mark.parametrize(("name", "activation"), dict.fromkeys((n, a) for n, a, _ in MODELS))
@@ -94,25 +100,15 @@ def test_each_model_is_of_its_size_and_activation(name, activation):
     case = Case("models", sizes, 1, "bf16", activation, "forward", name)
     with torch.device("meta"):
         model = FAMILIES[name].make(case, FAMILIES[name].config)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    known = {"ViT-B/16": 86.6, "BERT-base": 109.5, "GPT-2 small": 124.4, "OPT-125M": 125.2}
-    known |= {"VGG-16": 138.36, "ResNet-50, folded": 25.53, "TD3 critic": 0.0722}
-    known["LLaMA, 16 layers"] = 16 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e6 + 2 * 8192 * 2048 / 1e6
-    assert millions == pytest.approx(known.get(name, 3.52), rel=0.01)
+    millions, blocks = SIZES[name]
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
-    operator = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)", "silu": "gated_mlp (SiLU)"}
     report = tfl.fuse_(model)
-    blocks = {"BERT-base": 13, "DLRM top MLP": 1, "TD3 critic": 1}
-    blocks |= {"VGG-16": 14, "ResNet-50, folded": 33, "LLaMA, 16 layers": 16}
-    assert len(report.fused) == blocks.get(name, 12)
+    assert len(report.fused) == blocks and not report.skipped
     if name in ("VGG-16", "ResNet-50, folded"):
         assert report.fused[0].after == ("conv2d_relu",)
-        assert not report.skipped
-        return
-    assert not report.skipped
-    assert {block.after[0] for block in report.fused} == {
-        operator.get(activation, "linear_gelu (erf)")
-    }
+    else:
+        assert {block.after[0] for block in report.fused} == {OPERATORS[activation]}
 
 
 def test_a_missing_package_is_told_in_words(monkeypatch, capsys):

@@ -1,29 +1,22 @@
-"""The commands: what lists them, what --help says, and Ctrl-C before the work has begun."""
+"""The commands: what lists them, --help, errors in one line, Ctrl-C; what the doctor finds."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from processes import ROOT, python
+from torch.nn.functional import linear
 
 from benchmarks import __main__ as bench
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+from torch_fused_linear import doctor
+from torch_fused_linear.gain import __main__ as gain
 
 
 def test_the_package_lists_its_commands():
-    result = run("torch_fused_linear")
-    assert result.returncode == 0, result.stderr
-    listed = re.findall(r"^  python -m torch_fused_linear\.(\w+) +\w", result.stdout, re.MULTILINE)
+    said = python("-m", "torch_fused_linear").stdout
+    listed = re.findall(r"^  python -m torch_fused_linear\.(\w+) +\w", said, re.MULTILINE)
     package = ROOT / "torch_fused_linear"
     files = [*package.glob("*.py"), *package.glob("*/__main__.py")]
     found = [path for path in files if "sys.exit(main())" in path.read_text()]
@@ -31,18 +24,58 @@ def test_the_package_lists_its_commands():
     assert set(listed) == runnable
 
 
-def test_help_of_the_bench_names_defaults_units_and_examples(capsys):
+def help_of(command, capsys):
     with pytest.raises(SystemExit) as stopped:
-        bench.parse(["--help"])
+        command(["--help"])
     assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    options, _, examples = text.partition("examples:")
+    return capsys.readouterr().out
+
+
+def test_help_of_the_doctor_names_the_exit_status(capsys):
+    text = " ".join(help_of(doctor.main, capsys).split())
+    assert "Exit status: 0, everything works; 1," in text
+
+
+def test_help_of_the_bench_names_defaults_units_and_examples(capsys):
+    options, _, examples = help_of(bench.parse, capsys).partition("examples:")
     assert "in microseconds" in " ".join(options.split())
     assert examples.count("python -m benchmarks") == 3
     valued = [o for o in re.split(r"\n  (?=--)", options)[1:] if re.match(r"--[\w-]+ +[A-Z{]", o)]
     assert len(valued) >= 6
     for option in valued:
         assert "default" in option, option
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        (bench, "layers", "unknown suite 'layers'; there are layer, ffn, "),
+        (bench, "layer --dtypes fp8", "--dtypes: invalid choice: 'fp8'"),
+        (bench, "layer --baselines jax", "--baselines: invalid choice: 'jax'"),
+        (bench, "layer --device tpu", "'tpu'"),
+        (bench, "layer --seconds-per-case 0", "--seconds-per-case: must be above zero"),
+        (bench, "cpu --threads 0", "--threads: must be above zero"),
+        (bench, "layer --only T=7", "no case is left to measure"),
+        (bench, "layer --json no/such/place.json", "--json no/such/place.json: no such directory"),
+        (gain, "torch.nn --input 4x8", "expected package.module:function, timm:NAME or hf:TYPE"),
+        (gain, "torch.nn:ReLU", "the following arguments are required: --input"),
+        (gain, "torch.nn:nothing --input 4x8", "has no attribute 'nothing'"),
+        (gain, "torch.nn:ReLU --input 4,8", "argument --input: invalid shape value: '4,8'"),
+        (gain, "no_such_module:build --input 4x8", "No module named 'no_such_module'"),
+        (gain, "hf:no_such_type --input 4x8", "no_such_type"),
+        (gain, "timm:no_such_model --input 4x8", "Unknown model (no_such_model)"),
+        (gain, "torch.nn:ReLU --input 4x8 --device abacus", "abacus"),
+    ],
+)
+def test_bad_arguments_give_one_line(command, arguments, says, capsys):
+    library = {"hf": "transformers", "timm": "timm"}.get(arguments.partition(":")[0])
+    if library:
+        pytest.importorskip(library)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--device", "cpu", *arguments.split()])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert says in message and message.count("\n") == 1 and len(message) < 400
 
 
 def test_ctrl_c_ends_the_bench_without_a_traceback(monkeypatch, capsys):
@@ -62,9 +95,56 @@ def test_ctrl_c_ends_the_doctor_without_a_traceback():
         "sys.argv = ['doctor']\n"
         "runpy.run_module('torch_fused_linear.doctor', run_name='__main__')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 128 + signal.SIGINT, result.stderr
-    assert "Traceback" not in result.stderr
+    ended = python("-c", program, code=128 + signal.SIGINT, PYTHONPATH=str(ROOT))
+    assert "Traceback" not in ended.stderr
+
+
+# --- the doctor ----------------------------------------------------------------------------------
+
+
+def test_the_doctor_names_what_is_there_and_finds_it_working():
+    said = python("-m", "torch_fused_linear.doctor").stdout
+    assert "FAILED" not in said
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert lines["library"].startswith(("CUDA", "CPU only"))
+    assert lines["cpu"].endswith("OK")
+    assert lines["calls"].startswith(("direct", "through torch.ops"))
+    assert {"python", "driver", "cublaslt", "device", "oneDNN", "cuBLASLt"} <= set(lines)
+
+
+def test_its_check_is_exact(device):
+    assert doctor.largest_error(str(device)) == 0
+
+
+def broken(x, w, b):
+    raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize(
+    ("operator", "says"),
+    [
+        (linear, "FAILED"),
+        (lambda x, w, b: torch.relu(linear(x, w)) + 0 * b.sum(), "FAILED"),
+        # relu's value, with a gradient of 1 instead of 0 at exactly 0
+        (lambda x, w, b: (z := linear(x, w, b)) * (z >= 0), "FAILED"),
+        (broken, "RuntimeError: out of order: FAILED"),
+    ],
+    ids=["no activation", "no bias", "gradient at 0", "raises"],
+)
+def test_a_wrong_operator_is_noticed(monkeypatch, capsys, operator, says):
+    monkeypatch.setattr(torch.ops, "fused", SimpleNamespace(linear_relu=operator))
+    assert doctor.main([]) == 1
+    assert says in capsys.readouterr().out
+
+
+def test_a_gpu_that_the_build_does_not_use_is_a_failure(monkeypatch, capsys):
+    built = {**doctor._library.build_info(), "cuda": None}
+    monkeypatch.setattr(doctor._library, "build_info", lambda: built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert doctor.main([]) == 1
+    output = capsys.readouterr().out
+    assert "a GPU is here that this build does not use" in output and "to build   " in output
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.main([]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +46,17 @@ def test_tutorial_loss_has_the_tutorials_gradient() -> None:
     torch.testing.assert_close(gradient, (output - target) / 7)
 
 
+def refused(folder: Path) -> str:
+    with pytest.raises(digits_data.DataError) as raised:
+        digits_data.load_mnist(folder)
+    return str(raised.value)
+
+
 def test_missing_mnist_says_how_to_get_it(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(digits_data.DataError, match="t10k-labels-idx1-ubyte") as raised:
-        digits_data.load_mnist(tmp_path)
-    message = str(raised.value)
-    assert "train-images" not in message
+    message = refused(tmp_path)
+    assert "t10k-labels-idx1-ubyte" in message and "train-images" not in message
     assert "download=True" in message and str(tmp_path) in message
 
 
@@ -83,16 +88,14 @@ def test_damaged_mnist_names_the_file(tmp_path: Path, file: str, damage, says: s
     write_mnist(tmp_path)
     path = tmp_path / file
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(digits_data.DataError, match=says) as raised:
-        digits_data.load_mnist(tmp_path)
-    assert str(path) in str(raised.value)
+    message = refused(tmp_path)
+    assert re.search(says, message) and str(path) in message
 
 
 def test_mnist_files_that_do_not_fit_together(tmp_path: Path) -> None:
     parts = write_mnist(tmp_path)
     write_idx(tmp_path / "train-labels-idx1-ubyte", parts["train_labels"][:-1])
-    with pytest.raises(digits_data.DataError, match="do not fit together"):
-        digits_data.load_mnist(tmp_path)
+    assert "do not fit together" in refused(tmp_path)
 
 
 # ------------------------------------------------------------------------------------- pictures
@@ -104,11 +107,9 @@ def test_misread_images_come_first_and_are_marked(
     from matplotlib.axes import Axes
 
     titles: list[tuple[str, str]] = []
-    original = Axes.set_title
 
-    def spy(self: Axes, label: str, *args: object, **options: object) -> object:
+    def spy(self: Axes, label: str, *args: object, **options: object) -> None:
         titles.append((label, str(options.get("color"))))
-        return original(self, label, *args, **options)
 
     monkeypatch.setattr(Axes, "set_title", spy)
     true = np.arange(60) % 10

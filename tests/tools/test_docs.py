@@ -85,36 +85,25 @@ def quick_to_compile(needs: tuple[str, ...]) -> contextlib.AbstractContextManage
     return inductor.quick_to_compile("aot_inductor.precompile_headers")
 
 
-class Reader:
-    """Somebody who types a page's snippets in, one after the other, in a folder of its own."""
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.names, self.done = folder, {"__name__": "__main__"}, []
 
-    def run(self, snippet: Snippet) -> None:
+@pytest.mark.parametrize("page", dict.fromkeys(s.page for s in PYTHON), ids=name_of)
+def test_python_runs(page, tmp_path, monkeypatch):
+    """As somebody types a page's snippets in, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    names, left_out = {"__name__": "__main__"}, set()
+    for snippet in (s for s in PYTHON if s.page == page):
+        if not_here := missing(snippet.needs):
+            left_out.update(not_here)
+            continue
         # With the page's lines, so that a traceback points into the page.
-        code = compile("\n" * (snippet.line - 1) + snippet.text, str(snippet.page), "exec")
-        exec(code, self.names)
-
-
-@pytest.fixture(scope="module")
-def readers(tmp_path_factory):
-    pages = {snippet.page for snippet in PYTHON}
-    return {page: Reader(tmp_path_factory.mktemp(page.stem)) for page in pages}
-
-
-@pytest.mark.parametrize("snippet", PYTHON, ids=str)
-def test_python_runs(snippet, readers, monkeypatch):
-    if missing(snippet.needs):
-        pytest.skip(f"needs {', '.join(missing(snippet.needs))}")
-    reader = readers[snippet.page]
-    monkeypatch.chdir(reader.folder)
-    before = [other for other in PYTHON if other.page == snippet.page and other.line < snippet.line]
-    with tfl.set_policy(tfl.get_policy()), tfl.handover(True), quick_to_compile(snippet.needs):
-        for step in [*before, snippet]:  # before: for a snippet that is run alone
-            if step not in reader.done and not missing(step.needs):
-                reader.run(step)
-                reader.done.append(step)
+        code = compile("\n" * (snippet.line - 1) + snippet.text, str(page), "exec")
+        with tfl.set_policy(tfl.get_policy()), tfl.handover(True), quick_to_compile(snippet.needs):
+            exec(code, names)
+    if left_out:
+        pytest.skip(f"all ran but what needs {', '.join(sorted(left_out))}")
 
 
 @pytest.mark.parametrize("snippet", [s for s in ALL if s.source], ids=str)
@@ -133,19 +122,12 @@ def test_quotations_are_verbatim(snippet):
         lines = lines[at + len(want) :]
 
 
-def test_cpp_is_quoted():
-    for snippet in ALL:
-        if snippet.language == "cpp":
-            assert snippet.source, (
-                f"{snippet}: quote a file that the tests build, <!-- from: ... -->"
-            )
-
-
-def test_snippets_are_short():
+def test_snippets_are_short_and_cpp_is_quoted():
     """Under ten lines: what takes more is an example, and belongs under examples/."""
     for snippet in ALL:
         lines = [line for line in snippet.text.splitlines() if line.strip()]
         assert len(lines) < 10, f"{snippet} has {len(lines)} lines"
+        assert snippet.language != "cpp" or snippet.source, f"{snippet}: <!-- from: ... -->"
 
 
 def test_the_quick_start_is_a_script():
@@ -158,19 +140,18 @@ def test_the_quick_start_is_a_script():
 # --- links ------------------------------------------------------------------------------------
 
 
-def prose(page: Path) -> str:
-    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
-
-
 def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+    # in what is no code
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    for link in links + re.findall(r'\b(?:href|src)="([^"]+)"', text):
         if re.match(r"https?:|mailto:", link):
             continue
         path, _, anchor = link.partition("#")
@@ -180,12 +161,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{link}: {target} has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_have_heads(page):
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_have_heads_and_are_no_wider_than_a_page(page):
     """A blank line within a table makes a paragraph full of bars of the rest."""
     for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert not lines or re.fullmatch(r"[|:\- ]+", lines[1]), lines[0]
+        for line in lines:
+            assert line.replace(r"\|", "").count("|") - 1 <= 8, line
 
 
 def test_the_pages_are_found():

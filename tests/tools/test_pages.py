@@ -35,19 +35,19 @@ LAYERS = [
 
 
 @pytest.fixture
-def everything(tmp_path):
-    """What the tables make of records, each list with its header."""
+def tables(tmp_path):
+    """What a page makes of records, each list with its header."""
 
-    def made(*files):
+    def made(*files, page="everything"):
         for k, (header, records) in enumerate(files):
             results.save(tmp_path / f"{k}.json", header, records)
-        return render("everything", by_machine(sorted(tmp_path.glob("*.json"))))
+        return render(page, by_machine(sorted(tmp_path.glob("*.json"))))
 
     return made
 
 
-def test_tables_say_what_the_results_say(everything):
-    text = everything((HEADER, LAYERS))
+def test_tables_say_what_the_results_say(tables):
+    text = tables((HEADER, LAYERS))
     assert "NVIDIA X1 (torch 2.11, cuBLASLt 13.1.0, driver 580), 2026-01-02" in text
     assert "| 768→3072 | 8192 | relu | 50.0 µs | 65.0 µs | 1.30 |" in text
     assert "| 768→3072 | 8192 | relu | 200 µs | 250 µs | 1.25 | 1.30 |" in text
@@ -56,27 +56,27 @@ def test_tables_say_what_the_results_say(everything):
     assert "| ffn: 8→32→8, 8192, bf16, relu, step, `FusedMLP` | 4.0 µs | 2.0 µs | 0.50 |" in text
 
 
-def test_models_have_a_table_of_their_own(everything):
+def test_models_have_a_table_of_their_own(tables):
     """With their own run's date; ours beside what each is compared with."""
     whole = record_of(GPT, **{"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44})
     whole.replaced = {"fused": 12, "compile+pass": 11}
-    models, layers = everything((HEADER, LAYERS), (LATER, [whole])).split("## Blocks and layers")
+    models, layers = tables((HEADER, LAYERS), (LATER, [whole])).split("## Blocks and layers")
     assert "2026-01-02" in layers and "of 5 measurements" in layers and "GPT" not in layers
     assert "2026-03-02" in models and "None of 2 measurements of whole models" in models
     assert "| GPT, gelu | 8×16 | step | 60.0 µs | 50.0 µs | 1.20 | 12 |" in models
     assert "| GPT, gelu | 8×16 | step | 55.0 µs | 44.0 µs | 1.25 | 11 |" in models
     del whole.numbers["compile"], whole.numbers["compile+pass"], whole.replaced["compile+pass"]
-    text = everything((HEADER, LAYERS), (LATER, [whole]))
+    text = tables((HEADER, LAYERS), (LATER, [whole]))
     assert "| 50.0 µs | 1.20 | 12 |" in text and "| compile | with our pass |" not in text
 
 
-def test_convolutions_have_a_table_of_their_own(everything):
+def test_convolutions_have_a_table_of_their_own(tables):
     records = [
         record_of(OF_CONV, ours=50, eager=60),
         record_of(replace(OF_CONV, mode="step"), ours=100, eager=110, compile=120),
         record_of(replace(OF_CONV, dtype="fp32"), ours=10, eager=9),
     ]
-    layers, convolutions = everything((HEADER, LAYERS + records)).split("## Convolutions")
+    layers, convolutions = tables((HEADER, LAYERS + records)).split("## Convolutions")
     shape = "128→128 3x3 stride 2 groups 2 @56 NHWC"
     assert OF_CONV.shape == shape
     assert "of 5 measurements" in layers and "128→128" not in layers
@@ -86,9 +86,9 @@ def test_convolutions_have_a_table_of_their_own(everything):
     assert f"| conv: {shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
 
 
-def test_later_results_replace_earlier_ones_but_for_who_took_part_before(everything):
+def test_later_results_replace_earlier_ones_but_for_who_took_part_before(tables):
     again = [record_of(FORWARD, ours=40, eager=65), record_of(STEP, ours=100, eager=250)]
-    text = everything((LATER, again), (HEADER, LAYERS))
+    text = tables((LATER, again), (HEADER, LAYERS))
     assert "| 40.0 µs | 65.0 µs | 1.62 |" in text and "50.0 µs" not in text
     assert "| 100 µs | 250 µs | 2.50 | 1.30 |" in text, "the compiler's, of the earlier run"
 
@@ -106,7 +106,7 @@ def copies(tmp_path):
     return docs, kept, run
 
 
-def test_a_record_that_changes_makes_the_page_old(copies):
+def test_a_page_or_chart_that_is_old_is_made_anew(copies):
     docs, kept, run = copies
     path = next(kept.glob("fuzz*.json"))
     record = json.loads(path.read_text())
@@ -119,10 +119,6 @@ def test_a_record_that_changes_makes_the_page_old(copies):
     text = (docs / "reliability.md").read_text()
     assert r"17: a failure \[planted\]" in text and "18: ended by SIGSEGV" in text
     assert run("--check") == 0
-
-
-def test_a_chart_that_is_old_is_drawn_anew(copies):
-    docs, _, run = copies
     before = (docs / CHART).read_text()
     (docs / CHART).write_text("")
     assert run("--check") == 1 and run() == 0
@@ -138,29 +134,21 @@ def test_a_page_without_a_place_is_refused(copies, capsys):
     assert page.read_text() == before
 
 
-def test_what_to_expect(tmp_path):
+def test_what_to_expect(tables):
     """A model's ratios, each of the latest run in which both took part, and the fastest way."""
-    folder, header = tmp_path, HEADER
     case = Case("models", (8, 16), 128, "bf16", "gelu", "forward", "GPT-2 small")
-    times = {"fused": 50, "eager": 60, "compile": 40, "compile+pass": 32}
-    results.save(folder / "models.json", header, [record_of(case, **times)])
-    step = replace(case, mode="step")
-    times = {"fused": 100, "eager": 110, "compile": 56, "compile+pass": 55}
-    later = {**header, "date": "2026-03-02T03:04:05+00:00"}
-    results.save(folder / "step.json", later, [record_of(step, **times)])
-    text = render("expect", by_machine(sorted(folder.glob("*.json"))))
+    step, latest = replace(case, mode="step"), {**HEADER, "date": "2026-04-02T03:04:05+00:00"}
+    first = record_of(case, **{"fused": 50, "eager": 60, "compile": 40, "compile+pass": 32})
+    second = record_of(step, **{"fused": 100, "eager": 110, "compile": 56, "compile+pass": 55})
+    files = [(HEADER, [first]), (LATER, [second])]
     row = "| GPT-2 small, GELU (tanh) | bf16 | 1.20 | 1.25 | 1.10 | 1.02 |"
-    assert f"{row} compile, our pass |" in text
-    latest = {**header, "date": "2026-04-02T03:04:05+00:00"}
-    results.save(folder / "again.json", latest, [record_of(step, fused=50, eager=110)])
-    text = render("expect", by_machine(sorted(folder.glob("*.json"))))
-    assert "| 1.20 | 1.25 | 2.20 | 1.02 | `fuse_` |" in text
+    assert f"{row} compile, our pass |" in tables(*files, page="expect")
+    files += [(latest, [record_of(step, fused=50, eager=110)])]
+    assert "| 1.20 | 1.25 | 2.20 | 1.02 | `fuse_` |" in tables(*files, page="expect")
 
 
-def test_what_to_expect_on_a_cpu(tmp_path):
-    folder, header = tmp_path, HEADER
+def test_what_to_expect_on_a_cpu(tables):
     cases = [Case("cpu", (64, 64), t, "fp32", "relu", "forward") for t in (1, 32, 2048)]
     records = [record_of(c, ours=10, eager=e) for c, e in zip(cases, (11, 13, 20), strict=True)]
-    results.save(folder / "cpu.json", {**header, "machine": "a CPU"}, records)
-    text = render("on a CPU, in short", by_machine(sorted(folder.glob("*.json"))))
+    text = tables(({**HEADER, "machine": "a CPU"}, records), page="on a CPU, in short")
     assert "| fp32 | relu | 1.20 (1.10 to 1.30) | 2.00 (2.00 to 2.00) |  |" in text
