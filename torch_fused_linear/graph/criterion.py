@@ -5,21 +5,14 @@ operator pays where it saves a pass over memory that nothing else makes anyway. 
 in numbers that are read or written for each element of a layer's result.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .. import _library
 from .spellings import kind
 
-GATING_PASS = 5  # reads the gradient of h, gate and up, writes those of gate and up
-# What our product with that pass in its epilogue takes beyond the bare product: 127 us, as so many
-# numbers would, for 8192 x 2048 x 5632 in bf16 on an H200.
-GATING_EPILOGUE = 6
 CONVOLUTION_PASS = 2  # bias and ReLU, in a kernel of the compiler's
 # What a convolution of ours costs the CPU beyond the compiler's. On an H200 a ResNet-50 with 33, of
 # which one saves more, took 1.05 times as long; a VGG-16 with 13, of which ten do, 0.87.
@@ -27,24 +20,15 @@ CALL = 10e-6  # seconds
 REACHED = 0.9  # of the memory's bandwidth, as 4.4 TB/s of an H200's
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a decision depends on: whether our products for Hopper GPUs are built and run here, and
-    how many bytes a second are read and written."""
-
-    own_products: bool
-    bandwidth: float
-
-
 @cache
-def machine_of(device: torch.device) -> Machine | None:
-    """Nothing for a CPU, where the operators always stay."""
+def bandwidth_of(device: torch.device) -> float | None:
+    """How many bytes a second are read and written; nothing for a CPU, where the operators always
+    stay."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    own = bool(_library.build_info().get("hopper")) and (found.major, found.minor) == (9, 0)
     # Twice a cycle; the clock is in kHz, the width in bits.
-    return Machine(own, REACHED * 2e3 * found.memory_clock_rate * found.memory_bus_width / 8)
+    return REACHED * 2e3 * found.memory_clock_rate * found.memory_bus_width / 8
 
 
 def is_static(*tensors: Tensor) -> bool:
@@ -65,16 +49,9 @@ def feeds_pointwise(node: Node) -> bool:
     return any(feeds_pointwise(user) if views else is_pointwise(user) for user, views in users)
 
 
-def gating_pays(machine: Machine, grad: Tensor, behind_product: bool, sums: Iterable[bool]) -> bool:
-    """Whether our operator for a gated layer's gradients beats the compiler's pass. Where biases'
-    gradients are summed, the compiler would read all once more."""
-    own = machine.own_products and behind_product and grad.element_size() == 2
-    return any(sums) or (own and GATING_EPILOGUE < GATING_PASS)
-
-
 def convolution_pays(result: Tensor) -> bool:
-    machine = machine_of(result.device)
-    if machine is None or not is_static(result):
-        return machine is None
+    bandwidth = bandwidth_of(result.device)
+    if bandwidth is None or not is_static(result):
+        return bandwidth is None
     moved = CONVOLUTION_PASS * result.numel() * result.element_size()
-    return moved / machine.bandwidth > CALL
+    return moved / bandwidth > CALL
