@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from meshes import local_of, mesh_of, mine, spread
-from operators import ACTS, gated, linear
+from operators import ACTS, linear
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torch_fused_linear as tfl
@@ -38,21 +38,24 @@ def assert_close(got, want, case):
     )
 
 
-def check_call(fused_call, plain_call, tensors, placements, mesh, g):
-    """One call and its gradients, with the tensors placed so, beside the whole."""
-    case = f"{placements} on {mesh.shape}"
-    want_leaves = [t.clone().requires_grad_() for t in tensors]
-    want = plain_call(*want_leaves)
-    want_grads = torch.autograd.grad(want, want_leaves, g)
-    leaves = [spread(t, mesh, p).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
+def check_call(op, tensors, placements, mesh, g, wanted=None):
+    """One call and its gradients, all or those wanted, with the tensors placed so, beside the
+    whole."""
+    wanted = wanted or [True] * len(tensors)
+    case = f"{op!r} {wanted} {placements} on {mesh.shape}"
+    whole = [t.clone().requires_grad_(on) for t, on in zip(tensors, wanted)]
+    want = op.eager(*whole)
+    want_grads = torch.autograd.grad(want, [t for t in whole if t.requires_grad], g)
+    placed = zip(tensors, placements, wanted, strict=True)
+    leaves = [spread(t, mesh, p).requires_grad_(on) for t, p, on in placed]
     with torch.no_grad():
-        assert_close(fused_call(*leaves), want, f"without gradients, {case}")
-    got = fused_call(*leaves)
+        assert_close(op.call(*leaves), want, f"without gradients, {case}")
+    got = op.call(*leaves)
     assert_close(got.detach(), want.detach(), case)
     for where in {Replicate(), Shard(0), *(p for p in got.placements if isinstance(p, Shard))}:
-        grads = torch.autograd.grad(
-            got, leaves, spread(g, mesh, [where] * mesh.ndim), retain_graph=True
-        )
+        arrives = spread(g, mesh, [where] * mesh.ndim)
+        needed = [t for t in leaves if t.requires_grad]
+        grads = torch.autograd.grad(got, needed, arrives, retain_graph=True)
         for k, (a, b) in enumerate(zip(grads, want_grads, strict=True)):
             assert_close(a, b, f"gradient {k} from {where}, {case}")
 
@@ -71,28 +74,25 @@ def check(make, shape, sizes, every=1, bias=True, policy="auto"):
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
     with tfl.set_policy(policy):
         for placements in mine(cases, mesh):
-            check_call(op.call, op.eager, case.inputs, placements, mesh, case.g)
+            check_call(op, case.inputs, placements, mesh, case.g)
     return len(cases)
 
 
-def gated_in_parts(shape):
-    """Gradients of one tensor only, and second derivatives, column and then row parallel."""
-    mesh = mesh_of(shape)
-    op = gated("apart", "silu", down=True, hidden=8)
-    inputs = op.case((4, 3), 6, 5).inputs
-    column, row, same = Shard(0), Shard(1), Replicate()
-    placements = (same, column, column, row, column, column, same)
-    for k in range(len(inputs)):
-        ours = [spread(t, mesh, [p]) for t, p in zip(inputs, placements)]
-        plain = [t.clone() for t in inputs]
-        grads = []
-        for leaves, call in ((ours, op.call), (plain, op.eager)):
-            leaves[k].requires_grad_()
-            grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k])
-            grads += torch.autograd.grad(call(*leaves).square().sum(), leaves[k], create_graph=True)
-            grads += torch.autograd.grad(grads[-1].square().sum(), leaves[k])
-        for got, want in zip(grads[:3], grads[3:]):
-            assert_close(got, want, f"leaf {k}")
+def derivatives(make, sizes, placements):
+    """First and second ones of each tensor alone, and of all, beside the whole computation's."""
+    mesh, op = mesh_of((2,)), make()
+    inputs = op.case(*sizes).inputs
+    for wanted in [*([k] for k in range(len(inputs))), range(len(inputs))]:
+        results = []
+        placed = [spread(t, mesh, [p]) for t, p in zip(inputs, placements, strict=True)]
+        for call, leaves in ((op.call, placed), (op.eager, [t.clone() for t in inputs])):
+            chosen = [leaves[k].requires_grad_() for k in wanted]
+            first = torch.autograd.grad(call(*leaves).square().sum(), chosen)
+            again = torch.autograd.grad(call(*leaves).square().sum(), chosen[0], create_graph=True)
+            second = torch.autograd.grad(again[0].square().sum(), chosen)
+            results.append([*first, *again, *second])
+        for k, (got, want) in enumerate(zip(*results, strict=True)):
+            assert_close(got, want, f"{op!r}, of {list(wanted)}: result {k}")
 
 
 def communication():
@@ -129,48 +129,18 @@ def communication():
     return found
 
 
-def frozen(shape):
+def frozen(activation):
     """Gradients of some of the tensors only: the others' places are filled in."""
-    mesh = mesh_of(shape)
-    x, w, b = randn(4, 3, 6), randn(8, 6, seed=1), randn(8, seed=2)
-    g = randn(4, 3, 8, seed=3)
-    cases = 0
-    for activation in ("none", "relu", "gelu_erf"):
-        op = linear(activation)
-        for wanted in itertools.product([False, True], repeat=3):
-            if not any(wanted):
-                continue
-            want = [t.clone().requires_grad_(on) for t, on in zip((x, w, b), wanted)]
-            op.eager(*want).backward(g)
-            for placements in (
-                ([Replicate()], [Shard(0)], [Shard(0)]),
-                ([Shard(1)], [Replicate()], [Replicate()]),
-                ([Shard(2)], [Shard(1)], [Replicate()]),
-            ):
-                got = [
-                    spread(t, mesh, p).requires_grad_(on)
-                    for t, p, on in zip((x, w, b), placements, wanted, strict=True)
-                ]
-                op.call(*got).backward(spread(g, mesh, [Replicate()]))
-                for a, c, on in zip(got, want, wanted):
-                    assert (a.grad is not None) == on
-                    if on:
-                        assert_close(a.grad, c.grad, f"{activation} {wanted} {placements}")
-                cases += 1
-    return cases
-
-
-def second_derivative(activation):
     mesh, op = mesh_of((2,)), linear(activation)
-    x, w = randn(3, 6), randn(8, 6, seed=1)
-    results = []
-    for place in (lambda t, p: t.clone(), lambda t, p: spread(t, mesh, [p])):
-        leaves = [place(x, Replicate()).requires_grad_(), place(w, Shard(0)).requires_grad_()]
-        call = op.call if isinstance(leaves[0], DTensor) else op.eager
-        (gx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
-        results.append(torch.autograd.grad(gx.square().sum(), leaves))
-    for a, b in zip(*results):
-        assert_close(b, a, activation)
+    case = op.case((4, 3), 6, 8)
+    for wanted in itertools.product([False, True], repeat=3):
+        for placements in (
+            ([Replicate()], [Shard(0)], [Shard(0)]),
+            ([Shard(1)], [Replicate()], [Replicate()]),
+            ([Shard(2)], [Shard(1)], [Replicate()]),
+        ):
+            if any(wanted):
+                check_call(op, case.inputs, placements, mesh, case.g, wanted)
 
 
 def known_to_dtensor():

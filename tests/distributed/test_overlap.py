@@ -20,14 +20,6 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def overlapped():
-    from torch._inductor import config
-
-    with config.patch(_micro_pipeline_tp=True):
-        yield
-
-
 def feed_forward(x, up, down, group):
     """A block of tensor and sequence parallelism, in functional collectives."""
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
@@ -60,24 +52,22 @@ def count(ours, function, *args):
     return found, backend.replaced if ours else None
 
 
-def test_products_beside_collectives_are_left(group, overlapped):
-    args = (feed_forward, torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16), group)
-    want, _ = count(False, *args)
-    assert want == [(1, 1)]
-    assert count(True, *args)[0] == want
+def and_layers(x, up, down, group):
+    y = feed_forward(x, up, down, group)
+    return F.linear(F.relu(F.linear(y * 2, up)), down)
 
 
-def test_they_are_fused_where_nothing_overlaps(group):
-    args = (feed_forward, torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16), group)
-    found, replaced = count(True, *args)
-    assert found == [(0, 0)] and replaced == {"mlp": 1}
-
-
-def test_other_layers_are_still_fused(group, overlapped):
-    def function(x, up, down, group):
-        y = feed_forward(x, up, down, group)
-        return F.linear(F.relu(F.linear(y * 2, up)), down)
-
+@pytest.mark.parametrize(
+    ("function", "is_overlapped", "products", "replaced"),
+    [
+        (feed_forward, True, 1, {}),
+        (feed_forward, False, 0, {"mlp": 1}),
+        (and_layers, True, 1, {"mlp": 1}),
+    ],
+)
+def test_products_beside_collectives_are_left(function, is_overlapped, products, replaced, group):
+    """Where they are overlapped; other layers are still fused."""
     args = (function, torch.randn(4, 8), torch.randn(16, 8), torch.randn(8, 16), group)
-    found, replaced = count(True, *args)
-    assert found == [(1, 1)] and replaced == {"mlp": 1}
+    with torch._inductor.config.patch(_micro_pipeline_tp=is_overlapped):
+        assert count(False, *args)[0] == [(1, 1)]
+        assert count(True, *args) == ([(products, products)], replaced)

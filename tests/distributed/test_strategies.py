@@ -12,6 +12,7 @@ import strategy_checks as checks
 import torch
 from operators import conv, gated, mlp, pair
 from strategy_checks import LAYERS
+from torch.distributed.tensor import Replicate, Shard
 
 from torch_fused_linear import sharding
 
@@ -83,17 +84,28 @@ def test_the_librarys_bits(sizes, four):
     assert four.run(checks.check, LAYERS["relu"], TWO, sizes, 5, True, "cublaslt")[0] == 10
 
 
-def test_frozen_parameters(four):
-    assert four.run(checks.frozen, (2,))[0] == 63
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu_erf"])
+def test_frozen_parameters(activation, four):
+    four.run(checks.frozen, activation)
 
 
-def test_gated_layers_of_which_little_is_wanted(four):
-    four.run(checks.gated_in_parts, (2,))
+COLUMN, ROW, SAME = Shard(0), Shard(1), Replicate()
 
 
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
-def test_second_derivatives(activation, four):
-    four.run(checks.second_derivative, activation)
+@pytest.mark.parametrize(
+    ("make", "sizes", "placements"),
+    [
+        *((LAYERS[a], ((3,), 6, 8), (SAME, COLUMN, COLUMN)) for a in ("none", "relu", "gelu_tanh")),
+        (
+            partial(gated, "apart", "silu", down=True, hidden=8),
+            ((4, 3), 6, 5),
+            (SAME, COLUMN, COLUMN, ROW, COLUMN, COLUMN, SAME),
+        ),
+    ],
+    ids=lambda value: value().label if callable(value) else None,
+)
+def test_derivatives(make, sizes, placements, four):
+    four.run(checks.derivatives, make, sizes, placements)
 
 
 CHAIN = [

@@ -10,13 +10,12 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion import fresh_dynamo  # noqa: F401
+from fusion import check, fresh_dynamo, images, tensors  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from torch import nn
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import torch_fused_linear as tfl
 from torch_fused_linear.graph.effects import may_write
 
 
@@ -184,34 +183,66 @@ def test_nothing_that_is_taken_for_a_reader_writes():
 # --- what it is for -----------------------------------------------------------------------------
 
 
-def test_a_product_is_not_moved_past_an_embedding_that_renormalises_its_weight():
-    """The layers' weight is the embedding's, which is written between product and sum."""
-    weight = (torch.randn(6, 6) * 10).requires_grad_(False)
+# What is computed before a write and after it, and what becomes of the two.
+AROUND = {
+    "a chain": (
+        lambda x, w, b, v, c: F.relu(F.linear(x, w, b)),
+        lambda hidden, x, w, b, v, c: F.linear(hidden, v, c),
+        {"linear_relu": 1},
+    ),
+    "a product and a bias": (
+        lambda x, w, b, v, c: x @ w.t(),
+        lambda product, x, w, b, v, c: F.relu(product + b),
+        {},
+    ),
+    "gate and up": (
+        lambda x, w, b, v, c: F.silu(F.linear(x, w, b)),
+        lambda gate, x, w, b, v, c: F.linear(gate * F.linear(x, w), v),
+        {"linear_silu": 1},
+    ),
+    "a convolution and ReLU": (  # in the place of the convolution
+        lambda x, w, b: F.conv2d(x, w, b),
+        lambda z, x, w, b: F.relu(z),
+        {"conv2d_relu": 1},
+    ),
+}
 
-    def function(x, b):
-        product = x @ weight.t()
-        rows = F.embedding(torch.tensor([0, 1, 2]), weight, max_norm=1.0)
-        return F.relu(product + b) + rows.sum()
 
-    kept = weight.clone()
-    backend = tfl.compile_backend("eager")
-    args = torch.randn(5, 6), torch.randn(6)
-    got = torch.compile(function, backend=backend)(*args)
-    weight.copy_(kept)
-    torch.testing.assert_close(got, function(*args))
+def by_renormalising(x, w):
+    F.embedding(torch.tensor([0, 1, 2]), w.flatten(1), max_norm=0.1)
 
 
-def test_a_product_is_not_moved_past_a_batch_norm_in_training():
+def by_counting(x, w):
     """The running mean is the weight's memory."""
-    mean, variance = torch.randn(48), torch.ones(48)
+    F.batch_norm(torch.ones(10, w.numel()), w.view(-1), torch.ones(w.numel()), training=True)
 
-    def function(x, b, z):
-        product = x @ mean.view(8, 6).t()
-        normed = F.batch_norm(z, mean, variance, training=True)
-        return F.relu(product + b) + normed.sum()
 
-    args = torch.randn(5, 6), torch.randn(8), torch.randn(10, 48) + 5
-    kept = mean.clone()
-    got = torch.compile(function, backend=tfl.compile_backend("eager"))(*args)
-    mean.copy_(kept)
-    torch.testing.assert_close(got, function(*args))
+def to_a_part(x, w):
+    x[0] = 7
+
+
+WRITES = {
+    "weight": lambda x, w: w.mul_(2),
+    "input": lambda x, w: operator.iadd(x, 1),
+    "a part": to_a_part,
+    "rectified": lambda x, w: F.relu(x, inplace=True),
+    "dropped": lambda x, w: F.dropout(x, 0.5, True, True),
+    "embedding": by_renormalising,
+    "batch norm": by_counting,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_written_in_between_is_read_before(around, write):
+    before, after, replaced = AROUND[around]
+
+    def function(x, w, *others):
+        x, w = x * 1, w * 1
+        first = before(x, w, *others)
+        WRITES[write](x, w)
+        return after(first, x, w, *others) + x.sum() + w.sum()
+
+    conv = "convolution" in around
+    args = [t.detach() for t in (images(2) if conv else tensors(5))]
+    check(function, args, conv=conv, **replaced)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from fusion import fresh_dynamo, recording_backend  # noqa: F401
+from fusion import fresh_dynamo, recording_backend, results  # noqa: F401
 from helpers import one_thread  # noqa: F401
 from inductor import quick_to_compile
 from torch import nn
@@ -65,13 +65,6 @@ class Layer(nn.Module):
         return self.second(self.after(self.act(self.first(x))))
 
 
-def step(call, model, x):
-    leaf = x.clone().requires_grad_()
-    y = call(leaf)
-    leaves = [leaf, *(p for p in model.parameters())]
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)]
-
-
 def compiled_by(formulas, graphs):
     """A backend with our passes before autograd and after it, without the compiler's own."""
 
@@ -90,11 +83,10 @@ def compiled_by(formulas, graphs):
 def check(model, **options):
     """The model compiled with both passes is the same function. -> what was written out, and what
     forward and backward call"""
-    x = torch.randn(3, 5, 16)
+    args = [torch.randn(3, 5, 16, requires_grad=True)]
     formulas, graphs = FormulaPass(), {}
     call = torch.compile(model, backend=compiled_by(formulas, graphs), **options)
-    for got, want in zip(step(call, model, x), step(model, model, x), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(results(call, args), results(model, args))
     return dict(formulas.written_out), graphs
 
 
@@ -197,13 +189,13 @@ def test_an_activation_between_products_is_not(gpu):
 
 
 def test_low_memory_keeps_bits_that_no_formula_reads(gpu):
-    w = torch.randn(48, 16, requires_grad=True)
-    model = nn.ParameterList([w])
-    function = lambda x: tfl.linear_relu(x, w, memory="low") * 0.5  # noqa: E731
-    call = torch.compile(function, backend=compiled_by(formulas := FormulaPass(), {}))
-    x = torch.randn(5, 16)
-    for got, want in zip(step(call, model, x), step(function, model, x), strict=True):
-        torch.testing.assert_close(got, want)
+    def function(x, w):
+        return tfl.linear_relu(x, w, memory="low") * 0.5
+
+    args = [torch.randn(5, 16, requires_grad=True), torch.randn(48, 16, requires_grad=True)]
+    formulas = FormulaPass()
+    call = torch.compile(function, backend=compiled_by(formulas, {}))
+    torch.testing.assert_close(results(call, args), results(function, args))
     assert not formulas.written_out
 
 
@@ -214,16 +206,15 @@ def test_low_memory_keeps_bits_that_no_formula_reads(gpu):
 def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, caplog):
     """And once more from its cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, x = Gated(), torch.randn(5, 16)
-    want = step(model, model, x)
+    model, args = Gated(), [torch.randn(5, 16, requires_grad=True)]
+    want = results(model, args)
     for written in ({"_glu_backward": 1}, {}):
         torch._dynamo.reset()
         options = tfl.compile_options()
         with quick_to_compile(), tfl.explain() as report, caplog.at_level("INFO"):
             call = torch.compile(model, options=options)
-            got, code = run_and_get_code(step, call, model, x)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            got, code = run_and_get_code(results, call, args)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert options["pre_grad_custom_pass"].replaced == {"gated_mlp": 1}
         assert options["joint_custom_pre_pass"].written_out == written
         paths = [c.path for c in report.calls if c.operator == "_glu_backward"]
@@ -240,13 +231,13 @@ def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, c
 def test_on_a_gpu(cuda):
     """By the machine that is there: as exact as what the compiler makes of the plain model."""
     model = Gated("gelu_tanh", sizes=(128, 320)).to(cuda, torch.bfloat16)
-    x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16)
+    x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     wide = copy.deepcopy(model).double()
-    exact = step(wide, wide, x.double())
-    eager = step(torch.compile(model), model, x)
+    exact = results(wide, [x.detach().double().requires_grad_()])
+    eager = results(torch.compile(model), [x])
     torch._dynamo.reset()
     options = tfl.compile_options()
-    got, code = run_and_get_code(step, torch.compile(model, options=options), model, x)
+    got, code = run_and_get_code(results, torch.compile(model, options=options), [x])
     assert options["joint_custom_pre_pass"].written_out == {"_glu_backward": 1}
     assert "ops.fused._glu_backward" not in "".join(code)
     assert_as_exact(got, eager, exact)

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from fusion import results
 from helpers import one_thread  # noqa: F401
 from inductor import quick_to_compile
 from torch import nn
@@ -19,43 +20,41 @@ KEY = "pre_grad_custom_pass"
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU())
+        self.images = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 1, 1), nn.ReLU())
+        self.block = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 20))
+        self.head = nn.Sequential(nn.Linear(20, 8), nn.ReLU())
 
     def forward(self, x):
+        x = self.images(x).flatten(1)
         x = x + checkpoint(self.block, x, use_reentrant=False)
         return self.head(x)
 
 
-def step(call, model, x):
-    leaf = x.clone().requires_grad_()
-    y = call(leaf)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *model.parameters()])]
-
-
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler")
 def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
-    """Once compiled in an empty cache; then with a new pass, from the cache."""
+    """Compiled in an empty cache, found there by an equal pass, and not by another one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    model, x = Network(), torch.randn(5, 16)
-    want = step(model, model, x)
-    for hits in (0, 1):
+    model, args = Network(), [torch.randn(5, 4, 7, 6, requires_grad=True)]
+    want = results(model, args)
+    for conv, hits in ((True, 0), (True, 1), (False, 0)):
         torch._dynamo.reset()
         counters.clear()
-        options = tfl.compile_options()
+        options = tfl.compile_options(conv=conv)
         compiled = torch.compile(model, fullgraph=True, options=options)
         with quick_to_compile():
-            got, code = run_and_get_code(step, compiled, model, x)
+            got, code = run_and_get_code(results, compiled, args)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert options[KEY].replaced == {"mlp": 1, "linear_relu": 1}
+        replaced = {"mlp": 1, "linear_relu": 1, **({"conv2d_relu": 2} if conv else {})}
+        assert options[KEY].replaced == replaced
         assert counters["aot_autograd"]["autograd_cache_hit"] == hits
         assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
         if not hits:
             both = "".join(code)
-            assert "torch.ops.fused._linear_backward_across" in both
-            assert "torch.ops.fused.linear_relu" in both and "addmm" not in both
+            for name in ("_linear_backward_across", "linear_relu"):
+                assert f"torch.ops.fused.{name}" in both and "addmm" not in both
+            for name in ("conv2d_relu", "_channels_relu_backward"):
+                assert (f"torch.ops.fused.{name}" in both) == conv
 
 
 def test_options_hold_what_a_mode_means():

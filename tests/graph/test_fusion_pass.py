@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from fusion import (  # noqa: F401
     chain,
     check,
+    conv_relu,
     fresh_dynamo,
+    images,
     recording_backend,
     results,
     tanh_formula,
@@ -26,97 +29,146 @@ from torch_fused_linear.graph.formula_pass import FormulaPass
 from torch_fused_linear.graph.fusion_pass import FusionPass
 
 
+def chain_and_gelu(x, w, b, v, c):
+    return chain(x, w, b, v, c) * F.gelu(torch.addmm(b, x, w.t())).sum()
+
+
+# A function, its arguments and what is replaced in it.
+KINDS = {
+    "linear": (chain_and_gelu, partial(tensors, 5), {"mlp": 1, "linear_gelu": 1}),
+    "conv": (conv_relu, partial(images, 2), {"conv2d_relu": 1}),
+}
+kind_param = pytest.mark.parametrize("kind", KINDS)
+
+
+@kind_param
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast(inside):
+def test_autocast(inside, mixed, kind):
     """Inside the graph or around it: the dtype of the result, and numbers near autocast's own."""
+    plain, make, replaced = KINDS[kind]
 
     def low(here):
         return torch.autocast("cpu", dtype=torch.bfloat16) if here else contextlib.nullcontext()
 
-    def function(x, w, b, v, c):
+    def function(*args):
         with low(inside):
-            return chain(x, w, b, v, c) * F.gelu(torch.addmm(b, x, w.t())).sum()
+            return plain(*args)
 
     with low(not inside):
-        args = tensors(5)
-        backend = tfl.compile_backend("aot_eager")
+        args = make()
+        if mixed:  # as between two layers
+            args[0] = args[0].detach().bfloat16().requires_grad_()
+        backend = tfl.compile_backend("aot_eager", conv=True)
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         got, want = results(compiled, args), results(function, args)
-    assert got[0].dtype == want[0].dtype
+    assert [t.dtype for t in got] == [t.dtype for t in want] and got[0].dtype == torch.bfloat16
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()
-    assert backend.replaced == {"mlp": 1, "linear_gelu": 1}
+    assert backend.replaced == replaced
 
 
-def test_sum_that_autocast_widens_is_left_alone():
-    """The product is bf16 there, the sum with an fp32 bias fp32: no layer gives that."""
-
-    def function(x, w, b):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return F.relu(x @ w.t() + b)
-
-    check(function, tensors(5)[:3])
-
-
-def test_checkpointed_blocks():
+@kind_param
+def test_checkpointed_blocks(kind):
     """Their graphs are inside of the graph."""
+    plain, make, replaced = KINDS[kind]
 
     def function(*args):
-        return torch.utils.checkpoint.checkpoint(chain, *args, use_reentrant=False).sin()
+        return torch.utils.checkpoint.checkpoint(plain, *args, use_reentrant=False).sin()
 
-    check(function, tensors(5), backend="aot_eager", mlp=1)
+    check(function, make(), backend="aot_eager", conv=kind == "conv", **replaced)
 
 
-def test_vmap():
-    def function(x, w, b):
-        return torch.vmap(lambda row: F.relu(F.linear(row, w, b)))(x)
+@kind_param
+def test_vmap(kind):
+    plain, make, _ = KINDS[kind]
 
-    backend = tfl.compile_backend("aot_eager")
-    args = tensors(5)[:3]
+    def function(x, *others):
+        return torch.vmap(lambda one: plain(one, *others))(torch.stack([x, x.cos()]))
+
+    args = make()
+    backend = tfl.compile_backend("aot_eager", conv=True)
     got = results(torch.compile(function, backend=backend), args)
     for a, b in zip(got, results(function, args), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("act", [F.relu, F.gelu, tanh_formula])
-def test_compiled_backward_is_fused_across_layers(act):
+def chain_of(act):
+    return lambda x, w, b, v, c: F.linear(act(F.linear(x, w, b)), v, c)
+
+
+# What forward and backward call of our operators, and of ATen's for the same.
+GRAPHS = [
+    *(
+        (
+            chain_of(act),
+            partial(tensors, 2, 5),
+            [f"fused.{first}.default", "fused.linear.default"],
+            ["fused._linear_backward_across.default", "fused._linear_backward.default"],
+        )
+        for act, first in (
+            (F.relu, "linear_relu"),
+            (F.gelu, "_linear_aux"),
+            (tanh_formula, "_linear_aux"),
+        )
+    ),
+    (
+        conv_relu,
+        partial(images, 2),
+        ["fused.conv2d_relu.default"],
+        ["fused._channels_relu_backward.default", "aten.convolution_backward.default"],
+    ),
+]
+
+
+@pytest.mark.parametrize("function, make, forward, backward", GRAPHS)
+def test_compiled_backward_is_fused_across_layers(function, make, forward, backward):
     """What mlp is put in for: the hidden activation's gradient comes with the next layer's step."""
     graphs = {}
-    args = tensors(2, 5)
-    compiled = torch.compile(
-        lambda x, w, b, v, c: F.linear(act(F.linear(x, w, b)), v, c),
-        backend=tfl.compile_backend(recording_backend(graphs)),
-    )
-    compiled(*args).sum().backward()
-    ours = [name for name in graphs["backward"] if name.startswith("fused.")]
-    assert ours == ["fused._linear_backward_across.default", "fused._linear_backward.default"]
-    first = "fused.linear_relu.default" if act is F.relu else "fused._linear_aux.default"
-    assert [n for n in graphs["forward"] if n.startswith("fused.")] == [
-        first,
-        "fused.linear.default",
-    ]
-    assert not any(n.startswith(("aten.mm", "aten.addmm")) for g in graphs.values() for n in g)
+    backend = tfl.compile_backend(recording_backend(graphs), conv=True)
+    torch.compile(function, backend=backend)(*make()).sum().backward()
+    theirs = ("aten.mm", "aten.addmm", "aten.conv", "aten.relu", "aten.th")
+    calls = [[t for t in graphs[name] if t.startswith(("fused.", *theirs))] for name in graphs]
+    assert calls == [forward, backward]
 
 
-def test_exported_graphs_are_taken_too():
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).eval()
-    x = torch.randn(5, 6)
-    module = torch.export.export(model, (x,)).module()
-    fusion = FusionPass()
+EXPORTED = {
+    "mlp": (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), (5, 6), 1),
+    "conv2d_relu": (
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 1), nn.ReLU()),
+        (2, 4, 7, 6),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", EXPORTED)
+def test_exported_graphs_are_taken_too(operator):
+    model, size, count = EXPORTED[operator]
+    x = torch.randn(size)
+    module = torch.export.export(model.eval(), (x,)).module()
+    fusion = FusionPass(conv=True)
     fusion(module.graph)
     module.recompile()
-    assert fusion.replaced == {"mlp": 1}
+    assert fusion.replaced == {operator: count}
     torch.testing.assert_close(module(x), model(x))
 
 
 def test_identity():
     """The caches pickle the pass: what it has counted must not matter, what it does must."""
-    for cls, counts in ((FusionPass, "replaced"), (FormulaPass, "written_out")):
-        one, other = cls(), cls()
+    conv = partial(FusionPass, conv=True)
+    for make, counts in (
+        (FusionPass, "replaced"),
+        (conv, "replaced"),
+        (FormulaPass, "written_out"),
+    ):
+        one, other = make(), make()
         getattr(other, counts)["mlp"] += 3
         assert one.uuid() == other.uuid()
         assert pickle.dumps(one) == pickle.dumps(other)
-        assert isinstance(pickle.loads(pickle.dumps(one)), cls)
+        assert type(pickle.loads(pickle.dumps(one))) is type(one)
+    assert pickle.dumps(FusionPass()) != pickle.dumps(conv())
+    assert [pickle.loads(pickle.dumps(p)).conv for p in (FusionPass(), conv())] == [False, True]
 
 
 def test_identity_follows_the_source_and_the_library(monkeypatch, tmp_path):

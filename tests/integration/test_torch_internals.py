@@ -234,14 +234,6 @@ def test_what_a_run_was_asked_for(watched, said):
     assert said in str(report)
 
 
-def test_a_run_that_keeps_its_graph_keeps_what_is_saved():
-    _, y = two_layers()
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.sum().backward()
-
-
 def test_what_waits_for_the_end_of_a_run_goes_with_it():
     """A note that nobody took would hold its tensors."""
     h, y = two_layers()
@@ -266,21 +258,6 @@ def test_a_weight_that_asks_for_gradients_again_is_no_longer_packed():
     layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
     layer.requires_grad_(False)
     assert tfl.unpack_weights(layer) == 0, "it was dropped"
-
-
-def test_compiled_autograd_calls_the_node(fresh_compiler):
-    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
-    (want,) = torch.autograd.grad(fused.linear_gelu(x, w, None).sum(), [w])
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
-        fused.linear_gelu(x, w, None).sum().backward()
-    torch.testing.assert_close(w.grad, want)
-    assert graphs
 
 
 @pytest.mark.cuda

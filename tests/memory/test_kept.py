@@ -14,7 +14,6 @@ from operators import (
     ACTS,
     DTYPES,
     FORMS,
-    GELU_ERF,
     GELU_TANH,
     LINEAR,
     LOW,
@@ -175,17 +174,6 @@ def test_bytes(op, elements, bits, device):
         assert kept_bytes(lambda t=leaves: op.call(*t)) == elements * dtype.itemsize + bits // 8
 
 
-def test_bytes_of_eager(device):
-    """Against which all of this is a gain, or none."""
-    for op, elements in (
-        (gated("apart", "silu", True, HIDDEN), 4 * H),
-        (mlp("gelu_tanh", 4, WIDTHS), 2 * C),
-        (mlp("relu", 4, WIDTHS), C),
-    ):
-        leaves = case_of(op, device=device).leaves()
-        assert kept_bytes(lambda c=op.eager, t=leaves: c(*t)) == elements * 4
-
-
 def test_bytes_of_a_pair(device):
     for form, memory, frozen in itertools.product(FORMS, BOTH, (False, True)):
         op = pair(form, "silu", memory=memory)
@@ -255,26 +243,26 @@ def test_flops_are_eagers(op, device):
         assert eager <= ours <= eager + again and eager > 0, f"{op!r} {wanted}"
 
 
+@pytest.mark.parametrize("odd", ODD)
+def test_flops_of_convolutions(odd):
+    op, counts = ODD[odd], []
+    for call in (op.call, op.eager):
+        with FlopCounterMode(display=False) as counter:
+            run(call, op.case(dtype=torch.float32))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
 def test_flops_of_what_only_policies_call():
-    x, w, b = OPS[0].case((10,), 8, 16).inputs
+    x, w, b = LINEAR.case((10,), 8, 16).inputs
     y, mask = x @ w.t(), [False, False, False]
-    for call in (
-        lambda: torch.ops.fused._linear_aux(x, w, b, "relu"),
-        lambda: GELU_ERF.call(x, w, b),
-        lambda: torch.ops.fused._linear_backward_across(
-            y, x, w, None, "none", mask, x, "relu", True
-        ),
+    for operator, *args in (
+        (torch.ops.fused._linear_aux, x, w, b, "relu"),
+        (torch.ops.fused._linear_backward_across, y, x, w, None, "none", mask, x, "relu", True),
     ):
         with FlopCounterMode(display=False) as counter:
-            call()
+            operator(*args)
         assert counter.get_total_flops() == 2 * 10 * 8 * 16
-    for odd in ODD.values():
-        case, counts = odd.case(dtype=torch.float32), []
-        for call in (odd.call, odd.eager):
-            with FlopCounterMode(display=False) as counter:
-                run(call, case)
-            counts.append(counter.get_total_flops())
-        assert counts[0] == counts[1] > 0
 
 
 # --- fuse_ ---------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ What is kept is in test_kept.py; every derivative, hook and error of the rows th
 lend their outputs to each other, in tests/autograd.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from numerics import assert_bits, assert_same, run
@@ -134,32 +136,22 @@ FIRST, LAST = linear("gelu_tanh", memory="low"), linear("none")
 DEFAULT = linear("gelu_tanh")
 
 
-def seen(y):
-    return y.mul_(2)
+def written(write):
+    """The next layer reads what was written to behind autograd's back."""
 
+    def between(y, w):
+        with torch.no_grad():
+            write(y)
+        return LAST.call(y, w)
 
-def unseen(y):
-    with torch.no_grad():
-        y.mul_(2)
-    return y
-
-
-def through_a_detached(y):
-    y.detach()[1:].zero_()
-    return y
-
-
-def through_a_view(y):
-    with torch.no_grad():
-        y[0, :2].fill_(3)
-    return y
+    return between
 
 
 BETWEEN = {
-    "seen": lambda y, w: LAST.call(seen(y), w),
-    "unseen": lambda y, w: LAST.call(unseen(y), w),
-    "through a detached": lambda y, w: LAST.call(through_a_detached(y), w),
-    "through a view": lambda y, w: LAST.call(through_a_view(y), w),
+    "seen": lambda y, w: LAST.call(y.mul_(2), w),
+    "unseen": written(lambda y: y.mul_(2)),
+    "through a detached": lambda y, w: (y.detach()[1:].zero_(), LAST.call(y, w))[1],
+    "through a view": written(lambda y: y[0, :2].fill_(3)),
     "a view": lambda y, w: LAST.call(y.view(2, 4, 8), w),
     "a part": lambda y, w: LAST.call(y[:, :8][2:], w),
     "transposed": lambda y, w: LAST.call(y.t(), w),
@@ -179,12 +171,8 @@ def test_what_the_next_layer_read_counts(on, op, name, device):
     results = []
     for call in (op.call, op.eager):
         case = op.case((8,), 6, 8, device=device)
-        w = (
-            torch.linspace(-1, 1, 64, dtype=torch.float64, device=device)
-            .view(8, 8)
-            .requires_grad_()
-        )
-        leaves = [*case.leaves(), w]
+        w = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device).view(8, 8)
+        leaves = [*case.leaves(), w.requires_grad_()]
         with tfl.handover(on):
             y = BETWEEN[name](call(*leaves[:-1]), w)
             grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
@@ -207,10 +195,7 @@ def test_written_to_after_the_next_layer(device):
 def test_the_layer_before_was_freed_already(device):
     """Its output is still a tensor that a layer may be given, and that layer keeps it then."""
     case = FIRST.case((5,), 6, 6, device=device)
-    (x, w, b), (v, c) = (
-        case.leaves(),
-        [t.detach().clone().requires_grad_() for t in case.inputs[1:]],
-    )
+    (x, w, b), (_, v, c) = case.leaves(), case.leaves()
     y = FIRST.call(x, w, b)
     after = FIRST.call(y, v, c)  # shares the pre-activation, which outlives its layer's graph
     y.sum().backward()
@@ -240,8 +225,20 @@ def test_a_write_to_what_a_product_that_is_made_again_needs(index):
 # --- hooks on saved tensors, checkpoints ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("around", [None, 0, 1, 2])
-def test_kept_elsewhere(around, device):
+def assert_equal_in_layers(around, device):
+    """Three layers, of which `around(k, layer, *inputs)` calls each, beside eager's gradients."""
+    op = stack("gelu_tanh", 3, memory="low")
+    case = op.case(device=device)
+    leaves = case.leaves()
+    y = leaves[0]
+    for k, layer in enumerate((FIRST, FIRST, LAST)):
+        y = around(k, layer.call, y, leaves[1 + k], leaves[4 + k])
+    y.backward(case.g)
+    assert_same([leaf.grad for leaf in leaves], run(op.eager, case)[1:])
+
+
+@pytest.mark.parametrize("inside", [{0, 1, 2}, {0}, {1}, {2}], ids=str)
+def test_kept_elsewhere(inside, device):
     """Hooks around all layers or around one: each tensor is asked for once in a backward."""
     asked = []
 
@@ -249,22 +246,11 @@ def test_kept_elsewhere(around, device):
         asked.append(packed)
         return packed.clone()
 
-    op = stack("gelu_tanh", 3, memory="low")
-    case = op.case(device=device)
-    leaves = case.leaves()
-    hooks = saved_tensors_hooks(torch.clone, unpack)
-    if around is None:
-        with hooks:
-            y = op.call(*leaves)
-    else:
-        y = leaves[0]
-        for k, layer in enumerate((FIRST, FIRST, LAST)):
-            if k == around:
-                with hooks:
-                    y = layer.call(y, leaves[1 + k], leaves[4 + k])
-            else:
-                y = layer.call(y, leaves[1 + k], leaves[4 + k])
-    assert_same(torch.autograd.grad(y, leaves, case.g), run(op.eager, case)[1:])
+    def around(k, call, *inputs):
+        with saved_tensors_hooks(torch.clone, unpack) if k in inside else nullcontext():
+            return call(*inputs)
+
+    assert_equal_in_layers(around, device)
     assert asked and len({id(packed) for packed in asked}) == len(asked)
 
 
@@ -272,15 +258,11 @@ def test_kept_elsewhere(around, device):
 @pytest.mark.parametrize("inside", [{0, 1}, {0}, {1}, {1, 2}, {2}], ids=str)
 def test_checkpoints_of_parts(inside, reentrant, device):
     """The recomputation must decide as the forward did on what is kept."""
-    op = stack("gelu_tanh", 3, memory="low")
-    case = op.case(device=device)
-    leaves = case.leaves()
-    y = leaves[0]
-    for k, layer in enumerate((FIRST, FIRST, LAST)):
-        given = layer.call, y, leaves[1 + k], leaves[4 + k]
-        y = checkpoint(*given, use_reentrant=reentrant) if k in inside else given[0](*given[1:])
-    y.backward(case.g)
-    assert_same([leaf.grad for leaf in leaves], run(op.eager, case)[1:])
+
+    def around(k, call, *inputs):
+        return checkpoint(call, *inputs, use_reentrant=reentrant) if k in inside else call(*inputs)
+
+    assert_equal_in_layers(around, device)
 
 
 @pytest.mark.parametrize("form", ["linear", "glu"])

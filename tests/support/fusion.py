@@ -23,6 +23,14 @@ def tensors(*lead, dtype=torch.float32):
     return [torch.randn(s).to(dtype).requires_grad_(dtype.is_floating_point) for s in shapes]
 
 
+def images(*lead, dtype=torch.float32, last=False):
+    """x [*lead, 4, 7, 6], weight and bias of 4 -> 6 channels."""
+    x, w, b = (torch.randn(size).to(dtype) for size in ((*lead, 4, 7, 6), (6, 4, 3, 3), (6,)))
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    return [t.requires_grad_(dtype.is_floating_point) for t in (x, w, b)]
+
+
 def results(function, args):
     """Output and gradients, of parameters too."""
     torch.manual_seed(1)  # the same dropout
@@ -61,6 +69,10 @@ def check(function, args, backend="eager", conv=False, dynamic=None, **replaced)
 
 def chain(x, w, b, v, c):
     return F.linear(F.relu(F.linear(x, w, b)), v, c)
+
+
+def conv_relu(x, w, b):
+    return F.relu(F.conv2d(x, w, b))
 
 
 def tanh_formula(x):
