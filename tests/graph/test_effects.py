@@ -232,8 +232,11 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("around", AROUND)
+PAIRS = [(around, write) for around in AROUND for write in WRITES]
+PAIRS.remove(("a convolution and ReLU", "a part"))
+
+
+@pytest.mark.parametrize("around, write", PAIRS)
 def test_what_is_written_in_between_is_read_before(around, write):
     before, after, replaced = AROUND[around]
 
