@@ -233,7 +233,7 @@ WRITES = {
 
 
 PAIRS = [(around, write) for around in AROUND for write in WRITES]
-PAIRS.remove(("a convolution and ReLU", "a part"))
+PAIRS.remove(("a convolution and ReLU", "a part"))  # left alone, as what it writes is not known
 
 
 @pytest.mark.parametrize("around, write", PAIRS)
