@@ -303,8 +303,8 @@ def test_same_bits_again_in_other_streams_and_captured(kind, tmp_path):
 
 
 def test_more_than_two_to_the_31_elements(tmp_path):
-    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
-        pytest.skip("needs 60 GB")
+    if torch.cuda.mem_get_info()[0] < 40e9:  # other tests may hold the rest
+        pytest.skip("needs 40 GB")
     few, many, h = 2048, 140 * 1024, 16384
     small = Block(few, 64, h, 64, torch.bfloat16, "gelu_erf")
     forced(small.step, tmp_path)
@@ -325,7 +325,7 @@ def test_more_than_two_to_the_31_elements(tmp_path):
 
 
 def test_bits_of_more_than_two_to_the_31_elements(tmp_path):
-    if torch.cuda.get_device_properties(0).total_memory < 20 << 30:
+    if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB")
     few, many, h = 2048, 140 * 1024, 16384
     small = Block(few, 64, h, 64, torch.bfloat16, "relu")
