@@ -39,7 +39,7 @@ HOPPER_UNITS = list(itertools.product(KINDS, ("bf16", "f16"), ("false", "true"))
 # NDEBUG the tensor cores wait after each instruction.
 HOPPER_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-diag-suppress=2908", "-O3", "-DNDEBUG"]
 # Seconds that a file takes, with torch's headers precompiled or without.
-QUICK, SLOW, HOPPER_SECONDS = 5, 16, 100
+QUICK, SLOW, HOPPER_SECONDS = 12, 16, 100
 
 
 @dataclass
