@@ -61,17 +61,12 @@ def waits(value: object) -> bool:
 def step(function, /, *args, **named):
     """In place of ``function(h, ...)`` whose result only the next of these calls gets."""
     h, more, options = _parts(args, named)
-    if is_a(Begun, h) and h[5] and isinstance(h[5][-1][0], str):
-        result = None if options else _squared(function, h, more)
-        if result is not None:
-            return result
-        h = end(h)
-        args, named = _with(h, args, named)
-    elif is_a(Begun, h):
-        share = dropped_share(function, more, options)
+    if is_a(Begun, h):
+        is_activated = h[5] and isinstance(h[5][-1][0], str)
+        share = None if is_activated else dropped_share(function, more, options)
         if share is not None:
             return _behind(h, share, function, more, options) if share else h
-        result = _activated(function, h, more, options)
+        result = (_squared if is_activated else _activated)(function, h, more, options)
         if result is None and not more and not options:
             result = _down(function, h)
         if result is not None:
@@ -131,10 +126,22 @@ def _begun(layer, input) -> tuple | None:
 
 def _activated(function, h, more, options) -> Tensor | None:
     """The activation of a begun call; None where it must be called as it is."""
-    _, layer, input, weight, _, behind = h
-    if layer is glu or len(more) > 1 or (more and options):
+    if h[1] is glu or len(more) > 1 or (more and options):
         return None
-    kind = plain_kind(function, {"inplace": more[0]} if more else options)
+    return _as_one(plain_kind(function, {"inplace": more[0]} if more else options), h)
+
+
+def _squared(function, h, more, options) -> Tensor | None:
+    """The square of a begun layer with ReLU behind it; None where it must be called as it is."""
+    is_relu = h[1] is not glu and len(h[5]) == 1 and h[5][0][0] == "relu"
+    if not is_relu or options or not plain.is_square(function, more) or plain.squares_wide():
+        return None
+    return _as_one("relu2", (*h[:5], ()))
+
+
+def _as_one(kind, h) -> Tensor | None:
+    """A begun layer with an activation of this kind; None where no operator does both."""
+    _, layer, input, weight, _, behind = h
     is_convolution = type(layer) is nn.Conv2d
     if kind is None or (kind != "relu" and (behind or is_convolution)):
         return None
@@ -150,17 +157,6 @@ def _activated(function, h, more, options) -> Tensor | None:
     for share, *_ in behind:
         result = F.dropout(result, share)
     return result
-
-
-def _squared(function, h, more) -> Tensor | None:
-    """The square of a begun layer with ReLU behind it; None where it must be called as it is."""
-    _, layer, _, weight, _, behind = h
-    is_bare = len(behind) == 1 and behind[0][0] == "relu" and plain.is_square(function, more)
-    if not is_bare or layer is glu or type(layer) is nn.Conv2d or plain.squares_wide():
-        return None
-    if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
-        return None
-    return _run(functional.linear_relu2, h, memory=memory_of(layer) or "default")
 
 
 def _run(operator, h, **options):
