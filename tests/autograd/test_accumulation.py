@@ -286,11 +286,10 @@ ADDED = {
     "frozen later": frozen(2),
     "exchanged": other_gradients(torch.ones_like),
     "by columns": other_gradients(lambda w: torch.ones_like(w).t().contiguous().t()),
-    **{scenario.__name__: scenario for scenario in (
-        *(retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed),
-        *(saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph),
-    )},
-}  # fmt: skip
+}
+NAMED = (retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed)
+NAMED += (saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph)
+ADDED |= {scenario.__name__: scenario for scenario in NAMED}
 APART = {  # and what explain says of it; of a formula it has no row
     "hook that changes": (
         hooks(lambda w, see: w.register_hook(lambda g: 2 * g), ALL),
