@@ -201,8 +201,6 @@ LAYOUTS = ["", "x", "w", "xw", "xwg", "g"]  # what is channels-last
 @policy_param
 def test_convolutions(policy, dtype, device):
     """Four stand for the rest in every layout, and they alone under the other policies."""
-    if (policy, dtype, device.type) == ("eager", torch.float32, "cuda"):
-        pytest.skip("cuDNN takes TF32 for one layout and not for another")
     every = {"groups, strided, dilated", "block", "wide", "plain"}
 
     def cases():
