@@ -1,7 +1,8 @@
 """Runs the whole suite on a GPU and leaves the evidence in tests/gpu_record.json.
 
 `make gpu-test` calls it. The gate of speed (gpu_gate.py) follows; `--bench-json FILE` keeps its
-numbers. Further arguments go to pytest; what they were is in the record.
+numbers. Further arguments go to pytest; what they were is in the record. Outcomes are kept as they
+come: after an interruption the same command goes on where it was.
 """
 
 import argparse
@@ -12,13 +13,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-import xml.etree.ElementTree
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu_record.json"
+OUTCOMES = ROOT / "build" / "gpu_outcomes.jsonl"
 FOLDERS = ("csrc", "torch_fused_linear", "tests")
 # What building and running leave behind; git ignores the same.
 LEFT_BEHIND = {
@@ -53,29 +54,58 @@ def tree_hash():
     return digest.hexdigest()
 
 
-def summary(report, exit_code):
-    """Counts, failures and reasons for skipping, from pytest's JUnit report."""
+def pytest_collection_modifyitems(items):
+    """An interrupted run goes on with what it lacks."""
+    done = {test["test"] for test in outcomes(OUTCOMES)}
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logreport(report):
+    """Appends a test's outcome as soon as it is there, or the crash of the process it ran in."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the process that gave out the work hears of it too
+    last = found.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "why": ""})
+    if report.failed:
+        last |= {"outcome": "failed", "why": report.longreprtext}
+    elif report.skipped and last["outcome"] == "passed":
+        last |= {"outcome": "skipped", "why": report.longrepr[-1].removeprefix("Skipped: ")}
+    last["seconds"] = last.get("seconds", 0.0) + report.duration
+    if report.when not in ("setup", "call"):
+        append(OUTCOMES, found.pop(report.nodeid))
+
+
+found = {}  # of tests that run
+
+
+def append(path, line):
+    with path.open("a") as file:
+        file.write("\n" + json.dumps(line))  # what was cut off before stays a line of its own
+
+
+def outcomes(path, tree=None):
+    """What an earlier run found; if `tree` is given, only on that tree."""
+    if not path.exists():
+        return []
+    head, *lines = path.read_text().split("\n")
+    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    return whole if tree in (None, json.loads(head)["tree"]) else []
+
+
+def summary(tests):
+    """Counts, failures and reasons for skipping."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     two_gpus = counts.copy()  # of those that need two
-    failed_tests, skip_reasons = [], collections.Counter()
-    # A crash of the interpreter leaves no report, or half of one.
-    try:
-        cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
-    except (OSError, xml.etree.ElementTree.ParseError):
-        cases = []
-        failed_tests.append(f"pytest wrote no report; it ended with {exit_code}")
-    for case in cases:
-        skipped, outcome = case.find("skipped"), "passed"
-        if case.find("failure") is not None or case.find("error") is not None:
-            outcome = "failed"
-            failed_tests.append(f"{case.get('classname')}::{case.get('name')}")
-        elif skipped is not None:
-            outcome = "skipped"
-            skip_reasons[skipped.get("message")] += 1
-        counts[outcome] += 1
-        two_gpus[outcome] += case.get("classname").endswith("test_two_gpus")
-    found = {"failed_tests": failed_tests, "skip_reasons": dict(skip_reasons)}
-    return {**counts, "two_gpus": two_gpus, **found}
+    for test in tests:
+        counts[test["outcome"]] += 1
+        two_gpus[test["outcome"]] += "test_two_gpus.py" in test["test"]
+    skipped = collections.Counter(test["why"] for test in tests if test["outcome"] == "skipped")
+    return {
+        **counts,
+        "two_gpus": two_gpus,
+        "failed_tests": [test["test"] for test in tests if test["outcome"] == "failed"],
+        "skip_reasons": dict(skipped),
+        "seconds": round(sum(test["seconds"] for test in tests), 1),
+    }
 
 
 def write(path, record, indent=2):
@@ -107,36 +137,39 @@ def main(arguments):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--bench-json")
     options, arguments = parser.parse_known_args(arguments)
-    began, date = time.monotonic(), datetime.datetime.now(datetime.timezone.utc)
-    tree = tree_hash()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        # In a process of its own: a GPU fault can take the interpreter with it.
-        exit_code = subprocess.run(
-            [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments], cwd=ROOT
-        ).returncode
-        outcome = summary(report, exit_code)
+    tree, plugin = tree_hash(), Path(__file__)
+    before = outcomes(OUTCOMES, tree)
+    if not before:
+        OUTCOMES.parent.mkdir(exist_ok=True)
+        OUTCOMES.write_text(json.dumps({"tree": tree}))
+    # In a process of its own: a GPU fault can take the interpreter with it.
+    command = [sys.executable, "-m", "pytest", "-p", plugin.stem, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(plugin.parent)}
+    exit_code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    if exit_code == pytest.ExitCode.NO_TESTS_COLLECTED and before:
+        exit_code = 0  # the run before had them all
+    if exit_code not in (0, pytest.ExitCode.TESTS_FAILED):
+        return f"gpu_record: pytest ended with {exit_code}; the same command goes on from there."
+    date, outcome = datetime.datetime.now(datetime.timezone.utc), summary(outcomes(OUTCOMES))
     record = {
         "date": date.isoformat(timespec="seconds"),
         **doctor.versions(),
         "library": _library.build_info(),
         "tree_hash": tree,
         "arguments": arguments,
-        "exit_code": exit_code,
         **outcome,
         "speed": {"measured": 0, "worst_ratios": {}, "below": ["not yet measured"]},
-        "seconds": round(time.monotonic() - began, 1),
     }
     if tree_hash() != tree:
         return "gpu_record: the tree changed during the run, so no record is written."
     write(RECORD, record)  # what the tests have shown is not lost if the gate is broken off
     verdict = record["speed"] = speed(options.bench_json)
-    record["seconds"] = round(time.monotonic() - began, 1)
     write(RECORD, record)
+    OUTCOMES.unlink()
     print(f"gpu_record: {RECORD.relative_to(ROOT)} written")
     for label in verdict["below"]:
         print(f"gpu_record: slower than eager by more than 2 %: {label}")
-    return exit_code or int(bool(verdict["below"]))
+    return int(bool(record["failed"] or verdict["below"]))
 
 
 if __name__ == "__main__":

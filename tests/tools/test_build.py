@@ -31,7 +31,8 @@ def module_at(path):
 build = module_at(ROOT / "setup.py")
 compiling, parts, precompiled = build.compiling, build.parts, build.parts.precompiled
 toolkits, torchs = build.toolkits, build.torchs
-gpu_record = module_at(ROOT / "tests" / "support" / "gpu_record.py")
+SUPPORT = ROOT / "tests" / "support"
+gpu_record = module_at(SUPPORT / "gpu_record.py")
 
 
 def words_of_exit(function, *arguments):
@@ -655,11 +656,12 @@ def test_the_record_speaks_for_the_files_that_git_would_commit():
     assert set(gpu_record.tree_files()) == expected
 
 
-def test_the_record_counts_what_pytest_reports(tmp_path):
+@pytest.mark.parametrize("workers", [(), ("-n2",)])
+def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption(tmp_path, workers):
     (tmp_path / "test_it.py").write_text(
-        "import pytest\n"
+        "import os, pytest\n"
         "def test_good(): pass\n"
-        "def test_bad(): assert 0\n"
+        "def test_bad(): assert 0, 'rain'\n"
         "@pytest.fixture\n"
         "def broken(): raise ValueError\n"
         "def test_error(broken): pass\n"
@@ -667,19 +669,32 @@ def test_the_record_counts_what_pytest_reports(tmp_path):
         "def test_skipped(i): pytest.skip('no moon')\n"
     )
     (tmp_path / "test_two_gpus.py").write_text("def test_good(): pass\n")
-    report = tmp_path / "report.xml"
-    options = ("-m", "pytest", f"--junitxml={report}", f"--rootdir={tmp_path}")
-    python(*options, tmp_path, cwd=tmp_path, code=1)
-    assert gpu_record.summary(report, 1) == {
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text('{"tree": "this"}')
+    (tmp_path / "conftest.py").write_text(
+        f"import pathlib, sys\nsys.path.insert(0, {str(SUPPORT)!r})\n"
+        f"import gpu_record\ngpu_record.OUTCOMES = pathlib.Path({str(kept)!r})\n"
+        "pytest_plugins = ['gpu_record']\n"
+    )
+    run = ("-m", "pytest", f"--rootdir={tmp_path}", "-p", "no:cacheprovider", *workers, tmp_path)
+    python(*run, "-k", "bad or two_gpus", cwd=tmp_path, code=1)
+    with kept.open("a") as file:
+        file.write('\n{"test": "test_it.py::test_g')  # written when the power failed
+    assert len(gpu_record.outcomes(kept, "this")) == 2
+    assert gpu_record.outcomes(kept, "another") == []
+    python(*run, cwd=tmp_path, code=1)
+    found = gpu_record.outcomes(kept)
+    assert "rain" in next(test["why"] for test in found if test["test"] == "test_it.py::test_bad")
+    counted = gpu_record.summary(found)
+    assert counted.pop("seconds") >= 0
+    assert counted == {
         "passed": 2,
         "failed": 2,
         "skipped": 2,
         "two_gpus": {"passed": 1, "failed": 0, "skipped": 0},
-        "failed_tests": ["test_it::test_bad", "test_it::test_error"],
+        "failed_tests": ["test_it.py::test_bad", "test_it.py::test_error"],
         "skip_reasons": {"no moon": 2},
     }
-    crash = gpu_record.summary(tmp_path / "none.xml", -11)
-    assert crash["failed_tests"] == ["pytest wrote no report; it ended with -11"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
