@@ -356,13 +356,6 @@ def test_a_neighbour_lends_its_plan_for_a_while():
         assert len(lines("measured")) == 2 and not lines("its neighbour's")
 
 
-def test_who_is_far_away_is_no_neighbour():
-    with plans.patience(5):
-        for tokens in (2048, 256):
-            tfl.linear_relu(*LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs)
-    assert len(lines("measured")) == 2
-
-
 def test_warmup_measures_at_once():
     model = network(64, 256, 64)
     with plans.patience(1000), torch.no_grad():
