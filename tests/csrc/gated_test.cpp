@@ -2,18 +2,11 @@
 // of one weight, views, every subset of gradients. Meant for the sanitizers, which see what a wrong
 // size would touch.
 
-#include "expect.h"
-#include "fused_linear.h"
-
-#include <torch/torch.h>
+#include "tensors.h"
 
 #include <random>
 #include <thread>
 #include <vector>
-
-using at::Tensor;
-using fused::Activation;
-using torch::autograd::variable_list;
 
 namespace {
 
@@ -107,5 +100,3 @@ TEST(torchs_threads) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

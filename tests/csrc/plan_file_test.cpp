@@ -358,5 +358,3 @@ TEST(processes_share_a_file) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

@@ -297,5 +297,3 @@ TEST(input_gradient_of_each_activation) { compare_activations<Pass::dgrad>(); }
 TEST(weight_gradient) { compare_many<Pass::wgrad, Activation::none>(); }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }
