@@ -142,6 +142,12 @@ TEST(text_comes_back) {
       EXPECT(summary(p, d).find(s.name) != std::string::npos);
     }
   }
+  // What all of these have by default.
+  auto p = problem_of(Pass::fprop, Activation::relu);
+  auto& g = p.matmul;
+  g.math = Math::tf32, g.split_k = SplitK::forbidden;
+  g.aligned_a = g.aligned_b = g.aligned_d = g.aligned_bias = g.aligned_aux = false;
+  EXPECT(from_text(to_text(p, decision(p, "epilogue")))->first == p);
 }
 
 TEST(text_that_is_no_decision) {
