@@ -1,12 +1,9 @@
 // How far a convolution's results are off, against those in fp64, without a GPU.
 
-#include "expect.h"
-
 #include "cuda/conv_problem.h"
+#include "tensors.h"
 
 #include <ATen/ops/conv2d.h>
-#include <torch/types.h>
-#include <torch/utils.h>
 
 #include <vector>
 
@@ -94,9 +91,3 @@ TEST(empty_sums_have_no_error) {
 }
 
 }  // namespace
-
-int main(int, char** argv) {
-  torch::manual_seed(0);
-  torch::set_num_threads(1);
-  return run_one(argv);
-}

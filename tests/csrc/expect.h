@@ -1,7 +1,7 @@
 #pragma once
 
-// What the C++ tests share: EXPECT, TEST, and a main that runs the test of a name, in a folder of
-// its own, and exits with 1 where it fails.
+// What the C++ tests share: EXPECT, TEST, and a main that runs and names the test that it is given,
+// or "all", and exits with 1 where one fails.
 
 #include <cstdio>
 #include <functional>
@@ -31,7 +31,13 @@ inline Tests& tests() {
   const bool name##_is_there = tests().emplace(#name, name).second; \
   void name()
 
-inline int run_one(char** argv) {
-  tests().at(argv[1])();
+int main(int, char** arguments) {
+  const std::string wanted = arguments[1];
+  for (const auto& [name, test] : tests()) {
+    if (wanted != name && wanted != "all") continue;
+    std::puts(name.c_str());
+    std::fflush(stdout);
+    test();
+  }
   return failures != 0;
 }

@@ -1,29 +1,16 @@
-// Gated layers through LibTorch, against their formula in ATen: sizes that no block divides, halves
-// of one weight, views, every subset of gradients. Meant for the sanitizers, which see what a wrong
-// size would touch.
+// Gated layers through LibTorch: sizes that no block divides, halves of one weight, views, every
+// subset of gradients. They are for the sanitizers, which see what a wrong size would touch; that
+// values are right is tested in Python.
 
-#include "expect.h"
-#include "fused_linear.h"
-
-#include <torch/torch.h>
+#include "tensors.h"
 
 #include <random>
 #include <thread>
 #include <vector>
 
-using at::Tensor;
-using fused::Activation;
-using torch::autograd::variable_list;
-
 namespace {
 
 constexpr const char* activations[] = {"relu", "gelu_tanh", "gelu_erf", "silu"};
-
-Tensor act(const Tensor& z, const std::string& name) {
-  if (name == "relu") return at::relu(z);
-  if (name == "silu") return at::silu(z);
-  return at::gelu(z, name == "gelu_tanh" ? "tanh" : "none");
-}
 
 struct Case {
   int64_t tokens, in, hidden;
@@ -38,7 +25,7 @@ Tensor draw(std::mt19937& random, int64_t rows, int64_t cols) {
   return torch::randn({rows, cols + 3}, torch::kDouble).narrow(1, 2, cols);
 }
 
-void compare(const Case& c, std::mt19937& random) {
+void step(const Case& c, std::mt19937& random) {
   const size_t weights = c.stacked ? 1 : 2;
   variable_list leaves{draw(random, c.tokens, c.in)};
   for (size_t i = 0; i < weights; ++i) {
@@ -58,21 +45,8 @@ void compare(const Case& c, std::mt19937& random) {
   if (!c.stacked && c.bias) up_bias = leaves[4];
 
   const auto y = fused::linear_glu(x, gate, up, gate_bias, up_bias, c.activation);
-  auto z = variable_list{at::linear(x, gate, gate_bias)};
-  if (c.stacked) {
-    z = z[0].chunk(2, -1);
-  } else {
-    z.push_back(at::linear(x, *up, up_bias));
-  }
-  const auto plain = act(z[0], c.activation) * z[1];
-  EXPECT(torch::allclose(y, plain, 1e-9, 1e-9));
   if (wanted.empty()) return;
-  const auto grad = draw(random, c.tokens, c.hidden);
-  const auto ours = torch::autograd::grad({y}, wanted, {grad});
-  const auto theirs = torch::autograd::grad({plain}, wanted, {grad});
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    EXPECT(torch::allclose(ours[i], theirs[i], 1e-9, 1e-9));
-  }
+  torch::autograd::grad({y}, wanted, {draw(random, c.tokens, c.hidden)});
 }
 
 void try_some(unsigned seed, int count) {
@@ -81,14 +55,14 @@ void try_some(unsigned seed, int count) {
     return *(from.begin() + random() % from.size());
   };
   for (int i = 0; i < count; ++i) {
-    compare({pick({0, 1, 2, 7, 33, 300}), pick({1, 3, 16}), pick({1, 5, 24, 129, 700}),
-             random() % 2 == 0, random() % 2 == 0, activations[random() % 4],
-             static_cast<unsigned>(random() % 32)},
-            random);
+    step({pick({0, 1, 2, 7, 33, 300}), pick({1, 3, 16}), pick({1, 5, 24, 129, 700}),
+          random() % 2 == 0, random() % 2 == 0, activations[random() % 4],
+          static_cast<unsigned>(random() % 32)},
+         random);
   }
 }
 
-TEST(values_and_gradients) { try_some(1, 300); }
+TEST(sizes_and_gradients) { try_some(1, 300); }
 
 TEST(several_threads) {
   std::vector<std::thread> threads;
@@ -101,11 +75,9 @@ TEST(torchs_threads) {
   at::set_num_threads(4);
   std::mt19937 random(3);
   for (const char* activation : activations) {
-    compare({4000, 8, 96, true, true, activation, 31}, random);
-    compare({4000, 8, 96, false, true, activation, 31}, random);
+    step({4000, 8, 96, true, true, activation, 31}, random);
+    step({4000, 8, 96, false, true, activation, 31}, random);
   }
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

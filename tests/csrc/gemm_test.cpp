@@ -325,5 +325,3 @@ TEST(objections) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

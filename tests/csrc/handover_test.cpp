@@ -1,39 +1,18 @@
 // The protocol of csrc/handover.h, kept and broken on purpose, through LibTorch.
 
 #include "autograd/handover.h"
-#include "expect.h"
-#include "fused_linear.h"
+#include "tensors.h"
 
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/types.h>
-#include <torch/utils.h>
 
 #include <functional>
 #include <string>
 
-using at::Tensor;
 using fused::autograd::handover::Producer;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
-using torch::autograd::variable_list;
 
 namespace {
-
-// As tests/stacks.py compares in fp64.
-bool same(const Tensor& a, const Tensor& b) {
-  return a.sizes() == b.sizes() &&
-         (a - b).abs().max().item<double>() <= 1e-12 * (1 + b.abs().max().item<double>());
-}
-
-bool same(const variable_list& a, const variable_list& b) {
-  bool result = a.size() == b.size();
-  for (size_t i = 0; result && i < a.size(); ++i) result = same(a[i], b[i]);
-  return result;
-}
-
-Tensor leaf(at::IntArrayRef sizes) { return torch::randn(sizes, torch::kDouble).requires_grad_(); }
 
 Tensor derivative(const Tensor& z) {
   const auto variable = z.clone().requires_grad_();
@@ -198,29 +177,4 @@ TEST(notes_are_kept_by_node_and_run) {
   EXPECT(a.node()->waiting() + b.node()->waiting() == 0);
 }
 
-// Those of this run count, and of these those that lie between the root and the leaves.
-TEST(objection_to_other_consumers) {
-  const Layer layer;
-  const auto idle = layer.y.cos();
-  for (const bool shared : {true, false, true}) {
-    std::string answer;
-    Probe::action = [&](const Tensor& grad) {
-      const auto node = torch::autograd::get_current_node();
-      const char* objection = fused::autograd::handover::objection(*node);
-      answer = objection ? objection : "";
-      return grad;
-    };
-    auto out = Probe::apply(layer.y);
-    if (shared) out = out + layer.y.cos();
-    torch::autograd::grad({out.sum()}, layer.leaves(), {}, /*retain_graph=*/true);
-    EXPECT(answer == (shared ? "another consumer" : ""));
-  }
-}
-
 }  // namespace
-
-int main(int, char** argv) {
-  torch::manual_seed(0);
-  torch::set_num_threads(1);
-  return run_one(argv);
-}

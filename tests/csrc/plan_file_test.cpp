@@ -105,11 +105,12 @@ TEST(threads_share_a_store) {
 // The counts of a bucket that waits for its measurement, by its neighbour's decision and without.
 TEST(a_bucket_waits_with_its_neighbour) {
   auto bucket = problem_of(Pass::fprop, Activation::relu);
-  auto neighbour = bucket;
-  neighbour.matmul.n = 2 * bucket.matmul.n;
+  auto neighbour = bucket, far = bucket;
+  neighbour.matmul.n = 2 * bucket.matmul.n, far.matmul.n = 8 * bucket.matmul.n;
   const auto all = [](const Strategy&) { return true; };
-  EXPECT(!plans::neighbours_of(bucket, all) && !plans::calls_left(bucket, false));
   const auto theirs = decision(bucket, "epilogue");
+  plans::passes().change(far, [&](auto& known) { known.decide(theirs); });
+  EXPECT(!plans::neighbours_of(bucket, all) && !plans::calls_left(bucket, false));
   plans::passes().change(neighbour, [&](auto& known) { known.decide(theirs); });
   EXPECT(plans::neighbours_of(bucket, all) == theirs);
   EXPECT(!plans::neighbours_of(bucket, [](const Strategy&) { return false; }));
@@ -117,7 +118,7 @@ TEST(a_bucket_waits_with_its_neighbour) {
   const auto left = plans::calls_left(bucket, true);
   EXPECT(left && left == plans::calls_left(bucket, true) && *left == 1);
   plans::borrow(bucket, theirs);
-  EXPECT(!plans::measured(bucket) && plans::show().size() == 2);
+  EXPECT(!plans::measured(bucket) && plans::show().size() == 3);
   EXPECT(plans::calls_left(bucket, true) && !plans::calls_left(bucket, true));  // now
   plans::passes().change(bucket, [&](auto& known) { known.decide(theirs); });
   plans::borrow(bucket, decision(bucket, "aten"));  // too late
@@ -141,6 +142,12 @@ TEST(text_comes_back) {
       EXPECT(summary(p, d).find(s.name) != std::string::npos);
     }
   }
+  // What all of these have by default.
+  auto p = problem_of(Pass::fprop, Activation::relu);
+  auto& g = p.matmul;
+  g.math = Math::tf32, g.split_k = SplitK::forbidden;
+  g.aligned_a = g.aligned_b = g.aligned_d = g.aligned_bias = g.aligned_aux = false;
+  EXPECT(from_text(to_text(p, decision(p, "epilogue")))->first == p);
 }
 
 TEST(text_that_is_no_decision) {
@@ -357,5 +364,3 @@ TEST(processes_share_a_file) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

@@ -523,5 +523,3 @@ TEST(errors_are_compared_with_eagers) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

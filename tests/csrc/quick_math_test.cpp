@@ -211,5 +211,3 @@ TEST(a_trial_sees_flat_regions) {
 }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

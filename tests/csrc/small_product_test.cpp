@@ -7,7 +7,6 @@
 #include "cuda/kernels/small_product.cuh"
 #include "expect.h"
 
-#include <cstring>
 #include <random>
 
 using fused::Activation;
@@ -49,9 +48,9 @@ struct Rows {
 
 struct Sizes {
   int rows, cols, inner, gap, offset;
-  int cluster = 1;        // blocks that share a column's sums
-  bool with = true;       // bias, aux and sums
-  bool infinite = false;  // one of the right operand's elements
+  int cluster;    // blocks that share a column's sums
+  bool with;      // bias, aux and sums
+  bool infinite;  // one of the right operand's elements
 };
 
 template <typename T>
@@ -63,18 +62,6 @@ bool equals(T got, double want) {
                          : std::is_same_v<T, __half> ? 1.0 / 1024
                                                      : 1.0 / 128;
   return std::abs(static_cast<float>(got) - want) <= one_ulp * std::abs(want) + 1e-5;
-}
-
-template <typename T, Pass pass, Activation activation>
-void launch(const SmallProduct& all, unsigned members = 1) {
-  using Shape = SmallShape<T, pass>;
-  on_cpu(
-      dim3(small_blocks<T, pass>(all), members), Shape::threads, Shape::bytes,
-      [&](unsigned char* shared) {
-        const auto own = of_member<T>(all, blockIdx.y);
-        SmallBlock<T, pass, activation>(own, blockIdx.x, shared).run();
-      },
-      std::max(all.cluster, 1));
 }
 
 // Each of the results, against loops in fp64.
@@ -100,10 +87,13 @@ void compare(const Sizes& s) {
   if (forward && s.with) p.bias = bias.data;
   if (!forward && s.with) p.sums = sums.data;
   if (saves || reads) p.aux = aux.data, p.ld_aux = aux.ld;
-  constexpr int rows_of_block = SmallShape<T, pass>::rows;
-  const int blocks_down = (s.rows + rows_of_block - 1) / rows_of_block;
+  using Shape = SmallShape<T, pass>;
+  const int blocks_down = (s.rows + Shape::rows - 1) / Shape::rows;
   if (pass == Pass::dgrad && s.with) p.cluster = std::min(s.cluster, blocks_down);
-  launch<T, pass, activation>(p);
+  on_cpu(
+      small_blocks<T, pass>(p), Shape::threads, Shape::bytes,
+      [&](unsigned char* shared) { SmallBlock<T, pass, activation>(p, blockIdx.x, shared).run(); },
+      std::max(p.cluster, 1));
 
   std::vector<double> column_sums(s.cols), row_sums(s.rows);
   bool right_products = true, right_aux = true, right_sums = true;
@@ -164,20 +154,7 @@ void compare_many() {
   }
 }
 
-template <Pass pass>
-void compare_activations() {
-  const Sizes few{20, 9, 16, 0, 0};
-  compare<__nv_bfloat16, pass, Activation::gelu_tanh>(few);
-  compare<__nv_bfloat16, pass, Activation::gelu_erf>(few);
-  compare<__nv_bfloat16, pass, Activation::silu>(few);
-  compare<__half, pass, Activation::gelu_tanh>(few);
-  compare<float, pass, Activation::gelu_tanh>(few);
-  compare<float, pass, Activation::gelu_erf>(few);
-  compare<float, pass, Activation::silu>(few);
-  compare<float, pass, Activation::relu2>(few);
-}
-
-// ---- layers in one launch, members of an ensemble -----------------------------------------------
+// ---- layers in one launch ---------------------------------------------------------------------
 
 // Each layer's results against loops over what the layer before it has left.
 template <typename T, Activation activation>
@@ -241,61 +218,10 @@ TEST(network) {
   compare_network<__half, Activation::relu>(9, {24, 100, 8}, 2, true, 0);
 }
 
-// Members that share their left operand, and have all else apart.
-template <typename T, Pass pass>
-void compare_members(bool with = true) {
-  std::mt19937 random(seed);
-  constexpr int members = 3, rows = 30, cols = 20, inner = 40;
-  constexpr bool forward = pass == Pass::fprop, of_weight = pass == Pass::wgrad;
-  Rows<T> left(of_weight ? inner : rows, of_weight ? rows : inner, 0, 0);
-  const int rights = forward ? cols : inner, sums_of_one = of_weight ? rows : cols;
-  Rows<T> right(members * rights, forward ? inner : cols, 0, 0), aux(members * rows, cols, 0, 0);
-  Rows<T> result(members * rows, cols, 0, 0), bias(members, cols, 0, 0);
-  Rows<T> sums(members, sums_of_one, 0, 0);
-  for (auto* drawn : {&left, &right, &bias, &aux}) drawn->draw(random);
-  SmallProduct p;
-  p.rows = rows, p.cols = cols, p.inner = inner, p.members = members,
-  p.cluster = pass == Pass::dgrad;
-  p.left = left.data, p.ld_left = left.ld, p.right = right.data, p.ld_right = right.ld;
-  p.result = result.data, p.ld_result = result.ld;
-  p.apart = {0, rights * right.ld, rows * result.ld, 0, 0, 0};
-  p.apart.bias = cols, p.apart.sums = sums_of_one;
-  if (forward && with) p.bias = bias.data;
-  if (!forward && with) p.sums = sums.data;
-  if (!of_weight) p.aux = aux.data, p.ld_aux = aux.ld, p.apart.aux = rows * aux.ld;
-  constexpr auto activation = of_weight ? Activation::none : Activation::relu;
-  launch<T, pass, activation>(p, members);
-  EXPECT(result.is_whole() && (forward || !with || sums.is_whole()));
-  for (int i = 0; i < members; ++i) {
-    Rows<T> alone(rows, cols, 0, 0), alone_sums(1, sums_of_one, 0, 0);
-    auto one = p;
-    one.right = &right.at(i * rights, 0), one.result = alone.data;
-    if (forward && with) one.bias = &bias.at(i, 0);
-    if (!forward && with) one.sums = alone_sums.data;
-    if (!of_weight) one.aux = &aux.at(i * rows, 0);
-    launch<T, pass, activation>(one);
-    EXPECT(std::memcmp(alone.data, &result.at(i * rows, 0), rows * cols * sizeof(T)) == 0);
-    EXPECT(forward || std::memcmp(alone_sums.data, &sums.at(i, 0), sums_of_one * sizeof(T)) == 0);
-  }
-}
-
-TEST(members) {
-  compare_members<float, Pass::fprop>();
-  compare_members<float, Pass::dgrad>();
-  compare_members<float, Pass::wgrad>();
-  compare_members<float, Pass::fprop>(/*with=*/false);
-  compare_members<float, Pass::wgrad>(/*with=*/false);
-  compare_members<__nv_bfloat16, Pass::fprop>();
-}
-
 TEST(forward) { compare_many<Pass::fprop, Activation::relu>(); }
 TEST(forward_without_activation) { compare_many<Pass::fprop, Activation::none>(); }
-TEST(forward_of_each_activation) { compare_activations<Pass::fprop>(); }
 TEST(input_gradient) { compare_many<Pass::dgrad, Activation::relu>(); }
 TEST(input_gradient_without_activation) { compare_many<Pass::dgrad, Activation::none>(); }
-TEST(input_gradient_of_each_activation) { compare_activations<Pass::dgrad>(); }
 TEST(weight_gradient) { compare_many<Pass::wgrad, Activation::none>(); }
 
 }  // namespace
-
-int main(int, char** argv) { return run_one(argv); }

@@ -1,46 +1,30 @@
-"""The C++ tests: each program is compiled, and run test by test. `make asan` and `make tsan` run
-most of them, too."""
+"""The C++ tests. `make asan` and `make tsan` run most of them, too."""
 
-import functools
+import itertools
+from pathlib import Path
 
 import cpp_programs
 import pytest
 
-LIBTORCH = ("torch", "torch_cpu", "c10")
-ON_CPU = f"-I{cpp_programs.ROOT / 'tests/csrc/cuda_on_cpu'}"
-# The tests of each, and how it is built.
+HERE = Path(__file__).parent
+ON_CPU = f"-I{HERE / 'cuda_on_cpu'}"
+# The sources of each program, and its flags. Those that read the same headers are compiled as one,
+# because torch's take longer than all of the tests.
 PROGRAMS = {
-    "gemm_test.cpp": (6, ["-O1"], {}),
-    "plan_test.cpp": (21, ["-O1"], {}),
-    "plan_file_test.cpp": (11, ["-O1"], {}),
-    "quick_math_test.cpp": (6, ["-O1", ON_CPU], {}),
-    "small_product_test.cpp": (9, ["-O2", "-Wno-attributes", "-Wno-unknown-pragmas", ON_CPU], {}),
-    "conv_test.cpp": (3, ["-O0"], {"libraries": LIBTORCH}),
-    "handover_test.cpp": (6, ["-O0"], {"libraries": LIBTORCH}),
-    "threads_test.cpp": (5, ["-O0"], {"libraries": LIBTORCH}),
+    "gemm_test.cpp plan_test.cpp plan_file_test.cpp": ["-O1"],
+    "quick_math_test.cpp": ["-O1", ON_CPU],
+    "small_product_test.cpp": ["-O2", "-Wno-attributes", "-Wno-unknown-pragmas", ON_CPU],
+    "handover_test.cpp threads_test.cpp conv_test.cpp": ["-O0"],
 }
-NAMES = [(source, name) for source in PROGRAMS for name in cpp_programs.names_in(source)]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Compiles each program once; a fixture with a parameter would for every test of it."""
-
-    @functools.cache
-    def build(source):
-        _, flags, options = PROGRAMS[source]
-        return cpp_programs.build(source, tmp_path_factory.mktemp("program"), *flags, **options)
-
-    return build
-
-
-@pytest.mark.parametrize("source", PROGRAMS)
-def test_all_are_found(source):
-    assert len(cpp_programs.names_in(source)) == PROGRAMS[source][0]
-
-
-@pytest.mark.parametrize(("source", "name"), NAMES)
-def test_program(source, name, built, tmp_path):
-    if source == "small_product_test.cpp" and not cpp_programs.WITH_CUDA:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(program, tmp_path):
+    sources, flags = program.split(), PROGRAMS[program]
+    if sources == ["small_product_test.cpp"] and not cpp_programs.WITH_CUDA:
         pytest.skip("needs a build with CUDA, for its headers")
-    cpp_programs.run(built(source), name, cwd=tmp_path)
+    others = [word for source in sources[:-1] for word in ("-include", str(HERE / source))]
+    libraries = ("torch", "torch_cpu", "c10")
+    built = cpp_programs.build(sources[-1], tmp_path, *flags, *others, libraries=libraries)
+    ran = cpp_programs.run(built, "all", cwd=tmp_path).split()
+    assert ran == sorted(itertools.chain(*map(cpp_programs.names_in, sources)))

@@ -170,7 +170,7 @@ class Deep(Block):
         for x in self.inputs:
             with torch.no_grad():
                 self.x.copy_(x)
-            results.append([t.clone() for t in run()])
+            results += [t.clone() for t in run()]
         torch.cuda.synchronize()
         return results
 
@@ -188,11 +188,6 @@ class Deep(Block):
         return self.results_of(run)
 
 
-def assert_all_equal(got, want):
-    for one, other in zip(got, want, strict=True):
-        assert_bits(one, other)
-
-
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("chains", ["layers", "small"])
 def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtype, tmp_path):
@@ -200,10 +195,10 @@ def test_kernels_that_are_launched_early_read_what_was_just_written(chains, dtyp
     _, paths = forced(deep.step, tmp_path, chains)
     assert_all_ours(paths, 6 + 3 * (chains == "layers"), chains=int(chains == "small"))
     want = deep.results_one_by_one()
-    assert not torch.equal(want[0][0], want[1][0])
+    assert not torch.equal(want[0], want[len(want) // 40])
     for _ in range(5):
-        assert_all_equal(deep.results_of(deep.step), want)
-    assert_all_equal(deep.results_of_replays(deep.step), want)
+        assert_bits(deep.results_of(deep.step), want)
+    assert_bits(deep.results_of_replays(deep.step), want)
 
 
 def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
@@ -215,7 +210,7 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
     settings("graph_capture_record_stream_reuse:True")
     try:
         step = lambda: [t for _ in range(3) for t in deep.step()][-8:]  # noqa: E731
-        assert_all_equal(deep.results_of_replays(step), want)
+        assert_bits(deep.results_of_replays(step), want)
     finally:
         settings("graph_capture_record_stream_reuse:False")
 

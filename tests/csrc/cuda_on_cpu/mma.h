@@ -22,7 +22,6 @@
 using std::min;
 
 inline thread_local uint3 threadIdx, blockIdx;
-inline dim3 gridDim;
 
 using Barrier = std::barrier<>;
 inline thread_local Barrier *warp_barrier, *block_barrier;
@@ -46,11 +45,10 @@ T* in_block(T* shared, unsigned rank) {
   return reinterpret_cast<T*>(shared_memory(rank) + place);
 }
 
-// kernel(shared) by each thread of each block; along x, `cluster` blocks at a time. Their shared
-// memory, of so many bytes, holds NaN at first.
+// kernel(shared) by each thread of each block, `cluster` blocks at a time. Their shared memory, of
+// so many bytes, holds NaN at first.
 template <typename Kernel>
-void on_cpu(dim3 grid, int threads, size_t bytes, const Kernel& kernel, unsigned cluster = 1) {
-  gridDim = grid;
+void on_cpu(unsigned grid, int threads, size_t bytes, const Kernel& kernel, unsigned cluster = 1) {
   shared_bytes = (bytes + 31) / 32 * 32;
   cluster_memory.assign(cluster * shared_bytes + 32, 0xff);
   cluster_barrier = std::make_unique<Barrier>(threads * cluster);
@@ -66,14 +64,12 @@ void on_cpu(dim3 grid, int threads, size_t bytes, const Kernel& kernel, unsigned
       cluster_rank = i / threads;
       warp_barrier = warps[i / 32].get();
       block_barrier = blocks[cluster_rank].get();
-      for (unsigned y = 0; y < grid.y; ++y) {
-        for (unsigned x = cluster_rank; x < grid.x; x += cluster) {
-          blockIdx = {x, y, 0};
-          kernel(shared_memory());
-          cluster_sync();
-          if (threadIdx.x == 0) std::fill_n(shared_memory(), shared_bytes, 0xff);
-          __syncthreads();
-        }
+      for (unsigned x = cluster_rank; x < grid; x += cluster) {
+        blockIdx = {x, 0, 0};
+        kernel(shared_memory());
+        cluster_sync();
+        if (threadIdx.x == 0) std::fill_n(shared_memory(), shared_bytes, 0xff);
+        __syncthreads();
       }
     });
   }
