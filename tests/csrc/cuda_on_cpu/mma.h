@@ -6,9 +6,9 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <pthread.h>
 
 #include <algorithm>
-#include <barrier>
 #include <cassert>
 #include <cmath>
 #include <cstdint>
@@ -23,7 +23,16 @@ using std::min;
 
 inline thread_local uint3 threadIdx, blockIdx;
 
-using Barrier = std::barrier<>;
+// std::barrier polls before it sleeps: hundreds of threads on two cores would do little else.
+class Barrier {
+ public:
+  explicit Barrier(unsigned threads) { pthread_barrier_init(&barrier_, nullptr, threads); }
+  ~Barrier() { pthread_barrier_destroy(&barrier_); }
+  void arrive_and_wait() { pthread_barrier_wait(&barrier_); }
+
+ private:
+  pthread_barrier_t barrier_;
+};
 inline thread_local Barrier *warp_barrier, *block_barrier;
 inline thread_local unsigned cluster_rank;
 inline std::unique_ptr<Barrier> cluster_barrier;
