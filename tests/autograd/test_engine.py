@@ -360,21 +360,27 @@ def test_another_tensor_put_into_a_weight_is_not_read(op, frozen, change):
 @every_op
 @policy_param
 def test_saved_tensors_elsewhere(policy, op, device):
-    """All that is saved passes through the hooks (offloading, compression); nothing escapes, and
-    halves that were moved are neighbours no longer."""
-    case, packed = op.smooth_case((4,), 5, 6, device=device), []
+    """All that is saved passes through the hooks (offloading, compression), and is asked for once
+    in a backward; halves that were moved are neighbours no longer."""
+    case, asked = op.smooth_case((4,), 5, 6, device=device), []
 
     def pack(t):
-        packed.append(t)
-        return t.cpu().contiguous().numpy().copy(), t.device
+        asked.append(0)
+        return len(asked) - 1, t.cpu().contiguous().numpy().copy(), t.device
+
+    def unpack(packed):
+        k, array, home = packed
+        asked[k] += 1
+        return torch.from_numpy(array).to(home)
 
     with tfl.set_policy(policy):
         want = run(op.call, case)[1:]
         leaves = case.leaves()
-        with saved_tensors_hooks(pack, lambda parts: torch.from_numpy(parts[0]).to(parts[1])):
+        with saved_tensors_hooks(pack, unpack):
             y = op.call(*leaves)
-        assert packed
-        assert_same(torch.autograd.grad(y, leaves, case.g), want)
+        for times in (1, 2):
+            assert_same(torch.autograd.grad(y, leaves, case.g, retain_graph=times == 1), want)
+            assert max(asked) == times
 
 
 @every_op

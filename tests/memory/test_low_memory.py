@@ -4,8 +4,6 @@ What is kept is in test_kept.py; every derivative, hook and error of the rows th
 lend their outputs to each other, in tests/autograd.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from numerics import assert_bits, assert_same, run
@@ -220,49 +218,6 @@ def test_a_write_to_what_a_product_that_is_made_again_needs(index):
         leaves[index].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y, leaves[3], case.g)
-
-
-# --- hooks on saved tensors, checkpoints ---------------------------------------------------------
-
-
-def assert_equal_in_layers(around, device):
-    """Three layers, of which `around(k, layer, *inputs)` calls each, beside eager's gradients."""
-    op = stack("gelu_tanh", 3, memory="low")
-    case = op.case(device=device)
-    leaves = case.leaves()
-    y = leaves[0]
-    for k, layer in enumerate((FIRST, FIRST, LAST)):
-        y = around(k, layer.call, y, leaves[1 + k], leaves[4 + k])
-    y.backward(case.g)
-    assert_same([leaf.grad for leaf in leaves], run(op.eager, case)[1:])
-
-
-@pytest.mark.parametrize("inside", [{0, 1, 2}, {0}, {1}, {2}], ids=str)
-def test_kept_elsewhere(inside, device):
-    """Hooks around all layers or around one: each tensor is asked for once in a backward."""
-    asked = []
-
-    def unpack(packed):
-        asked.append(packed)
-        return packed.clone()
-
-    def around(k, call, *inputs):
-        with saved_tensors_hooks(torch.clone, unpack) if k in inside else nullcontext():
-            return call(*inputs)
-
-    assert_equal_in_layers(around, device)
-    assert asked and len({id(packed) for packed in asked}) == len(asked)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [{0, 1}, {0}, {1}, {1, 2}, {2}], ids=str)
-def test_checkpoints_of_parts(inside, reentrant, device):
-    """The recomputation must decide as the forward did on what is kept."""
-
-    def around(k, call, *inputs):
-        return checkpoint(call, *inputs, use_reentrant=reentrant) if k in inside else call(*inputs)
-
-    assert_equal_in_layers(around, device)
 
 
 @pytest.mark.parametrize("form", ["linear", "glu"])
