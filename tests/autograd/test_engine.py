@@ -1,7 +1,5 @@
 """What the nodes owe torch's engine: which gradients, when, to whom, and what an error is."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from operators import (
     op_param,
     policy_param,
     rows,
+    subsets,
 )
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,12 +27,6 @@ from watching import Calls, operators_of
 import torch_fused_linear as tfl
 
 HALF = torch.float16
-
-
-def subsets(count):
-    """Every one of up to five tensors; of more, those of one, of two, of all but one, and all."""
-    every = list(itertools.product([False, True], repeat=count))
-    return [s for s in every if count <= 5 or sum(s) in (1, 2, count - 1, count)]
 
 
 # --- which gradients -----------------------------------------------------------------------------
@@ -78,16 +71,6 @@ def backward_steps(call, case, wanted=None):
     return [(n.partition("::")[2], args) for n, args in pairs if n.startswith(kinds)]
 
 
-@rows([op for op in OPS if op not in (LINEAR, RELU)])
-def test_only_the_wanted_products_run(op, device):
-    """A frozen weight runs no product of its own: the backward step is told so."""
-    case = op.case((5,), 16, 24, torch.float32, device)
-    for wanted in subsets(3)[1:]:
-        steps = backward_steps(op.call, case, wanted)
-        masks = [list(map(bool, args[-1])) for name, args in steps if name == "_linear_backward"]
-        assert masks in ([], [list(wanted)]), (wanted, masks)
-
-
 def test_what_runs_in_a_blocks_backward():
     """One pass over memory; dx of two products is one sum; nothing for what is frozen."""
     op = gated("apart", "silu", down=True, hidden=8)
@@ -123,12 +106,6 @@ def test_below_the_lowest_layer_with_anything_to_do_no_step_runs(device):
     assert len(names) == 2, names
     across = [name for name, _ in backward_steps(op.call, case)]
     assert across == ["_linear_backward_across"] * 3 + ["_linear_backward"]
-
-
-def test_only_sums_for_a_convolutions_bias(device):
-    case = CONV.case(device=device)
-    names = [name for name, _ in backward_steps(CONV.call, case, (False, False, True))]
-    assert not [name for name in names if "convolution" in name]
 
 
 @every_op

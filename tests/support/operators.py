@@ -71,6 +71,12 @@ class Case:
         return Case([change(t) for t in self.inputs], change(self.g))
 
 
+def subsets(count: int) -> list[tuple[bool, ...]]:
+    """Every one of up to three tensors; of more none, each, all but one and all."""
+    every = itertools.product([False, True], repeat=count)
+    return [s for s in every if count <= 3 or sum(s) in (0, 1, count - 1, count)]
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """An operator in one of its forms.
