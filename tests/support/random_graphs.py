@@ -33,11 +33,11 @@ def larger(saved: Tensor) -> Tensor:
 class Parameters:
     """Leaves that all graphs, in all threads, share: gradients are returned, never kept in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         gen = torch.Generator().manual_seed(11)
 
         def leaf(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=gen, dtype=torch.float64)
+            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
             return values.requires_grad_()
 
         self.weights = [leaf(WIDTH, WIDTH) for _ in range(4)]
