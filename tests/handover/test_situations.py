@@ -48,19 +48,17 @@ def watched(name: str, hook, handed: int | None, reason: str = "", layers=(0, 1,
         add(f"{name} of layer {k}", partial(scenario, k=k), handed, reason)
 
 
+def changed_before(outputs: list[Tensor], k: int, _) -> None:
+    outputs[k].grad_fn.register_prehook(lambda grads: (grads[0].cos(),))
+
+
 ON_TENSOR, ON_NODE = "a hook on the tensor", "a hook on the node"
 LAST = (3,)
 watched("tensor hook", lambda o, k, see: o[k].register_hook(see), 2, ON_TENSOR)
 watched("changing tensor hook", lambda o, k, _: o[k].register_hook(torch.cos), 2, ON_TENSOR)
 watched("retain_grad", lambda o, k, _: o[k].retain_grad(), 2, "retain_grad")
-watched(
-    "prehook of the node",
-    lambda o, k, see: o[k].grad_fn.register_prehook(
-        lambda gs: (see(*gs), tuple(g.cos() for g in gs))[1]
-    ),
-    2,
-    ON_NODE,
-)
+watched("prehook of the node", changed_before, 2, ON_NODE)
+watched("prehook of the node", changed_before, 3, layers=LAST)  # the true gradient arrives there
 watched(
     "hook of the producer's node",
     lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, go: see(*gi, *go)),
@@ -73,12 +71,6 @@ watched(
     2,
     "hook",
     LAST,
-)
-watched(  # it sees what arrives there, which is the true gradient in any case
-    "prehook of the node",
-    lambda o, k, _: o[k].grad_fn.register_prehook(lambda gs: (gs[0] * 2,)),
-    3,
-    layers=LAST,
 )
 watched(
     "hook of several tensors",
