@@ -2,7 +2,6 @@
 
 import sys
 
-from helpers import one_thread  # noqa: F401
 from processes import ROOT, run  # noqa: F401
 
 import torch_fused_linear as tfl

@@ -12,6 +12,7 @@ import torch
 from numerics import Tally, ulp
 from stacks import assert_same
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from watching import Calls
 
 import torch_fused_linear as tfl
@@ -107,13 +108,7 @@ def gated(report) -> list[str]:
 
 def cast(inputs, dtype: torch.dtype):
     """The floating inputs in this dtype."""
-
-    def one(v):
-        return v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
-
-    if isinstance(inputs, dict):
-        return {k: one(v) for k, v in inputs.items()}
-    return [one(v) for v in inputs]
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def assert_fuses(
