@@ -15,7 +15,7 @@ from stacks import assert_same
 import torch_fused_linear as tfl
 
 THREADS, CHUNK, GRAPHS = 8, 1000, 8_000
-MOVED = 1 + 2**-50
+MOVED = 1 + 2**-49
 EXACT = 1e-10  # second derivatives of products of products
 LONG = 20_000
 # Of every eight chunks these run under another policy, or without hand-over.
@@ -35,7 +35,7 @@ def parameters():
 
 @pytest.fixture(scope="module")
 def nearby():
-    """The same parameters but for their last bits."""
+    """The same parameters but for their last two bits."""
     return Parameters(MOVED)
 
 
