@@ -15,11 +15,14 @@ from operators import (
     OPS,
     Case,
     every_op,
+    gated,
     linear,
     mlp,
     op_param,
+    pair,
     policy_param,
     rows,
+    stack,
     without_kinks,
 )
 from torch.autograd import gradcheck, gradgradcheck
@@ -35,7 +38,7 @@ SIZES = [((2,), True), ((2,), False), ((), True), ((1, 2), True)]
 @every_op
 @policy_param
 def test_first_and_second_order(policy, op, device):
-    fast = {"fast_mode": op.name == "conv2d_relu"}
+    fast = {"fast_mode": op not in OPS or policy != "auto"}
     for lead, bias in SIZES if op in OPS or policy == "auto" else SIZES[:1]:
         leaves = op.smooth_case(lead, 3, 4, device=device, bias=bias).leaves()
         with tfl.set_policy(policy):
@@ -49,9 +52,10 @@ def test_forward_mode_and_batches(op, device):
     ways = ("forward_ad", "batched_grad", "batched_forward_grad", "undefined_grad")
     if op is CONV:  # torch's own convolution has no batched forward mode
         ways = ways[:2] + ways[3:]
-    assert gradcheck(op.call, case.leaves(), **{f"check_{way}": True for way in ways})
+    options = {f"check_{way}": True for way in ways}
+    assert gradcheck(op.call, case.leaves(), fast_mode=True, **options)
     options = {"check_batched_grad": True, "check_fwd_over_rev": op in (*OPS, CONV)}
-    assert gradgradcheck(op.call, case.leaves(), **options)
+    assert gradgradcheck(op.call, case.leaves(), fast_mode=True, **options)
 
 
 @every_op
@@ -82,12 +86,10 @@ def test_second_order_of_every_input_and_pair(op, device):
     case = op.smooth_case((3,), 4, 5, device=device, seed=1)
     assert_same(second(op.call, case), second(op.eager, case))
     count = len(case.inputs)
-    for wanted in (
-        *itertools.combinations(range(count), 1),
-        *itertools.combinations(range(count), 2),
-    ):
-        ours, eager = (second(call, case, wanted) for call in (op.call, op.eager))
-        assert_same(ours, eager, f"{op!r} {wanted}")
+    for size in (1, 2):
+        for wanted in itertools.combinations(range(count), size):
+            ours, eager = (second(call, case, wanted) for call in (op.call, op.eager))
+            assert_same(ours, eager, f"{op!r} {wanted}")
 
 
 @op_param
@@ -147,36 +149,33 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
     assert_same(*results, exact=1e-11)
 
 
-STACKS = {
-    "linear": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b), w[1], b),
-    "low": lambda x, w, b: tfl.linear(tfl.linear_gelu(x, w[0], b, memory="low"), w[1], b),
-    "glu": lambda x, w, b: tfl.linear(tfl.linear_glu(x, w[0], w[1], b), w[2]),
-    "block": lambda x, w, b: tfl.gated_mlp(x, *w, b, b, b),
-    "mlp": lambda x, w, b: tfl.mlp(x, w, [b, None, b], "gelu_tanh"),
-}
-
-
-@pytest.mark.parametrize("kind", STACKS)
+@rows(
+    [
+        *(stack("gelu_tanh", 2, memory=memory) for memory in ("default", "low")),
+        pair("apart", "silu"),
+        gated("apart", "silu", down=True),
+        mlp("gelu_tanh", 3),
+    ]
+)
 @pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
-def test_second_order_under_compiled_autograd(compiled, kind, fresh_compiler):
+def test_second_order_under_compiled_autograd(compiled, op, fresh_compiler):
     """Of gradients asked for with create_graph, by some of the parameters or all."""
-    x, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (4,)))
-    w = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    leaves = op.case().leaves()
 
     def around(is_compiled):
         enable = torch._dynamo.compiled_autograd._enable
         return enable(torch.compile(backend="eager")) if is_compiled else contextlib.nullcontext()
 
     def of(wanted, first_compiled, then_compiled):
-        y = STACKS[kind](x, w, b)
+        y = op.call(*leaves)
         options = {"create_graph": True, "allow_unused": True}
         with around(first_compiled):
             first = torch.autograd.grad(y.square().sum(), wanted, **options)
         total = sum(g.square().sum() for g in first if g is not None)
         with around(then_compiled):
-            return torch.autograd.grad(total, [x, b, *w], allow_unused=True)
+            return torch.autograd.grad(total, leaves, allow_unused=True)
 
-    for wanted in ([x, b, *w], [w[1]], [b]):
+    for wanted in (leaves, leaves[2:3], leaves[-2:-1]):
         assert_same(of(wanted, *compiled), of(wanted, False, False), exact=1e-9)
 
 

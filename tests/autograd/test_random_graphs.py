@@ -1,4 +1,4 @@
-"""20,000 random graphs: all that can be asked of autograd, equal to plain torch's, in threads."""
+"""Random graphs: all that can be asked of autograd, equal to plain torch's, in threads."""
 
 import collections
 import random
@@ -8,15 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from operators import ACTS
 from random_graphs import Graph, Parameters, scaled
 from stacks import assert_same
 
 import torch_fused_linear as tfl
 
-THREADS, CHUNK, GRAPHS = 8, 1000, 20_000
+THREADS, CHUNK, GRAPHS = 8, 1000, 8_000
+MOVED = 1 + 2**-49
 EXACT = 1e-10  # second derivatives of products of products
-# Of every twenty chunks these run under another policy, or without hand-over.
-POLICIES = {3: "cublaslt", 8: "cublaslt", 13: "eager", 18: "auto, no hand-over"}
+LONG = 20_000
+# Of every eight chunks these run under another policy, or without hand-over.
+POLICIES = {3: "cublaslt", 5: "eager", 7: "auto, no hand-over"}
+
+
+@pytest.fixture(autouse=True)
+def silu_in_two_steps(monkeypatch):
+    """The backward of torch's own has no forward mode."""
+    monkeypatch.setitem(ACTS, "silu", lambda z: z * z.sigmoid())
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +33,10 @@ def parameters():
     return Parameters()
 
 
-def moved_parameters():
-    """The same parameters but for their last bits."""
-    other = Parameters()
-    with torch.no_grad():
-        for tensor in (*other.leaves, *other.frozen):
-            tensor.mul_(1 + 2**-50)
-    return other
-
-
 @pytest.fixture(scope="module")
 def nearby():
-    return moved_parameters()
+    """The same parameters but for their last two bits."""
+    return Parameters(MOVED)
 
 
 def assert_same_as_conditioned(got, want, moved, label):
@@ -53,9 +54,15 @@ def results(parameters, seed, is_fused, **options):
     return scaled(Graph(parameters, seed, is_fused, **options).run())
 
 
-@pytest.mark.parametrize("start", range(0, GRAPHS, CHUNK))
+@pytest.mark.parametrize(
+    "start",
+    [
+        *range(0, GRAPHS, CHUNK),
+        *(pytest.param(k, marks=pytest.mark.long) for k in range(GRAPHS, LONG, CHUNK)),
+    ],
+)
 def test_equal_to_plain_torch(start, parameters, nearby):
-    name = POLICIES.get(start // CHUNK, "auto")
+    name = POLICIES.get(start // CHUNK % 8, "auto")
     seeds = range(start, start + CHUNK)
     want = {seed: results(parameters, seed, is_fused=False) for seed in seeds}
     barrier = threading.Barrier(THREADS)
@@ -85,14 +92,10 @@ def test_equal_to_plain_torch(start, parameters, nearby):
 
 
 def test_reentrant_checkpoints():
-    for seed in range(1500):
+    for seed in range(500):
         want, got, moved = (
-            results(made(), seed, is_fused, reentrant=True)
-            for made, is_fused in (
-                (Parameters, False),
-                (Parameters, True),
-                (moved_parameters, False),
-            )
+            results(Parameters(scale), seed, is_fused, reentrant=True)
+            for scale, is_fused in ((1, False), (1, True), (MOVED, False))
         )
         assert_same_as_conditioned(got, want, moved, f"graph of seed {seed}:")
 
@@ -101,7 +104,7 @@ def test_what_was_freed(parameters):
     """A backward that frees its graph, then one through what is left of it, for some inputs: where
     torch gives gradients they are ours, but where ours is one node and torch's are several."""
     given = 0
-    for seed in range(3000):
+    for seed in range(1500):
         results = []
         for is_fused in (False, True):
             graph = Graph(parameters, seed, is_fused, may_watch=False)
@@ -122,7 +125,7 @@ def test_what_was_freed(parameters):
             assert_same(scaled(results[1]), scaled(results[0]), f"graph of seed {seed}:", EXACT)
         elif results and results[0] is not None:
             assert any("Mlp" in str(y.grad_fn) or "Glu" in str(y.grad_fn) for y in made), seed
-    assert given > 500
+    assert given > 250
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.long)])
@@ -162,15 +165,3 @@ def test_the_graphs_meet_every_reason(parameters):
         "its gradient was asked for",
     ):
         assert met[reason] > 3, met
-
-
-def test_the_comparison_finds_one_wrong_gradient(parameters):
-    """One of all the results of a graph is off by 10^-8 of its size."""
-    right = results(parameters, 5, is_fused=True)
-    places = [k for k, t in enumerate(right) if t is not None and t.abs().max() > 0]
-    assert places
-    for k in places:
-        wrong = list(right)
-        wrong[k] = wrong[k] * (1 + 1e-8)
-        with pytest.raises(AssertionError):
-            assert_same(wrong, right, exact=EXACT)

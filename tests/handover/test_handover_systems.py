@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same, network
-from torch import nn
 
 import torch_fused_linear as tfl
 
@@ -123,11 +122,3 @@ def test_data_parallel(arranged, handed, device, one_process):
         held = k == 1 and hasattr(model, "no_sync")
         with model.no_sync() if held else contextlib.nullcontext():
             check(model, handed, device, f"step {k}")
-
-
-def test_checkpoint_wrapper(device):
-    """What FSDP users wrap their layers in."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
-
-    wrapped = nn.Sequential(*(wrapper.checkpoint_wrapper(layer) for layer in network(device)))
-    check(wrapped, None, device)

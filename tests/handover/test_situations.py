@@ -5,7 +5,6 @@ are handed over all the same, and the reason that is given for one that is not.
 """
 
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from stacks import LAYERS, NOT_OURS, OPS, Stack, assert_equal_plain, network
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
 
@@ -49,19 +48,17 @@ def watched(name: str, hook, handed: int | None, reason: str = "", layers=(0, 1,
         add(f"{name} of layer {k}", partial(scenario, k=k), handed, reason)
 
 
+def changed_before(outputs: list[Tensor], k: int, _) -> None:
+    outputs[k].grad_fn.register_prehook(lambda grads: (grads[0].cos(),))
+
+
 ON_TENSOR, ON_NODE = "a hook on the tensor", "a hook on the node"
 LAST = (3,)
 watched("tensor hook", lambda o, k, see: o[k].register_hook(see), 2, ON_TENSOR)
 watched("changing tensor hook", lambda o, k, _: o[k].register_hook(torch.cos), 2, ON_TENSOR)
 watched("retain_grad", lambda o, k, _: o[k].retain_grad(), 2, "retain_grad")
-watched(
-    "prehook of the node",
-    lambda o, k, see: o[k].grad_fn.register_prehook(
-        lambda gs: (see(*gs), tuple(g.cos() for g in gs))[1]
-    ),
-    2,
-    ON_NODE,
-)
+watched("prehook of the node", changed_before, 2, ON_NODE)
+watched("prehook of the node", changed_before, 3, layers=LAST)  # the true gradient arrives there
 watched(
     "hook of the producer's node",
     lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, go: see(*gi, *go)),
@@ -69,24 +66,11 @@ watched(
     "hook",
 )
 watched(
-    "hook of the node",
-    lambda o, k, see: o[k].grad_fn.register_hook(lambda gi, _: see(*gi[:3])),
-    2,
-    "hook",
-    LAST,
-)
-watched(
     "changing hook of the node",
     lambda o, k, _: o[k].grad_fn.register_hook(lambda g, _: (g[0].cos(), *g[1:])),
     2,
     "hook",
     LAST,
-)
-watched(  # it sees what arrives there, which is the true gradient in any case
-    "prehook of the node",
-    lambda o, k, _: o[k].grad_fn.register_prehook(lambda gs: (gs[0] * 2,)),
-    3,
-    layers=LAST,
 )
 watched(
     "hook of several tensors",
@@ -171,6 +155,7 @@ for _name, _change, _handed in (
     ("transposed twice", lambda y: y.t().t(), 0),
     ("clone", lambda y: y.clone(), 0),
     ("scaled", lambda y: y * 0.5, 0),
+    ("another dtype", lambda y: y.float().double(), 0),
     ("in place", lambda y: y.mul(1).mul_(0.5), 0),
     ("norm", lambda y: F.layer_norm(y, y.shape[-1:]), 0),
 ):
@@ -185,54 +170,6 @@ def _(stack):
     return stack.step(stack.layer(3, stack.layer(2, F.dropout(y, 0.5))))
 
 
-@situation("residual connections", 2, widths=(4, 5, 4, 6, 4))
-def _(stack):
-    y = stack.x
-    for k in (0, 2):
-        y = y + stack.layer(k + 1, stack.layer(k, y))
-    return stack.step(y)
-
-
-OVER = {"activations": ("gelu_tanh", "relu", "none"), "widths": (4, 5, 6, 5)}
-
-
-@situation("residual over the activation", 2, **OVER)  # the root adds, which is not counted
-def _(stack):
-    a = stack.layer(0, stack.x)
-    out = a + stack.layer(2, stack.layer(1, a))
-    return stack.step(out, gradients=[out.detach().cos()])
-
-
-@situation("residual over the activation, summed", 1, "another consumer", **OVER)
-def _(stack):
-    a = stack.layer(0, stack.x)
-    (a + stack.layer(2, stack.layer(1, a))).cos().sum().backward()
-    return stack.grads()
-
-
-def control_flow(stack, seed):
-    """Layers skipped, repeated and exchanged at random, as Python code does."""
-    choice, y = random.Random(seed), stack.x
-    for _ in range(choice.randrange(1, 8)):
-        for k in choice.sample(range(4), choice.randrange(1, 4)):
-            y = stack.layer(k, y)
-        if choice.random() < 0.3:
-            y = y * 0.5
-        if choice.random() < 0.2:
-            y = y + stack.x
-    return stack.step(y)
-
-
-for _seed in range(200):
-    add(f"control flow {_seed}", partial(control_flow, seed=_seed), None, widths=(4,) * 5)
-
-
-@situation("several inputs through the same layers", 6)
-def _(stack):
-    torch.stack([stack(), (-stack.x * 2).sum() + stack()]).cos().sum().backward()
-    return stack.grads()
-
-
 @situation("fused::mlp and plain layers", 1, NOT_OURS, widths=(4, 5, 6, 8, 8))  # other nodes
 def _(stack):
     y = stack.layer(1, stack.layer(0, stack.x))
@@ -240,19 +177,12 @@ def _(stack):
     return stack.step(F.relu(F.linear(stack.layer(3, y), stack.weights[3].t())))
 
 
-def five_times(stack):
-    """The same parameters at every depth: one node each."""
+@situation("a shared layer", 4, activations=("gelu_tanh",), widths=(4, 4))  # one node each time
+def _(stack):
     y = stack.x
     for _ in range(5):
         y = stack.layer(0, y)
     return stack.step(y)
-
-
-for _name in ACTIVE:
-    add(f"a shared layer: {_name}", five_times, 4, activations=(_name,), widths=(4, 4))
-for _seed in range(8):  # each node counts the edges to all kinds of producers
-    _kinds = [*random.Random(_seed).choices(["relu", "gelu_tanh", "silu", "glu"], k=6), "none"]
-    add(f"every kind of layer {_seed}", Stack.step, 5, activations=_kinds[-6:])
 
 
 # --- other roots and consumers -------------------------------------------------------------------
@@ -317,16 +247,6 @@ def second_consumer(stack, second, added):
     return stack.grads()
 
 
-def as_weight_too(stack):
-    y = stack.layer(0, stack.x)
-    return stack.step(OPS["none"].call(y, y), gradients=[stack.g @ stack.g.t()])
-
-
-def as_bias_too(stack):
-    y = stack.layer(0, stack.x)
-    return stack.step(OPS["none"].call(y, stack.weights[1], y))
-
-
 def consuming_root(stack, make):
     """A root that takes the first layer's output itself: the engine does not count its edges."""
     y = stack.layer(0, stack.x)
@@ -348,6 +268,9 @@ ROOTS = {
     "fused, other input": (lambda stack, y, z: OPS["relu"].call(y, z.t() @ z), 1),
     "fused, as weight": (lambda stack, y, z: OPS["relu"].call(z, y), 1),
     "fused, twice": (lambda stack, y, z: OPS["relu"].call(y, y), 0),
+    "fused, only as weight": (lambda stack, y, z: OPS["none"].call(stack.weights[1], y), 0),
+    "bias too": (lambda stack, y, z: OPS["none"].call(y, stack.weights[1], y), 0),
+    "only as bias": (lambda stack, y, z: OPS["none"].call(stack.g, stack.weights[1], y), 0),
 }
 for _name in ACTIVE:
     _pair = {"activations": (_name, "none")}
@@ -362,17 +285,9 @@ for _name in ACTIVE:
         _scenario = partial(second_consumer, second=_call, added=_added)
         _label = f"second consumer {_second}, added {_added}: {_name}"
         add(_label, _scenario, 0, "another consumer", **_pair)
-    _options = {**_pair, "widths": (4, 5, 5)}
-    add(f"as input and weight: {_name}", as_weight_too, 0, "another consumer", **_pair)
-    add(f"as input and bias: {_name}", as_bias_too, 0, "another consumer", **_options, lead=())
     for _root, (_make, _handed) in ROOTS.items():
+        _options = {**_pair, "widths": (4, 5, 5), "lead": () if "bias" in _root else (3,)}
         add(f"root {_root}: {_name}", partial(consuming_root, make=_make), _handed, **_options)
-
-
-@situation("every layer is a root", 3)
-def _(stack):
-    outputs = stack.outputs()
-    return stack.step(*outputs, gradients=[o.detach().cos() for o in outputs])
 
 
 @situation("a second consumer that is not on the way", 3)  # what does not run does not count
@@ -382,22 +297,6 @@ def _(stack):
     grads = stack.step(outputs[-1])
     assert other.requires_grad
     return grads
-
-
-AS_WEIGHT = {"activations": ("gelu_tanh", "none"), "widths": (4, 5, 5)}
-
-
-@situation("only as weight", 0, **AS_WEIGHT)  # of which the layer before could not be told
-def _(stack):
-    y = stack.layer(0, stack.x)
-    out = OPS["none"].call(stack.weights[1], y)
-    return stack.step(out, gradients=[out.detach().cos()])
-
-
-@situation("only as bias", 0, **AS_WEIGHT, lead=())
-def _(stack):
-    y = stack.layer(0, stack.x)
-    return stack.step(OPS["none"].call(stack.g, stack.weights[1], y))
 
 
 # --- runs of the engine --------------------------------------------------------------------------
@@ -411,26 +310,14 @@ def _(stack):
     return stack.step(y)
 
 
-@situation("create_graph", 0)
-def _(stack):
-    first = torch.autograd.grad(stack(), stack.leaves, stack.g, create_graph=True)
-    return [t.detach() for t in first]
-
-
-@situation("batched gradients", 3)  # the engine runs inside vmap
-def _(stack):
+def batched(stack):
+    """The engine runs inside vmap."""
     g = torch.stack([stack.g, -stack.g, stack.g.square()])
     return torch.autograd.grad(stack(), stack.leaves, g, is_grads_batched=True)
 
 
-@situation("inference, then training", 3)
-def _(stack):
-    with torch.no_grad():
-        before = stack()
-    with torch.inference_mode():
-        stack()
-    y = stack()
-    return [before, y.detach(), *stack.step(y)]
+for _name in ACTIVE:
+    add(f"batched gradients: {_name}", batched, 3, activations=(*[_name] * 3, "none"))
 
 
 @situation("anomaly mode", 0, "anomaly mode")
@@ -518,37 +405,9 @@ def checkpointed(stack, inside, reentrant=False):
     return stack.step(y)
 
 
-def layers_of(stack):
-    return [partial(stack.layer, k) for k in range(4)]
-
-
-def checkpointed_whole(stack, reentrant):
-    def whole(x):
-        for layer in layers_of(stack):
-            x = layer(x)
-        return x
-
-    return stack.step(checkpoint(whole, stack.x, use_reentrant=reentrant))
-
-
-def in_segments(stack, reentrant):
-    """The last segment is not checkpointed."""
-    return stack.step(checkpoint_sequential(layers_of(stack), 2, stack.x, use_reentrant=reentrant))
-
-
 for _inside in range(16):
     add(f"layers checkpointed: {_inside:04b}", partial(checkpointed, inside=_inside), 3)
 add("layers checkpointed, reentrant", partial(checkpointed, inside=15, reentrant=True), 0)
-for _way, _handed in ((True, 2), (False, 3)):
-    add(f"checkpointed whole, reentrant {_way}", partial(checkpointed_whole, reentrant=_way), 3)
-    add(f"in segments, reentrant {_way}", partial(in_segments, reentrant=_way), _handed)
-
-
-@situation("offloaded", 3)
-def _(stack):
-    with save_on_cpu(pin_memory=stack.x.is_cuda):
-        y = stack()
-    return stack.step(y)
 
 
 @situation("unpacking that computes with gradients", 3)  # in the same state of autograd

@@ -4,14 +4,11 @@ What is kept is in test_kept.py; every derivative, hook and error of the rows th
 lend their outputs to each other, in tests/autograd.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from numerics import assert_bits, assert_same, run
 from operators import ACTS, gated, linear, mlp, pair, rows, stack
 from stacks import HANDED
-from steps import decode_mask
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from watching import operators_of
@@ -63,15 +60,6 @@ def test_numerics_are_eagers(dtype, device):
     case = op.case((9,), 16, 8, dtype, device)
     compare = assert_bits if device.type == "cpu" else assert_same
     compare(run(op.call, case), run(op.eager, case))
-
-
-def test_bits_are_what_the_output_says(device):
-    case, kept = linear("relu").case((6,), 8, 200, torch.float32, device), []
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, identity):
-        y = fused.linear_relu(*case.leaves(), memory="low")
-    (mask,) = [t for t in kept if t.dtype == torch.uint8]
-    assert torch.equal(decode_mask(mask, 200), y > 0)
-    assert not decode_mask(mask, 256)[..., 200:].any()
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -207,62 +195,6 @@ def test_the_layer_before_was_freed_already(device):
         assert_same([got], [want])
         with pytest.raises(RuntimeError, match="second time"):
             out.sum().backward()
-
-
-@pytest.mark.parametrize("index", [0, 2, 5])
-def test_a_write_to_what_a_product_that_is_made_again_needs(index):
-    """The input, up's weight and bias."""
-    op = gated("apart", "silu", True, memory="low")
-    case = op.case((5,), 6, 4)
-    leaves = case.leaves()
-    y = op.call(*leaves)
-    with torch.no_grad():
-        leaves[index].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y, leaves[3], case.g)
-
-
-# --- hooks on saved tensors, checkpoints ---------------------------------------------------------
-
-
-def assert_equal_in_layers(around, device):
-    """Three layers, of which `around(k, layer, *inputs)` calls each, beside eager's gradients."""
-    op = stack("gelu_tanh", 3, memory="low")
-    case = op.case(device=device)
-    leaves = case.leaves()
-    y = leaves[0]
-    for k, layer in enumerate((FIRST, FIRST, LAST)):
-        y = around(k, layer.call, y, leaves[1 + k], leaves[4 + k])
-    y.backward(case.g)
-    assert_same([leaf.grad for leaf in leaves], run(op.eager, case)[1:])
-
-
-@pytest.mark.parametrize("inside", [{0, 1, 2}, {0}, {1}, {2}], ids=str)
-def test_kept_elsewhere(inside, device):
-    """Hooks around all layers or around one: each tensor is asked for once in a backward."""
-    asked = []
-
-    def unpack(packed):
-        asked.append(packed)
-        return packed.clone()
-
-    def around(k, call, *inputs):
-        with saved_tensors_hooks(torch.clone, unpack) if k in inside else nullcontext():
-            return call(*inputs)
-
-    assert_equal_in_layers(around, device)
-    assert asked and len({id(packed) for packed in asked}) == len(asked)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [{0, 1}, {0}, {1}, {1, 2}, {2}], ids=str)
-def test_checkpoints_of_parts(inside, reentrant, device):
-    """The recomputation must decide as the forward did on what is kept."""
-
-    def around(k, call, *inputs):
-        return checkpoint(call, *inputs, use_reentrant=reentrant) if k in inside else call(*inputs)
-
-    assert_equal_in_layers(around, device)
 
 
 @pytest.mark.parametrize("form", ["linear", "glu"])

@@ -1,25 +1,19 @@
 """Programs that load an exported model in a fresh process."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-from helpers import one_thread  # noqa: F401
+from processes import ROOT, run  # noqa: F401
 
 import torch_fused_linear as tfl
-
-ROOT = Path(tfl.__file__).parents[1]
 
 LIBRARY = tfl.library_path()
 
 
 def python(code, *args, cwd=None, **variables):
     """Runs it in a fresh process, which finds the package only if the code says where it is."""
-    command = [sys.executable, "-c", code, *map(str, args)]
     # Inductor need not find out what the compiler can do, only to load something.
-    env = {**os.environ, "TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    variables = {"TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
+    return run(sys.executable, "-c", code, *map(str, args), cwd=cwd, code=None, **variables)
 
 
 LOAD_EXPORTED = "model = torch.export.load(sys.argv[1]).module()"

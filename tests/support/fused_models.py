@@ -12,7 +12,8 @@ import torch
 from numerics import Tally, ulp
 from stacks import assert_same
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from watching import Calls
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library, functional
@@ -107,13 +108,7 @@ def gated(report) -> list[str]:
 
 def cast(inputs, dtype: torch.dtype):
     """The floating inputs in this dtype."""
-
-    def one(v):
-        return v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
-
-    if isinstance(inputs, dict):
-        return {k: one(v) for k, v in inputs.items()}
-    return [one(v) for v in inputs]
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def assert_fuses(
@@ -176,22 +171,11 @@ def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs
     tally.check(f"{dtype}")
 
 
-class _Called(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        library, name, _ = str(function).split(".")
-        self.names += [name] * (library == "fused")
-        return function(*args, **(kwargs or {}))
-
-
 def operators(model: nn.Module, *inputs: Tensor) -> list[str]:
     """Those of ours that one forward calls, without gradients."""
-    with torch.no_grad(), _Called() as called:
+    with torch.no_grad(), Calls() as calls:
         model(*inputs)
-    return called.names
+    return [name.partition("::")[2] for name in calls.names if name.startswith("fused::")]
 
 
 def unmark_all(monkeypatch) -> None:

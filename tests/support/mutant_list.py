@@ -1,6 +1,327 @@
 """Faults that the tests must notice, one a mechanism: for tests/support/mutants.py."""
 
+import re
 from typing import NamedTuple
+
+# A file and whose tests must notice its faults, then each fault: its name, the text that is
+# replaced and what by.
+FAULTS = r"""
+csrc/autograd/linear_node.cpp: tests/ops
+# the wrong GELU in inference
+-return linear_gelu(input, weight, bias, approximate);
++return linear_gelu(input, weight, bias, "tanh");
+
+csrc/cpu/passes.h: tests/ops tests/memory
+# ReLU's bits in another order
+-byte |= unsigned{passing[8 * i + j]} << j;
++byte |= unsigned{passing[8 * i + j]} << (7 - j);
+# NaN lost in ReLU's bits
+-return !(output <= 0);
++return output > 0;
+
+csrc/cpu/gated.cpp: tests/ops tests/autograd tests/cpu
+# a bias summed once for each block
+-at::sum_out(sum, as_rows(values).narrow(0, first, count), 0,
++at::sum_out(sum, as_rows(values), 0,
+
+csrc/autograd/gated_node.cpp: tests/autograd
+# gate's bias gradient for up's
+-if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;
+-  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
++if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = second;
++  if (state.wanted[up_bias_edge]) result[up_bias_edge] = first;
+
+csrc/reference/linear.h: tests/ops
+# a gradient in another layout than torch's
+-return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};
++return {grad_input.contiguous(), grad_weight, grad_bias};
+# the plain way without a word
+-  const explain::Row row(op, input, weight);
+-  explain::append(objection);
++  explain::append(objection);
+
+csrc/dispatch/meta.cpp: tests/ops
+# strides that only Meta gives
+-return {S::grad_layer_input(layer.input, layer.wanted[0]),
++return {S::grad_input(layer.input, layer.wanted[0]),
+
+csrc/reference/conv.h: tests/ops
+# channels-last that only Meta gives
+-convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
++convolution(image, weight, bias, geometry).contiguous();
+
+csrc/dispatch/autocast.cpp: tests/ops
+# a step that autocast casts again
+-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+-    return step(args...);
++    return step(args...);
+# a bias that autocast leaves as it is
+-return has_value(tensor) ? OptionalTensor(cast(*tensor)) : std::nullopt;
++return tensor;
+
+csrc/dispatch/subclasses.cpp: tests/ops
+# a subclass that is not asked
+-if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;
+
+csrc/python/direct.cpp: tests/ops
+# a mode of torch's functions that is passed by
+-count == sizeof...(Args) && !at::impl::torch_function_mode_enabled() &&
++count == sizeof...(Args) &&
+
+csrc/reference/gated.h: tests/autograd tests/ops
+# vmap over another dimension
+-return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);
++return has_value(up) ? std::pair(gate, *up)
++                       : std::pair(gate.chunk(2, 1)[0], gate.chunk(2, 1)[1]);
+
+torch_fused_linear/_switch.py: tests/ops
+# an inner block that switches off the outer one
+-self._put(self._entered.pop())
++self._put(self._entered.pop() if len(self._entered) == 1 else self._made)
+
+csrc/dispatch/gated.h: tests/autograd
+# halves joined although autograd follows them
+-const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);
++const bool may_join = true;
+
+csrc/autograd/handover.cpp: tests/handover tests/csrc
+# a hook on the tensor missed
+-if (!producer.tensor_pre_hooks().empty()) return "a hook on the tensor";
+# another consumer missed
+-return own != 1 || all != (counted ? 1 : 0);
++return own != 1;
+# a note that outlives its run
+-if (const auto node = producer.lock()) static_cast<Producer&>(*node).take(graph_task);
+# saved tensors written to after they were lent
+-bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
++bool Note::is_unchanged() const { return true; }
+
+csrc/autograd/linear_node.cpp: tests/handover tests/csrc
+# a note lost
+-receiver->leave({grad_input, {wants_bias ? receivers_bias : Tensor()}, receiver->saved});
+# a bias gradient without what was added on the way
+-return {handover::with_rest(note->passed, rest), Activation::none, {}};
++return {handover::with_rest(note->passed, rest), Activation::none, note->gradients[0]};
+
+csrc/autograd/recompute.cpp: tests/memory
+# saved tensors' hooks that see another tensor
+-bool are_kept_as_they_are() { return !at::SavedTensorDefaultHooks::get_hooks(); }
++bool are_kept_as_they_are() { return true; }
+# a recomputed output that was written to since
+-input.output_nr() == 0 &&
+-      input._version() == 0) {
++input.output_nr() == 0) {
+
+csrc/autograd/linear_node.cpp: tests/memory tests/autograd
+# a weight kept that nobody reads
+-if (input.requires_grad()) {
+-      kept_[weight_index]
++if (true) {
++      kept_[weight_index]
+
+csrc/autograd/mlp_node.cpp: tests/memory tests/autograd
+# an output kept twice
+-output_kept ? Memory::standard : memory);
++memory);
+
+csrc/autograd/mlp_node.cpp: tests/autograd
+# a gradient computed that nobody wants
+-const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
++const std::array<bool, 3> mask{true, wants_weight(i) && !sum,
+# double backward cut below a part of a chain
+-if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;
++return input;
+
+csrc/cpu/packed_weights.cpp: tests/cpu
+# a packed weight that has been written to
+-return version_ == weight._version() &&
+-           storage_
++return storage_
+# a packed weight that is trained again
+-return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);
++return weight.requires_grad();
+
+csrc/autograd/double_backward.h: tests/autograd
+# double backward cut at the pre-activation
+-if (!linked || !at::GradMode::is_enabled()) return result;
++return result;
+
+csrc/autograd/conv_node.cpp: tests/autograd tests/ops tests/nn tests/integration
+# double backward cut at a convolution's output
+-kept_[State::output] = SavedVariable(output, /*is_output=*/true);
++kept_[State::output] = SavedVariable(output.detach(), /*is_output=*/false);
+
+csrc/autograd/conv_node.cpp: tests/autograd tests/integration tests/graph
+# padding for dilation in compiled autograd
+-{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}
++{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]}
+
+csrc/plans/decisions.cpp: tests/csrc
+# plans of TF32 for those of fp32
+-visit(g.to_f32), visit(g.adds), visit(g.math);
++visit(g.to_f32), visit(g.adds);
+
+csrc/gemm/problem.h: tests/csrc
+# a product's stride that is not in its key
+-  problem.ldb = left.ld;
+
+csrc/plans/registry.cpp: tests/csrc
+# plans of an old budget
+-if (budget_setting().exchange(milliseconds) != milliseconds) start_generation();
++budget_setting().exchange(milliseconds);
+
+torch_fused_linear/graph/matching.py: tests/graph
+# a pass that swallows an output
+-return next(iter(node.users)) if len(node.users) == 1 else None
++return next(iter(node.users), None)
+# a pass that takes one GELU for the other
+-name = name_of_gelu(args.get("approximate", "none"))
++name = name_of_gelu("tanh")
+
+torch_fused_linear/graph/fusion_pass.py: tests/graph
+# a pass that moves a read over a write
+-return not written and self.in_one_mode(nodes)
++return self.in_one_mode(nodes)
+# a pass that moves a layer out of its mode
+-return not any(min(places) < i < max(places) for i in self.switches)
++return True
+
+torch_fused_linear/graph/effects.py: tests/graph
+# a write to out= unseen
+-if arguments.get("inplace") or arguments.get("out") is not None:
++if arguments.get("inplace"):
+
+torch_fused_linear/graph/collectives.py: tests/graph tests/distributed
+# a layer beside a collective
+-if kind(node) == "view" or _collective(node) == "wait_tensor":
++if kind(node) == "view":
+
+torch_fused_linear/nn/taking_over.py: tests/nn
+# a layer's hooks lost when it is taken over
+-    *HOOKS,
++    *HOOKS[:-1],
+
+torch_fused_linear/nn/mlp.py: tests/nn
+# a chain's hooks passed by
+-        or module._forward_pre_hooks
+
+torch_fused_linear/sharding.py: tests/distributed
+# a partial sum with the bias on each device
+-"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),
++"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi"),
+
+torch_fused_linear/onnx.py: tests/integration
+# the wrong GELU in ONNX
+-return self.newer.Gelu(x, approximate=approximate)
++return self.newer.Gelu(x, approximate="none")
+
+torch_fused_linear/flops.py: tests
+# half of a backward's FLOPs
+-return linear(input, weight) * (bool(output_mask[0]) + bool(output_mask[1]))
++return linear(input, weight)
+
+torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_later.py
+# a function set on an object unseen
+-if "forward" in own or "_call_impl" in own:
++if "forward" in own:
+# a dropout in place drawn otherwise
+- or (inplace and p and training):
++:
+
+csrc/python/plain.cpp: tests/fuse/test_fuse_later.py
+# a function mode that sees nothing
+-return !at::impl::torch_function_mode_enabled();
++return true;
+
+torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_programs.py
+# a layer that waits for what changes its input
+-is_sole = is_sole and scope.may_wait(read, {read: start})
+
+torch_fused_linear/fuse/syntax.py: tests/fuse/test_fuse_programs.py
+# a call before an activation ignored
+-            and self._comes_first(node, part)
+# a read in a loop's next turn
+-if is_before and not any(p in loops for p in around):
++if is_before:
+
+torch_fused_linear/fuse/rewrite.py: tests/fuse/test_fuse_programs.py
+# a begun call behind an if
+-            node.orelse.insert(0, ast.copy_location(end, node.test))
+
+torch_fused_linear/fuse/source.py: tests/fuse/test_fuse_looks.py
+# an edited file believed
+- or self.code not in codes.get(self.key, ()):
++:
+
+torch_fused_linear/fuse/__init__.py: tests/fuse/test_fuse_looks.py
+# code that is never put back
+-if not any(MARK in vars(module)
++if all(MARK in vars(module)
+
+torch_fused_linear/_torch_internals.py: tests/fuse/test_fuse.py
+# compiled code that is kept
+-        torch._dynamo.reset_code_caches()
++        pass
+
+torch_fused_linear/fuse/plan.py: tests/fuse/test_fuse.py
+# a filter that is not asked
+-return None if self._asked.get(value.path, True) else
++return None if True else
+
+torch_fused_linear/fuse/script.py: tests/fuse/test_fuse_script.py
+# an operator that crosses autocast
+-for value in node.outputs() if depth == 0}
++for value in node.outputs()}
+# a shared value in TorchScript
+-        if any(len(v.uses()) > 1 for v in (value, last)):
++        if False:
+
+torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_trees.py
+# a hook that sees nothing
+-        if own.get(kind):
++        if False:
+# a hook on all modules unseen
+-hooks_objection(module) or has_any_global_hook()
++hooks_objection(module)
+# a patched class unseen
+-known = cls.forward is forward and cls.__call__
++known = cls.__call__
+# a child of nn.Linear taken
+-    if full_name(cls) == CONV1D:
++    if isinstance(value, nn.Linear):
+# a child of nn.ReLU taken
+-kind := ACTIVATIONS.get(full_name(cls)):
++kind := ACTIVATIONS.get(full_name(cls.__base__)):
+# one GELU for the other
+-return name_of_gelu(function.approximate) if
++return "gelu_tanh" if
+# a training dropout left out
+-return p if training else 0
++return 0
+
+torch_fused_linear/fuse/call.py: tests/fuse/test_fuse_trees.py
+# a bias left out
+-return operator(input, weight, bias, **options)
++return operator(input, weight, None, **options)
+# the halves of a layer exchanged
+-return (Half, cell, 0, ()), (Half, cell, 1, ())
++return (Half, cell, 1, ()), (Half, cell, 0, ())
+# one input for gate and up
+- or input is not its_input
+
+torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_trees.py
+# a later read ignored
+-is_sole = scope.is_read_by(name, start, {read})
++is_sole = True
+# another read of a gate ignored
+-    if not is_sole or not scope
++    if not scope
+
+torch_fused_linear/fuse/syntax.py: tests/fuse/test_fuse_trees.py
+# a statement between them ignored
+-            and all(s in origins.values() or passes(s) for s in since)
+"""
+FAULT = re.compile(r"^# (.+)\n((?:-.*\n)+)((?:\+.*\n)*)", re.MULTILINE)
 
 
 class Mutant(NamedTuple):
@@ -13,530 +334,12 @@ class Mutant(NamedTuple):
     tests: str
 
 
-MUTANTS = (
-    # --- what is computed ---
-    Mutant(
-        "the wrong GELU in inference",
-        "csrc/autograd/linear_node.cpp",
-        "return linear_gelu(input, weight, bias, approximate);",
-        'return linear_gelu(input, weight, bias, "tanh");',
-        "tests/ops",
-    ),
-    Mutant(
-        "ReLU's bits in another order",
-        "csrc/cpu/passes.h",
-        "byte |= unsigned{passing[8 * i + j]} << j;",
-        "byte |= unsigned{passing[8 * i + j]} << (7 - j);",
-        "tests/ops tests/memory",
-    ),
-    Mutant(
-        "NaN lost in ReLU's bits",
-        "csrc/cpu/passes.h",
-        "return !(output <= 0);",
-        "return output > 0;",
-        "tests/ops tests/memory",
-    ),
-    Mutant(
-        "a bias summed once for each block",
-        "csrc/cpu/gated.cpp",
-        "at::sum_out(sum, as_rows(values).narrow(0, first, count), 0,",
-        "at::sum_out(sum, as_rows(values), 0,",
-        "tests/ops tests/autograd tests/cpu",
-    ),
-    Mutant(
-        "gate's bias gradient for up's",
-        "csrc/autograd/gated_node.cpp",
-        "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;\n"
-        "  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;",
-        "if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = second;\n"
-        "  if (state.wanted[up_bias_edge]) result[up_bias_edge] = first;",
-        "tests/autograd",
-    ),
-    Mutant(
-        "a gradient in another layout than torch's",
-        "csrc/reference/linear.h",
-        "return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};",
-        "return {grad_input.contiguous(), grad_weight, grad_bias};",
-        "tests/ops",
-    ),
-    Mutant(
-        "strides that only Meta gives",
-        "csrc/dispatch/meta.cpp",
-        "return {S::grad_layer_input(layer.input, layer.wanted[0]),",
-        "return {S::grad_input(layer.input, layer.wanted[0]),",
-        "tests/ops",
-    ),
-    Mutant(
-        "channels-last that only Meta gives",
-        "csrc/reference/conv.h",
-        "convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));",
-        "convolution(image, weight, bias, geometry).contiguous();",
-        "tests/ops",
-    ),
-    # --- which way a call goes ---
-    Mutant(
-        "the plain way without a word",
-        "csrc/reference/linear.h",
-        "  const explain::Row row(op, input, weight);\n  explain::append(objection);",
-        "  explain::append(objection);",
-        "tests/ops",
-    ),
-    Mutant(
-        "a step that autocast casts again",
-        "csrc/dispatch/autocast.cpp",
-        "    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);\n"
-        "    return step(args...);",
-        "    return step(args...);",
-        "tests/ops",
-    ),
-    Mutant(
-        "a bias that autocast leaves as it is",
-        "csrc/dispatch/autocast.cpp",
-        "return has_value(tensor) ? OptionalTensor(cast(*tensor)) : std::nullopt;",
-        "return tensor;",
-        "tests/ops",
-    ),
-    Mutant(
-        "a subclass that is not asked",
-        "csrc/dispatch/subclasses.cpp",
-        "if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;",
-        "",
-        "tests/ops",
-    ),
-    Mutant(
-        "a mode of torch's functions that is passed by",
-        "csrc/python/direct.cpp",
-        "count == sizeof...(Args) && !at::impl::torch_function_mode_enabled() &&",
-        "count == sizeof...(Args) &&",
-        "tests/ops",
-    ),
-    Mutant(
-        "vmap over another dimension",
-        "csrc/reference/gated.h",
-        "return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);",
-        "return has_value(up) ? std::pair(gate, *up)\n"
-        "                       : std::pair(gate.chunk(2, 1)[0], gate.chunk(2, 1)[1]);",
-        "tests/autograd tests/ops",
-    ),
-    Mutant(
-        "an inner block that switches off the outer one",
-        "torch_fused_linear/_switch.py",
-        "self._put(self._entered.pop())",
-        "self._put(self._entered.pop() if len(self._entered) == 1 else self._made)",
-        "tests/ops",
-    ),
-    Mutant(
-        "halves joined although autograd follows them",
-        "csrc/dispatch/gated.h",
-        "const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);",
-        "const bool may_join = true;",
-        "tests/autograd",
-    ),
-    # --- hand-over ---
-    Mutant(
-        "a hook on the tensor missed",
-        "csrc/autograd/handover.cpp",
-        'if (!producer.tensor_pre_hooks().empty()) return "a hook on the tensor";',
-        "",
-        "tests/handover tests/csrc",
-    ),
-    Mutant(
-        "another consumer missed",
-        "csrc/autograd/handover.cpp",
-        "return own != 1 || all != (counted ? 1 : 0);",
-        "return own != 1;",
-        "tests/handover tests/csrc",
-    ),
-    Mutant(
-        "a note lost",
-        "csrc/autograd/linear_node.cpp",
-        "receiver->leave({grad_input, {wants_bias ? receivers_bias : Tensor()}, receiver->saved});",
-        "",
-        "tests/handover tests/csrc",
-    ),
-    Mutant(
-        "a note that outlives its run",
-        "csrc/autograd/handover.cpp",
-        "if (const auto node = producer.lock()) static_cast<Producer&>(*node).take(graph_task);",
-        "",
-        "tests/handover tests/csrc",
-    ),
-    Mutant(
-        "a bias gradient without what was added on the way",
-        "csrc/autograd/linear_node.cpp",
-        "return {handover::with_rest(note->passed, rest), Activation::none, {}};",
-        "return {handover::with_rest(note->passed, rest), Activation::none, note->gradients[0]};",
-        "tests/handover tests/csrc",
-    ),
-    Mutant(
-        "saved tensors written to after they were lent",
-        "csrc/autograd/handover.cpp",
-        "bool Note::is_unchanged() const { return "
-        "std::ranges::equal(saved, versions_, {}, version_of); }",
-        "bool Note::is_unchanged() const { return true; }",
-        "tests/handover tests/csrc",
-    ),
-    # --- what is kept ---
-    Mutant(
-        "saved tensors' hooks that see another tensor",
-        "csrc/autograd/recompute.cpp",
-        "bool are_kept_as_they_are() { return !at::SavedTensorDefaultHooks::get_hooks(); }",
-        "bool are_kept_as_they_are() { return true; }",
-        "tests/memory",
-    ),
-    Mutant(
-        "a recomputed output that was written to since",
-        "csrc/autograd/recompute.cpp",
-        "input.output_nr() == 0 &&\n      input._version() == 0) {",
-        "input.output_nr() == 0) {",
-        "tests/memory",
-    ),
-    Mutant(
-        "a weight kept that nobody reads",
-        "csrc/autograd/linear_node.cpp",
-        "if (input.requires_grad()) {\n      kept_[weight_index]",
-        "if (true) {\n      kept_[weight_index]",
-        "tests/memory tests/autograd",
-    ),
-    Mutant(
-        "an output kept twice",
-        "csrc/autograd/mlp_node.cpp",
-        "output_kept ? Memory::standard : memory);",
-        "memory);",
-        "tests/memory tests/autograd",
-    ),
-    Mutant(
-        "a gradient computed that nobody wants",
-        "csrc/autograd/mlp_node.cpp",
-        "const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,",
-        "const std::array<bool, 3> mask{true, wants_weight(i) && !sum,",
-        "tests/autograd",
-    ),
-    Mutant(
-        "a packed weight that has been written to",
-        "csrc/cpu/packed_weights.cpp",
-        "return version_ == weight._version() &&\n           storage_",
-        "return storage_",
-        "tests/cpu",
-    ),
-    Mutant(
-        "a packed weight that is trained again",
-        "csrc/cpu/packed_weights.cpp",
-        "return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);",
-        "return weight.requires_grad();",
-        "tests/cpu",
-    ),
-    # --- derivatives of derivatives, and graphs of the backward ---
-    Mutant(
-        "double backward cut at the pre-activation",
-        "csrc/autograd/double_backward.h",
-        "if (!linked || !at::GradMode::is_enabled()) return result;",
-        "return result;",
-        "tests/autograd",
-    ),
-    Mutant(
-        "double backward cut at a convolution's output",
-        "csrc/autograd/conv_node.cpp",
-        "kept_[State::output] = SavedVariable(output, /*is_output=*/true);",
-        "kept_[State::output] = SavedVariable(output.detach(), /*is_output=*/false);",
-        "tests/autograd tests/ops tests/nn tests/integration",
-    ),
-    Mutant(
-        "double backward cut below a part of a chain",
-        "csrc/autograd/mlp_node.cpp",
-        "if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;",
-        "return input;",
-        "tests/autograd",
-    ),
-    Mutant(
-        "padding for dilation in compiled autograd",
-        "csrc/autograd/conv_node.cpp",
-        "{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}",
-        "{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]}",
-        "tests/autograd tests/integration tests/graph",
-    ),
-    # --- plans ---
-    Mutant(
-        "plans of TF32 for those of fp32",
-        "csrc/plans/decisions.cpp",
-        "visit(g.to_f32), visit(g.adds), visit(g.math);",
-        "visit(g.to_f32), visit(g.adds);",
-        "tests/csrc",
-    ),
-    Mutant(
-        "a product's stride that is not in its key",
-        "csrc/gemm/problem.h",
-        "  problem.ldb = left.ld;\n",
-        "",
-        "tests/csrc",
-    ),
-    Mutant(
-        "plans of an old budget",
-        "csrc/plans/registry.cpp",
-        "if (budget_setting().exchange(milliseconds) != milliseconds) start_generation();",
-        "budget_setting().exchange(milliseconds);",
-        "tests/csrc",
-    ),
-    # --- the pass of torch.compile ---
-    Mutant(
-        "a pass that swallows an output",
-        "torch_fused_linear/graph/matching.py",
-        "return next(iter(node.users)) if len(node.users) == 1 else None",
-        "return next(iter(node.users), None)",
-        "tests/graph",
-    ),
-    Mutant(
-        "a pass that takes one GELU for the other",
-        "torch_fused_linear/graph/matching.py",
-        'name = name_of_gelu(args.get("approximate", "none"))',
-        'name = name_of_gelu("tanh")',
-        "tests/graph",
-    ),
-    Mutant(
-        "a pass that moves a read over a write",
-        "torch_fused_linear/graph/fusion_pass.py",
-        "return not written and self.in_one_mode(nodes)",
-        "return self.in_one_mode(nodes)",
-        "tests/graph",
-    ),
-    Mutant(
-        "a pass that moves a layer out of its mode",
-        "torch_fused_linear/graph/fusion_pass.py",
-        "return not any(min(places) < i < max(places) for i in self.switches)",
-        "return True",
-        "tests/graph",
-    ),
-    Mutant(
-        "a write to out= unseen",
-        "torch_fused_linear/graph/effects.py",
-        'if arguments.get("inplace") or arguments.get("out") is not None:',
-        'if arguments.get("inplace"):',
-        "tests/graph",
-    ),
-    Mutant(
-        "a layer beside a collective",
-        "torch_fused_linear/graph/collectives.py",
-        'if kind(node) == "view" or _collective(node) == "wait_tensor":',
-        'if kind(node) == "view":',
-        "tests/graph tests/distributed",
-    ),
-    # --- what speaks of a model ---
-    Mutant(
-        "a layer's hooks lost when it is taken over",
-        "torch_fused_linear/nn/taking_over.py",
-        "    *HOOKS,\n",
-        "    *HOOKS[:-1],\n",
-        "tests/nn",
-    ),
-    Mutant(
-        "a chain's hooks passed by",
-        "torch_fused_linear/nn/mlp.py",
-        "        or module._forward_pre_hooks\n",
-        "",
-        "tests/nn",
-    ),
-    Mutant(
-        "a partial sum with the bias on each device",
-        "torch_fused_linear/sharding.py",
-        '"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),',
-        '"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi"),',
-        "tests/distributed",
-    ),
-    Mutant(
-        "the wrong GELU in ONNX",
-        "torch_fused_linear/onnx.py",
-        "return self.newer.Gelu(x, approximate=approximate)",
-        'return self.newer.Gelu(x, approximate="none")',
-        "tests/integration",
-    ),
-    Mutant(
-        "half of a backward's FLOPs",
-        "torch_fused_linear/flops.py",
-        "return linear(input, weight) * (bool(output_mask[0]) + bool(output_mask[1]))",
-        "return linear(input, weight)",
-        "tests",
-    ),
-    # --- fuse_ ---
-    Mutant(
-        "a function set on an object unseen",
-        "torch_fused_linear/fuse/plain.py",
-        'if "forward" in own or "_call_impl" in own:',
-        'if "forward" in own:',
-        "tests/fuse/test_fuse_later.py",
-    ),
-    Mutant(
-        "a dropout in place drawn otherwise",
-        "torch_fused_linear/fuse/plain.py",
-        " or (inplace and p and training):",
-        ":",
-        "tests/fuse/test_fuse_later.py",
-    ),
-    Mutant(
-        "a function mode that sees nothing",
-        "csrc/python/plain.cpp",
-        "return !at::impl::torch_function_mode_enabled();",
-        "return true;",
-        "tests/fuse/test_fuse_later.py",
-    ),
-    Mutant(
-        "a layer that waits for what changes its input",
-        "torch_fused_linear/fuse/runs.py",
-        "is_sole = is_sole and scope.may_wait(read, {read: start})",
-        "",
-        "tests/fuse/test_fuse_programs.py",
-    ),
-    Mutant(
-        "a call before an activation ignored",
-        "torch_fused_linear/fuse/syntax.py",
-        "            and self._comes_first(node, part)\n",
-        "",
-        "tests/fuse/test_fuse_programs.py",
-    ),
-    Mutant(
-        "a read in a loop's next turn",
-        "torch_fused_linear/fuse/syntax.py",
-        "if is_before and not any(p in loops for p in around):",
-        "if is_before:",
-        "tests/fuse/test_fuse_programs.py",
-    ),
-    Mutant(
-        "a begun call behind an if",
-        "torch_fused_linear/fuse/rewrite.py",
-        "            node.orelse.insert(0, ast.copy_location(end, node.test))\n",
-        "",
-        "tests/fuse/test_fuse_programs.py",
-    ),
-    Mutant(
-        "an edited file believed",
-        "torch_fused_linear/fuse/source.py",
-        " or self.code not in codes.get(self.key, ()):",
-        ":",
-        "tests/fuse/test_fuse_looks.py",
-    ),
-    Mutant(
-        "code that is never put back",
-        "torch_fused_linear/fuse/__init__.py",
-        "if not any(MARK in vars(module)",
-        "if all(MARK in vars(module)",
-        "tests/fuse/test_fuse_looks.py",
-    ),
-    Mutant(
-        "compiled code that is kept",
-        "torch_fused_linear/_torch_internals.py",
-        "        torch._dynamo.reset_code_caches()\n",
-        "        pass\n",
-        "tests/fuse/test_fuse.py",
-    ),
-    Mutant(
-        "a filter that is not asked",
-        "torch_fused_linear/fuse/plan.py",
-        "return None if self._asked.get(value.path, True) else",
-        "return None if True else",
-        "tests/fuse/test_fuse.py",
-    ),
-    Mutant(
-        "an operator that crosses autocast",
-        "torch_fused_linear/fuse/script.py",
-        "for value in node.outputs() if depth == 0}",
-        "for value in node.outputs()}",
-        "tests/fuse/test_fuse_script.py",
-    ),
-    Mutant(
-        "a shared value in TorchScript",
-        "torch_fused_linear/fuse/script.py",
-        "        if any(len(v.uses()) > 1 for v in (value, last)):",
-        "        if False:",
-        "tests/fuse/test_fuse_script.py",
-    ),
-    Mutant(
-        "a hook that sees nothing",
-        "torch_fused_linear/fuse/plain.py",
-        "        if own.get(kind):\n",
-        "        if False:\n",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a hook on all modules unseen",
-        "torch_fused_linear/fuse/plain.py",
-        "hooks_objection(module) or has_any_global_hook()",
-        "hooks_objection(module)",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a patched class unseen",
-        "torch_fused_linear/fuse/plain.py",
-        "known = cls.forward is forward and cls.__call__",
-        "known = cls.__call__",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a child of nn.Linear taken",
-        "torch_fused_linear/fuse/plain.py",
-        "    if full_name(cls) == CONV1D:\n",
-        "    if isinstance(value, nn.Linear):\n",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a child of nn.ReLU taken",
-        "torch_fused_linear/fuse/plain.py",
-        "kind := ACTIVATIONS.get(full_name(cls)):",
-        "kind := ACTIVATIONS.get(full_name(cls.__base__)):",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "one GELU for the other",
-        "torch_fused_linear/fuse/plain.py",
-        "return name_of_gelu(function.approximate) if",
-        'return "gelu_tanh" if',
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a training dropout left out",
-        "torch_fused_linear/fuse/plain.py",
-        "return p if training else 0\n",
-        "return 0\n",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a bias left out",
-        "torch_fused_linear/fuse/call.py",
-        "return operator(input, weight, bias, **options)",
-        "return operator(input, weight, None, **options)",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "the halves of a layer exchanged",
-        "torch_fused_linear/fuse/call.py",
-        "return (Half, cell, 0, ()), (Half, cell, 1, ())",
-        "return (Half, cell, 1, ()), (Half, cell, 0, ())",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "one input for gate and up",
-        "torch_fused_linear/fuse/call.py",
-        " or input is not its_input",
-        "",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a later read ignored",
-        "torch_fused_linear/fuse/runs.py",
-        "is_sole = scope.is_read_by(name, start, {read})",
-        "is_sole = True",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "another read of a gate ignored",
-        "torch_fused_linear/fuse/runs.py",
-        "    if not is_sole or not scope",
-        "    if not scope",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-    Mutant(
-        "a statement between them ignored",
-        "torch_fused_linear/fuse/syntax.py",
-        "            and all(s in origins.values() or passes(s) for s in since)\n",
-        "",
-        "tests/fuse/test_fuse_trees.py",
-    ),
-)
+def mutants_of(group):
+    head, _, faults = group.strip().partition("\n")
+    file, tests = head.split(": ")
+    for name, *texts in FAULT.findall(faults + "\n"):
+        find, put = ("\n".join(line[1:] for line in text.splitlines()) for text in texts)
+        yield Mutant(name, file, find, put, tests)
+
+
+MUTANTS = [mutant for group in FAULTS.split("\n\n") for mutant in mutants_of(group)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Calls
 
 import torch_fused_linear as tfl
 
@@ -69,6 +69,12 @@ class Case:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Case:
         return Case([change(t) for t in self.inputs], change(self.g))
+
+
+def subsets(count: int) -> list[tuple[bool, ...]]:
+    """Every one of up to three tensors; of more none, each, all but one and all."""
+    every = itertools.product([False, True], repeat=count)
+    return [s for s in every if count <= 3 or sum(s) in (0, 1, count - 1, count)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,22 +155,12 @@ class Op:
         return Case([*inputs, *(integers(-3, 2, s) + 0.5 for s in shapes[weights:])], g)
 
 
-class _Rectified(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.relu.default:
-            self.found.append(args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def _rectified(op: Op, case: Case) -> list[Tensor]:
     """What ReLU is applied to, in fp64."""
-    with torch.no_grad(), _Rectified() as mode:
+    with torch.no_grad(), Calls() as calls:
         op.eager(*(t.double() for t in case.inputs))
-    return mode.found
+    pairs = zip(calls.names, calls.arguments)
+    return [args[0] for name, args in pairs if name == "aten::relu"]
 
 
 def without_kinks(op: Op, case: Case) -> Case:
@@ -217,7 +213,7 @@ FORMS = ("apart", "stacked", "halves", "up first")
 def _gate_and_up(form: str, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     if form == "apart":
         return tuple(weights) or (None, None)
-    if not weights or form == "stacked":
+    if not weights or weights[0] is None or form == "stacked":
         return (weights[0] if weights else None), None
     halves = weights[0].chunk(2)
     return halves if form == "halves" else halves[::-1]

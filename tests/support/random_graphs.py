@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from stacks import OPS
+from operators import ACTS, FORMS, Op, gated, linear, mlp
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -23,51 +23,6 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 3
 DUAL = threading.Lock()  # torch has one level of forward mode for all threads
 Results = list[Tensor | None]
-
-
-def plain(x, weight, bias, activation, memory):
-    if activation == "silu":  # F.silu's own backward has no forward mode
-        z = F.linear(x, weight, bias)
-        return z * z.sigmoid()
-    return OPS[activation].eager(x, weight, bias)
-
-
-def fused(x, weight, bias, activation, memory):
-    if activation == "none":
-        return torch.ops.fused.linear(x, weight, bias)
-    return OPS[activation].call(x, weight, bias, memory=memory)
-
-
-def plain_glu(x, gate, up, gate_bias, up_bias, activation, memory):
-    if up is None:
-        gate, up = gate.chunk(2)
-        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
-    return plain(x, gate, gate_bias, activation, memory) * F.linear(x, up, up_bias)
-
-
-def fused_glu(x, *given):
-    *tensors, activation, memory = given
-    return torch.ops.fused.linear_glu(x, *tensors, activation=activation, memory=memory)
-
-
-def plain_block(x, gate, up, down, gate_bias, up_bias, bias, activation, memory):
-    hidden = plain_glu(x, gate, up, gate_bias, up_bias, activation, memory)
-    return F.linear(hidden, down, bias)
-
-
-def fused_block(x, *given):
-    *tensors, activation, memory = given
-    return torch.ops.fused.gated_mlp(x, *tensors, activation=activation, memory=memory)
-
-
-def plain_mlp(x, weights, biases, activation, memory="default"):
-    for k, (weight, bias) in enumerate(zip(weights, biases)):
-        x = plain(x, weight, bias, activation if k + 1 < len(weights) else "none", memory)
-    return x
-
-
-def fused_mlp(x, weights, biases, activation, memory="default"):
-    return torch.ops.fused.mlp(x, weights, biases, activation, memory=memory)
 
 
 def larger(saved: Tensor) -> Tensor:
@@ -78,11 +33,11 @@ def larger(saved: Tensor) -> Tensor:
 class Parameters:
     """Leaves that all graphs, in all threads, share: gradients are returned, never kept in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
         gen = torch.Generator().manual_seed(11)
 
         def leaf(*shape: int) -> Tensor:
-            values = torch.randn(*shape, generator=gen, dtype=torch.float64)
+            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
             return values.requires_grad_()
 
         self.weights = [leaf(WIDTH, WIDTH) for _ in range(4)]
@@ -109,9 +64,7 @@ class Graph:
         self.around = around  # every backward
         self.reentrant = reentrant  # checkpoints of that kind, which give .grad alone
         self.may_watch = may_watch
-        self.layer, self.mlp = (fused, fused_mlp) if is_fused else (plain, plain_mlp)
-        self.glu = fused_glu if is_fused else plain_glu
-        self.block = fused_block if is_fused else plain_block
+        self.is_fused = is_fused
         self.seen: list[Tensor] = []
         self.retained: list[Tensor] = []
         self.is_watched = False  # batched gradients can be looked at by nobody
@@ -134,40 +87,43 @@ class Graph:
     def bias(self) -> Tensor | None:
         return self.choice.choice([*self.parameters.biases, None])
 
-    def gate_and_up(self) -> list[Tensor | None]:
-        """Weights and biases: apart, in one, or the halves of one."""
+    def apply(self, op: Op, *tensors: Tensor | None) -> Tensor:
+        return op.call(*tensors) if self.is_fused else op.eager(*tensors)
+
+    def layer(self, x, weight, bias, activation, memory) -> Tensor:
+        options = {} if activation == "none" else {"memory": memory}
+        return self.apply(linear(activation, **options), x, weight, bias)
+
+    def gate_and_up(self, form: str) -> list[list[Tensor | None]]:
+        """Their weights and their biases."""
+        if form == "apart":
+            return [[f() for _ in range(2)] for f in (self.weight, self.bias)]
         weight, bias = self.parameters.both
-        bias = self.choice.choice([bias, None])
-        form = self.choice.randrange(4)
-        if form < 2:
-            return [self.weight(), self.weight(), self.bias(), self.bias()]
-        if form == 2:
-            return [weight, None, bias, None]
-        return [*weight.chunk(2), *((None, None) if bias is None else bias.chunk(2))]
+        return [[weight], [self.choice.choice([bias, None])]]
 
     def grow(self) -> Tensor:
         choice = self.choice
         # mostly from the newest, so that there are chains
         x = self.made[-1] if choice.random() < 0.7 else choice.choice(self.made)
         other = choice.choice(self.made)
-        activation = choice.choice(list(OPS))
+        activation = choice.choice(["none", *ACTS])
         memory = choice.choice(["default", "default", "low"])
         kind = choice.random()
         if kind < 0.2 and activation != "none":
-            gate, up, *biases = self.gate_and_up()
-            if kind < 0.12:
-                given = gate, up, *biases, activation, memory
-                return self.keep(lambda x: self.glu(x, *given), x)
-            given = gate, up, self.weight(), *biases, self.bias(), activation, memory
-            return self.keep(lambda x: self.block(x, *given), x)
+            form, has_down = choice.choice(["apart", *FORMS]), kind > 0.12
+            weights, biases = self.gate_and_up(form)
+            if has_down:
+                weights, biases = [*weights, self.weight()], [*biases, self.bias()]
+            op = gated(form, activation, has_down, memory=memory)
+            return self.keep(lambda x: self.apply(op, x, *weights, *biases), x)
         if kind < 0.6:
             given = self.weight(), self.bias(), activation, memory
             return self.keep(lambda x: self.layer(x, *given), x, activation)
         if kind < 0.72:
             n = choice.choice([1, 2, 2, 3])
             weights, biases = ([f() for _ in range(n)] for f in (self.weight, self.bias))
-            hidden = choice.choice(list(OPS)[1:])
-            return self.keep(lambda x: self.mlp(x, weights, biases, hidden, memory), x)
+            chain = mlp(choice.choice(list(ACTS)), n, memory=memory)
+            return self.keep(lambda x: self.apply(chain, x, *weights, *biases), x)
         ways = [
             lambda: x * other,
             lambda: x + other,
@@ -184,7 +140,7 @@ class Graph:
         """Calls a layer as it is, within a checkpoint, alone or with one after it, or under hooks
         on what it saves; `lone`: the activation of one that saves what torch saves."""
         way = self.choice.random()
-        after = self.weight(), self.bias(), self.choice.choice(list(OPS)), "low"
+        after = self.weight(), self.bias(), self.choice.choice(["none", *ACTS]), "low"
         if way > 0.3:
             return call(x)
         self.is_kept = True
