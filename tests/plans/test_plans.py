@@ -31,12 +31,6 @@ def test_bounds(switch, value, words):
         switch(value)
 
 
-@pytest.mark.parametrize("value, budget", [("7.5", "7.5"), ("", "200.0")])
-def test_budget_from_the_environment(value, budget):
-    code = "from torch_fused_linear.plans import *; print(get_budget(), get_patience())"
-    assert run_python(code, BUDGET_MS=value).stdout == f"{budget} 256\n"
-
-
 STEP = """
 import torch, torch_fused_linear as t
 x = torch.ones(2, 2, requires_grad=True)
@@ -61,10 +55,26 @@ def test_values_in_the_environment_are_checked(variable, values, expected):
         assert last == f"ValueError: {words}"
 
 
-@pytest.mark.parametrize("value, policy", [("", ""), ("0", "eager")])
-def test_what_is_empty_in_the_environment_is_not_set(value, policy):
-    passed = run_python(STEP, BUDGET_MS=value, VERBOSE=value, HANDOVER=value, POLICY=policy)
-    assert (passed.returncode, passed.stderr) == (0, "")
+IN_FORCE = """
+import torch, torch_fused_linear as t
+print(t.get_policy(), torch.ops.fused._handover(), t.plans.get_budget())
+print(t.plans.get_patience(), torch.ops.fused._plans_verbosity())
+"""
+
+
+@pytest.mark.parametrize(
+    "values, in_force",
+    [
+        ((None, None, None, None), "auto True 200.0 256 0"),
+        (("", "", "", ""), "auto True 200.0 256 0"),
+        (("eager", "0", "7.5", "2"), "eager False 7.5 256 2"),
+        (("cublaslt", "1", "0", "0"), "cublaslt True 0.0 256 0"),
+    ],
+)
+def test_what_the_environment_sets(values, in_force):
+    names = ("POLICY", "HANDOVER", "BUDGET_MS", "VERBOSE")
+    done = run_python(IN_FORCE, **dict(zip(names, values)))
+    assert (done.stdout.split(), done.stderr) == (in_force.split(), "")
 
 
 def test_nothing_is_planned_on_the_cpu():
