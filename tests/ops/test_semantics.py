@@ -101,7 +101,7 @@ def test_nan_goes_where_it_goes_in_eager(op, device):
 @dtype_param
 @pytest.mark.parametrize("layout", ["", "xw"])
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
-def test_nan_and_infinity_in_a_convolution(where, layout, dtype, device):
+def test_nan_in_a_convolution(where, layout, dtype, device):
     op = conv(channels=8, out=16, padding=(1, 1))
     case = without_kinks(op, channels_last(op.case(dtype=dtype, device=device), layout))
     tensor = (*case.inputs, case.g)[where]
@@ -109,10 +109,6 @@ def test_nan_and_infinity_in_a_convolution(where, layout, dtype, device):
     for ours, eager in zip(with_inference(op.call, case), with_inference(op.eager, case)):
         assert torch.equal(ours.isnan(), eager.isnan())
         torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-2, equal_nan=True)
-    case.b[0], case.b[1] = INF, -INF
-    case.inputs[:2] = [torch.randn_like(t) for t in case.inputs[:2]]
-    y = op.call(*case.inputs)
-    assert (y[:, 0] == INF).all() and (y[:, 1] == 0).all()
 
 
 def test_zero_times_infinity_is_nan(device):

@@ -220,7 +220,8 @@ def true_dz(activation, z, g):
 @pytest.mark.parametrize("activation", ["none", *ACTS])
 def test_activation_backward(activation, dtype, device):
     eps = torch.finfo(dtype).eps
-    for o, lead in itertools.product(WIDTHS, [(), (1,), (33,), (2, 3), (257,)]):
+    leads = itertools.cycle([(), (257,), (33,), (2, 3), (1,)])
+    for o, lead in zip(WIDTHS * 2, leads):
         case = LINEAR.case(lead, 3, o, dtype, device, seed=o)
         z = LINEAR.eager(*(t.double() for t in case.inputs)).to(dtype)
         z = z.masked_fill(z == 0, 1)  # there the two saved forms of ReLU differ, as they say
@@ -338,7 +339,8 @@ def test_errors_across_are_not_above_the_plain_paths(kind, policy, dtype, device
     """All widths, tokens and inner sizes: 1.1 times the plain path's error and an ulp, worst case
     and mean; one case may be a little worse, as sums are taken in another order."""
     tallies = {name: Tally() for name in NAMES}
-    for k, (width, t, inner) in enumerate(itertools.product(ACROSS_WIDTHS, TOKENS, INNER)):
+    sizes = list(enumerate(itertools.product(ACROSS_WIDTHS, TOKENS, INNER)))
+    for k, (width, t, inner) in sizes if device.type == "cuda" else sizes[::3]:
         case = Across(kind, t, width, inner, dtype, device, seed=k)
         with tfl.set_policy(policy):
             columns = case.across(), case.plain(), case.truth(), case.sizes()

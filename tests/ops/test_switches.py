@@ -136,15 +136,6 @@ def test_what_is_no_value_is_refused_and_changes_nothing(case):
     assert now() == second
 
 
-@pytest.mark.parametrize("name", ["", "Auto", "fast", "cublas"])
-def test_a_policy_that_does_not_exist(name):
-    message = f"set_policy: policy must be 'auto', 'cublaslt' or 'eager', got '{name}'"
-    with tfl.set_policy("eager"):
-        with pytest.raises(ValueError, match=message):
-            tfl.set_policy(name)
-        assert tfl.get_policy() == "eager"
-
-
 # --- what policies change ------------------------------------------------------------------------
 
 
