@@ -110,17 +110,6 @@ def test_paths_on_the_cpu():
     assert paths[1:] == ["PyTorch's own (not fused)"] * 4
 
 
-def test_policy_eager(device):
-    """Its graph is of torch's own operators: a forward to tell of, and nothing backward."""
-    with tfl.set_policy("eager"):
-        report = explained(Stack(device=device))
-    names = ["linear_relu", "linear_gelu", "linear_gelu", "linear"]
-    assert rows(report, "operator", "path") == [
-        (name, "PyTorch's own (not fused)") for name in names
-    ]
-    assert report.handed_over == 0
-
-
 @pytest.mark.cuda
 def test_paths_on_a_gpu(cuda):
     """cublaslt takes the library's epilogues by name; auto says what it does instead."""

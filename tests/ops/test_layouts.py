@@ -67,11 +67,13 @@ def test_every_pair_of_layouts_is_exact(op, policy, dtype, device):
 def test_large_operands_in_every_layout(policy, dtype, device):
     """Large enough for whichever library is only worth its call there, one operand at a time."""
     with tfl.set_policy(policy):
-        for op in OPS:
+        for n, op in enumerate(OPS):
             case, check = op.exact_case(64, 256, 288, dtype, device), assert_exact
             if op in SMOOTH:
                 case, check = without_kinks(op, op.case(64, 256, 288, dtype, device)), assert_near
-            for name, where in itertools.product(MATRIX_LAYOUTS, "xwg"):
+            for k, (name, where) in enumerate(itertools.product(MATRIX_LAYOUTS, "xwg")):
+                if device.type == "cpu" and (k // 3 + k + n) % 3:  # a third of them, each met
+                    continue
                 check(op, laid_out(case, **{where: name}), f"large {where} {name}")
             for name in VECTOR_LAYOUTS if op not in SMOOTH else ():
                 check(op, laid_out(case, b=name), f"large bias {name}")
@@ -140,25 +142,19 @@ def restrided(stride):
 
 @dtype_param
 @exact_param
-def test_every_alignment_of_every_operand(op, dtype, device):
+def test_every_alignment_of_every_operand_and_odd_strides(op, dtype, device):
     """Kernels that load 16 bytes at once must not assume alignment of any operand."""
     base = op.exact_case(16, 64, 128, dtype, device)
     for by, which in itertools.product((1, 2, 3, 4, 8), itertools.product([0, 1], repeat=4)):
         parts = [shifted(by)(t) if s else t for t, s in zip((*base.inputs, base.g), which)]
         assert_exact(op, Case(parts[:3], parts[3]), f"shift={by} which={which}")
-
-
-@exact_param
-def test_odd_strides(op, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        base = op.exact_case(16, 64, 128, dtype, device)
-        for by in (1, 2, 4, 8, 64):
-            case = base.map(widened(by))
-            assert_exact(op, Case([*case.inputs[:2], base.b], case.g), f"{dtype} row stride +{by}")
-        for stride in (0, 1, 3, 1000):
-            for t, i, o in [(1, 8, 8), (8, 1, 8), (8, 8, 1), (1, 1, 1), (1, 64, 1)]:
-                case = op.exact_case(t, i, o, dtype, device).map(restrided(stride))
-                assert_exact(op, case, f"{t}x{i}->{o} stride {stride}")
+    for by in (1, 2, 4, 8, 64):
+        case = base.map(widened(by))
+        assert_exact(op, Case([*case.inputs[:2], base.b], case.g), f"row stride +{by}")
+    for stride in (0, 1, 3, 1000):
+        for t, i, o in [(1, 8, 8), (8, 1, 8), (8, 8, 1), (1, 1, 1), (1, 64, 1)]:
+            case = op.exact_case(t, i, o, dtype, device).map(restrided(stride))
+            assert_exact(op, case, f"{t}x{i}->{o} stride {stride}")
 
 
 # --- gated layers, convolutions, all -------------------------------------------------------------

@@ -283,7 +283,11 @@ def test_linear_backward_gives_what_was_asked(op, dtype, device):
 
 # --- the same, across two layers -----------------------------------------------------------------
 
-ACROSS_WIDTHS, TOKENS, INNER = [1, 2, 3, 7, 8, 64, 129, 257], [1, 2, 33, 64], [1, 2, 7, 64]
+ACROSS_WIDTHS, TOKENS, INNER = (
+    [1, 2, 3, 7, 8, 64, 129, 257],
+    [1, 2, (3, 11), (2, 1, 32)],
+    [1, 2, 7, 64],
+)
 KINDS = [(a, form) for a in ACTS for form in saved_for(a, torch.ones(1, 1))]
 kind_param = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 ways_param = places(["auto"], ["auto", "cublaslt"])
@@ -362,14 +366,9 @@ def test_errors_across_are_not_above_the_plain_paths(kind, policy, dtype, device
 @dtype_param
 @ways_param
 @kind_param
-def test_leading_dimensions_and_only_what_is_wanted(kind, policy, dtype, device):
+def test_only_what_is_wanted(kind, policy, dtype, device):
+    case = Across(kind, 33, 24, 16, dtype, device)
     with tfl.set_policy(policy):
-        for lead in [(2, 3), (2, 1, 5)]:
-            got = Across(kind, lead, 16, 8, dtype, device).across()
-            flat = Across(kind, math.prod(lead), 16, 8, dtype, device).across()  # the same numbers
-            assert got[0].shape == (*lead, 16)
-            assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(got, flat))
-        case = Across(kind, 33, 24, 16, dtype, device)
         full = case.across()
         for dw, db, previous in MASKS:
             got = case.across((True, dw, db), previous)
@@ -485,23 +484,11 @@ def test_an_inner_size_of_one_is_kept_from_the_library(kind, dtype, cuda):
 @pytest.mark.parametrize("activation", ACTS)
 def test_gated_backward_through_the_layer_after(activation, dtype, device):
     """In one step what the product and the pass are in two."""
-    lead, hidden, out = (3, 50), 24, 40
-    gen = torch.Generator().manual_seed(0)
-
-    def draw(*sizes):
-        return torch.randn(*sizes, generator=gen).to(device, dtype)
-
-    grad, down, gate, up = (
-        draw(*lead, out),
-        draw(out, hidden),
-        draw(*lead, hidden),
-        draw(*lead, hidden),
-    )
-    down = down / out**0.5
-    wide = (t.double() for t in (grad @ down if dtype == torch.float64 else grad, gate, up))
-    dh, *halves = wide
-    dh = dh if dtype == torch.float64 else dh @ down.double()
-    exact = fused._glu_backward(dh, *halves, activation, [True, True, False, False, True])
+    first, second = (LINEAR.case((3, 50), 24, 40, dtype, device, seed=k) for k in (0, 1))
+    grad, down, gate, up = first.g, first.w, first.x, second.x
+    wide = (t.double() for t in (gate, up))
+    dh = grad.double() @ down.double()
+    exact = fused._glu_backward(dh, *wide, activation, [True, True, False, False, True])
     near = 1e-12 if dtype == torch.float64 else 2e-2
     for keeps in (True, False):
         wanted = [True, True, False, False, keeps]
