@@ -20,26 +20,23 @@ def op_of(name):
     return getattr(fused, name).default
 
 
-@name_param
-@pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
-def test_opcheck(grad, name, device):
+WITHOUT_IMAGES = [name for name in ALL if name not in ("conv2d_relu", "_channels_relu_backward")]
+FORMS = [
+    *((name, "contiguous", grad) for name in ALL for grad in (False, True)),
+    *((name, laid, True) for name in WITHOUT_IMAGES for laid in ("transposed", "row_strided")),
+]
+
+
+@pytest.mark.parametrize("name, layout, grad", FORMS)
+def test_opcheck(name, layout, grad, device):
     """Schema (no aliasing, no mutation), autograd registration, fake tensors, and tracing with
     dynamic shapes through AOTAutograd, forward and backward."""
-    given = list(samples(name, device, grad=grad))
+    given = list(samples(name, device, layout=ND_LAYOUTS[layout], grad=grad))
+    traced = 6 if grad and layout == "contiguous" else 3  # of every shape: one takes a second
     for k, (args, kwargs) in enumerate(given):
-        # tracing takes a second: some of the samples, of every shape
-        traced = k % (len(given) // (6 if grad else 3) + 1) == 0
-        tests = [*QUICK, "test_aot_dispatch_dynamic"] if traced else QUICK
+        is_traced = k % (len(given) // traced + 1) == 0
+        tests = QUICK + ["test_aot_dispatch_dynamic"] * is_traced
         torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if "conv" not in name and "ch" not in name])
-def test_opcheck_of_strided_inputs(name, device):
-    for layout in ("transposed", "row_strided"):
-        given = samples(name, device, layout=ND_LAYOUTS[layout], grad=True)
-        for k, (args, kwargs) in enumerate(given):
-            tests = QUICK[:2] + ["test_aot_dispatch_dynamic"] * (k % 16 == 3)
-            torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
 
 
 # --- shapes, dtypes, strides ---------------------------------------------------------------------
@@ -78,7 +75,7 @@ def test_shapes_dtypes_and_strides_are_foretold(dtype, name, device):
     """What the compiler plans with must be what comes: padded rows, unwanted gradients, all."""
     for args, kwargs in samples(name, device, dtype):
         assert_foretold(op_of(name), args, kwargs, fake=True)
-    for layout in ND_LAYOUTS if "conv" not in name and "channels" not in name else ():
+    for layout in ND_LAYOUTS if name in WITHOUT_IMAGES else ():
         if layout != "outer_swapped":
             for args, kwargs in samples(name, device, dtype, ND_LAYOUTS[layout]):
                 assert_foretold(op_of(name), args, kwargs)

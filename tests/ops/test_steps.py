@@ -68,14 +68,13 @@ def test_what_is_kept(activation, dtype, device):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_gated_layers_forward(keeps, bias, device):
-    gen = torch.Generator().manual_seed(0)
-    x, weight, b = (torch.randn(*s, generator=gen).to(device) for s in ((7, 8), (12, 8), (12,)))
-    want = F.linear(x, weight, b if bias else None)
+    case = LINEAR.case((7,), 8, 12, torch.float32, device, bias)
+    want = LINEAR.eager(*case.inputs)
     gate, up = want.chunk(2, -1)
-    one = (weight, None, b if bias else None, None)
-    two = (*weight.chunk(2), *(b.chunk(2) if bias else (None, None)))
+    one = (case.w, None, case.b, None)
+    two = (*case.w.chunk(2), *(case.b.chunk(2) if bias else (None, None)))
     for given, kept in ((one, [want]), (two, [gate, up])):
-        output, *got = fused._linear_glu_aux(x, *given, "silu", keeps)
+        output, *got = fused._linear_glu_aux(case.x, *given, "silu", keeps)
         got = [z for z in got if z.numel()]
         assert_same([output, *got], [F.silu(gate) * up, *(kept if keeps else [])])
 
@@ -283,11 +282,8 @@ def test_linear_backward_gives_what_was_asked(op, dtype, device):
 
 # --- the same, across two layers -----------------------------------------------------------------
 
-ACROSS_WIDTHS, TOKENS, INNER = (
-    [1, 2, 3, 7, 8, 64, 129, 257],
-    [1, 2, (3, 11), (2, 1, 32)],
-    [1, 2, 7, 64],
-)
+ACROSS_WIDTHS = [1, 2, 3, 7, 8, 64, 129, 257]
+TOKENS, INNER = [1, 2, (3, 11), (2, 1, 32)], [1, 2, 7, 64]
 KINDS = [(a, form) for a in ACTS for form in saved_for(a, torch.ones(1, 1))]
 kind_param = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 ways_param = places(["auto"], ["auto", "cublaslt"])
@@ -298,16 +294,9 @@ class Across:
     """The backward of a layer of `inner` outputs whose input, `width` wide, was an activation's."""
 
     def __init__(self, kind, lead, width, inner, dtype, device, seed=0):
-        gen = torch.Generator().manual_seed(seed)
-
-        def normal(*shape, scale=1.0):
-            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
-            return values.to(dtype).to(device)
-
-        lead = (lead,) if isinstance(lead, int) else lead
-        self.g, self.z = normal(*lead, inner), normal(*lead, width)
+        case = LINEAR.case(lead, width, inner, dtype, device, seed=seed)
+        self.g, self.w, self.z = case.g, case.w, case.x
         self.z[self.z == 0] = 1  # where the two forms of ReLU differ, as they say
-        self.w = normal(inner, width, scale=1 / math.sqrt(inner))
         self.x = self.z.cos()
         self.activation, self.saved = kind[0], saved_for(kind[0], self.z)[kind[1]]
 

@@ -157,33 +157,22 @@ def test_what_is_called(device):
     assert ran == [(name, "PyTorch's own (not fused)") for name in names]
 
 
-@pytest.mark.parametrize("backward", POLICIES)
-@pytest.mark.parametrize("forward", POLICIES)
-def test_changed_between_forward_and_backward(forward, backward, device):
-    """What was saved decides, not the policy of the moment."""
-    for activations in (MIXED, ("relu",) * 3):
+@pytest.mark.parametrize("second", POLICIES)
+@pytest.mark.parametrize("first", POLICIES)
+def test_changed_between_layers_and_before_the_backward(first, second, device):
+    """What was saved decides, not the policy of the moment: a mask that one layer has saved is read
+    by whichever layer follows."""
+    for activations in (MIXED, ("relu",) * 3, ("relu", "relu", "gelu_tanh", "none")):
         want, stack = (Stack(activations, lead=(2, 3), device=device) for _ in "ab")
         want.backward(want(fused=False))
-        with tfl.set_policy(forward):
-            y = stack()
-        with tfl.set_policy(backward):
+        y = stack.x
+        for k in range(len(activations)):
+            with tfl.set_policy((first, second)[k % 2]):
+                y = stack.layer(k, y)
+        with tfl.set_policy(second), tfl.explain() as report:
             stack.backward(y)
         assert_same(stack.grads(), want.grads())
-
-
-@pytest.mark.parametrize("policies", [("auto", "cublaslt"), ("cublaslt", "auto")])
-def test_layers_of_different_policies_hand_over_to_each_other(policies, device):
-    """A mask that one layer has saved is read by whichever layer follows."""
-    want, stack = (Stack(("relu", "relu", "gelu_tanh", "none"), device=device) for _ in "ab")
-    want.backward(want(fused=False))
-    y = stack.x
-    for k in range(4):
-        with tfl.set_policy(policies[k % 2]):
-            y = stack.layer(k, y)
-    with tfl.explain() as report:
-        stack.backward(y)
-    assert report.handed_over == 3
-    assert_same(stack.grads(), want.grads())
+        assert "eager" in (first, second) or report.handed_over == len(activations) - 1
 
 
 def test_eager_holds_for_mlp_without_gradients(device):
