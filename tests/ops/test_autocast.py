@@ -132,7 +132,7 @@ def test_steps_keep_the_dtypes_they_are_given(name, place, device):
     for size in (8, 512):
         case = LINEAR.case((size,), size, size, torch.float32, place)
         given = [list(STEPS[name](case.x, case.w, case.b, case.g)) for _ in "ab"]
-        for (args, _), (again, _) in zip(*given):
+        for (args, _), (again, _) in list(zip(*given))[:: 1 if size == 8 else 4]:
             want = results(args)
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 got = results(again)

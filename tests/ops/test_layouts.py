@@ -1,6 +1,7 @@
 """Inputs, weights, biases and gradients of any strides and alignment give the same results."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -223,7 +224,8 @@ def test_gradients_have_torchs_layout(columns, op, device):
             assert got == gradient_strides(op.eager, x, w, frozen), (lead, where)
 
 
-@rows([op for op in EVERY if op is not CONV])
+# Of a weight whose halves are views torch itself puts the gradient together, by rows.
+@rows([op for op in EVERY if op is not CONV and not re.search("halves|up first", op.label)])
 def test_a_transposed_leaf_takes_its_gradient_as_it_is(op, device):
     """As transformers' Conv1D has it: the same memory, in every form of layer."""
     x, *parameters = op.case((4,), 8, 8, device=device).inputs

@@ -389,7 +389,7 @@ def in_a_larger_buffer(saved, canary):
 def test_results_alone_are_written_and_not_added_to(kind, policy, dtype, device):
     """Into memory full of NaN and into memory that holds the first answer, from a saved tensor that
     lies within canaries."""
-    for tokens, width, inner in itertools.product([2, 33, 64], ACROSS_WIDTHS, [1, 2, 64]):
+    for tokens, width, inner in itertools.product([2, 33, 64], ACROSS_WIDTHS, [1, 64]):
         case, where = Across(kind, tokens, width, inner, dtype, device), (tokens, width, inner)
         buffer, inside = in_a_larger_buffer(case.saved, 0x5A)
         given = (buffer, case.g, case.x, case.w)
@@ -398,7 +398,7 @@ def test_results_alone_are_written_and_not_added_to(kind, policy, dtype, device)
             want = case.across()
             poison(case)
             first = [t.clone() for t in case.across(saved=inside)]
-            for _ in range(5):
+            for _ in range(3):
                 assert_bits(case.across(saved=inside), first, where)
         assert_bits(given, before, f"{where}: an input was written to,")
         for name, a, b in zip(NAMES, first, want):
