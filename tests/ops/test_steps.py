@@ -11,19 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import ND_LAYOUTS
-from numerics import Tally, assert_same, run, ulp
+from numerics import Tally, assert_bits, assert_same, run, ulp
 from operators import (
     ACTS,
     DTYPES,
-    ERRORS,
     LINEAR,
     SMOOTH,
     dtype_param,
     gated,
     linear,
     op_param,
-    policy_param,
 )
+from places import places
 from steps import decode_mask, encode_mask, padded, saved_for
 from torch.utils.flop_counter import FlopCounterMode
 from watching import operators_of
@@ -69,14 +68,13 @@ def test_what_is_kept(activation, dtype, device):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_gated_layers_forward(keeps, bias, device):
-    gen = torch.Generator().manual_seed(0)
-    x, weight, b = (torch.randn(*s, generator=gen).to(device) for s in ((7, 8), (12, 8), (12,)))
-    want = F.linear(x, weight, b if bias else None)
+    case = LINEAR.case((7,), 8, 12, torch.float32, device, bias)
+    want = LINEAR.eager(*case.inputs)
     gate, up = want.chunk(2, -1)
-    one = (weight, None, b if bias else None, None)
-    two = (*weight.chunk(2), *(b.chunk(2) if bias else (None, None)))
+    one = (case.w, None, case.b, None)
+    two = (*case.w.chunk(2), *(case.b.chunk(2) if bias else (None, None)))
     for given, kept in ((one, [want]), (two, [gate, up])):
-        output, *got = fused._linear_glu_aux(x, *given, "silu", keeps)
+        output, *got = fused._linear_glu_aux(case.x, *given, "silu", keeps)
         got = [z for z in got if z.numel()]
         assert_same([output, *got], [F.silu(gate) * up, *(kept if keeps else [])])
 
@@ -147,18 +145,12 @@ def test_bits_of_any_layout_and_address(dtype, device):
         torch.set_num_threads(1)
 
 
-def test_bits_of_more_rows_than_a_grid_has(device):
-    """A block has 16 rows here, its threads 4 each, and a grid at most 65535 blocks down."""
-    output = torch.randn(65535 * 16 * 4 + 1001, 1).to(device)
-    mask = fused._relu_mask(output)
-    assert torch.equal(mask[:, :1], (output > 0).to(torch.uint8))
-    assert torch.count_nonzero(mask[:, 1:]) == 0
-
-
 @pytest.mark.cuda
-def test_bits_of_more_elements_than_32_bits_count(cuda):
-    output = torch.zeros(2**16 + 3, 2**15 + 8, dtype=torch.bfloat16, device=cuda)
-    output[-3:] = values((3, output.shape[1]), torch.bfloat16, cuda)
+@pytest.mark.parametrize("rows, width", [(65535 * 16 * 4 + 1001, 1), (2**16 + 3, 2**15 + 8)])
+def test_bits_of_more_rows_than_a_grid_has_and_more_elements_than_32_bits_count(rows, width, cuda):
+    """A block has 16 rows of one element, its threads 4 each; a grid has 65535 blocks down."""
+    output = torch.zeros(rows, width, dtype=torch.bfloat16, device=cuda)
+    output[-3:] = values((3, width), torch.bfloat16, cuda)
     mask = fused._relu_mask(output)
     assert torch.equal(mask[-3:], encode_mask(~(output[-3:] <= 0)))
     assert torch.count_nonzero(mask[:-3]) == 0
@@ -201,7 +193,7 @@ def test_which_kernel_makes_the_bits(dtype, device):
 
 
 @dtype_param
-@policy_param
+@places()
 def test_a_layers_bits_are_those_of_its_output(policy, dtype, device):
     sizes = [((), 4, 1), ((5,), 7, 129), ((2, 3), 16, 256), ((300,), 64, 64), ((0,), 3, 5)]
     for lead, i, o in [*sizes, ((3,), 0, 5), ((3,), 4, 0)]:
@@ -227,7 +219,8 @@ def true_dz(activation, z, g):
 @pytest.mark.parametrize("activation", ["none", *ACTS])
 def test_activation_backward(activation, dtype, device):
     eps = torch.finfo(dtype).eps
-    for o, lead in itertools.product(WIDTHS, [(), (1,), (33,), (2, 3), (257,)]):
+    leads = itertools.cycle([(), (257,), (33,), (2, 3), (1,)])
+    for o, lead in zip(WIDTHS * 2, leads):
         case = LINEAR.case(lead, 3, o, dtype, device, seed=o)
         z = LINEAR.eager(*(t.double() for t in case.inputs)).to(dtype)
         z = z.masked_fill(z == 0, 1)  # there the two saved forms of ReLU differ, as they say
@@ -266,17 +259,6 @@ def test_activation_backward_takes_any_layout(activation, device):
                 torch.testing.assert_close(a, b, msg=f"saved {name}")
 
 
-def test_mask_and_output_differ_only_at_zero(device):
-    """The stated difference: the mask's gradient at exactly 0 is 1, the output's is torch's 0."""
-    z = torch.tensor([[-1.0, -0.0, 0.0, 1.0]], device=device)
-    g = torch.full_like(z, 3.0)
-    by_output, by_mask = (
-        fused._activation_backward(g, saved, "relu", True)[0].tolist()
-        for saved in (F.relu(z), encode_mask(z >= 0))
-    )
-    assert by_output == [[0.0, 0.0, 0.0, 3.0]] and by_mask == [[0.0, 3.0, 3.0, 3.0]]
-
-
 # --- a layer's backward --------------------------------------------------------------------------
 
 
@@ -300,10 +282,11 @@ def test_linear_backward_gives_what_was_asked(op, dtype, device):
 
 # --- the same, across two layers -----------------------------------------------------------------
 
-ACROSS_WIDTHS, TOKENS, INNER = [1, 2, 3, 7, 8, 64, 129, 257], [1, 2, 33, 64], [1, 2, 7, 64]
+ACROSS_WIDTHS = [1, 2, 3, 7, 8, 64, 129, 257]
+TOKENS, INNER = [1, 2, (3, 11), (2, 1, 32)], [1, 2, 7, 64]
 KINDS = [(a, form) for a in ACTS for form in saved_for(a, torch.ones(1, 1))]
 kind_param = pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-ways_param = pytest.mark.parametrize("policy", ["auto", "cublaslt"])
+ways_param = places(["auto"], ["auto", "cublaslt"])
 NAMES = ["dz", "grad_weight", "grad_bias", "grad_previous_bias"]
 
 
@@ -311,16 +294,9 @@ class Across:
     """The backward of a layer of `inner` outputs whose input, `width` wide, was an activation's."""
 
     def __init__(self, kind, lead, width, inner, dtype, device, seed=0):
-        gen = torch.Generator().manual_seed(seed)
-
-        def normal(*shape, scale=1.0):
-            values = torch.randn(*shape, generator=gen, dtype=torch.float64) * scale
-            return values.to(dtype).to(device)
-
-        lead = (lead,) if isinstance(lead, int) else lead
-        self.g, self.z = normal(*lead, inner), normal(*lead, width)
+        case = LINEAR.case(lead, width, inner, dtype, device, seed=seed)
+        self.g, self.w, self.z = case.g, case.w, case.x
         self.z[self.z == 0] = 1  # where the two forms of ReLU differ, as they say
-        self.w = normal(inner, width, scale=1 / math.sqrt(inner))
         self.x = self.z.cos()
         self.activation, self.saved = kind[0], saved_for(kind[0], self.z)[kind[1]]
 
@@ -356,7 +332,8 @@ def test_errors_across_are_not_above_the_plain_paths(kind, policy, dtype, device
     """All widths, tokens and inner sizes: 1.1 times the plain path's error and an ulp, worst case
     and mean; one case may be a little worse, as sums are taken in another order."""
     tallies = {name: Tally() for name in NAMES}
-    for k, (width, t, inner) in enumerate(itertools.product(ACROSS_WIDTHS, TOKENS, INNER)):
+    sizes = list(enumerate(itertools.product(ACROSS_WIDTHS, TOKENS, INNER)))
+    for k, (width, t, inner) in sizes if device.type == "cuda" else sizes[::3]:
         case = Across(kind, t, width, inner, dtype, device, seed=k)
         with tfl.set_policy(policy):
             columns = case.across(), case.plain(), case.truth(), case.sizes()
@@ -378,14 +355,9 @@ def test_errors_across_are_not_above_the_plain_paths(kind, policy, dtype, device
 @dtype_param
 @ways_param
 @kind_param
-def test_leading_dimensions_and_only_what_is_wanted(kind, policy, dtype, device):
+def test_only_what_is_wanted(kind, policy, dtype, device):
+    case = Across(kind, 33, 24, 16, dtype, device)
     with tfl.set_policy(policy):
-        for lead in [(2, 3), (2, 1, 5)]:
-            got = Across(kind, lead, 16, 8, dtype, device).across()
-            flat = Across(kind, math.prod(lead), 16, 8, dtype, device).across()  # the same numbers
-            assert got[0].shape == (*lead, 16)
-            assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(got, flat))
-        case = Across(kind, 33, 24, 16, dtype, device)
         full = case.across()
         for dw, db, previous in MASKS:
             got = case.across((True, dw, db), previous)
@@ -402,26 +374,6 @@ def poison(case):
     del rooms
 
 
-@dtype_param
-@ways_param
-@kind_param
-def test_results_are_written_and_not_added_to(kind, policy, dtype, device):
-    """Into memory full of NaN, and again and again into memory that holds the first answer."""
-    for tokens, width, inner in [(64, 64, 64), (33, 129, 7), (2, 8, 2), (64, 257, 1)]:
-        case = Across(kind, tokens, width, inner, dtype, device)
-        with tfl.set_policy(policy):
-            case.across()
-            poison(case)
-            first = [t.clone() for t in case.across()]
-            for _ in range(20):
-                for name, a, b in zip(NAMES, case.across(), first):
-                    assert torch.equal(a, b), f"{name} of {tokens} x {width}, inner {inner}"
-        near = 16 * torch.finfo(dtype).eps
-        for name, a, want, size in zip(NAMES, first, case.truth(), case.sizes()):
-            assert not a.isnan().any(), f"{name} of {tokens} x {width}, inner {inner}"
-            torch.testing.assert_close(a.double(), want, rtol=near, atol=near * size)
-
-
 def in_a_larger_buffer(saved, canary):
     """The same values with rows of the same stride before and behind, all of it `canary`."""
     stride = saved.stride(0) if saved.shape[0] > 1 else -(-saved.shape[1] // 8) * 8
@@ -434,18 +386,23 @@ def in_a_larger_buffer(saved, canary):
 @dtype_param
 @ways_param
 @kind_param
-def test_nothing_else_is_written(kind, policy, dtype, device):
-    """The saved tensor is read in place, within a buffer of canaries; no input changes."""
-    for tokens, width, inner in itertools.product([2, 33, 64], ACROSS_WIDTHS, [2, 64]):
-        case = Across(kind, tokens, width, inner, dtype, device)
+def test_results_alone_are_written_and_not_added_to(kind, policy, dtype, device):
+    """Into memory full of NaN and into memory that holds the first answer, from a saved tensor that
+    lies within canaries."""
+    for tokens, width, inner in itertools.product([2, 33, 64], ACROSS_WIDTHS, [1, 64]):
+        case, where = Across(kind, tokens, width, inner, dtype, device), (tokens, width, inner)
         buffer, inside = in_a_larger_buffer(case.saved, 0x5A)
-        before = [t.clone() for t in (buffer, case.g, case.x, case.w)]
+        given = (buffer, case.g, case.x, case.w)
+        before = [t.clone() for t in given]
         with tfl.set_policy(policy):
-            got, want = case.across(saved=inside), case.across()
-        for a, b in zip((buffer, case.g, case.x, case.w), before):
-            assert torch.equal(a, b), f"{tokens} x {width}, inner {inner}: an input was written to"
-        for name, a, b in zip(NAMES, got, want):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=name)
+            want = case.across()
+            poison(case)
+            first = [t.clone() for t in case.across(saved=inside)]
+            for _ in range(3):
+                assert_bits(case.across(saved=inside), first, where)
+        assert_bits(given, before, f"{where}: an input was written to,")
+        for name, a, b in zip(NAMES, first, want):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=f"{name} {where}")
 
 
 @ways_param
@@ -509,12 +466,6 @@ def test_an_inner_size_of_one_is_kept_from_the_library(kind, dtype, cuda):
             assert f"(not {name}_BGRAD: " in path, path
 
 
-@pytest.mark.cuda
-def test_erf_never_takes_the_tanh_epilogue(cuda):
-    case = Across(("gelu_erf", "padded"), 64, 64, 64, torch.bfloat16, cuda)
-    assert not any("DGELU" in path_of(case, policy) for policy in ("auto", "cublaslt"))
-
-
 # --- a gated block's, with the layer after it ----------------------------------------------------
 
 
@@ -522,23 +473,11 @@ def test_erf_never_takes_the_tanh_epilogue(cuda):
 @pytest.mark.parametrize("activation", ACTS)
 def test_gated_backward_through_the_layer_after(activation, dtype, device):
     """In one step what the product and the pass are in two."""
-    lead, hidden, out = (3, 50), 24, 40
-    gen = torch.Generator().manual_seed(0)
-
-    def draw(*sizes):
-        return torch.randn(*sizes, generator=gen).to(device, dtype)
-
-    grad, down, gate, up = (
-        draw(*lead, out),
-        draw(out, hidden),
-        draw(*lead, hidden),
-        draw(*lead, hidden),
-    )
-    down = down / out**0.5
-    wide = (t.double() for t in (grad @ down if dtype == torch.float64 else grad, gate, up))
-    dh, *halves = wide
-    dh = dh if dtype == torch.float64 else dh @ down.double()
-    exact = fused._glu_backward(dh, *halves, activation, [True, True, False, False, True])
+    first, second = (LINEAR.case((3, 50), 24, 40, dtype, device, seed=k) for k in (0, 1))
+    grad, down, gate, up = first.g, first.w, first.x, second.x
+    wide = (t.double() for t in (gate, up))
+    dh = grad.double() @ down.double()
+    exact = fused._glu_backward(dh, *wide, activation, [True, True, False, False, True])
     near = 1e-12 if dtype == torch.float64 else 2e-2
     for keeps in (True, False):
         wanted = [True, True, False, False, keeps]
@@ -553,43 +492,10 @@ def test_gated_backward_through_the_layer_after(activation, dtype, device):
                 torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
 
 
-def test_flops_and_errors_of_the_layer_after():
+def test_flops_of_the_layer_after():
     grad, gate, up, down = (torch.zeros(s) for s in ((2, 5), (2, 4), (2, 4), (5, 4)))
     for given, flops in ((None, 0), (down, 2 * 2 * 5 * 4)):
         with FlopCounterMode(display=False) as counter:
             dy = gate if given is None else grad
             fused._glu_backward(dy, gate, up, "silu", [True] * 5, given)
         assert counter.get_total_flops() == flops
-    for wrong, words in [
-        (torch.zeros(5, 3), r"down must have shape \[out, 4\], got \[5, 3\]"),
-        (torch.zeros(6, 4), "grad_output"),
-        (down.double(), "down"),
-    ]:
-        with pytest.raises(ERRORS, match=f"_glu_backward: {words}"):
-            fused._glu_backward(grad, gate, up, "silu", [True] * 5, wrong)
-
-
-# --- wrong arguments -----------------------------------------------------------------------------
-
-
-def test_wrong_arguments_name_operator_and_values(device):
-    case = LINEAR.case(5, 6, 9, torch.float32, device)
-    g, x, w, y = case.g, case.x, case.w, LINEAR.eager(*case.inputs).relu()
-    every = [True] * 3
-    for name, args, words in [
-        ("_activation_backward", (g, y, "swish", True), "swish"),
-        ("_activation_backward", (g, y[:3], "relu", True), "3, 9"),
-        ("_activation_backward", (g, y.double(), "relu", True), ""),
-        ("_activation_backward", (g, y.byte(), "gelu_tanh", True), ""),
-        ("_linear_backward", (g, x, w, y, "swish", every), "swish"),
-        ("_linear_backward", (g, x, w, None, "relu", every), ""),
-        ("_linear_backward", (g, x, w[:, :5], y, "relu", every), "5"),
-        ("_linear_backward", (g[:3], x, w, y, "relu", every), "3"),
-        ("_linear_aux", (x, w.t(), None, "relu"), "6, 9"),
-        ("_linear_aux", (x, w, None, "none"), "'none'"),
-        ("_relu_mask", (y.byte(),), "Byte"),
-        ("_relu_mask", (y[0, 0],), "0-dim"),
-    ]:
-        with pytest.raises(ERRORS, match=name) as error:
-            getattr(fused, name)(*args)
-        assert "got" in str(error.value) and words in str(error.value)

@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,17 +25,16 @@ from torch_fused_linear import plans
         (plans.patience, -1, "patience must be at least 0 calls, got -1"),
         (plans.verbose, -1, "level must be from 0 to 2, got -1"),
         (plans.verbose, 3, "level must be from 0 to 2, got 3"),
+        *(
+            (tfl.set_policy, name, f"policy must be 'auto', 'cublaslt' or 'eager', got '{name}'")
+            for name in ("", "Auto", "cublas")
+        ),
     ],
 )
 def test_bounds(switch, value, words):
     with pytest.raises(ValueError, match=words):
         switch(value)
-
-
-@pytest.mark.parametrize("value, budget", [("7.5", "7.5"), ("", "200.0")])
-def test_budget_from_the_environment(value, budget):
-    code = "from torch_fused_linear.plans import *; print(get_budget(), get_patience())"
-    assert run_python(code, BUDGET_MS=value).stdout == f"{budget} 256\n"
+    assert tfl.get_policy() == "auto"
 
 
 STEP = """
@@ -61,10 +61,26 @@ def test_values_in_the_environment_are_checked(variable, values, expected):
         assert last == f"ValueError: {words}"
 
 
-@pytest.mark.parametrize("value, policy", [("", ""), ("0", "eager")])
-def test_what_is_empty_in_the_environment_is_not_set(value, policy):
-    passed = run_python(STEP, BUDGET_MS=value, VERBOSE=value, HANDOVER=value, POLICY=policy)
-    assert (passed.returncode, passed.stderr) == (0, "")
+IN_FORCE = """
+import torch, torch_fused_linear as t
+print(t.get_policy(), torch.ops.fused._handover(), t.plans.get_budget())
+print(t.plans.get_patience(), torch.ops.fused._plans_verbosity())
+"""
+
+
+@pytest.mark.parametrize(
+    "values, in_force",
+    [
+        ((None, None, None, None), "auto True 200.0 256 0"),
+        (("", "", "", ""), "auto True 200.0 256 0"),
+        (("eager", "0", "7.5", "2"), "eager False 7.5 256 2"),
+        (("cublaslt", "1", "0", "0"), "cublaslt True 0.0 256 0"),
+    ],
+)
+def test_what_the_environment_sets(values, in_force):
+    names = ("POLICY", "HANDOVER", "BUDGET_MS", "VERBOSE")
+    done = run_python(IN_FORCE, **dict(zip(names, values)))
+    assert (done.stdout.split(), done.stderr) == (in_force.split(), "")
 
 
 def test_nothing_is_planned_on_the_cpu():
@@ -163,11 +179,15 @@ def test_what_warmup_runs(module, inputs, options, grad, names):
     assert ran == names and W.grad is None
 
 
-def test_warmup_leaves_no_trace():
+@pytest.mark.parametrize("fails", [False, True])
+def test_warmup_leaves_no_trace(fails):
     model, x = Model(), torch.randn(6, 4, requires_grad=True)
+    if fails:
+        model.layer = tfl.FusedLinearReLU(3, 8)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    plans.warmup(model, x)
+    with pytest.raises(RuntimeError, match="linear_relu") if fails else nullcontext():
+        plans.warmup(model, x)
     assert torch.equal(torch.get_rng_state(), random)
     assert x.grad is None and all(p.grad is None for p in model.parameters())
     for name, value in model.state_dict().items():
@@ -192,12 +212,3 @@ def test_a_long_warmup_is_told_on_a_terminal(monkeypatch, is_one, seconds, lines
     assert (text == "") == (lines == 0)
     assert text.rpartition("plans in")[2].rpartition("\r")[0].endswith(" ") or not text, "wiped"
     assert threading.active_count() == before
-
-
-def test_warmup_puts_buffers_back_when_the_module_fails():
-    model = Model()
-    before = model.norm.running_mean.clone()
-    with pytest.raises(RuntimeError, match="linear_relu"):
-        model.layer = tfl.FusedLinearReLU(3, 8)
-        plans.warmup(model, torch.randn(6, 4))
-    assert torch.equal(model.norm.running_mean, before)
