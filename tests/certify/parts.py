@@ -54,7 +54,7 @@ class Part:
 FUZZ = "random operators, chains, sizes, layouts, dtypes, policies against fp64, beside eager"
 FAULTS = "calls into the libraries and the system that fail, at each of their occurrences"
 SOAK = "training with changing shapes in threads, against a serial run and plain torch"
-TORCH = "the generic checks of torch.testing._internal, over every operator"
+TORCH = "torch's own checks, gradcheck and opcheck among them, over every operator"
 CONFIGS = "random configurations of Inductor, for a model of our layers under our pass"
 SANITIZERS = "C++ tests under the compiler's sanitizers, our CUDA kernels under compute-sanitizer"
 PARTS = (
