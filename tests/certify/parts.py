@@ -63,7 +63,7 @@ PARTS = (
     Part("soak", SOAK, "seconds", 600, "soak"),
     Part("torch", TORCH, "checks", None, "torch_checks"),
     Part("configs", CONFIGS, "configurations", 200, "configs"),
-    Part("sanitizers", SANITIZERS, "tools", 6, "sanitizers"),
+    Part("sanitizers", SANITIZERS, "tools", None, "sanitizers"),
     Part("speed", "random shapes, ours beside eager", "shapes", 300, "speed", on_gpu_only=True),
 )
 ALL = {part.name: part for part in PARTS}
