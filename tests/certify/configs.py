@@ -17,13 +17,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from layers import GatedBlock, sequential
+from layers import LAYERS
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.fuzzer import DEFAULT, MODULE_DEFAULTS, ConfigFuzzer, Status
 
-import torch_fused_linear as tfl
 from certify import parts
 from certify.parts import Found
 from torch_fused_linear.graph.fusion_pass import FusionPass
@@ -36,44 +34,7 @@ ALLOWED = 1e-4  # of an error, of the size of the result
 
 # --- the model -----------------------------------------------------------------------------------
 
-WIDTH, HIDDEN = 8, 24
-
-
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(F.gelu(gate) * up)
-
-
-def layer(act: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), act)
-
-
-def chain(activation: str) -> Callable[[], nn.Module]:
-    return partial(sequential, WIDTH, HIDDEN, WIDTH, activation=activation)
-
-
-gated = partial(GatedBlock, WIDTH, HIDDEN, bias=True)
-
-
-# Plain, and the same with our layers; where there are none, our pass is to find it.
-BLOCKS: tuple[tuple[Callable[[], nn.Module], Callable | None], ...] = (
-    (layer(nn.ReLU()), lambda m: tfl.FusedLinearReLU.from_linear(m[0])),
-    (layer(nn.GELU()), lambda m: tfl.FusedLinearGELU.from_linear(m[0], approximate="none")),
-    (layer(nn.SiLU()), lambda m: tfl.FusedLinearSiLU.from_linear(m[0])),
-    (chain("gelu_tanh"), tfl.FusedMLP.from_sequential),
-    (gated, lambda m: tfl.FusedGatedMLP.from_modules(*m.children())),
-    (layer(nn.ReLU()), None),
-    (layer(nn.GELU("tanh")), None),
-    (layer(nn.SiLU()), None),
-    (chain("relu"), None),
-    (gated, None),
-    (Halves, None),
-)
+ROWS = [row for row in LAYERS if row.width]  # which all read the same input
 
 
 class Sine(nn.Module):
@@ -83,38 +44,51 @@ class Sine(nn.Module):
         return x.sin()
 
 
+class Model(nn.Module):
+    """Blocks side by side."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [block(x) for block in self.blocks]
+
+
 class Problem:
     """Some blocks, plain and ours, what they are called with, and what eager gives."""
 
     def __init__(self, choice: random.Random, device: str) -> None:
         torch.manual_seed(choice.getrandbits(32))
-        chosen = [choice.choice(BLOCKS) for _ in range(2)]
-        last = Sine() if choice.random() < 0.5 else nn.Identity()
-        plain = [make() for make, _ in chosen]
-        ours = [m if fuse is None else fuse(m) for m, (_, fuse) in zip(plain, chosen)]
-        self.plain = nn.Sequential(*plain, last).to(device)
-        self.ours = nn.Sequential(*ours, last).to(device)
+        rows = [choice.choice(ROWS) for _ in range(2)]
+        layers = [row.make() for row in rows]
+        plain = [row.twin(layer) for row, layer in zip(rows, layers)]
+        # Where there are none of ours, our pass is to find them.
+        ours = [choice.choice(pair) for pair in zip(layers, plain)]
+        more = [Sine()] if choice.random() < 0.5 else []
+        self.plain, self.ours = (Model(blocks + more).to(device) for blocks in (plain, ours))
         self.trains = choice.random() < 0.8
         # On the CPU: a capture that failed leaves a GPU's generator unusable.
-        self.x, self.grad = torch.randn(2, choice.choice((1, 5, 33)), WIDTH).to(device)
+        self.x = torch.randn(choice.choice((1, 5, 33)), rows[0].width).to(device)
         x = self.leaf()
         with torch.set_grad_enabled(self.trains):
             self.want = self.results(self.plain, x, self.plain(x))
 
     def __str__(self) -> str:
-        names = ", ".join(type(block).__name__ for block in self.ours)
+        names = ", ".join(type(block).__name__ for block in self.ours.blocks)
         return f"{names}, {len(self.x)} rows, {'training' if self.trains else 'inference'}"
 
     def leaf(self) -> Tensor:
         return self.x.clone().requires_grad_(self.trains)
 
-    def results(self, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    def results(self, model: nn.Module, x: Tensor, y: list[Tensor]) -> list[Tensor]:
         if not self.trains:
-            return [y]
-        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], self.grad)]
+            return y
+        total = sum(t.square().sum() for t in y)
+        return [*(t.detach() for t in y), *torch.autograd.grad(total, [x, *model.parameters()])]
 
     @torch.compiler.disable
-    def is_right(self, model: nn.Module, x: Tensor, y: Tensor) -> bool:
+    def is_right(self, model: nn.Module, x: Tensor, y: list[Tensor]) -> bool:
         return all(
             a.dtype == b.dtype
             and a.shape == b.shape

@@ -20,14 +20,13 @@
 namespace {
 
 std::atomic<const char*> armed{nullptr};
-std::atomic<long> first{0}, last{0}, seen{0};
+std::atomic<long> failing{0}, seen{0};
 char name_of_armed[64];
 
 bool fails(const char* name) {
   const char* which = armed.load();
   if (which == nullptr || std::strcmp(which, name) != 0) return false;
-  const long number = ++seen;
-  return number >= first && number <= last;
+  return ++seen == failing;
 }
 
 struct Wanted {
@@ -88,11 +87,11 @@ struct Dim3 {
 
 extern "C" {
 
-// From now on calls `nth` to `nth + count - 1` of this function fail.
-void faults_arm(const char* name, long nth, long count) {
+// The nth call of this function from now on fails.
+void faults_arm(const char* name, long nth) {
   armed = nullptr;
   std::strncpy(name_of_armed, name, sizeof(name_of_armed) - 1);
-  seen = 0, first = nth, last = nth + count - 1;
+  seen = 0, failing = nth;
   armed = name_of_armed;
 }
 

@@ -79,7 +79,7 @@ class Trial(parts.Trial):
     def __init__(self, device: str, measured: bool) -> None:
         fuzz.Trial(device, measured)
         self.device, self.shim = device, preloaded()
-        self.shim.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_long)
+        self.shim.faults_arm.argtypes = (ctypes.c_char_p, ctypes.c_long)
         self.shim.faults_disarm.restype = ctypes.c_long
         gc.collect()
         gc.freeze()  # collections look at what comes from now on
@@ -136,7 +136,7 @@ class Trial(parts.Trial):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that memory is asked for
             plans.clear()
-        self.shim.faults_arm(name.encode(), nth, 1)
+        self.shim.faults_arm(name.encode(), nth)
         try:
             results = fuzz.of_ours(case)
         except Exception as failure:

@@ -56,7 +56,7 @@ int main(int count, char** arguments) {
     for (long nth = 1;; ++nth) {
       write_plan_file(path, here, old, false);
       const long before = open_files();
-      faults_arm(name, nth, 1);
+      faults_arm(name, nth);
       const auto error = refused(path, next);
       if (faults_disarm() < nth) {
         if (nth > 1) break;

@@ -27,18 +27,15 @@ CUDA = {
 ENDED_BY_IT = 77  # the status that compute-sanitizer gives where it has found something
 
 
-def tools(device: str) -> tuple[str, ...]:
-    """Those of the GPU first: `--count 4` is these alone."""
-    return COMPILERS if device == "cpu" else (*CUDA, *COMPILERS)
-
-
 class Trial(parts.Trial):
+    @staticmethod
+    def units(device: str) -> tuple[str, ...]:
+        """The tools, those of the GPU first: `--count 4` is these alone."""
+        return COMPILERS if device == "cpu" else (*CUDA, *COMPILERS)
+
     def one(self, seed: int, unit: int) -> Found:
-        """A unit is a tool."""
-        available = tools(self.device)
-        if unit >= len(available):
-            return {"without a GPU": 1}
-        tool = available[unit]
+        units = self.units(self.device)
+        tool = units[unit % len(units)]
         return compiled(tool) if tool in COMPILERS else on_gpu(tool, seed)
 
 

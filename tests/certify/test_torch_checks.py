@@ -1,42 +1,46 @@
-"""torch's checks, in processes of their own: to import them freezes cuDNN's flags."""
+"""torch's checks: of one operator, of all on request, and that they report a fault."""
 
-import json
+from dataclasses import replace
 
 import pytest
-
-from certify.test_record import certify, python
-
-pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-
-
-def test_every_check_of_every_operator(tmp_path):
-    run = certify("torch", "--records", tmp_path)
-    record = json.loads((tmp_path / "torch_cpu.json").read_text())
-    assert run.returncode == 0, run.stdout
-    assert record["done"] == sum(record["found"]["checks"].values()) == record["asked"]["count"]
-
-
-PLANTED = """
 import torch
+from helpers import one_thread  # noqa: F401
+from operators import RELU
+
 import torch_fused_linear as tfl
-from certify import torch_checks as t
-right = t.OPERATORS[1].op
+from certify import torch_checks
+
+
+def failures():
+    trial = torch_checks.Trial("cpu", measured=False)
+    found = [trial.one(1, unit) for unit in range(len(trial.units("cpu")))]
+    assert [list(one["checks"]) for one in found[:5]] == [
+        [check.__name__] for check in torch_checks.CHECKS
+    ]
+    return [text for one in found for text in one.get("failures", [])]
+
+
+# The others' findings are those of tests/ops and tests/autograd.
+@pytest.mark.parametrize("rows", [(RELU,), pytest.param(torch_checks.ROWS, marks=pytest.mark.long)])
+def test_every_check_of_operators(rows, monkeypatch):
+    monkeypatch.setattr(torch_checks, "ROWS", rows)
+    assert failures() == []
+
+
+def test_every_public_operator_has_a_row():
+    public = {name for name in tfl.__all__ if hasattr(torch.ops.fused, name)}
+    assert {row.name for row in torch_checks.ROWS} == public
+
+
 class Half(torch.autograd.Function):
+    """The identity, with half its gradient."""
+
     forward = staticmethod(lambda ctx, x: x.view_as(x))
     backward = staticmethod(lambda ctx, g: g / 2)
-t.OPERATORS[1].op = lambda *args: Half.apply(right(*args))
-trial = t.Trial("cpu", False)
-public = {n for n in tfl.__all__ if hasattr(torch.ops.fused, n)}
-assert {op.name.removeprefix("fused.") for op in t.OPERATORS} == public
-assert len(trial.units("cpu")) == 6 * len(t.OPERATORS)
-print(*(f for unit in range(12) for f in trial.one(1, unit).get("failures", [])), sep="\\n")
-"""
 
 
-def test_a_wrong_gradient_is_reported():
-    run = python("-c", PLANTED)
-    assert run.returncode == 0, run.stderr
-    words = run.stdout.splitlines()
-    assert words and all("of fused.linear_relu" in line for line in words), words
-    checks = {line.split(" of ")[0] for line in words}
-    assert {"reference", "noncontiguous", "gradients"} <= checks
+def test_a_wrong_gradient_is_reported(monkeypatch):
+    wrong = replace(RELU, function=lambda *tensors: Half.apply(RELU.function(*tensors)))
+    monkeypatch.setattr(torch_checks, "ROWS", (wrong,))
+    checks = [text.split(" of linear_relu relu: ")[0] for text in failures()]
+    assert checks == ["reference", "noncontiguous", "gradients"]

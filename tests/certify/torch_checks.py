@@ -1,28 +1,20 @@
-"""torch's own generic checks, over an OpInfo for each operator.
-
-A unit is one check of one operator. It needs expecttest. torch.testing._internal freezes cuDNN's
-flags where it is imported, in a process that therefore does nothing else.
-"""
+"""torch's own checks, over every operator: a unit is one check of one operator."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from operators import CHAINS, CONV, OPS, Op, conv, gated
-from torch._subclasses.fake_utils import CrossRefFakeMode
-from torch.testing import assert_close
-from torch.testing._internal.common_dtype import floating_types_and
-from torch.testing._internal.common_utils import GRADCHECK_NONDET_TOL, gradcheck, gradgradcheck
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.testing._internal.optests import aot_autograd_check, fake_check
+from operators import CHAINS, CONV, DTYPES, OPS, Case, Op, conv, gated
+from steps import SHAPES, arguments_of
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+from torch.testing import assert_close, make_tensor
 
 from certify import parts
 from certify.parts import Found
 
-FLOATS = floating_types_and(torch.float16, torch.bfloat16)
-SHAPES = (((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 12), ((0,), 3, 2), ((1,), 1, 1))
 ROWS = (
     *OPS,
     *(row for row in CHAINS if row.label in ("mlp relu of 3", "mlp relu2 of 2")),
@@ -31,64 +23,30 @@ ROWS = (
 )
 
 
-def info(row: Op) -> OpInfo:
-    """Of an operator, which is called with its tensors."""
-    is_conv = row.name == "conv2d_relu"
-
-    def samples(op, device, dtype, requires_grad, **kwargs) -> Iterator[SampleInput]:
-        for lead, i, o in SHAPES[:1] if is_conv else SHAPES:
-            for bias in (True, False):
-                seed = int(torch.randint(1 << 31, ()))
-                case = row.case(lead, i, o, dtype, device, bias, seed)
-                x, *others = (t.requires_grad_(requires_grad) for t in case.inputs)
-                yield SampleInput(x, args=tuple(others))
-
-    return OpInfo(
-        f"fused.{row.name}",
-        variant_test_name=row.label,
-        op=row.function,
-        ref=row.eager,
-        dtypes=FLOATS,
-        dtypesIfCUDA=FLOATS,
-        sample_inputs_func=samples,
-        supports_forward_ad=True,
-        supports_fwgrad_bwgrad=True,
-        supports_out=False,
-        # as torch's own entry of F.conv2d
-        gradcheck_nondet_tol=GRADCHECK_NONDET_TOL if is_conv else 0.0,
-    )
+def samples(row: Op, device: str, dtype: torch.dtype) -> list[Case]:
+    sizes = SHAPES[:1] if row.name == "conv2d_relu" else (*SHAPES, ((0,), 3, 2))
+    seed = int(torch.randint(1 << 31, ()))
+    return [row.case(*size, dtype, device, bias, seed) for size in sizes for bias in (True, False)]
 
 
-OPERATORS = tuple(map(info, ROWS))
-
-
-def tensors_of(sample: SampleInput) -> list[torch.Tensor]:
-    return [sample.input, *sample.args]
-
-
-def results_of(call: Callable, sample: SampleInput) -> list[torch.Tensor]:
+def results_of(call: Callable, case: Case) -> list[torch.Tensor]:
     """The output and all gradients."""
-    leaves = [t.detach().requires_grad_() for t in tensors_of(sample)]
+    leaves = [t.detach().requires_grad_() for t in case.inputs]
     y = call(*leaves)
-    g = torch.linspace(-1, 1, y.numel(), device=y.device).to(y.dtype).view(y.shape)
-    return [y.detach(), *torch.autograd.grad(y, leaves, g)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, case.g)]
 
 
-def sampled(op: OpInfo, device: str, dtype: torch.dtype, grad=False) -> list[SampleInput]:
-    return list(op.sample_inputs(device, dtype, requires_grad=grad))
-
-
-def reference(op: OpInfo, device: str) -> None:
-    """Every dtype that is claimed, forward and backward, against plain torch."""
-    for dtype in op.supported_dtypes(device):
-        for sample in sampled(op, device, dtype):
+def reference(row: Op, device: str) -> None:
+    """Every dtype, forward and backward, against plain torch."""
+    for dtype in DTYPES:
+        for case in samples(row, device, dtype):
             level = 64 * torch.finfo(dtype).eps
-            ours, theirs = (results_of(call, sample) for call in (op.op, op.ref))
+            ours, theirs = (results_of(call, case) for call in (row.function, row.eager))
             assert_close(ours, theirs, rtol=level, atol=level)
 
 
-def dtypes(op: OpInfo, device: str) -> None:
-    """What is not claimed is refused, or does what torch does."""
+def dtypes(row: Op, device: str) -> None:
+    """Other dtypes are refused, or do what torch does."""
 
     def outcome(call: Callable, args: list[torch.Tensor]):
         try:
@@ -97,66 +55,62 @@ def dtypes(op: OpInfo, device: str) -> None:
             return error
 
     for dtype in (torch.int64, torch.bool, torch.complex64):
-        args = [t.to(dtype) for t in tensors_of(sampled(op, device, torch.float32)[0])]
-        ours, theirs = (outcome(call, args) for call in (op.op, op.ref))
+        args = [t.to(dtype) for t in samples(row, device, torch.float32)[0].inputs]
+        ours, theirs = (outcome(call, args) for call in (row.function, row.eager))
         assert type(ours) is type(theirs), f"{dtype}: {ours!r}, torch {theirs!r}"
 
 
-def noncontiguous(op: OpInfo, device: str) -> None:
-    for sample in sampled(op, device, torch.float64):
-        assert_close(results_of(op.op, sample.noncontiguous()), results_of(op.ref, sample))
+def noncontiguous(row: Op, device: str) -> None:
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        return make_tensor(t.shape, dtype=t.dtype, device=device, noncontiguous=True).copy_(t)
+
+    for case in samples(row, device, torch.float64):
+        assert_close(results_of(row.function, case.map(spread)), results_of(row.eager, case))
 
 
-def fake(op: OpInfo, device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for sample in sampled(op, device, dtype):
-            fake_check(op.op, tensors_of(sample), {})
-            with CrossRefFakeMode():
-                op.op(*tensors_of(sample))
+def registered(row: Op, device: str) -> None:
+    """Schema, fake tensors, and AOTAutograd with dynamic shapes."""
+    for case in samples(row, device, torch.float32)[:4]:
+        args, kwargs = arguments_of(row, case.leaves())
+        opcheck(getattr(torch.ops.fused, row.name).default, args, kwargs)
 
 
-def gradients(op: OpInfo, device: str) -> None:
+def gradients(row: Op, device: str) -> None:
     """First, second, forward and batched derivatives, by finite differences."""
-    options = {"check_batched_grad": True, "nondet_tol": op.gradcheck_nondet_tol}
-    for sample in sampled(op, device, torch.float64, grad=True)[:4]:
-        assert gradcheck(op.op, tensors_of(sample), check_forward_ad=True, **options)
-        assert gradgradcheck(op.op, tensors_of(sample), **options)
+    # as torch's own entry of F.conv2d
+    options = {"check_batched_grad": True, "nondet_tol": 1e-12 * (row.name == "conv2d_relu")}
+    for case in samples(row, device, torch.float64)[:4]:
+        assert gradcheck(row.function, case.leaves(), check_forward_ad=True, **options)
+        assert gradgradcheck(row.function, case.leaves(), **options)
 
 
-def traced(op: OpInfo, device: str) -> None:
-    """AOTAutograd with dynamic shapes, against eager."""
-    for sample in sampled(op, device, torch.float32, grad=True)[:2]:
-        aot_autograd_check(op.op, tensors_of(sample), {}, dynamic=True)
-
-
-def devices(op: OpInfo, device: str) -> None:
+def devices(row: Op, device: str) -> None:
     """The GPU gives what the CPU gives."""
-    for sample in sampled(op, "cpu", torch.float64):
-        there = sample.transform(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t)
-        found = [t.cpu() for t in results_of(op.op, there)]
-        assert_close(found, results_of(op.op, sample))
+    for case in samples(row, "cpu", torch.float64):
+        found = results_of(row.function, case.map(lambda t: t.to(device)))
+        assert_close([t.cpu() for t in found], results_of(row.function, case))
 
 
-CHECKS = (reference, dtypes, noncontiguous, fake, gradients, traced)
+CHECKS = (reference, dtypes, noncontiguous, registered, gradients)
 
 
 class Trial(parts.Trial):
     @staticmethod
-    def units(device: str) -> list[tuple[Callable, OpInfo]]:
+    def units(device: str) -> list[tuple[Callable, Op]]:
         checks = (*CHECKS, devices) if device == "cuda" else CHECKS
-        return [(check, op) for op in OPERATORS for check in checks]
+        return [(check, row) for row in ROWS for check in checks]
 
     def one(self, seed: int, unit: int) -> Found:
         """Beyond the last, the first again, with other numbers."""
         units = self.units(self.device)
-        check, op = units[unit % len(units)]
+        check, row = units[unit % len(units)]
         torch.manual_seed(seed * 1000 + unit)
         try:
-            check(op, self.device)
+            check(row, self.device)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())[:300]
-            name = f"{check.__name__} of {op.full_name}"
+            name = f"{check.__name__} of {row.name} {row}"
             what = f"{name}: {type(error).__name__}: {text} ({place.line})"
             return {"failures": [what], "checks": {check.__name__: 1}}
         return {"checks": {check.__name__: 1}}

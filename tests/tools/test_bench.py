@@ -268,24 +268,13 @@ def test_small_cases_do_not_stay_in_the_cache():
     assert operands.sets_needed(large, CPU) == 1
 
 
-def input_and(each: float) -> int:
-    """Bytes of the input, 64 x 128 in bf16, and so many for each of 256 hidden features."""
-    return 64 * (2 * 128 + int(256 * each))
-
-
-# case, and what each keeps for the backward, in bytes
+# case, and what each keeps for the backward, in bytes; tests/memory has all operators
 KEPT = [
     (Case("memory", (128, 256), 64, "fp32", "relu", "saved"),
      {"ours": 4 * 64 * 384, "eager": 4 * 64 * 384, "cublaslt": 4 * 64 * 128 + 64 * 256 // 8}),
-    *((Case("memory", (128, 256, 128), 64, "bf16", gelu, "saved"),
-       dict.fromkeys(("ours", "mlp", "eager"), input_and(4))
-       | dict.fromkeys(("low", "mlp-low"), input_and(2)))
-      for gelu in ("gelu", "gelu-erf")),
-    # the next layer keeps the output
-    (Case("memory", (128, 256, 128), 64, "bf16", "relu", "saved"),
-     dict.fromkeys(("ours", "mlp", "mlp-low", "eager"), input_and(2)) | {"low": input_and(2.125)}),
-    (Case("memory", (128, 256), 64, "bf16", "relu", "saved"),
-     {"ours": input_and(2), "low": input_and(1 / 8), "eager": input_and(2)}),
+    (Case("memory", (128, 256, 128), 64, "bf16", "gelu", "saved"),
+     dict.fromkeys(("ours", "mlp", "eager"), 2 * 64 * (128 + 2 * 256))
+     | dict.fromkeys(("low", "mlp-low"), 2 * 64 * (128 + 256))),
     # image and result; ReLU's own result is the convolution's, in place
     (of_conv(Convolution(4, 8, 3, 10), "saved", "memory"),
      dict.fromkeys(("ours", "eager"), 4 * 2 * (4 + 8) * 100)),
@@ -418,6 +407,7 @@ def test_a_chart_has_a_bar_for_each_number_within_its_edges():
 def test_a_quick_run_with_numbers(tmp_path):
     """As a user runs it."""
     options = ("--quick", "--device", "cpu", "--dtypes", "bf16", "fp32", "--out", tmp_path)
+    options += ("--seconds-per-case", "0.001")
     said = python("-m", "benchmarks", "layer", "host", *options, OMP_NUM_THREADS="1").stdout
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["header"]["device"] == "cpu"
@@ -443,8 +433,15 @@ def test_threads_and_cudnn_are_as_asked_for(tmp_path):
     assert json.loads(path.read_text())["header"]["machine"].endswith(", 2 threads")
 
 
-def test_every_suite_runs_and_is_documented(capsys):
+# The compiler, of which test_bench_models.py has a shorter look, takes most of the time.
+@pytest.mark.parametrize(
+    "without",
+    [["--without", *contenders.COMPILED], pytest.param([], marks=pytest.mark.long)],
+    ids=["eager", "all"],
+)
+def test_every_suite_runs_and_is_documented(without, capsys):
     arguments = ["--quick", "--device", "cpu", "--dtypes", "fp32", "--seconds-per-case", "0.001"]
+    arguments += without
     named = {"relu": "fused::linear_relu", "silu": "fused::gated_mlp", "none": "3 x aten::add_"}
     for activation, kernel in named.items():
         assert main([*arguments, "--only", f" {activation} ", "--kernels"]) == 0

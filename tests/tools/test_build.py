@@ -1,6 +1,5 @@
 """The build: what it decides, what it leaves in the tree, what loading says when that is wrong."""
 
-import datetime
 import importlib.util
 import json
 import os
@@ -563,7 +562,7 @@ def test_without_a_library_a_model_can_still_be_read(package, folder):
     shutil.rmtree(folder)
     output = run_python(package, USED).stdout
     assert output.startswith("1 block fused, 0 places left alone")
-    wrong = said_at_import(package)
+    *_, wrong = output.splitlines()
     assert wrong.startswith("torch_fused_linear: the library has not been built (torch 2.")
     assert output.count(wrong) == 3
     asked = run_python(package, GAIN, code=2)
@@ -703,15 +702,3 @@ def test_no_record_without_a_gpu():
     result = python(ROOT / "tests" / "support" / "gpu_record.py", code=1)
     assert "no CUDA device" in result.stderr
     assert (gpu_record.RECORD.read_bytes() if gpu_record.RECORD.exists() else None) == before
-
-
-def test_the_shape_of_the_record():
-    if not gpu_record.RECORD.exists():
-        pytest.skip("no record in the tree")
-    record = json.loads(gpu_record.RECORD.read_text())
-    assert datetime.datetime.fromisoformat(record["date"]).tzinfo is not None
-    for key in ("torch", "cuda", "cublaslt", "driver", "python"):
-        assert isinstance(record[key], str) and record[key], key
-    assert record["devices"] and record["library"]["cuda"]
-    assert re.fullmatch("[0-9a-f]{64}", record["tree_hash"])
-    assert record["passed"] and record["seconds"] > 0
