@@ -64,12 +64,32 @@ def hooked(module):
     module.register_forward_hook(lambda *args: None)
 
 
+def pre_hooked(module):
+    module.register_forward_pre_hook(lambda *args: None)
+
+
+def backward_hooked(module):
+    module.register_full_backward_hook(lambda *args: None)
+
+
+def backward_pre_hooked(module):
+    module.register_full_backward_pre_hook(lambda *args: None)
+
+
+class OtherConv2d(nn.Conv2d):
+    pass
+
+
 class OtherReLU(nn.ReLU):
     pass
 
 
+OWN = "has a forward of its own, set on the object"
+NOT_LINEAR, NO_PARAMETER = "is not exactly nn.Linear", "not a plain nn.Parameter"
+
+
 IMAGE = torch.randn(1, 1, 6, 6)
-# The layer, what it gets, and whether the call may wait for its activation.
+# The layer, what it gets, whether the call may wait for its activation, and why fuse_ refuses it.
 LAYERS = {
     "plain": (layer(), X, True),
     "no bias": (layer(make=lambda: nn.Linear(4, 4, bias=False)), X, True),
@@ -85,22 +105,35 @@ LAYERS = {
     ),
     "frozen": (layer(lambda m: m.requires_grad_(False)), X, True),
     "no mark": (layer(mark=None), X, False),
-    "hook": (layer(hooked), X, False),
-    "pre hook": (layer(lambda m: m.register_forward_pre_hook(lambda *a: None)), X, False),
-    "backward hook": (
-        layer(lambda m: m.register_full_backward_hook(lambda *a: None)),
+    "hook": (layer(hooked), X, False, "has forward hooks"),
+    "pre hook": (layer(pre_hooked), X, False, "has forward pre hooks"),
+    "backward hook": (layer(backward_hooked), X, False, "has backward hooks"),
+    "backward pre hook": (layer(backward_pre_hooked), X, False, "has backward pre hooks"),
+    "own forward": (layer(without_forward), X, False, OWN),
+    "own call": (layer(lambda m: setattr(m, "_call_impl", m._call_impl)), X, False, OWN),
+    "compiled": (layer(lambda m: m.compile(backend="eager")), X, False, "was compiled"),
+    "parametrised": (layer(parametrizations.weight_norm), X, False, "has a parametrisation"),
+    "bias as a buffer": (layer(buffer), X, False),
+    "no weight": (
+        layer(lambda m: m._parameters.update(weight=None)),
         X,
         False,
+        f"its weight is a NoneType, {NO_PARAMETER}",
     ),
-    "own forward": (layer(without_forward), X, False),
-    "own call": (layer(lambda m: setattr(m, "_call_impl", m._call_impl)), X, False),
-    "compiled": (layer(lambda m: m.compile(backend="eager")), X, False),
-    "parametrised": (layer(parametrizations.weight_norm), X, False),
-    "bias as a buffer": (layer(buffer), X, False),
-    "no weight": (layer(lambda m: m._parameters.update(weight=None)), X, False),
-    "weight of a class": (layer(of_class), X, False),
-    "child of nn.Linear": (layer(make=lambda: tfl.FusedLinear(4, 4)), X, False),
-    "no layer": (layer(make=nn.Tanh), X, False),
+    "weight of a class": (layer(of_class), X, False, f"its weight is a Doubled, {NO_PARAMETER}"),
+    "child of nn.Linear": (
+        layer(make=lambda: tfl.FusedLinear(4, 4)),
+        X,
+        False,
+        f"FusedLinear {NOT_LINEAR}",
+    ),
+    "child of nn.Conv2d": (
+        layer(make=lambda: OtherConv2d(1, 2, 3)),
+        IMAGE,
+        False,
+        "OtherConv2d is not exactly nn.Conv2d",
+    ),
+    "no layer": (layer(make=nn.Tanh), X, False, f"Tanh {NOT_LINEAR}"),
     "width": (layer(), torch.randn(3, 5), False),
     "scalar": (layer(), torch.tensor(1.0), False),
     "other type": (layer(), X.double(), False),
@@ -158,7 +191,8 @@ def assert_alike(got, want):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_whether_a_layers_call_waits(name):
-    module, x, waits = LAYERS[name]
+    module, x, waits, *reason = LAYERS[name]
+    assert plain.layer_objection(module) == (reason[0] if reason else None)
     begun = outcome(lambda: in_code.step(module, x))
     is_begun = type(begun) is tuple and begun[0] is not RuntimeError and len(begun) == 6
     assert is_begun is waits
