@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 TEXT = '''
@@ -524,11 +525,16 @@ def parsed(text: str) -> list[Program]:
 PROGRAMS = {program.name: program for program in parsed(TEXT)}
 
 
-def write_programs(folder: Path):
+def all_programs(folder: Path) -> ModuleType:
     """The module of all programs, from a file of their classes."""
     sources = [program.source() for program in PROGRAMS.values()]
-    (path := folder / "all_programs.py").write_text("\n\n".join([HEADER, *sources]))
-    spec = importlib.util.spec_from_file_location("all_programs", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    return module_of(folder / "all_programs.py", "\n\n".join([HEADER, *sources]))
+
+
+def module_of(path: Path, text: str) -> ModuleType:
+    """A module from a file that gets this text."""
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

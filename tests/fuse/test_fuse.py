@@ -114,25 +114,6 @@ def test_what_is_fused_is_said_of_parts_and_copies():
     assert tfl.is_fused(copy.deepcopy(model)) and len(operators(model, *X)) == 3
 
 
-def test_of_two_models_of_one_class_one_is_fused():
-    model, plain = Net(), Net()
-    tfl.fuse_(model)
-    assert operators(model, *X) == ["linear_relu", "linear_relu", "linear"]
-    assert operators(plain, *X) == [] and not tfl.is_fused(plain)
-
-
-def test_shared_activations_layers_and_containers():
-    act, linear, block = nn.GELU(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    for model, layers in (
-        (nn.Sequential(linear, act, nn.LayerNorm(6), act, linear), [("0",)]),
-        (nn.Sequential(block, nn.LayerNorm(6), block), [("0.0",), ("0.0",)]),  # called twice
-    ):
-        model = model.double()
-        plain, x = copy.deepcopy(model), [X[0].double()]
-        assert [b.layers for b in tfl.fuse_(model).fused] == layers
-        assert_same(results(model, x), results(plain, x))
-
-
 def test_a_watched_layer_beside_one_that_is_not():
     model, seen = Net().double(), []
     plain = copy.deepcopy(model)

@@ -47,6 +47,10 @@ def layer(change=None, *, mark="default", make=lambda: nn.Linear(4, 4)):
     return found
 
 
+def of(cls, *args, **options):
+    return layer(make=lambda: cls(*args, **options))
+
+
 def buffer(linear):
     del linear.bias
     linear.register_buffer("bias", torch.zeros(4))
@@ -60,8 +64,19 @@ def without_forward(module):
     module.forward = lambda x: x + 1
 
 
-def hooked(module):
-    module.register_forward_hook(lambda *args: None)
+def watched(kind):
+    return lambda module: getattr(module, f"register_{kind}")(lambda *args: None)
+
+
+hooked = watched("forward_hook")
+
+
+def own_call(module):
+    module._call_impl = module._call_impl
+
+
+class OtherConv2d(nn.Conv2d):
+    pass
 
 
 class OtherReLU(nn.ReLU):
@@ -69,38 +84,32 @@ class OtherReLU(nn.ReLU):
 
 
 IMAGE = torch.randn(1, 1, 6, 6)
-# The layer, what it gets, and whether the call may wait for its activation.
+# The layer, what it gets, whether the call may wait for its activation, and why fuse_ refuses it.
 LAYERS = {
     "plain": (layer(), X, True),
-    "no bias": (layer(make=lambda: nn.Linear(4, 4, bias=False)), X, True),
+    "no bias": (of(nn.Linear, 4, 4, bias=False), X, True),
     "low memory": (layer(mark="low"), X, True),
     "one row": (layer(), X[0], True),
     "no rows": (layer(), EMPTY, True),
     "transposed": (layer(make=Conv1D), X, True),
-    "convolution": (layer(make=lambda: nn.Conv2d(1, 2, 3)), IMAGE, True),
-    "convolution of groups": (
-        layer(make=lambda: nn.Conv2d(2, 2, 3, groups=2)),
-        torch.randn(1, 2, 6, 6),
-        True,
-    ),
+    "convolution": (of(nn.Conv2d, 1, 2, 3), IMAGE, True),
+    "convolution of groups": (of(nn.Conv2d, 2, 2, 3, groups=2), torch.randn(1, 2, 6, 6), True),
     "frozen": (layer(lambda m: m.requires_grad_(False)), X, True),
     "no mark": (layer(mark=None), X, False),
-    "hook": (layer(hooked), X, False),
-    "pre hook": (layer(lambda m: m.register_forward_pre_hook(lambda *a: None)), X, False),
-    "backward hook": (
-        layer(lambda m: m.register_full_backward_hook(lambda *a: None)),
-        X,
-        False,
-    ),
-    "own forward": (layer(without_forward), X, False),
-    "own call": (layer(lambda m: setattr(m, "_call_impl", m._call_impl)), X, False),
-    "compiled": (layer(lambda m: m.compile(backend="eager")), X, False),
-    "parametrised": (layer(parametrizations.weight_norm), X, False),
+    "hook": (layer(hooked), X, False, "has forward hooks"),
+    "pre hook": (layer(watched("forward_pre_hook")), X, False, "forward pre"),
+    "backward hook": (layer(watched("full_backward_hook")), X, False, "has backward hooks"),
+    "backward pre hook": (layer(watched("full_backward_pre_hook")), X, False, "backward pre"),
+    "own forward": (layer(without_forward), X, False, "forward of its own"),
+    "own call": (layer(own_call), X, False, "forward of its own"),
+    "compiled": (layer(lambda m: m.compile(backend="eager")), X, False, "was compiled"),
+    "parametrised": (layer(parametrizations.weight_norm), X, False, "has a parametrisation"),
     "bias as a buffer": (layer(buffer), X, False),
-    "no weight": (layer(lambda m: m._parameters.update(weight=None)), X, False),
-    "weight of a class": (layer(of_class), X, False),
-    "child of nn.Linear": (layer(make=lambda: tfl.FusedLinear(4, 4)), X, False),
-    "no layer": (layer(make=nn.Tanh), X, False),
+    "no weight": (layer(lambda m: m._parameters.update(weight=None)), X, False, "NoneType, not"),
+    "weight of a class": (layer(of_class), X, False, "Doubled, not a plain nn.Parameter"),
+    "child of nn.Linear": (of(tfl.FusedLinear, 4, 4), X, False, "exactly nn.Linear"),
+    "child of nn.Conv2d": (of(OtherConv2d, 1, 2, 3), IMAGE, False, "exactly nn.Conv2d"),
+    "no layer": (layer(make=nn.Tanh), X, False, "Tanh is not exactly nn.Linear"),
     "width": (layer(), torch.randn(3, 5), False),
     "scalar": (layer(), torch.tensor(1.0), False),
     "other type": (layer(), X.double(), False),
@@ -110,7 +119,7 @@ LAYERS = {
     "of a class": (layer(), X.as_subclass(Doubled), False),
     "a tuple": (layer(), (X, X), False),
     "a number": (layer(), 3, False),
-    "channels": (layer(make=lambda: nn.Conv2d(1, 2, 3)), torch.randn(1, 2, 6, 6), False),
+    "channels": (of(nn.Conv2d, 1, 2, 3), torch.randn(1, 2, 6, 6), False),
 }
 # The activation, and which it is.
 ACTIVATIONS = {
@@ -158,7 +167,9 @@ def assert_alike(got, want):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_whether_a_layers_call_waits(name):
-    module, x, waits = LAYERS[name]
+    module, x, waits, *reason = LAYERS[name]
+    objection = plain.layer_objection(module)
+    assert reason[0] in objection if reason else objection is None
     begun = outcome(lambda: in_code.step(module, x))
     is_begun = type(begun) is tuple and begun[0] is not RuntimeError and len(begun) == 6
     assert is_begun is waits
@@ -200,7 +211,7 @@ BETWEEN = {
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_with_something_between(name, between):
-    convolution = layer(make=lambda: nn.Conv2d(1, 2, 3, **CONVOLUTIONS[name]))
+    convolution = of(nn.Conv2d, 1, 2, 3, **CONVOLUTIONS[name])
     module, operators = BETWEEN[between]
     with torch.no_grad(), tfl.explain() as calls:
         begun = in_code.step(module, in_code.step(convolution, IMAGE))
@@ -259,7 +270,7 @@ GATES = {
     "up hooked": (layer(), layer(hooked), X, X, ["linear_silu"]),
     "gate hooked": (layer(hooked), layer(), X, X, ["linear"]),
     "two inputs": (layer(), layer(), X, X + 1, APART),
-    "widths": (layer(), layer(make=lambda: nn.Linear(4, 1)), X, X, APART),
+    "widths": (layer(), of(nn.Linear, 4, 1), X, X, APART),
     "transposed": (layer(make=Conv1D), layer(make=Conv1D), X, X, GLU),
     "no rows": (layer(), layer(), EMPTY, EMPTY, GLU),
 }

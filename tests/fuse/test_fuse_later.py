@@ -5,17 +5,17 @@ What C refuses is asked of Python, so that both are held to what they accept.
 
 import copy
 import functools
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Block, Gated, chain, operators, results
+from fused_models import Block, Gated, chain, operators
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 from torch.ao import quantization
-from torch.nn.utils import parametrizations, prune
+from tree_changes import CHANGES, PATCHED, apply, global_hooks, patched
+from tree_compare import SYSTEMS, assert_runs_the_same
 
 import torch_fused_linear as tfl
 
@@ -42,214 +42,55 @@ def pair(make):
     return model, plain
 
 
-class AdaptedLinear(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.down = base, nn.Linear(6, 6).double()
-
-    def forward(self, x):
-        return self.base(x) + self.down(x)
+def dropped():
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Identity(), nn.ReLU())
 
 
-class LoraLinear(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
+FORMS = (chain, Block, Gated, Halves)
 
 
-class Doubled(torch.Tensor):
-    """A weight of another class, as quantised ones are."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        plain = [a.as_subclass(torch.Tensor) if isinstance(a, cls) else a for a in args]
-        if function is F.linear:
-            plain[1] = plain[1] * 2
-        result = function(*plain, **(kwargs or {}))
-        is_kept = function.__name__ in ("detach", "requires_grad_")
-        return result.as_subclass(cls) if is_kept else result
-
-
-def first(model):
-    return model[0] if isinstance(model, nn.Sequential) else model.fc1
-
-
-def act(model):
-    return model[1] if isinstance(model, nn.Sequential) else model.act
-
-
-def put(model, name, number, module):
-    if isinstance(model, nn.Sequential):
-        model[number] = module
-    else:
-        setattr(model, name, module)
+@pytest.mark.parametrize("make", FORMS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_order(name, make):
+    """Each kind of change that the generated trees are given, alone."""
+    for seed in range(6):
+        torch.manual_seed(0)
+        model = make().double()
+        plain = copy.deepcopy(model)
+        is_first = seed % 2 == 0
+        if not is_first:
+            tfl.fuse_(model)
+        for net in (model, plain):
+            apply([(name, seed)], net)
+        if is_first:
+            tfl.fuse_(model)
+        assert_runs_the_same(model, plain, X[0], f"seed {seed}")
+        for system in ("script", "export", "compile eager") if make is chain and seed == 1 else ():
+            SYSTEMS[system](model, plain, X[0])
 
 
-def weight_class(model):
-    weight = first(model).weight.detach().as_subclass(Doubled)
-    first(model).weight = nn.Parameter(weight, requires_grad=False)
-
-
-NOT_LINEAR = "is not exactly nn.Linear"
-# The change, and the reason that the report of a later fuse_ gives where there is one.
-CHANGES = {
-    "adapter": (lambda m: put(m, "fc1", 0, AdaptedLinear(first(m))), f"AdaptedLinear {NOT_LINEAR}"),
-    "child of nn.Linear": (lambda m: setattr(first(m), "__class__", LoraLinear), NOT_LINEAR),
-    "weight of another class": (weight_class, "Doubled, not a plain nn.Parameter|Parameter"),
-    "exchanged": (lambda m: put(m, "fc1", 0, nn.Linear(6, 6, bias=False).double()), ""),
-    "no layer": (lambda m: put(m, "fc1", 0, nn.Tanh()), ""),
-    "other activation": (lambda m: put(m, "act", 1, nn.SiLU()), ""),
-    "another kind": (lambda m: put(m, "act", 1, nn.GELU("tanh")), ""),
-    "no activation": (lambda m: put(m, "act", 1, nn.Tanh()), "Tanh: only ReLU, squared ReLU, GELU"),
-    "tied": (lambda m: setattr(first(m), "weight", list(m.children())[2].weight), ""),
-    "frozen": (lambda m: first(m).requires_grad_(False), ""),
-    "forward of its own": (lambda m: setattr(first(m), "forward", lambda x: x + 1), "of its own"),
-    "forward hook": (lambda m: first(m).register_forward_hook(lambda *a: a[2] * 2), "forward hook"),
-    "forward pre hook": (
-        lambda m: first(m).register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
-        "forward pre hooks",
-    ),
-    "backward hook": (
-        lambda m: first(m).register_full_backward_hook(lambda m, i, o: (i[0] * 2,)),
-        "backward hooks",
-    ),
-    "weight norm": (lambda m: parametrizations.weight_norm(first(m)), "parametrisation"),
-    "old weight norm": (lambda m: nn.utils.weight_norm(first(m)), "forward pre hooks"),
-    "pruned": (lambda m: prune.l1_unstructured(first(m), "weight", 0.5), "forward pre hooks"),
-    "hook of the activation": (
-        lambda m: act(m).register_forward_hook(lambda *a: a[2] + 1),
-        "the activation has forward hooks",
-    ),
-    "activation exchanged by a hook": (
-        lambda m: first(m).register_forward_hook(lambda *a: put(m, "act", 1, nn.Tanh())),
-        "forward hooks",
-    ),
-}
-OF_A_GATE = {
-    "up exchanged": lambda m: setattr(m, "up", LoraLinear(6, 6).double()),
-    "up broadcast": lambda m: setattr(m, "up", nn.Linear(6, 1).double()),
-    "down exchanged": lambda m: setattr(m, "fc2", LoraLinear(6, 6).double()),
-    "dropout": lambda m: setattr(m.drop, "p", 0.5),
-    "chunks of rows": lambda m: setattr(m, "axis", 0),
-    "odd features": lambda m: setattr(m, "fc1", nn.Linear(6, 5).double()),
-}
-ROWS = [(make, name) for make in (chain, Block, Gated, Halves) for name in CHANGES]
-ROWS += [(make, name) for make in (Gated, Halves) for name in OF_A_GATE]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("make, name", ROWS)
-def test_any_order(make, name, is_first):
-    change, reason = CHANGES[name] if name in CHANGES else (OF_A_GATE[name], "")
-    torch.manual_seed(0)
-    model = make().double()
-    plain = copy.deepcopy(model)
-    report = None if is_first else tfl.fuse_(model)
-    for net in (plain, model):
-        torch.manual_seed(1)
-        change(net)
-    if is_first:
-        report = tfl.fuse_(model)
-        reasons = [s.reason for s in report.skipped]
-        assert make is Halves or any(re.search(reason, r) for r in [*reasons, ""]), reasons
-    assert_same_outcome(model, plain)
-    if make is chain and name not in ("weight of another class", "old weight norm"):
-        assert_same([torch.compile(model, backend="eager")(*X)], [plain(*X)])
-        torch._dynamo.reset()
-    tfl.unfuse_(model)
-    assert_same_outcome(model, plain)
-
-
-def assert_same_outcome(model, plain):
-    """Results and gradients, or the error that torch raises, in the same words."""
-    outcomes = []
-    for net in (model, plain):
-        try:
-            outcomes.append((results(net, X), ""))
-        except RuntimeError as error:
-            outcomes.append(([], str(error)))
-    assert outcomes[0][1] == outcomes[1][1]
-    assert_same(outcomes[0][0], outcomes[1][0])
-
-
-def test_what_hooks_of_a_gate_see_comes_in_the_order_in_which_it_is_written():
-    seen = []
-    for net in pair(Gated):
-        for name, child in net.named_children():
-            child.register_forward_hook(
-                lambda *args, n=name: seen.append((n, args[2].sum().item()))
-            )
-        net(*X)
-    assert len(seen) == 10 and seen[:5] == seen[5:]
-
-
-EDITS = {
-    "insert": lambda m: m.insert(1, nn.LayerNorm(6).double()),
-    "append": lambda m: m.append(nn.ReLU()),
-    "delete": lambda m: m.__delitem__(1),
-    "slice": lambda m: m[:1],
-    "slices": lambda m: m[1:3],
-    "sum": lambda m: m + nn.Sequential(nn.ReLU()),
-    "training dropout": lambda m: m.insert(1, nn.Dropout(0.5)),
-    "dropout in place": lambda m: m.insert(1, nn.Dropout(0.5, inplace=True)),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_sequential_runs_its_children_as_they_are(edit):
-    model, plain = (EDITS[edit](m) or m for m in pair(chain))
-    assert_same(results(model, X), results(plain, X))
-    model.eval(), plain.eval()
-    for changed in (
-        torch.compile(model, backend="aot_eager", fullgraph=True),
-        torch.jit.script(model),
-        torch.export.export(model, tuple(X)).module(),
-    ):
-        torch.testing.assert_close(changed(*X), plain(*X))
-    torch._dynamo.reset()
+@pytest.mark.parametrize("make", FORMS)
+def test_hooks_on_all_modules_see_the_calls_in_the_order_in_which_they_are_written(make):
+    model, plain = pair(make)
+    with global_hooks():
+        assert_runs_the_same(model, plain, X[0], "hooks on all")
 
 
 def test_dropout_in_place_before_relu():
     layers = nn.Linear(6, 6), nn.Dropout(0.5, inplace=True), nn.ReLU()
     model, plain = pair(lambda: nn.Sequential(*layers))
-    assert_same(results(model, X), results(plain, X))
+    assert_runs_the_same(model, plain, X[0], "dropout in place")
+    model.train()
     assert operators(model, *X) == ["linear"]  # torch draws other numbers in place
     assert operators(model.eval(), *X) == ["linear_relu"]
 
 
-PATCHES = [
-    *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.Dropout)
-      for name in ("forward", "__call__", "_call_impl")),
-    *((nn.Module, name) for name in ("__call__", "_call_impl")),
-    *((torch.Tensor, "relu"), (F, "relu"), (F, "linear"), (torch, "relu")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("owner, name", PATCHES, ids=lambda p: getattr(p, "__name__", p))
-@pytest.mark.parametrize("make", [Block, ByMethod, Gated, chain])
-def test_functions_that_are_exchanged_later_are_seen(make, owner, name, monkeypatch):
+@pytest.mark.parametrize("owner, name", PATCHED, ids=lambda p: getattr(p, "__name__", p))
+@pytest.mark.parametrize("make", [ByMethod, Gated, chain, dropped])
+def test_functions_that_are_exchanged_later_are_seen(make, owner, name):
     model, plain = pair(make)
-    original, counts = getattr(owner, name), []
-
-    def watching(*args, **kwargs):
-        counts.append(1)
-        result = original(*args, **kwargs)
-        return result * 2 if torch.is_tensor(result) else result
-
-    monkeypatch.setattr(owner, name, watching)
-    got = model(*X)
-    ours = len(counts)
-    assert torch.equal(got, plain(*X)) and len(counts) == 2 * ours
-    if ours and owner is not nn.Dropout:
-        fused = {"linear_relu", "gated_mlp", *["linear_gelu"] * (owner is not nn.ReLU)}
-        assert not fused & {*operators(model, *X)}
-
-
-@pytest.mark.parametrize("cls", [nn.Dropout, nn.Identity])
-def test_a_dropout_that_is_exchanged_for_all_is_seen(cls, monkeypatch):
-    model, plain = pair(lambda: nn.Sequential(nn.Linear(6, 6), cls(), nn.ReLU(), nn.Linear(6, 6)))
-    monkeypatch.setattr(cls, "forward", lambda self, x: x - 0.25)
-    assert_same(results(model, X), results(plain, X))
+    with patched(owner, name):
+        assert_runs_the_same(model, plain, X[0], f"another {name}")
 
 
 @pytest.mark.parametrize("name", ["forward", "_call_impl"])
@@ -260,7 +101,7 @@ def test_functions_that_are_set_on_an_object_are_seen(child, name):
         module = getattr(net, child)
         original = getattr(module, name)
         setattr(module, name, functools.partial(lambda run, x: run(x) * 3, original))
-    assert_same(results(model, X), results(plain, X))
+    assert_runs_the_same(model, plain, X[0], f"{name} of {child}")
 
 
 class Mode(torch.overrides.TorchFunctionMode):
@@ -287,7 +128,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("make", [chain, Block, Gated, Halves])
+@pytest.mark.parametrize("make", FORMS)
 def test_errors_are_torchs_own(make, what):
     model, plain = pair(make)
     with pytest.raises(Exception) as theirs:
@@ -297,7 +138,7 @@ def test_errors_are_torchs_own(make, what):
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize("make", [chain, Block, Gated, Halves])
+@pytest.mark.parametrize("make", FORMS)
 def test_functional_transforms(make):
     model, plain = (net.eval() for net in pair(make))
     state = {name: 2 * value for name, value in plain.state_dict().items()}

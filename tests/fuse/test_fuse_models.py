@@ -1,12 +1,11 @@
 """fuse_ on blocks of real models: the same outputs and gradients, as many blocks as there are."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 import zoo
-from fused_models import assert_contract_in, assert_fuses, cast, gated, results
+from fused_models import assert_contract_in, assert_fuses, gated, results
 from helpers import one_thread  # noqa: F401
 from model_families import FAMILIES, SMALL, TOKENS, encoder, hugging_face
 from stacks import assert_same
@@ -27,18 +26,8 @@ def family_of(name):
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ZOO])
-def test_outputs_gradients_copies_and_files(family):
-    make, inputs, blocks, handed_over = family_of(family)
-    model = assert_fuses(make, inputs, blocks, handed_over)
-    inputs, plain = cast(inputs, torch.float64), copy.deepcopy(model)
-    tfl.unfuse_(plain)
-    want = results(plain, inputs)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert repr(other) == repr(model)
-        assert_same(results(other, inputs), want)
-        tfl.unfuse_(other)
-        assert repr(other) == repr(plain)
-        assert_same(results(other, inputs), want)
+def test_outputs_and_gradients(family):
+    assert_fuses(*family_of(family))
 
 
 @pytest.mark.parametrize("family", ["BERT", "gpt2", "opt", "timm Mlp", "encoder"])

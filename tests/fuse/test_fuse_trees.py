@@ -14,11 +14,14 @@ import warnings
 
 import pytest
 import tree_compare
-from fused_models import decided_in_python
+from fused_models import chain, decided_in_python
 from helpers import one_thread  # noqa: F401
 from tree_sources import has_its_file
 from trees import grow
 
+import torch_fused_linear as tfl
+
+OTHER = chain()  # fused meanwhile or not
 SCRIPTED = ("script", "pickle")  # take only simple models
 ONE = os.environ.get("TREE_SEED")
 
@@ -67,6 +70,8 @@ def number_of_blocks(seed, folder, monkeypatch):
     with monkeypatch.context() as patch:
         if seed // 100 % 2:
             decided_in_python(patch)
+        # While another model is fused functions keep their new code, which costs less.
+        (tfl.fuse_ if seed // 50 % 2 else tfl.unfuse_)(OTHER)
         return assert_tree_holds(seed, folder)
 
 

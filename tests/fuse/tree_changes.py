@@ -335,6 +335,7 @@ PATCHED = (
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
     *((torch.Tensor, name) for name in ("relu", "relu_")),
     *((F, name) for name in ("relu", "gelu", "linear", "dropout")),
+    (torch, "relu"),
     (nn.Sequential, "forward"),
 )  # fmt: skip
 

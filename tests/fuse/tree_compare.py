@@ -59,10 +59,10 @@ def step(model: Callable, x: Tensor, owner: nn.Module, training: bool) -> Outcom
     return outcome
 
 
-def inference(model: Callable, x: Tensor, owner: nn.Module) -> Outcome:
+def inference(model: Callable, x: Tensor, owner: nn.Module, context=torch.no_grad) -> Outcome:
     outcome = Outcome()
     owner.eval()
-    with recorded(outcome), torch.no_grad():
+    with recorded(outcome), context():
         outcome.values["output"] = model(x.clone())
     return outcome
 
@@ -175,22 +175,17 @@ def compiled(backend: str) -> Callable:
 
 
 def scripted(fused, plain, x) -> bool:
-    for model in (fused, plain):
-        model.eval()
-    return transformed(torch.jit.script, inference, fused, plain, x, "scripted")
+    def make(model):
+        return torch.jit.script(model.eval())
+
+    return transformed(make, inference, fused, plain, x, "scripted")
 
 
 def exported(fused, plain, x) -> bool:
     def make(model):
         return torch.export.export(model.eval(), (x,)).module()
 
-    def run(program, x, owner):
-        outcome = Outcome()
-        with recorded(outcome), torch.no_grad():
-            outcome.values["output"] = program(x)
-        return outcome
-
-    return transformed(make, run, fused, plain, x, "exported")
+    return transformed(make, inference, fused, plain, x, "exported")
 
 
 def copied(way: Callable) -> Callable:
@@ -214,13 +209,7 @@ def pickled(model):
 
 def under(context: Callable, tolerance: float = 1e-9) -> Callable:
     def check(fused, plain, x) -> bool:
-        outcomes = []
-        for model in (fused, plain):
-            outcome = Outcome()
-            model.eval()
-            with recorded(outcome), context():
-                outcome.values["output"] = model(x.clone())
-            outcomes.append(outcome)
+        outcomes = [inference(model, x, model, context) for model in (fused, plain)]
         assert_same(*outcomes, context.__name__, tolerance)
         return outcomes[1].raised is None
 

@@ -39,65 +39,6 @@ class LoudGELU(nn.GELU):
         return super().forward(input) * 2
 
 
-class Residual(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Loop(nn.ModuleList):
-    """A list that runs: each child by itself or, with peek, also its first part."""
-
-    def __init__(self, modules=(), peek=False):
-        super().__init__(modules)
-        self.peek = peek
-
-    def forward(self, x):
-        for block in self:
-            extra = block[0](x).sum() if self.peek and isinstance(block, nn.Sequential) else 0
-            x = block(x) + extra
-        return x
-
-
-class Table(nn.Module):
-    def __init__(self, modules):
-        super().__init__()
-        self.table = nn.ModuleDict({f"k{i}": m for i, m in enumerate(modules)})
-
-    def forward(self, x):
-        return sum(m(x) for m in self.table.values())
-
-
-class Parts(nn.Module):
-    """Runs a Sequential in slices, or child by child."""
-
-    def __init__(self, seq, at, way):
-        super().__init__()
-        self.seq, self.at, self.way = seq, at, way
-
-    def forward(self, x):
-        if self.way == "slices":
-            hidden = self.seq[: self.at](x)
-            return self.seq[self.at :](hidden) + hidden.sum()
-        for child in self.seq if self.way == "iterate" else self.seq._modules.values():
-            x = child(x)
-        return x
-
-
-class Images(nn.Module):
-    """Convolutions over the rows as over an image of one channel."""
-
-    def __init__(self, seq):
-        super().__init__()
-        self.seq = seq
-
-    def forward(self, x):
-        return self.seq(x.reshape(1, 1, -1, x.shape[-1])).mean(1).reshape(x.shape)
-
-
 def twice(function):
     @functools.wraps(function)
     def run(*args, **kwargs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import linecache
 import random
 import re
@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from types import ModuleType
 
+from programs import module_of
 from tree_templates import (
     ACTIVATIONS,
     CONDITIONS,
@@ -154,7 +155,9 @@ def attributes(rng: random.Random, text: str, simple: bool, modules_only: bool) 
     found["seq"] = f"nn.Sequential({line(4, 6)}, {rng.choice(MODULES)}{middle}, {line(6, 4)})"
     found["branch"] = f'nn.ModuleDict({{"fc": {line(4, 4)}, "act": {rng.choice(MODULES)}}})'
     found["conv"] = "nn.Conv2d(1, 1, 3, padding=1)"
-    found["stem"] = "nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 1))"
+    norm, act = rng.choice(["", "", ", nn.BatchNorm2d(2)"]), rng.choice(MODULES)
+    start = f"nn.Conv2d(1, 2, 3, padding=1, bias={rng.random() < 0.7}){norm}, {act}"
+    found["stem"] = f"nn.Sequential({start}, nn.Conv2d(2, 1, 1), {rng.choice(MODULES)})"
     found["drop"], found["flag"] = drop, str(rng.random() < 0.5)
     found["axis"] = rng.choice(["-1", "-1", "0"])
     found["kind"] = repr(rng.choice(["relu", "tanh gelu"]))
@@ -225,6 +228,7 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     return code
 
 
+@functools.cache  # once for the plain one and the one that is fused
 def write_library(seed: int, classes: int) -> str:
     rng = random.Random(f"library {seed}")
     names = [f"C{i}" for i in range(classes)]
@@ -246,11 +250,8 @@ def load_library(folder: Path, seed: int, classes: int = 40, plain: bool = False
     if name in sys.modules:
         return sys.modules[name]
     path = folder / f"{name}.py"
-    path.write_text(text := write_library(seed, classes))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    text = write_library(seed, classes)
+    module = module_of(path, text)
     module.text = text
     if plain:
         return module

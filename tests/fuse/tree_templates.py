@@ -145,9 +145,6 @@ T6a = L46(E4)
 N6b = A(T6a)
 del T6a
 ---
-T4f, T4g = L44, A
-N4a = T4g(T4f(E4))
----
 N4a = N4b = E4
 for T4l in self.layers:
     N4b = T4l(N4a)
@@ -169,13 +166,6 @@ for T4l in self.layers:
 N4a = E4
 for T4l, T4g in zip(self.layers, self.acts):
     N4a = T4g(T4l(N4a))
----
-N4a = sum([A(T4l(V4)) for T4l in self.layers])
----
-try:
-    N4a = A(L44(E4))
-finally:
-    T4b = 0
 ---
 N4a = N4b = E4
 try:
@@ -219,13 +209,16 @@ N4c = locals()["T4a"]
 N4a = L44(E4)
 F.relu(N4a, inplace=True)
 ---
-N4a = F.gelu(input=L44(E4), approximate="tanh")
----
 N4a = E4
 for T4l in self.seq:
     N4a = T4l(N4a)
 ---
-N4a = self.seq[1:](self.seq[:1](E4))
+T6a = self.seq[:1](E4)
+N4a = self.seq[1:](T6a) + T6a.sum()
+---
+N4a = E4
+for T4l in self.seq._modules.values():
+    N4a = T4l(N4a)
 ---
 N6a = A(self.seq[:1](E4))
 ---
@@ -250,10 +243,6 @@ N4a = A(L44((x := E4)))
 N4a = L44(E4)
 N4b = [A(N4a), N4a][0]
 N4c = {"k": N4a}["k"]
----
-N4a = L44(E4)
-assert N4a.shape == x.shape
-N4b = A(N4a)
 ---
 N4a = (F.relu if C else torch.tanh)(L44(E4))
 ---
@@ -314,8 +303,6 @@ N4a = L44(self.changing(E4))
 if self.times % 3:
     N4a = A(N4a)
 ---
-N4a = A(L44(E4)) if self.asked else L44(E4)
----
 if (T4a := L44(E4)).shape[-1] == 4:
     N4a = A(T4a)
 else:
@@ -328,8 +315,21 @@ finally:
     N4a = N4a * 2
 """
 
-PARTS = ["N4a = self.parts[0](E4)", "N4a = E4\nfor T4p in self.parts:\n    N4a = T4p(N4a)"]
-SIMPLE, WILD = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WILD))
+# For classes that are given other modules.
+PARTS = """
+N4a = self.parts[0](E4)
+---
+N4a = E4
+N4a = N4a + self.parts[-1](N4a)
+---
+N4a = sum(T4p(V4) for T4p in self.parts)
+---
+N4a = E4
+for T4p in self.parts:
+    T4q = T4p[0](N4a).sum() if isinstance(T4p, nn.Sequential) else 0
+    N4a = T4p(N4a) + T4q
+"""
+SIMPLE, WILD, PARTS = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WILD, PARTS))
 
 LAYERS = {
     "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]", "self.wide"],

@@ -11,11 +11,10 @@ from types import ModuleType
 import torch
 import tree_changes
 from torch import Tensor, nn
-from tree_parts import Images, Loop, Lora, LoudReLU, Named, Parts, Residual, Table, Wrapped
+from tree_parts import Lora, LoudReLU, Named, Wrapped
 from tree_sources import SIMPLE_NAMES, load_library
 
-CLASSES = 40  # in one file
-TREES = 40  # that share one file
+CLASSES = TREES = 8  # that share a file, which fuse_ compiles anew for every tree
 ACTIVATIONS = (nn.ReLU, nn.ReLU, nn.GELU, lambda: nn.GELU("tanh"), nn.Tanh, LoudReLU)
 
 
@@ -71,11 +70,11 @@ class Grower:
     def node(self, depth: int) -> nn.Module:
         if self.grown and self.rng.random() < 0.08:
             return self.rng.choice(self.grown)  # shared
-        ways = ["stack"] * 3 + ["own"] * 5 + ["images", "encoder"]
+        ways = ["stack"] * 3 + ["own"] * 6 + ["encoder"]
         if self.tree.simple:
-            ways = ["stack", "own", "own", "images", "chain" if depth else "own"]
+            ways = ["stack", "own", "own", "chain" if depth else "own"]
         elif depth:
-            ways += ["loop", "table", "parts", "residual", "chain", "chain", "loop"]
+            ways += ["own"] * 4 + ["chain"] * 2
         way = self.rng.choice(ways)
         module = getattr(self, way)(depth - 1)
         self.grown.append(module)
@@ -124,31 +123,10 @@ class Grower:
     def nodes(self, depth: int) -> list[nn.Module]:
         return [self.node(max(depth, 0)) for _ in range(self.rng.choice([1, 2, 2]))]
 
-    def images(self, depth: int) -> nn.Module:
-        first = nn.Conv2d(1, 2, 3, padding=1, bias=self.rng.random() < 0.7)
-        norm = [nn.BatchNorm2d(2)] if self.rng.random() < 0.3 else []
-        return Images(
-            nn.Sequential(first, *norm, self.activation(), nn.Conv2d(2, 2, 1), self.activation())
-        )
-
     def encoder(self, depth: int) -> nn.Module:
         activation = self.rng.choice(["relu", "gelu", nn.GELU("tanh"), nn.functional.relu])
         dropout = self.rng.choice([0.0, 0.3])
         return nn.TransformerEncoderLayer(4, 2, 6, dropout, activation, batch_first=True)
-
-    def loop(self, depth: int) -> nn.Module:
-        return Loop(self.nodes(depth), peek=self.rng.random() < 0.5)
-
-    def table(self, depth: int) -> nn.Module:
-        return Table(self.nodes(depth))
-
-    def parts(self, depth: int) -> nn.Module:
-        seq = self.stack(depth)
-        way = self.rng.choice(["slices", "iterate", "values"])
-        return Parts(seq, self.rng.randrange(1, len(seq) + 1), way)
-
-    def residual(self, depth: int) -> nn.Module:
-        return Residual(self.node(depth))
 
     def chain(self, depth: int) -> nn.Module:
         return nn.Sequential(*self.nodes(depth))
