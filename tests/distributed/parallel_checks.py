@@ -1,11 +1,12 @@
 """What the ranks run to compare arrangements of torch.distributed with a single process."""
 
 import contextlib
-import copy
+import os
 import time
 
 import torch
 import torch.distributed as dist
+from layers import MODULES, GatedBlock
 from meshes import device_type, full, mesh_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
@@ -30,30 +32,21 @@ class Block(nn.Module):
 
     def __init__(self, kind, activation="gelu_tanh"):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, act = nn.LayerNorm(WIDTH), MODULES[activation]()
         self.is_mlp = kind.startswith(("mlp", "gated"))
-        self.is_plain = kind == "gated plain"
         if kind.startswith("gated"):
-            self.mlp = tfl.FusedGatedMLP(WIDTH, HIDDEN, bias=True)
-            return
-        if kind == "layers":
-            self.up = {
-                "relu": tfl.FusedLinearReLU,
-                "gelu_tanh": tfl.FusedLinearGELU,
-            }[activation](WIDTH, HIDDEN)
-            self.act = nn.Identity()
+            cls = GatedBlock if kind == "gated plain" else tfl.FusedGatedMLP
+            self.mlp = cls(WIDTH, HIDDEN, bias=True)
+        elif kind.startswith("mlp"):
+            self.mlp = tfl.FusedMLP(WIDTH, HIDDEN, WIDTH, activation=activation)
+        elif kind == "layers":
+            cls = tfl.FusedLinearReLU if activation == "relu" else tfl.FusedLinearGELU
+            self.up, self.act = cls(WIDTH, HIDDEN), nn.Identity()
             self.down = tfl.FusedLinear(HIDDEN, WIDTH)
         else:
-            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-            self.act = nn.ReLU() if activation == "relu" else nn.GELU(approximate="tanh")
-        if self.is_mlp:
-            self.mlp = tfl.FusedMLP.from_sequential(nn.Sequential(self.up, self.act, self.down))
-            del self.up, self.down, self.act
+            self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), act, nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x):
-        if self.is_plain:
-            h, mlp = self.norm(x), self.mlp
-            return x + mlp.down_proj(nn.functional.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
         if self.is_mlp:
             return x + self.mlp(self.norm(x))
         h = self.act(self.up(self.norm(x)))
@@ -121,14 +114,9 @@ def assert_same(got, want, mean_losses=False, **tolerance):
     if mean_losses:
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
-    torch.testing.assert_close(
-        losses.cpu(), torch.tensor(want[0], dtype=torch.float64), **tolerance
-    )
-    assert got[1].keys() == want[1].keys()
-    for name, value in want[1].items():
-        torch.testing.assert_close(
-            got[1][name].to(value.dtype), value, msg=lambda t, n=name: f"{n}: {t}", **tolerance
-        )
+    found = {"losses": losses.cpu(), **got[1]}
+    wanted = {"losses": torch.tensor(want[0], dtype=torch.float64), **want[1]}
+    torch.testing.assert_close(found, wanted, check_dtype=False, **tolerance)
 
 
 def ran(report):
@@ -203,30 +191,12 @@ def mine(count, mesh=None, **options):
     return [batch(k, rank, ranks, **options) for k in range(count)]
 
 
-def ddp(kind, how):
-    from torch.nn.parallel import DistributedDataParallel
-
-    options = {"static_graph": True} if how == "static graph" else {}
-    if how != "compiled":
-        options["bucket_cap_mb"] = 0.001
-    model = DistributedDataParallel(model_of(kind), **options)
-    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
-    with tfl.explain() as report:
-        if how == "no_sync":
-            got = train(run, mine(4), model.no_sync)
-            want = single(kind, 4, accumulate=True)
-        else:
-            got, want = train(run, mine(2)), single(kind)
-    assert_same(got, want, mean_losses=True)
-    return report.handed_over
-
-
 def checkpointed(block):
     whole = block.forward
     block.forward = lambda x: checkpoint(whole, x, use_reentrant=False)
 
 
-def shard(model, mesh, by, **options):
+def shard(model, mesh, by="block", **options):
     for block in model:
         if by == "layer":
             for child in [block.mlp] if block.is_mlp else [block.up, block.down]:
@@ -247,23 +217,40 @@ def unsynchronised(model):
     return accumulate
 
 
-def fsdp(kind, by, how):
-    mesh = mesh_of((dist.get_world_size(),))
-    model = model_of(kind)
-    if how == "checkpointed":
+# What is given to DDP and to FSDP2.
+DDP = {
+    "ddp": {},
+    "ddp views": {"gradient_as_bucket_view": True},
+    "ddp static": {"static_graph": True},
+    "ddp compiled": {"bucket_cap_mb": 25},
+}
+FSDP = {
+    "fsdp": {},
+    "fsdp by layer": {"by": "layer"},
+    "fsdp mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+def arranged(model, how):
+    """A model in an arrangement, and the context in which it keeps gradients where they are."""
+    if how in DDP:
+        model = DistributedDataParallel(model, **{"bucket_cap_mb": 0.001, **DDP[how]})
+        return model, model.no_sync
+    shard(model, mesh_of((dist.get_world_size(),)), **FSDP[how])
+    return model, unsynchronised(model)
+
+
+def data_parallel(kind, how, accumulate=False, checkpoints=False):
+    """Two steps, or with `accumulate` of two batches each; what was handed over, and remarks."""
+    model, batches = model_of(kind), 4 if accumulate else 2
+    if checkpoints:
         for block in model:
             checkpointed(block)
-    shard(model, mesh, by)
-
+    model, hold = arranged(model, how)
+    run = torch.compile(model, backend="aot_eager") if how == "ddp compiled" else model
     with tfl.explain() as report:
-        if how == "accumulated":
-            got, want = (
-                train(model, mine(4), unsynchronised(model)),
-                single(kind, 4, accumulate=True),
-            )
-        else:
-            got, want = train(model, mine(2)), single(kind)
-    assert_same(got, want, mean_losses=True)
+        got = train(run, mine(batches), hold if accumulate else None)
+    assert_same(got, single(kind, batches, accumulate), mean_losses=True)
     return report.handed_over, {call.handover for call in report.calls}
 
 
@@ -273,17 +260,7 @@ def adding(kind, how):
     dtype = torch.float32 if mixed else torch.float64
     results = []
     for each in (kind, "plain") if mixed else (kind,):
-        model = model_of(each, dtype=dtype)
-        if how.startswith("ddp"):
-            model = nn.parallel.DistributedDataParallel(
-                model, bucket_cap_mb=0.001, gradient_as_bucket_view=how == "ddp views"
-            )
-            hold = model.no_sync
-        else:
-            policy = MixedPrecisionPolicy(torch.bfloat16, dtype) if mixed else None
-            options = {"mp_policy": policy} if mixed else {}
-            shard(model, mesh_of((dist.get_world_size(),)), "block", **options)
-            hold = unsynchronised(model)
+        model, hold = arranged(model_of(each, dtype=dtype), how)
         with contextlib.ExitStack() as stack:
             if each != "plain":
                 wide = torch.float32 if mixed else None
@@ -299,11 +276,9 @@ def adding(kind, how):
 
 def mixed_precision(kind):
     """Parameters in fp32, products in bf16, beside the plain layers in the same arrangement."""
-    mesh = mesh_of((dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     results = []
     for each in (kind, "plain"):
-        model = shard(model_of(each, dtype=torch.float32), mesh, "block", mp_policy=policy)
+        model, _ = arranged(model_of(each, dtype=torch.float32), "fsdp mixed")
         with tfl.explain() as report:
             results.append(train(model, mine(2, dtype=torch.float32)))
         assert {call.dtype for call in report.calls} <= {"BFloat16"}
@@ -315,9 +290,7 @@ def two_dimensions(kind, sequence):
     """FSDP2 over one dimension of the mesh, tensor parallel over the other."""
     mesh = mesh_of((2, 2))
     model = tensor_parallel(model_of(kind), mesh["tp"], kind, sequence, local=not sequence)
-    for block in model:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    shard(model, mesh["dp"])
     with tfl.explain() as report:
         got = train(model, mine(2, mesh["dp"]))
     assert_same(got, single(kind), mean_losses=True)
@@ -331,7 +304,7 @@ def checkpoint_across(folder):
 
     mesh = mesh_of((2, 2))
     model = tensor_parallel(model_of("layers"), mesh["tp"], "layers")
-    shard(model, mesh["dp"], "block")
+    shard(model, mesh["dp"])
     train(model, mine(1, mesh["dp"]))
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     want = {name: full(value).clone() for name, value in model.state_dict().items()}
@@ -354,7 +327,7 @@ def pipeline():
     rank, device = dist.get_rank(), torch.device(device_type())
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     plain = model_of("plain")
-    whole = copy.deepcopy(model_of("layers"))
+    whole = model_of("layers")
     layers = [layer for block in whole for layer in (block.norm, block.up, block.down)]
     parts = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
     stage = PipelineStage(parts[rank % 2], rank % 2, 2, device, group=groups[rank // 2])
@@ -378,15 +351,11 @@ def pipeline():
 
 def warmed_up(how):
     """Training that begins with ``plans.warmup``, and what that ran."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    model, mesh = model_of("layers"), mesh_of((4,))
-    if how == "ddp":
-        model = DistributedDataParallel(model)
-    elif how == "fsdp":
-        shard(model, mesh, "block")
+    model = model_of("layers")
+    if how == "tp":
+        tensor_parallel(model, mesh_of((4,)), "layers")
     else:
-        tensor_parallel(model, mesh, "layers")
+        model, _ = arranged(model, how)
     batches = [batch(k) for k in range(2)] if how == "tp" else mine(2)
     with tfl.explain() as report:
         tfl.plans.warmup(model, batches[0][0])
@@ -394,12 +363,54 @@ def warmed_up(how):
     return [call.operator for call in report.calls]
 
 
+# --- where fuse_ leaves layers under torch's plans as they are -----------------------------------
+
+
+class Own(ColwiseParallel):
+    """A plan with a hook that an activation must not pass."""
+
+    @staticmethod
+    def _prepare_output_fn(layouts, use_local, module, output, mesh):
+        return ColwiseParallel._prepare_output_fn(layouts, use_local, module, output, mesh) - 1
+
+
+def hooks_around_layers():
+    """What runs of a layer and ReLU after ``fuse_``, and that it is what ran before."""
+    mesh = mesh_of((4,))
+    whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+    ways = {
+        "fused": ColwiseParallel(**whole),
+        "a sum to make": RowwiseParallel(**whole),
+        "watched before": ColwiseParallel(**whole),
+        "watched after": ColwiseParallel(**whole),
+        "with keywords": ColwiseParallel(**whole),
+        "a style of its own": Own(),
+    }
+    found = {}
+    for how, plan in ways.items():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device_type(), torch.float64)
+        parallelize_module(model, mesh, {"0": plan})
+        tfl.fuse_(model)
+        if how == "watched before":
+            model[0].register_forward_pre_hook(lambda _, given: (2 * given[0],))
+        if how == "watched after":
+            model[0].register_forward_hook(lambda _, given, output: output - 1)
+        if how == "with keywords":
+            model[0].register_forward_pre_hook(lambda *given: None, with_kwargs=True)
+        x = batch(0)[0]
+        want = model[1](model[0](x))
+        with torch.no_grad(), tfl.explain() as report:
+            got = model(x)
+        torch.testing.assert_close(got, want.detach())
+        found[how] = [call.operator for call in report.calls if call.operator != "linear"]
+    return found
+
+
 # --- when a rank dies ---------------------------------------------------------------------------
 
 
 def die(rank):
-    import os
-
     if dist.get_rank() == rank:
         os._exit(3)
     dist.barrier()

@@ -3,48 +3,39 @@
 Four processes on the CPU; the same checks on two GPUs are in test_two_gpus.py.
 """
 
-import fuse_checks
 import parallel_checks as checks
 import pytest
-
-KINDS = ["layers", "mlp"]
-FORWARD = ("_linear_aux", "[8, 4, 8] x [8, 8]")  # a half of the 16 hidden features
 
 
 def operators(calls):
     return [name for name, *_ in calls]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallel_runs_fused_at_both_ends(kind, four):
-    calls = four.run(checks.tp, kind, 2, False, False)[0]
-    assert calls[0][:2] == FORWARD
+@pytest.mark.parametrize(
+    "kind, ranks, sequence, local",
+    [
+        *((kind, 2, False, False) for kind in ("layers", "mlp", "gated", "fuse_", "fuse_ after")),
+        *((kind, 2, True, False) for kind in ("gated", "fuse_", "fuse_ after")),
+        *((kind, 4, True, False) for kind in ("layers", "mlp")),
+        *((kind, 2, False, True) for kind in ("layers", "fuse_", "fuse_ after")),
+    ],
+)
+def test_tensor_parallel(kind, ranks, sequence, local, four):
+    """Fused at both ends, whether `fuse_` or torch's plan comes first. Where activations between
+    layers are local, another node has made the tensor, and nothing is handed over."""
+    calls = four.run(checks.tp, kind, ranks, sequence, local)[0]
+    if kind == "gated":
+        halves = {shapes for name, shapes, *_ in calls if name in ("_glu", "_glu_backward")}
+        assert halves == {"[8, 4, 8]"}
+        assert operators(calls).count("_glu_backward") == 2
+        return
+    assert calls[0][:2] == ("_linear_aux", f"[8, 4, 8] x [{checks.HIDDEN // ranks}, 8]")
     across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
-    assert across == ["handed over" if kind == "layers" else ""] * 2
-
-
-def test_local_activations_between_layers_end_the_handover(four):
-    """What ColwiseParallel gives by default is a tensor that another node has made."""
-    calls = four.run(checks.tp, "layers", 2, False, True)[0]
-    assert operators(calls).count("_linear_aux") == 2
-    assert "_linear_backward_across" not in operators(calls)
-    assert {c[3] for c in calls if c[0] == "_linear_backward"} >= {
-        "plain: the input is not a fused layer's output"
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sequence_parallel(kind, four):
-    calls = four.run(checks.tp, kind, 4, True, False)[0]
-    assert operators(calls).count("_linear_backward_across") == 2
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_gated_blocks_run_fused_at_both_ends(sequence, four):
-    calls = four.run(checks.tp, "gated", 2, sequence, False)[0]
-    halves = {shapes for name, shapes, *_ in calls if name in ("_glu", "_glu_backward")}
-    assert halves == {"[8, 4, 8]"}
-    assert operators(calls).count("_glu_backward") == 2
+    assert across == ([] if local else ["" if kind == "mlp" else "handed over"] * 2)
+    if local:
+        assert operators(calls).count("_linear_aux") == 2
+        said = {handover for name, *_, handover in calls if name == "_linear_backward"}
+        assert "plain: the input is not a fused layer's output" in said
 
 
 @pytest.mark.parametrize("kind", ["mlp children", "gated children"])
@@ -53,19 +44,9 @@ def test_children_with_plans_of_their_own_run_one_by_one(kind, sequence, four):
     assert four.run(checks.tp, kind, 2, sequence, True)[0] == []
 
 
-@pytest.mark.parametrize("kind", ["fuse_", "fuse_ after"])
-@pytest.mark.parametrize(("sequence", "local"), [(False, True), (False, False), (True, False)])
-def test_fused_models(kind, sequence, local, four):
-    """The operator runs between the hooks of torch's plan, whichever came first."""
-    calls = four.run(checks.tp, kind, 2, sequence, local)[0]
-    assert calls[0][:2] == FORWARD
-    across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
-    assert across == ([] if local else ["handed over"] * 2)
-
-
 def test_where_fused_models_run_as_written(four):
     """An activation after a sum that is not made yet, a hook of somebody else, odd layouts."""
-    for how, operators_of in four.run(fuse_checks.hooks_around_layers)[0].items():
+    for how, operators_of in four.run(checks.hooks_around_layers)[0].items():
         assert operators_of == (["linear_relu"] if how == "fused" else []), how
 
 
@@ -73,27 +54,28 @@ def test_tensor_parallel_compiled(four):
     four.run(checks.tp, "layers", 2, False, False, True, "relu")
 
 
-@pytest.mark.parametrize("how", ["no_sync", "static graph", "compiled"])
-def test_ddp(how, four):
-    handed_over = four.run(checks.ddp, "layers", how)
-    assert how == "compiled" or set(handed_over) == {8 if how == "no_sync" else 4}
-
-
-def test_gated_blocks_in_ddp_and_fsdp(four):
-    four.run(checks.ddp, "gated", "no_sync")
-    four.run(checks.fsdp, "gated", "block", "checkpointed")
-
-
-@pytest.mark.parametrize("how", ["plain", "accumulated", "checkpointed"])
-def test_fsdp_by_block(how, four):
-    for handed_over, _ in four.run(checks.fsdp, "layers", "block", how):
-        assert handed_over == (8 if how == "accumulated" else 4)
+@pytest.mark.parametrize(
+    "kind, how, accumulate, checkpoints",
+    [
+        ("layers", "ddp", True, False),
+        ("layers", "ddp static", False, False),
+        ("layers", "ddp compiled", False, False),
+        ("gated", "ddp", True, False),
+        ("layers", "fsdp", False, False),
+        ("layers", "fsdp", True, False),
+        ("layers", "fsdp", False, True),
+        ("gated", "fsdp", False, True),
+    ],
+)
+def test_data_parallel(kind, how, accumulate, checkpoints, four):
+    for handed_over, _ in four.run(checks.data_parallel, kind, how, accumulate, checkpoints):
+        assert kind == "gated" or how == "ddp compiled" or handed_over == (8 if accumulate else 4)
 
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
 def test_fsdp_by_layer(kind, four):
-    """FSDP's node stands between the layers; after ``fuse_`` they run as written."""
-    for handed_over, remarks in four.run(checks.fsdp, kind, "layer", "plain"):
+    """FSDP's node stands between the layers; after `fuse_` they run as written."""
+    for handed_over, remarks in four.run(checks.data_parallel, kind, "fsdp by layer"):
         assert handed_over == 0
         assert ("plain: FSDP wraps the layer by itself" in remarks) == (kind == "layers")
         assert bool(remarks) == (kind != "fuse_")

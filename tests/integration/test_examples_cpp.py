@@ -4,18 +4,18 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from helpers import device_param, one_thread  # noqa: F401
 
 import torch_fused_linear as tfl
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "cpp"
+EXAMPLES = processes.ROOT / "examples" / "cpp"
+LIBRARY = tfl.library_path()
 BUILD, RUN = re.findall(r"```sh\n(.*?)```", (EXAMPLES / "README.md").read_text(), re.DOTALL)
 BINARIES = Path("build/cpp")
 
@@ -36,15 +36,14 @@ def shell(tmp_path_factory):
     if absent:
         pytest.skip(f"needs {' and '.join(absent)}")
     folder = tmp_path_factory.mktemp("tree")
-    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "examples").symlink_to(processes.ROOT / "examples")
     python = folder / "bin" / "python3"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     environment = {
-        **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(processes.ROOT),
         "CXX": needed()["a C++ compiler"],
         "CXXFLAGS": "-O0 -Wall -Wextra -Werror",
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("MAX_JOBS", str(os.cpu_count())),
@@ -53,26 +52,18 @@ def shell(tmp_path_factory):
     if shutil.which("ninja"):
         environment["CMAKE_GENERATOR"] = "Ninja"
 
-    def run(command, **extra):
-        return subprocess.run(
-            ["bash", "-euc", command] if isinstance(command, str) else list(map(str, command)),
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={**environment, **extra},
-        )
+    def run(*command, **more):
+        return processes.run(*map(str, command), cwd=folder, **{**environment, **more})
 
     run.folder = folder
-    done = run(BUILD)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("bash", "-euc", BUILD)
     return run
 
 
 @pytest.fixture(scope="module")
 def model(shell):
     """The folder with what make_model.py makes."""
-    done = shell(["python3", EXAMPLES / "make_model.py", "made"])
-    assert done.returncode == 0, done.stderr
+    shell("python3", EXAMPLES / "make_model.py", "made")
     return shell.folder / "made"
 
 
@@ -95,18 +86,14 @@ def trained_in_python(device: str, model: torch.nn.Module | None = None) -> list
 
 
 def test_the_lines_of_the_readme_run_both(shell):
-    done = shell(RUN)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(losses(done.stdout)) == 12
+    assert len(losses(shell("bash", "-euc", RUN).stdout)) == 12
 
 
 @device_param
 def test_scripted_trains_as_python_does(shell, model, device, tmp_path):
     """Every parameter, bit for bit, after a hundred steps."""
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
-    done = shell([BINARIES / "scripted", tfl.library_path(), tmp_path, device])
-    assert done.returncode == 0, done.stderr
-    seen = losses(done.stdout)
+    seen = losses(shell(BINARIES / "scripted", LIBRARY, tmp_path, device).stdout)
     assert len(seen) == 6 and seen[-1] < seen[0] / 4, "it learns"
     got, want = torch.load(tmp_path / "result.pt"), trained_in_python(device)
     torch.testing.assert_close(list(got), want, rtol=0, atol=0)
@@ -120,8 +107,7 @@ def test_a_model_that_fuse_script_changed_trains_as_the_plain_one_in_python(shel
     scripted = torch.jit.script(plain)
     assert len(tfl.fuse_script_(scripted).fused) == 2
     scripted.save(tmp_path / "model.pt")
-    done = shell([BINARIES / "scripted", tfl.library_path(), tmp_path])
-    assert done.returncode == 0, done.stderr
+    shell(BINARIES / "scripted", LIBRARY, tmp_path)
     torch.testing.assert_close(
         [*torch.load(tmp_path / "result.pt")], trained_in_python("cpu", plain)
     )
@@ -129,8 +115,7 @@ def test_a_model_that_fuse_script_changed_trains_as_the_plain_one_in_python(shel
 
 @device_param
 def test_direct_has_the_gradients_of_torch(shell, device):
-    done = shell([BINARIES / "direct", device])
-    assert done.returncode == 0, done.stderr
+    done = shell(BINARIES / "direct", device)
     assert done.stdout.count("4 gradients equal torch::nn's") == 4
     seen = losses(done.stdout)
     assert len(seen) == 6 and seen[-1] < seen[0] / 4, "it learns"
@@ -139,14 +124,13 @@ def test_direct_has_the_gradients_of_torch(shell, device):
 @pytest.mark.parametrize("program", ["scripted", "direct"])
 def test_no_python_in_the_process(program, shell, model, tmp_path):
     """By the loader's own record of every file it mapped, those of dlopen included."""
-    arguments = [tfl.library_path(), model] if program == "scripted" else []
+    arguments = [LIBRARY, model] if program == "scripted" else []
     log = {"LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(tmp_path / "log")}
-    done = shell([BINARIES / program, *arguments], **log)
-    assert done.returncode == 0, done.stderr
+    shell(BINARIES / program, *arguments, **log)
     (record,) = tmp_path.glob("log.*")
     files = set(re.findall(r"calling init: (\S+)", record.read_text()))
     names = {Path(file).name for file in files}
-    assert {"libtorch_cpu.so", Path(tfl.library_path()).name} <= names
+    assert {"libtorch_cpu.so", Path(LIBRARY).name} <= names
     assert not [name for name in names if re.match(r"lib(torch_)?python", name)]
 
 
@@ -159,16 +143,14 @@ def test_no_python_in_the_process(program, shell, model, tmp_path):
     ids=["absent", "another library"],
 )
 def test_scripted_says_what_to_load(library, message, shell, model):
-    done = shell([BINARIES / "scripted", library, model])
-    assert done.returncode == 1
+    done = shell(BINARIES / "scripted", library, model, code=1)
     assert re.search(message, done.stderr), done.stderr
     assert "load the file that torch_fused_linear.library_path() names" in done.stderr
 
 
 def test_configuring_without_the_packages_says_what_to_pass(shell):
-    done = shell("cmake -S examples/cpp -B build/none -DPYTHON=false")
-    assert done.returncode == 1
+    configure = ["cmake", "-S", "examples/cpp", "-B", "build/none"]
+    done = shell(*configure, "-DPYTHON=false", code=1)
     assert "-DTORCH_FOLDER=" in done.stderr and "-DPYTHON=" in done.stderr
-    done = shell("cmake -S examples/cpp -B build/none -DPYTHON=python3 -DFUSED_FOLDER=/")
-    assert done.returncode == 1
+    done = shell(*configure, "-DPYTHON=python3", "-DFUSED_FOLDER=/", code=1)
     assert "build torch_fused_linear first" in done.stderr

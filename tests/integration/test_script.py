@@ -1,8 +1,6 @@
 """TorchScript: script, trace, save, and load in a process that has only the library."""
 
-import io
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,18 +28,12 @@ print("equal", len(got))
 
 def program_of(model, how, x):
     if how == "trace":
-        for part in [m for m in model.modules() if isinstance(m, tfl.FusedMLP)]:
-            _put(model, part, torch.jit.script(part))
+        for name, part in list(model.named_modules()):
+            if isinstance(part, tfl.FusedMLP):
+                model.set_submodule(name, torch.jit.script(part))
         return torch.jit.trace(model, x)
     scripted = torch.jit.script(model.train(how != "freeze"))
     return torch.jit.freeze(scripted) if how == "freeze" else scripted
-
-
-def _put(model, part, other):
-    for parent in model.modules():
-        for name, child in list(parent.named_children()):
-            if child is part:
-                setattr(parent, name, other)
 
 
 @name_param
@@ -61,8 +53,10 @@ def test_equals_eager(how, name, device):
         assert_same([program(other)], [model(other)])
 
 
-@name_param
-@pytest.mark.parametrize("how", ["script", "trace", "freeze"])
+@pytest.mark.parametrize(
+    "how, name",
+    [*(("script", name) for name in NETWORKS), ("trace", "images"), ("freeze", "vectors")],
+)
 def test_save_and_load_in_a_fresh_process(how, name, tmp_path):
     """Forward and backward there equal those here, with no Python of ours imported."""
     model, x = network(name), batch(name, 5)
@@ -86,37 +80,12 @@ def test_a_process_without_the_library_is_told_the_operator(tmp_path):
     assert "Unknown builtin op: fused::linear_relu" in done.stderr
 
 
-def test_the_library_needs_no_python():
-    """torch_fused_linear.library_path() is a file that a program without Python can load."""
-    needed = re.findall(rb"\0(lib[\w.+-]+\.so[\w.]*)(?=\0)", Path(tfl.library_path()).read_bytes())
-    assert b"libtorch_cpu.so" in needed
-    assert not [name for name in needed if b"python" in name]
-
-
 @name_param
-def test_a_loaded_module_learns_as_the_model_does(name):
-    """Steps of SGD on what was loaded change its parameters as they change the model's."""
-    model, x, buffer = network(name), batch(name, 5), io.BytesIO()
-    torch.jit.save(torch.jit.script(model), buffer)
-    buffer.seek(0)
-    loaded = torch.jit.load(buffer)
-    before = [p.detach().clone() for p in model.parameters()]
-    for each in (model, loaded):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
-        for _ in range(5):
-            optimizer.zero_grad()
-            (each(x) - 1).square().mean().backward()
-            optimizer.step()
-    assert_same(list(loaded.parameters()), list(model.parameters()))
-    assert not all(map(torch.equal, loaded.parameters(), before))
-
-
-@name_param
-def test_frozen_and_optimised(name):
+def test_optimised(name):
+    """Frozen first."""
     model, x = network(name).eval(), batch(name, 5)
-    scripted = torch.jit.script(model)
-    for program in (torch.jit.freeze(scripted), torch.jit.optimize_for_inference(scripted)):
-        assert_same([program(x)], [model(x)])
+    program = torch.jit.optimize_for_inference(torch.jit.script(model))
+    assert_same([program(x)], [model(x)])
 
 
 def test_trace_of_fused_mlp_says_what_to_do():

@@ -1,16 +1,18 @@
-"""What is taken of torch beside its public interface still means what we think it means."""
+"""What is taken of torch beside its public interface still means what we think it means.
+
+The tests of what uses the rest hold it: of function modes tests/fuse, of DTensor and of plans of
+parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/handover.
+"""
 
 import ast
-import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import one_thread  # noqa: F401
+from operators import CHAINS, CONV, GATED, LOW, OPS
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library
@@ -23,24 +25,16 @@ fused = torch.ops.fused
 # --- one place ----------------------------------------------------------------------------------
 
 
-def dotted(node):
-    """torch.a._b as text; nothing for what does not begin with torch."""
-    names = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return ".".join(["torch", *names]) if isinstance(node, ast.Name) and node.id == "torch" else ""
-
-
 def private_names(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [dotted(node)]
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+        names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+            names = [alias.name for alias in node.names]
         # what lies in torch.ops.fused is ours
-        yield from (n for n in names if re.search(r"\._[a-z]", n) and "torch.ops." not in n)
+        names = [name for name in names if "torch.ops." not in name]
+        yield from (name for name in names if re.match(r"torch(\.\w+)*\._[a-z]", name))
 
 
 def test_no_other_module_takes_private_names_of_torch():
@@ -72,16 +66,6 @@ def test_global_hooks():
     assert not any(internals.GLOBAL_HOOKS)
 
 
-def test_function_modes():
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    assert internals.function_modes() == []
-    with Watch() as first, Watch() as second:
-        assert internals.function_modes() == [first, second]
-
-
 # --- operators ----------------------------------------------------------------------------------
 
 
@@ -89,13 +73,6 @@ def test_kernels_of_operators():
     assert internals.has_kernel("fused::linear", "CPU")
     built = _library.build_info()["cuda"] is not None
     assert internals.has_kernel("fused::linear", "CUDA") == built
-
-
-def test_schemas_of_aten():
-    schemas = internals.aten_schemas()
-    assert any(s.is_mutable for s in schemas["relu_"]) and not schemas["relu"][0].is_mutable
-    assert [a.name for a in schemas["addmm"][0].arguments][:3] == ["self", "mat1", "mat2"]
-    assert "append" not in schemas, "TorchScript's, of lists"
 
 
 def test_numbers_for_two_dimensions():
@@ -106,13 +83,7 @@ def test_numbers_for_two_dimensions():
     assert pair(3) == [3, 3] and pair([1, 2]) == [1, 2]
 
 
-# --- the compiler; its caches are tested in tests/graph/test_fusion_inductor.py ------------------
-
-
-def test_overlapped_collectives():
-    assert not internals.overlaps_collectives()
-    with torch._inductor.config.patch(_micro_pipeline_tp=True):
-        assert internals.overlaps_collectives()
+# --- the compiler, autograd in Python ------------------------------------------------------------
 
 
 def test_forgetting_what_was_compiled(fresh_compiler):
@@ -146,46 +117,6 @@ def test_a_scripted_module_gets_a_class_of_its_own():
     assert first.data_ptr() == second.data_ptr()
 
 
-# --- distributed tensors ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_the_hooks_of_tensor_parallelism_are_known(alone):
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    layer = parallelize_module(nn.Linear(8, 8), alone, ColwiseParallel())
-    assert internals.is_distributed_module(layer)
-    (hook,) = layer._forward_hooks.values()
-    given = internals.given_to_distribute_module(hook, "output_fn")
-    assert isinstance(given, functools.partial)
-    assert internals.prepares_output(given.func, "ColwiseParallel")
-    assert not internals.prepares_output(given.func, "RowwiseParallel")
-    assert internals.given_to_distribute_module(lambda *a: None, "output_fn") is None
-
-
-def test_dtensor_asks_our_handler(alone):
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    x = distribute_tensor(torch.ones(2, 4), alone, [Replicate()])
-    with torch.no_grad():
-        y = fused.mlp(x, [x, x.T.contiguous()], [None, None], "relu")
-    assert torch.equal(y.to_local(), torch.full((2, 4), 8.0))
-
-
-def test_fsdps_node_has_the_name_by_which_it_is_known():
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
-
-    text = (ROOT / "csrc/core/torch_internals.h").read_text()
-    assert f'"{RegisterPostBackwardFunction.__name__}Backward"' in text
-
-
 # --- autograd, in C++ ---------------------------------------------------------------------------
 
 
@@ -193,54 +124,13 @@ def test_fsdps_node_has_the_name_by_which_it_is_known():
     not hasattr(torch.autograd.graph, "node_creation_hook"), reason="torch 2.14 and newer"
 )
 def test_who_watches_nodes_being_made_sees_ours():
-    x, w, b = torch.randn(4, 16), torch.randn(16, 16, requires_grad=True), torch.randn(16)
-    image, kernel = torch.randn(1, 4, 5, 5), torch.randn(4, 4, 3, 3, requires_grad=True)
-    seen = []
-
-    def watch(node):
-        seen.append(node.name())
-
-    for call in (
-        lambda: fused.linear(x, w, b),
-        lambda: fused.linear_relu(x, w, b),
-        lambda: fused.linear_gelu(x, w, b, memory="low"),
-        lambda: fused.mlp(x, [w, w], [b, b], "relu"),
-        lambda: fused.linear_glu(x, w, w),
-        lambda: fused.gated_mlp(x, w, w, w),
-        lambda: fused.conv2d_relu(image, kernel),
-    ):
-        seen.clear()
-        with torch.autograd.graph.node_creation_hook(watch):
-            output = call()
-        assert seen.count(output.grad_fn.name()) == 1
-
-
-def two_layers():
-    x, w = torch.randn(5, 8), [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
-    h = fused.linear_relu(x, w[0], None)
-    return h, fused.linear(h, w[1], None)
-
-
-@pytest.mark.parametrize(
-    ("watched", "said"), [(False, "handed over"), (True, "its gradient was asked for")]
-)
-def test_what_a_run_was_asked_for(watched, said):
-    h, y = two_layers()
-    with tfl.explain() as report:
-        if watched:
-            torch.autograd.grad(y.sum(), [h])
-        else:
-            y.sum().backward()
-    assert said in str(report)
-
-
-def test_what_waits_for_the_end_of_a_run_goes_with_it():
-    """A note that nobody took would hold its tensors."""
-    h, y = two_layers()
-    with pytest.raises(ZeroDivisionError):
-        h.grad_fn.register_prehook(lambda grads: 1 / 0)
-        y.sum().backward(retain_graph=True)
-    assert torch.autograd.grad(y.sum(), [h])[0].shape == h.shape
+    for op in [*OPS, *LOW, *GATED, *CHAINS, CONV]:
+        leaves, seen = op.case().leaves(), []
+        with torch.autograd.graph.node_creation_hook(
+            lambda node, seen=seen: seen.append(node.name())
+        ):
+            output = op.call(*leaves)
+        assert seen.count(output.grad_fn.name()) == 1, op
 
 
 def test_a_long_chain_of_nodes_is_taken_apart_without_recursion():
@@ -249,15 +139,6 @@ def test_a_long_chain_of_nodes_is_taken_apart_without_recursion():
     for _ in range(30_000):
         h = fused.linear(h, w, None)
     del h
-
-
-def test_a_weight_that_asks_for_gradients_again_is_no_longer_packed():
-    layer = tfl.FusedLinearReLU(128, 128).bfloat16().requires_grad_(False)
-    assert tfl.pack_weights(layer) == 1
-    layer.requires_grad_(True)
-    layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
-    layer.requires_grad_(False)
-    assert tfl.unpack_weights(layer) == 0, "it was dropped"
 
 
 @pytest.mark.cuda
