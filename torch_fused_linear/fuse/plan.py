@@ -142,7 +142,7 @@ class Plan:
         place = self.places[steps[0].place] = Place(steps, sets, kind)
         if (text := steps[0].text) is None:
             return
-        roles = roles_of([e.step for e in steps])
+        roles = roles_of(text, [e.step for e in steps])
         self.chosen[text] = united(self.chosen.get(text, {}), roles)
         statement = text.scope.statement_of(steps[-1].step.node)
         if place.hands_over and isinstance(statement, ast.Assign):

@@ -25,37 +25,33 @@ _SEQUENCE = f"""
 if {plain.MARK!r} in self.__dict__:
     return {in_code.NAME}.run_sequential(self, input)
 """
-# Where an expression stands in its file, by which it is found in another tree of the same text.
-Position = tuple[int, int, int, int]
-# in_code.py's names for calls; for an ``if`` that takes a begun call, the name that holds it.
-Roles = dict[Position, str]
+# in_code.py's names for calls, by their numbers in the text; of an ``if`` that takes a begun call,
+# the name that holds it.
+Roles = dict[int, str]
 # What comes later here leaves open what those before decide.
 ORDER = ("last", "last_product", "step", "product", "halves", "later")
 _rewritten: weakref.WeakKeyDictionary[FunctionType, Roles] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def roles_of(steps: list[Step]) -> Roles:
+def roles_of(text: Text, steps: list[Step]) -> Roles:
     """Those of calls that become one."""
-    found = {position(step.node): "step" for step in steps[:-1]}
-    found[position(steps[-1].node)] = "last"
+    number = text.numbers
+    found = {number[step.node]: "step" for step in steps[:-1]}
+    found[number[steps[-1].node]] = "last"
     if isinstance(steps[0], Product):
         for form in steps[0].forms:
-            found[position(form.node)] = "product" if len(steps) > 1 else "last_product"
-            found |= {position(layer.node): "step" for layer in form.layers}
-            found[position(form.act.node)] = "later"
+            found[number[form.node]] = "product" if len(steps) > 1 else "last_product"
+            found |= {number[layer.node]: "step" for layer in form.layers}
+            found[number[form.act.node]] = "later"
             if form.halves is not None:
-                found[position(form.halves)] = "halves"
+                found[number[form.halves]] = "halves"
     for step, after in itertools.pairwise(steps):
         if after.is_square and step is not steps[0]:
-            found[position(step.node)] = "later"
+            found[number[step.node]] = "later"
         if after.guard is not None and isinstance(after.data, ast.Name):
-            found[position(after.guard)] = after.data.id
+            found[number[after.guard]] = after.data.id
     return found
-
-
-def position(node: ast.AST) -> Position:
-    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
 def united(one: Roles, other: Roles) -> Roles:
@@ -106,7 +102,7 @@ def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
         texts = [text for text in wanted if text.file == (source, path, flags)]
         for text in texts:
             (node,) = nodes[text.key]
-            _Rewriter(wanted[text]).visit(node)
+            _Rewriter(wanted[text], node).visit(node)
             if text.function is SEQUENTIAL:
                 (look_for_mark,) = ast.parse(_SEQUENCE).body
                 node.body.insert(0, ast.increment_lineno(look_for_mark, node.lineno))
@@ -119,11 +115,12 @@ def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
 class _Rewriter(ast.NodeTransformer):
     """Changes the calls of one function that have a role."""
 
-    def __init__(self, roles: Roles) -> None:
-        self.roles = roles
+    def __init__(self, roles: Roles, node: ast.AST) -> None:
+        numbered = enumerate(ast.walk(node))
+        self.roles = {part: roles[number] for number, part in numbered if number in roles}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if role := self.roles.get(position(node)):
+        if role := self.roles.get(node):
             is_method = (
                 not is_torch_chunk(node) if role == "halves" else step_of(node).callee is None
             )
@@ -136,7 +133,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        if role := self.roles.get(position(node)):
+        if role := self.roles.get(node):
             power = [_name("power")] if isinstance(node.op, ast.Pow) else []
             call = ast.Call(_name(role), [*power, node.left, node.right], [])
             return ast.copy_location(call, node)
@@ -144,7 +141,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
-        if name := self.roles.get(position(node)):
+        if name := self.roles.get(node):
             value = ast.Call(_name("end"), [ast.Name(name, ast.Load())], [])
             end = ast.Assign([ast.Name(name, ast.Store())], value)
             node.orelse.insert(0, ast.copy_location(end, node.test))

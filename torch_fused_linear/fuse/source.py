@@ -71,6 +71,11 @@ class Text:
         return first[0].arg if first else ""
 
     @cached_property
+    def numbers(self) -> dict[ast.AST, int]:
+        """By which number a node is found again in another tree of the same text."""
+        return {node: k for k, node in enumerate(ast.walk(self.node))}
+
+    @cached_property
     def runs(self) -> list[Run]:
         return runs_of(self.scope)
 
