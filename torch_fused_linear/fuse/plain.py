@@ -27,7 +27,7 @@ from .._torch_internals import (
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import families, parallel
-from .families import full_name
+from .families import ACTIVATIONS, CONV1D, full_name
 from .source import called_by
 from .syntax import METHODS as METHOD_NAMES
 
@@ -91,9 +91,9 @@ def memory_of(layer: object) -> str | None:
 def learn(value: object) -> None:
     """Makes known the class of a layer or an activation of another library."""
     cls = type(value)
-    if full_name(cls) == families.CONV1D:
+    if full_name(cls) == CONV1D:
         LAYERS.setdefault(cls, cls.forward)
-    elif kind := families.ACTIVATIONS.get(full_name(cls)):
+    elif kind := ACTIVATIONS.get(full_name(cls)):
         MODULES.setdefault(cls, (kind, cls.forward))
 
 
@@ -252,7 +252,7 @@ def is_linear(value: object) -> bool:
     """Whether it stands where a linear layer may stand, fit to be fused or not."""
     if not isinstance(value, nn.Module):
         return False
-    if isinstance(value, nn.Linear) or full_name(type(value)) == families.CONV1D:
+    if isinstance(value, nn.Linear) or full_name(type(value)) == CONV1D:
         return True
     # quantised and LoRA layers are not all children of nn.Linear, but they are named like it
     return type(value).__name__.endswith(("Linear", "Linear4bit", "Linear8bitLt"))
