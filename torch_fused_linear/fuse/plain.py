@@ -169,12 +169,8 @@ def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
-    """The operators' name of the activation, or None where it is none of ours exactly.
-
-    Args:
-        function: a module or a function.
-        options: the keyword arguments beside the tensor.
-    """
+    """The operators' name of a module or function with these keyword arguments beside the tensor,
+    or None where it is no activation of ours exactly."""
     for known, kind, option in FUNCTIONS:
         if function is known:
             if options and options.keys() != {option}:

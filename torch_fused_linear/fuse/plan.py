@@ -124,10 +124,8 @@ class Plan:
 
     def _is_fused(self, element: Element, layer: nn.Module) -> bool:
         if element.text is None:
-            marked, function = (layer, element.owner), SEQUENTIAL
-        else:
-            marked, function = (layer,), element.text.function
-        return function in ORIGINALS and all(MARK in vars(module) for module in marked)
+            return SEQUENTIAL in ORIGINALS and MARK in vars(layer) and MARK in vars(element.owner)
+        return element.text.function in ORIGINALS and MARK in vars(layer)
 
     def _skip(self, layers: Iterable[nn.Module], reason: str, element: Element) -> None:
         """Notes the reason for each that has none yet."""
@@ -295,10 +293,8 @@ def owner_objection(owner: nn.Module) -> str | None:
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
-    """Whether a child of `module` may be meant to apply one of its activations.
-
-    Beside a batch normalisation a convolution seldom is, and those that are have their reason.
-    """
+    """Whether a child of `module` may be meant to apply one of its activations, which beside a
+    batch normalisation a convolution seldom is."""
     children = module._modules
     if any(map(plain.is_linear, children.values())):
         return True

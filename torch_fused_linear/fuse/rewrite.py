@@ -61,10 +61,8 @@ def united(one: Roles, other: Roles) -> Roles:
 
 
 def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
-    """Puts the code in, beside what is rewritten in the functions already.
-
-    All is compiled before the first function changes.
-    """
+    """Puts the code in, beside what is rewritten in the functions already; all is compiled before
+    the first function changes."""
     with _lock:
         wanted = {}
         for text, roles in chosen.items():
