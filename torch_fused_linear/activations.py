@@ -23,23 +23,14 @@ class SquaredReLU(nn.Module):
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation that the operators know.
+    """An activation that the operators know."""
 
-    Attributes:
-        name: of the operators' ``activation`` argument.
-        operator: the one that applies it after a linear layer.
-        label: in reports and pictures.
-        function: computes it alone.
-        layer: the class of the plain layer that computes it.
-        approximate: the argument of ``F.gelu`` and ``nn.GELU``; ``None`` for what is no GELU.
-    """
-
-    name: str
-    operator: str
-    label: str
+    name: str  # of the operators' ``activation`` argument
+    operator: str  # applies it after a linear layer
+    label: str  # in reports and pictures
     function: Callable[..., Tensor]
-    layer: type[nn.Module]
-    approximate: str | None = None
+    layer: type[nn.Module]  # the plain one
+    approximate: str | None = None  # of ``F.gelu`` and ``nn.GELU``; None for what is no GELU
 
     @property
     def label_of_operator(self) -> str:

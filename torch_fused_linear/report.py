@@ -1,5 +1,6 @@
 """A report of what the fused operators did, and why."""
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -81,7 +82,11 @@ class explain:
         return sum(call.handover == "handed over" for call in self.calls)
 
     def __str__(self) -> str:
-        rows = [tuple(f.name for f in fields(Call)), *map(astuple, self.calls)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * sum(widths, 2 * len(widths) - 2), *lines[1:]])
+        return "\n".join(table([f.name for f in fields(Call)], list(map(astuple, self.calls))))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a text."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -29,19 +29,12 @@ _library = torch.library.Library("fused", "IMPL")
 
 @dataclass(frozen=True)
 class Rule:
-    """The dimensions of an operator's tensors.
+    """The dimensions of an operator's tensors; ``*`` are all leading ones of the first."""
 
-    Attributes:
-        inputs: of each argument that is a tensor; ``*`` are all leading dimensions of the first.
-        outputs: of each result, with those that it is a sum over.
-        shardable: the dimensions that may be sharded, ``*`` being the leading ones.
-        added: the arguments that are added to a result, which of a partial sum are a part as well.
-    """
-
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, tuple[str, str]]
-    shardable: str
-    added: tuple[str, ...] = ()
+    inputs: Mapping[str, str]  # of each argument that is a tensor
+    outputs: Mapping[str, tuple[str, str]]  # of each result, with those that it is a sum over
+    shardable: str  # the dimensions that may be sharded
+    added: tuple[str, ...] = ()  # arguments added to a result, a part of a partial sum as well
 
 
 _LAYER = {"input": "*i", "weight": "oi", "bias": "o"}

@@ -39,12 +39,7 @@ def line(x: float, bottom: float, colour: str) -> str:
 
 
 def chart(rows: Mapping[str, Mapping[str, float]], series: Sequence[str]) -> str:
-    """A group of bars for each row, at most one of each series.
-
-    Args:
-        rows: of each, eager's time over that of a series.
-        series: at most four.
-    """
+    """A group of bars for each row, eager's time over that of at most four series."""
     largest = max((times for row in rows.values() for times in row.values()), default=1.0)
     end = max(2.5, math.ceil(2 * largest) / 2)
     step = 0.5 if end <= 5 else math.ceil(end / 5)

@@ -248,25 +248,14 @@ def _down(layer, h) -> Tensor | None:
     """The layer after a begun gated layer, as one operator with it."""
     if h[1] is not glu or h[5] or type(layer) is nn.Conv2d or memory_of(layer) is None:
         return None
-    held = plain.parameters(layer)
-    if held is None or not _fits_glu(h[2], *held):
+    x, gate, up, gate_bias, up_bias, activation, memory = h[2]
+    held, features = plain.parameters(layer), gate.shape[0] // (2 if up is None else 1)
+    if held is None or type(held[0]) not in PLAIN or not plain.agree(gate, *held):
         return None
-    (x, gate, up, gate_bias, up_bias, activation, memory), (weight, bias) = h[2], held
-    tensors = x, gate, up, weight, gate_bias, up_bias, bias
+    if held[0].dim() != 2 or held[0].shape[1] != features:
+        return None
+    tensors = x, gate, up, held[0], gate_bias, up_bias, held[1]
     return gated_mlp(*tensors, activation=activation, memory=memory)
-
-
-def _fits_glu(given, weight, bias) -> bool:
-    """False where torch's own function would raise an error, or autocast has to decide."""
-    _, gate, up, *_ = given
-    hidden = gate.shape[0] // (2 if up is None else 1)
-    tensors = (weight,) if bias is None else (weight, bias)
-    return (
-        type(weight) in PLAIN
-        and weight.dim() == 2
-        and weight.shape[1] == hidden
-        and all(t.dtype == gate.dtype and t.device == gate.device for t in tensors)
-    )
 
 
 def _half(h):

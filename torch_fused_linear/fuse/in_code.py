@@ -16,7 +16,6 @@ from .plain import method_pow  # noqa: F401
 
 #: This module's name in the globals of a rewritten function.
 NAME = "__fused__"
-MARK = plain.MARK
 
 _direct = _library.direct if isinstance(_library.direct, ModuleType) else call
 # Of call.py, those that are in C where it was built.

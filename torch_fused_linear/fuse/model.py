@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
 from .plain import hooks_objection
-from .resolve import Resolver, Value, named
+from .resolve import Resolver, named
 from .runs import Product
 from .source import Text, Unreadable, code_of, names, place_of, unwrapped
 from .syntax import Step, step_of
@@ -26,21 +27,13 @@ FUSED = (FusedMLP, FusedGatedMLP)
 
 @dataclass(eq=False)
 class Element:
-    """One step of a chain, which is a run of calls for one module.
+    """One step of a chain, which is a run of calls for one module."""
 
-    Attributes:
-        owner: the module in whose code, or as whose child, it stands.
-        values: what is called, with the path from the model: several in a loop.
-        step: as it was read; of a child of an nn.Sequential, what its forward does.
-        text: the code that it is in; None for such a child.
-        parts: of each form of a product: its activation, its layer or both layers.
-    """
-
-    owner: nn.Module
-    values: list[Value]
+    owner: nn.Module  # in whose code, or as whose child, it stands
+    values: list[object]  # what is called, several in a loop
     step: Step
-    text: Text | None = None
-    parts: list[list[Element]] = field(default_factory=list)
+    text: Text | None = None  # the code that it is in; None for a child of an nn.Sequential
+    parts: list[list[Element]] = field(default_factory=list)  # of each form of a product
 
     @property
     def place(self) -> tuple[nn.Module, ast.AST]:
@@ -56,28 +49,25 @@ class Element:
 
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
         """What each of its values is as an activation, or as one that is plain now."""
-        if self.step.callee is None:  # h.relu(), or h ** 2
-            return [None if self.step.is_square else "relu"]
-        found = [(v.value, self.options()) for v in self.values]
-        objections = [plain.activation_objection(*given) if is_plain else None for given in found]
+        found = [(value, self.options()) for value in self.values]
         return [
-            None if objection else plain.activation_kind(*given)
-            for given, objection in zip(found, objections)
+            None
+            if is_plain and plain.activation_objection(*given)
+            else plain.activation_kind(*given)
+            for given in found
         ]
 
-    def of(self, test: Callable[[object], bool]) -> list[Value]:
-        return [v for v in self.values if test(v.value)]
+    def of(self, test: Callable[[object], bool]) -> list[Any]:
+        return [*filter(test, self.values)]
 
     def is_activation(self) -> bool:
-        if self.step.callee is None:
-            return not self.step.is_square
         return bool(self.of(plain.is_activation))
 
     def is_square(self) -> bool:
         if self.step.callee is None or not self.step.is_square:
             return self.step.is_square
         more = tuple(getattr(node, "value", None) for node in self.step.node.args[1:])
-        known = [plain.is_square(v.value, more) for v in self.values]
+        known = [plain.is_square(value, more) for value in self.values]
         return any(known) and all(known) and not self.step.node.keywords
 
 
@@ -85,22 +75,16 @@ Chain = list[Element]
 
 
 class Model:
-    """What there is to know before anything is decided.
-
-    Attributes:
-        paths: the first path to each module.
-        modules: by path.
-        frozen: of each module that was not entered, why.
-        unread: of a module whose code cannot be believed, why, and where it is.
-    """
+    """What there is to know before anything is decided."""
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {}
-        self.frozen: dict[str, str] = {}
-        self.unread: dict[nn.Module, tuple[str, str]] = {}
+        self.frozen: dict[str, str] = {}  # why a module was not entered
+        self.unread: dict[nn.Module, tuple[str, str]] = {}  # why code is not believed, and where
         self._text = cache(Text)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
+        self.names = {id(module): path for path, module in named(root)}  # of frozen ones too
 
     def _visit(self, module: nn.Module, path: str) -> None:
         cls = type(module)
@@ -111,7 +95,7 @@ class Model:
             self.paths[module] = path
             for name, child in module._modules.items():
                 if child is not None:
-                    self._visit(child, join(path, name))
+                    self._visit(child, f"{path}.{name}" if path else name)
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         is_one = isinstance(module, FUSED) or self._is_inner(module)
@@ -130,19 +114,18 @@ class Model:
         except Unreadable as error:
             self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
-        resolver, path = Resolver(module, text), self.paths[module]
+        resolver = Resolver(module, text)
 
         def element(step: Step) -> Element:
-            values = [] if step.callee is None else resolver.values(step.callee)
-            values = [Value(join(path, v.path), v.value) for v in values]
+            is_method = step.callee is None
+            values = [plain.called_in(step.node)] if is_method else resolver.values(step.callee)
             forms = step.forms if isinstance(step, Product) else ()
             parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
             return Element(module, values, step, text, parts)
 
         chains = [[element(step) for step in run] for run in text.runs]
         if text.scope.takes_locals():
-            values = (v.value for chain in chains for e in chain for v in e.values)
-            if any(map(plain.is_layer, values)):
+            if any(e.of(plain.is_layer) for chain in chains for e in chain):
                 reason = f"{function.__qualname__} takes all its local names together"
                 self.unread.setdefault(module, (reason, place_of(function.__code__)))
             return []
@@ -152,25 +135,20 @@ class Model:
         code = code_of(function)
         for name in names(code) | set(code.co_freevars):
             held = vars(module).get(name, module._modules.get(name))
-            if name in (*NAMES, "relu_", "getattr") or plain.is_activation(held):
+            inner = held._modules.values() if isinstance(held, nn.Module) else ()  # as block.act
+            found = (held, function.__globals__.get(name), *inner)
+            if name in (*NAMES, "relu_", "getattr") or any(map(plain.is_activation, found)):
                 return True
-            if plain.is_activation(function.__globals__.get(name)):
-                return True
-            if isinstance(held, nn.Module) and any(
-                map(plain.is_activation, held._modules.values())
-            ):
-                return True  # block.act, or a list of them
         return False
 
     def _flatten(self, sequential: nn.Module) -> Chain:
         chain = []
-        for name, child in sequential._modules.items():
+        for child in sequential._modules.values():
             if self._is_inner(child) and child is not sequential:
                 chain += self._flatten(child)
             else:
-                path = join(self.paths[sequential], name)
                 call = ast.parse("module(input)", mode="eval").body
-                chain.append(Element(sequential, [Value(path, child)], step_of(call)))
+                chain.append(Element(sequential, [child], step_of(call)))
         return chain
 
     def _is_inner(self, module: nn.Module) -> bool:
@@ -223,7 +201,3 @@ def pass_over(chain: Chain, start: int) -> int:
     while start < len(chain) and chain[start].of(plain.is_passed):
         start += 1
     return start
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name

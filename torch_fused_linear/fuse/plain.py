@@ -7,8 +7,10 @@ table.
 
 from __future__ import annotations
 
+import ast
 import functools
 import operator
+from collections.abc import Callable
 from types import FunctionType
 
 import torch
@@ -24,16 +26,9 @@ from .._torch_internals import (
 )
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
-from . import parallel
-from .families import (
-    ACTIVATION_FUNCTIONS,
-    ACTIVATION_LIBRARIES,
-    ACTIVATIONS,
-    CONV1D,
-    REFUSALS,
-    full_name,
-)
-from .recipes import called_by
+from . import families, parallel
+from .families import ACTIVATIONS, CONV1D, full_name
+from .source import called_by
 from .syntax import METHODS as METHOD_NAMES
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
@@ -46,6 +41,11 @@ METHODS = {name: operator.methodcaller(name) for name in METHOD_NAMES}
 
 def method_pow(h, exponent):
     return h.pow(exponent)
+
+
+def called_in(node: ast.Call | ast.BinOp) -> Callable:
+    """What stands for ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
+    return operator.pow if isinstance(node, ast.BinOp) else METHODS.get(node.func.attr, method_pow)
 
 
 # Functions that square: what they are given beside the tensor.
@@ -133,17 +133,20 @@ def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -
     """False where torch's own function would raise an error, which then does."""
     if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
         return not is_foreign(input)
-    others = (input,) if bias is None else (input, bias)
-    if type(input) not in PLAIN or input.is_nested:
+    if type(input) not in PLAIN or input.is_nested or not agree(input, weight, bias):
         return False
-    if any(t.device != weight.device for t in others):
-        return False
-    if any(t.dtype != weight.dtype for t in others):
-        return torch.is_autocast_enabled(weight.device.type)
     if type(layer) is nn.Conv2d:
         is_image = weight.dim() == 4 and input.dim() in (3, 4)
         return is_image and input.shape[-3] == weight.shape[1] * layer.groups
     return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
+
+
+def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether they are of one device, and of one dtype unless autocast casts."""
+    others = (input,) if bias is None else (input, bias)
+    is_one = all(t.dtype == weight.dtype for t in others)
+    is_one = is_one or torch.is_autocast_enabled(weight.device.type)
+    return is_one and all(t.device == weight.device for t in others)
 
 
 def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
@@ -166,12 +169,8 @@ def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def activation_kind(function: object, options: dict | None = None) -> str | None:
-    """The operators' name of the activation, or None where it is none of ours exactly.
-
-    Args:
-        function: a module or a function.
-        options: the keyword arguments beside the tensor.
-    """
+    """The operators' name of a module or function with these keyword arguments beside the tensor,
+    or None where it is no activation of ours exactly."""
     for known, kind, option in FUNCTIONS:
         if function is known:
             if options and options.keys() != {option}:
@@ -263,9 +262,9 @@ def is_layer(value: object) -> bool:
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
         return (
-            isinstance(value, KNOWN) or type(value).__module__ in ACTIVATION_LIBRARIES
+            isinstance(value, KNOWN) or type(value).__module__ in families.ACTIVATION_LIBRARIES
         ) and not isinstance(value, nn.MultiheadAttention)
-    if any(value is function for function in ACTIVATION_FUNCTIONS):
+    if any(value is function for function in families.ACTIVATION_FUNCTIONS):
         return True
     return callable(value) and activation_kind(value) is not None
 
@@ -307,7 +306,7 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
         if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
         expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
-        return f"{name}: {REFUSALS.get(name, expected)}"
+        return f"{name}: {families.REFUSALS.get(name, expected)}"
     if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
         return f"the activation {reason}"
     return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from types import FunctionType
 
 from torch import nn
@@ -13,9 +14,8 @@ from .model import FUSED, Chain, Element, Model, functions_of, is_sequential, pa
 from .places import Place, blocks, drops
 from .plain import MARK
 from .report import Report, Skipped
-from .resolve import Value
-from .rewrite import Groups, is_rewritten, is_sequence_rewritten, rewrite
-from .source import Text, code_of, place_of
+from .rewrite import SEQUENTIAL, Roles, rewrite, roles_of, united
+from .source import ORIGINALS, Text, code_of, place_of
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -29,24 +29,15 @@ BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class Plan:
-    """Finds what can be fused.
-
-    Attributes:
-        places: of calls that are to be one, by the place of the first.
-        chosen: the calls to rewrite.
-        following: layers that take the result of a fused call, in loops say.
-        skipped: reason and place, by path.
-    """
+    """Finds what can be fused."""
 
     def __init__(self, root: nn.Module, filter_fn: Filter | None) -> None:
-        self.filter_fn = filter_fn
+        self.is_wanted = cache(filter_fn or (lambda path, layer: True))
         self.model = Model(root)
         self.paths = self.model.paths
-        self.places: dict[tuple, Place] = {}
-        self.chosen: dict[Text, Groups] = {}
-        self.following: list[nn.Module] = []
+        self.places: dict[tuple, Place] = {}  # by that of the first step
+        self.chosen: dict[Text, Roles] = {}
         self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
-        self._asked: dict[str, bool] = {}
         self._results: set[tuple] = set()  # names to which functions give what fused calls return
         self._gated: set[tuple] = set()  # places of calls in gated layers
         self._seen: set[int] = set()  # activations that follow a layer somewhere
@@ -69,9 +60,9 @@ class Plan:
                 self._explain_normalised(chain[i : i + 3])
                 continue
             activation, steps = chain[end], chain[i : end + 1]
-            self._seen |= {id(v.value) for v in activation.values}
+            self._seen |= set(map(id, activation.values))
             if not all(e.step.is_sole for e in steps[1:]):
-                self._skip(dict.fromkeys([v.path for v in layers], SEEN), element, keep=True)
+                self._skip(layers, SEEN, element)
                 continue
             objection = self._place_objection(steps, layers)
             kind = next(filter(None, activation.kinds()), "relu")
@@ -83,22 +74,22 @@ class Plan:
             self._add(steps, sets, kind)
 
     def _sets(
-        self, steps: Chain, columns: list[list[Value]], common: str | None = None
-    ) -> tuple[list[list[Value]], bool]:
+        self, steps: Chain, columns: list[list[nn.Module]], common: str | None = None
+    ) -> tuple[list[list[nn.Module]], bool]:
         """The layers that run together and can be one call, several times in a loop; whether some
         are that already. Of others the reason is noted."""
         found, is_any_fused = [], False
-        for values in zip(*columns):
-            reasons = {v.path: reason for v in values if (reason := self._objection(v, common))}
-            if not reasons and all(self._is_fused(steps, v.value) for v in values):
-                reasons = {v.path: "already fused" for v in values}
+        for layers in zip(*columns):
+            if self._is_refused(layers, steps[0], common):
+                continue
+            if all(self._is_fused(steps[0], layer) for layer in layers):
+                self._skip(layers, "already fused", steps[0])
                 is_any_fused = True
-            elif not reasons:
-                found.append([*values])
-            self._skip(reasons, steps[0])
+            else:
+                found.append([*layers])
         return found, is_any_fused
 
-    def _place_objection(self, steps: Chain, layers: list[Value]) -> str | None:
+    def _place_objection(self, steps: Chain, layers: list[nn.Module]) -> str | None:
         """What stands in the way for whatever layer it is."""
         linear, activation = steps[0], steps[-1]
         if reason := owner_objection(linear.owner):
@@ -108,8 +99,8 @@ class Plan:
         if not linear.step.is_bare:
             return "it is given more than a tensor"
         kinds = set(activation.kinds(is_plain=True))
-        found = [v.value for v in activation.of(plain.is_activation)]
-        if isinstance(layers[0].value, nn.Conv2d) and "relu" not in kinds:
+        found = activation.of(plain.is_activation)
+        if isinstance(layers[0], nn.Conv2d) and "relu" not in kinds:
             return f"{type(found[0]).__name__}: a convolution can be fused with ReLU only"
         if kinds == {None}:
             return plain.activation_objection(found[0], activation.options())
@@ -117,39 +108,44 @@ class Plan:
             return "a dropout that acts in training stands before the activation"
         return None
 
-    def _objection(self, value: Value, common: str | None = None) -> str | None:
-        if reason := plain.layer_objection(value.value, self.is_sharded) or common:
-            return reason
-        if self.filter_fn is not None and value.path not in self._asked:
-            self._asked[value.path] = bool(self.filter_fn(value.path, value.value))
-        return None if self._asked.get(value.path, True) else "filter_fn says no"
+    def _is_refused(
+        self, layers: Iterable[nn.Module], element: Element, common: str | None = None
+    ) -> bool:
+        """Whether one of the layers must be called as it is, for a reason of its own or another."""
+        is_any = False
+        for layer in layers:
+            reason = plain.layer_objection(layer, self.is_sharded) or common
+            if reason is None and not self.is_wanted(self.model.names.get(id(layer), ""), layer):
+                reason = "filter_fn says no"
+            if reason is not None:
+                self._skip([layer], reason, element)
+                is_any = True
+        return is_any
 
-    def _is_fused(self, steps: Chain, layer: nn.Module) -> bool:
-        text, owner = steps[0].text, steps[0].owner
-        if text is None:
-            return MARK in vars(layer) and MARK in vars(owner) and is_sequence_rewritten()
-        return MARK in vars(layer) and is_rewritten(text, (e.step for e in steps))
+    def _is_fused(self, element: Element, layer: nn.Module) -> bool:
+        if element.text is None:
+            return SEQUENTIAL in ORIGINALS and MARK in vars(layer) and MARK in vars(element.owner)
+        return element.text.function in ORIGINALS and MARK in vars(layer)
 
-    def _skip(self, reasons: dict[str, str], element: Element, keep: bool = False) -> None:
-        found = {path: (reason, element.where) for path, reason in reasons.items()}
-        self.skipped |= found | (self.skipped if keep else {})
+    def _skip(self, layers: Iterable[nn.Module], reason: str, element: Element) -> None:
+        """Notes the reason for each that has none yet."""
+        for layer in layers:
+            path = self.model.names.get(id(layer), "")
+            self.skipped.setdefault(path, (reason, element.where))
 
-    def _add(self, steps: Chain, sets: list[list[Value]], kind: str = "") -> None:
+    def _add(self, steps: Chain, sets: list[list[nn.Module]], kind: str = "") -> None:
         """Has the steps become one call, or one step a call that may take a fused one's result."""
-        first, last = steps[0], steps[-1]
         if not sets:
             return
-        place = self.places[first.place] = Place(first, sets, kind, last)
-        place.drops_before = drops([e for e in steps[1:-1] if not e.is_activation()])
-        self._choose(steps)
-        if place.hands_over and first.text is not None:
-            statement = first.text.scope.statement_of(last.step.node)
-            for target in statement.targets if isinstance(statement, ast.Assign) else ():
-                self._results.add((first.owner, first.text, getattr(target, "id", "")))
-
-    def _choose(self, steps: Chain) -> None:
-        if (text := steps[0].text) is not None:
-            self.chosen.setdefault(text, set()).add(text.numbers_of(e.step for e in steps))
+        place = self.places[steps[0].place] = Place(steps, sets, kind)
+        if (text := steps[0].text) is None:
+            return
+        roles = roles_of(text, [e.step for e in steps])
+        self.chosen[text] = united(self.chosen.get(text, {}), roles)
+        statement = text.scope.statement_of(steps[-1].step.node)
+        if place.hands_over and isinstance(statement, ast.Assign):
+            names = [getattr(target, "id", "") for target in statement.targets]
+            self._results |= {(steps[0].owner, text, name) for name in names}
 
     # --- gated layers, ``act(gate(x)) * up(x)`` -------------------------------------------------
 
@@ -172,7 +168,7 @@ class Plan:
         if sets or is_any_fused:
             self._gated |= {part.place for form in element.parts for part in form}
             self._gated.add(steps[-1].place)
-            self._seen |= {id(v.value) for act, *_ in element.parts for v in act.values}
+            self._seen |= {id(value) for act, *_ in element.parts for value in act.values}
         self._add(steps, sets, kinds[0])
 
     def _with_down(self, chain: Chain) -> Chain:
@@ -184,9 +180,7 @@ class Plan:
         layers, steps = chain[end].of(plain.is_linear), [e.step for e in chain[1 : end + 1]]
         if not layers or not steps[-1].is_bare or any(s.guard or not s.is_sole for s in steps):
             return chain[:1]
-        reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
-        self._skip(reasons, chain[end])
-        return chain[:1] if reasons else chain[: end + 1]
+        return chain[:1] if self._is_refused(layers, chain[end]) else chain[: end + 1]
 
     # --- the layers that follow -----------------------------------------------------------------
 
@@ -195,12 +189,12 @@ class Plan:
             place = self.places.get(element.place)
             if place is None or not place.hands_over:
                 continue
-            after = chain.index(place.last) + 1
+            after = chain.index(place.steps[-1]) + 1
             end = pass_over(chain, after)
             place.drops_after = drops(chain[after:end])
             if end < len(chain):
                 place.next = self._follower(chain[end])
-                found = [v.value for v in chain[end].of(lambda value: isinstance(value, nn.Module))]
+                found = chain[end].of(lambda value: isinstance(value, nn.Module))
                 place.meets_parameters = any([*module.parameters()] for module in found)
             elif following := self._following_in_family(element):
                 place.next = self._follower(following)
@@ -214,7 +208,7 @@ class Plan:
         for function in functions_of(type(owner)):
             if name in code_of(function).co_names:
                 for found in (e for chain in self.model.read(owner, function) for e in chain):
-                    if [v.path for v in found.values] == [path]:
+                    if [*map(id, found.values)] == [id(self.model.modules[path])]:
                         return found
         return None
 
@@ -222,46 +216,38 @@ class Plan:
         """The layer of `element`, which is to take over the gradient of the one before."""
         if element.place not in self.places and not owner_objection(element.owner):
             layers = element.of(plain.is_linear)
-            reasons = {v.path: reason for v in layers if (reason := self._objection(v))}
-            self._skip(reasons, element, keep=True)
+            sets = [[layer] for layer in layers if not self._is_refused([layer], element)]
             if element.step.is_bare:
-                self._add([element], [[v] for v in layers if v.path not in reasons])
+                self._add([element], sets)
         return self.places.get(element.place) if element.of(plain.is_linear) else None
 
     def _follow_names(self, chain: Chain) -> None:
         """Layers that take a name to which the result of a fused call was given, in loops say."""
         for element in chain:
             result = element.owner, element.text, getattr(element.step.data, "id", None)
-            is_known = element.place in {*self.places, *self._gated}
-            if result in self._results and element.step.is_bare and not is_known:
-                layers = [v.value for v in element.of(plain.is_linear) if not self._objection(v)]
-                if layers:
-                    self._choose([element])
-                    self.following += layers
+            if result in self._results and element.place not in self._gated:
+                self._follower(element)
 
     # --- the rest -------------------------------------------------------------------------------
 
     def _explain_normalised(self, steps: Chain) -> None:
-        if len(steps) < 3 or not any(steps[2].kinds()) or not steps[2].is_activation():
+        if len(steps) < 3 or not any(steps[2].kinds()):
             return
-        found = [type(v.value) for v in steps[1].values if isinstance(v.value, nn.Module)]
-        if any(issubclass(cls, BATCH_NORM) for cls in found):
-            self._skip({steps[0].values[0].path: NORMALISED + FOLD}, steps[0])
-        elif any(cls.__name__.endswith("Norm") for cls in found):
-            self._skip({steps[0].values[0].path: NORMALISED}, steps[0])
+        classes = [*map(type, steps[1].values)]
+        is_batch_norm = any(issubclass(cls, BATCH_NORM) for cls in classes)
+        if is_batch_norm or any(cls.__name__.endswith("Norm") for cls in classes):
+            self._skip(steps[0].values[:1], NORMALISED + FOLD * is_batch_norm, steps[0])
 
     def _explain_the_rest(self) -> None:
         """Says why modules that look like a block, with activations of ours, are none."""
-        owners = {place.first.owner for place in self.places.values()}
+        owners = {place.steps[0].owner for place in self.places.values()}
         for module, path in self.paths.items():
             if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
             names = [
                 name
                 for name, child in module._modules.items()
-                if child is not None
-                and plain.activation_kind(child)
-                and id(child) not in self._seen
+                if plain.activation_kind(child) and id(child) not in self._seen
             ]
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
@@ -280,24 +266,24 @@ class Plan:
         """Changes the model. Nothing here can fail half way."""
         places = list(self.places.values())
         skipped = (Skipped(path, *reason) for path, reason in self.skipped.items())
-        report = Report(tuple(blocks(places, self.paths)), tuple(skipped))
+        report = Report(tuple(blocks(places, self.model.names)), tuple(skipped))
         if dry_run:
             return report
-        sequences = [place.first.owner for place in places if place.first.text is None]
+        firsts = [place.steps[0] for place in places]
+        sequences = [first.owner for first in firsts if first.text is None]
         rewrite(self.chosen, bool(sequences))
-        layers = [v.value for place in places for v in place.layers]
-        for module in (*sequences, *layers, *self.following):
+        for module in (*sequences, *(layer for place in places for layer in place.layers)):
             vars(module).setdefault(MARK, "default")
         for place in places if memory == "low" else ():
-            for value in place.layers if place.memory_pays else ():
-                vars(value.value)[MARK] = memory
+            for layer in place.layers if place.memory_pays else ():
+                vars(layer)[MARK] = memory
         return report
 
 
-def is_squared(steps: Chain, layers: list[Value]) -> bool:
+def is_squared(steps: Chain, layers: list[nn.Module]) -> bool:
     """Whether the square of the first step's result is all that is seen of it."""
     is_square = len(steps) > 1 and steps[1].step.is_sole and steps[1].is_square()
-    return is_square and not isinstance(layers[0].value, nn.Conv2d)
+    return is_square and not isinstance(layers[0], nn.Conv2d)
 
 
 def owner_objection(owner: nn.Module) -> str | None:
@@ -307,10 +293,8 @@ def owner_objection(owner: nn.Module) -> str | None:
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
-    """Whether a child of `module` may be meant to apply one of its activations.
-
-    Beside a batch normalisation a convolution seldom is, and those that are have their reason.
-    """
+    """Whether a child of `module` may be meant to apply one of its activations, which beside a
+    batch normalisation a convolution seldom is."""
     children = module._modules
     if any(map(plain.is_linear, children.values())):
         return True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass
 from os import PathLike
+
+from ..report import table
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,12 @@ class Report:
             for s in self.skipped
         ]
         title = f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"
-        tables = table(("", "first layer", "in", "before  ⇒  after"), counted(fused))
-        tables += table(("", "left alone", "because", "at"), counted(skipped))
-        return "\n".join([title, *tables])
+        tables = {
+            ("", "first layer", "in", "before  ⇒  after"): fused,
+            ("", "left alone", "because", "at"): skipped,
+        }
+        found = [["", *table(head, counted(rows))] for head, rows in tables.items() if rows]
+        return "\n".join(itertools.chain([title], *found))
 
 
 def number(found: list, word: str) -> str:
@@ -104,11 +110,3 @@ def numberless(path: str) -> str:
 def counted(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Each row once, and before it how often it was there."""
     return [(f"{count} ×", *row) for row, count in Counter(rows).items()]
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
-    return ["", lines[0], "-" * max(map(len, lines)), *lines[1:]]

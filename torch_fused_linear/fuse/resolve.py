@@ -8,9 +8,8 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
-from typing import NamedTuple
 
 from torch import nn
 
@@ -22,26 +21,15 @@ CHILDREN = {"children", "modules", "values", "named_children", "items", "named_m
 MOST_NAMES = 7  # that stand for one another
 
 
-class Value(NamedTuple):
-    """Attributes: path from the module, dots between; of what is no child, the text."""
-
-    path: str
-    value: object
-
-
 class Resolver:
-    """Of one method of one module.
-
-    Attributes:
-        assigned: what is given to each local name; ``*x`` for one of what x yields, None for an
-            argument.
-    """
+    """Of one method of one module."""
 
     def __init__(self, owner: nn.Module, text: Text) -> None:
         self.owner, self.text = owner, text
         self.scopes = (cells(text.function), text.function.__globals__, vars(builtins))
         self.open: list[str] = []  # names that are being looked up
         arguments = {a.arg for a in ast.walk(text.node.args) if isinstance(a, ast.arg)}
+        # What is given to each local name: ``*x`` for one of what x yields, None for an argument.
         self.assigned: dict[str, list[ast.expr | None]]
         self.assigned = {name: [None] for name in arguments - {text.self_name}}
         for node in ast.walk(text.node):
@@ -65,7 +53,7 @@ class Resolver:
                 elif isinstance(value, ast.Tuple) and k < len(value.elts):
                     self._assign(part, value.elts[k])
 
-    def values(self, node: ast.expr) -> list[Value]:
+    def values(self, node: ast.expr) -> list[object]:
         """What it may be; empty if that is not known."""
         if isinstance(node, ast.Name):
             return self._name(node.id)
@@ -77,56 +65,49 @@ class Resolver:
             return self._call(node)
         if not isinstance(node, ast.Subscript):
             return []
-        found, index = children(self.values(node.value)), node.slice
-        if isinstance(index, ast.UnaryOp) and isinstance(index.op, ast.USub):
-            index = ast.Constant(-getattr(index.operand, "value", 0))
-        if isinstance(index, ast.Constant) and isinstance(index.value, str):
-            return [v for v in found if v.path.rpartition(".")[2] == index.value]
-        if isinstance(index, ast.Constant) and isinstance(index.value, int):
-            return [found[index.value]] if -len(found) <= index.value < len(found) else []
-        return found
+        return [v for held in self.values(node.value) for v in _part(held, node.slice)]
 
-    def _name(self, name: str) -> list[Value]:
+    def _name(self, name: str) -> list[object]:
         if name == self.text.self_name:
-            return [Value("", self.owner)]
+            return [self.owner]
         if name not in self.assigned:
-            return [Value(name, s[name]) for s in self.scopes if name in s][:1]
+            return [scope[name] for scope in self.scopes if name in scope][:1]
         if name in self.open or len(self.open) == MOST_NAMES:
             return []
         found = []
         self.open.append(name)
         for value in self.assigned[name]:
             if value is None:  # an argument: any layer that we have
-                found += [Value(n, m) for n, m in named(self.owner) if n]
+                found += [module for path, module in named(self.owner) if path]
             else:
                 found += self.values(value)
         self.open.pop()
         return found
 
-    def _each(self, node: ast.expr) -> list[Value]:
+    def _each(self, node: ast.expr) -> list[object]:
         """What it yields, one by one; all that may come, which is enough to know."""
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
             return [v for argument in node.args for v in self._each(argument)]
-        return self._call(node) if isinstance(node, ast.Call) else children(self.values(node))
+        return self._call(node) if isinstance(node, ast.Call) else self._children(node)
 
-    def _call(self, node: ast.Call) -> list[Value]:
+    def _children(self, node: ast.expr) -> list[object]:
+        return [v for held in self.values(node) for v in children(held).values()]
+
+    def _call(self, node: ast.Call) -> list[object]:
         if dotted(node.func) == ["getattr"] and len(node.args) == 2:
             base, name = node.args
             is_known = isinstance(name, ast.Constant)
             return self._attributes(base, str(name.value)) if is_known else self._each(base)
         if isinstance(node.func, ast.Attribute) and node.func.attr in CHILDREN and not node.args:
-            return children(self.values(node.func.value))
+            return self._children(node.func.value)
         return []
 
-    def _attributes(self, node: ast.expr, name: str) -> list[Value]:
+    def _attributes(self, node: ast.expr, name: str) -> list[object]:
         """Without running a property."""
         if self.text.class_name and name.startswith("__") and not name.endswith("__"):
             name = f"_{self.text.class_name.lstrip('_')}{name}"
-        found = []
-        for path, base in self.values(node):
-            value = _attribute(base, name)
-            found += [] if value is None else [Value(f"{path}.{name}" if path else name, value)]
-        return found
+        found = [_attribute(base, name) for base in self.values(node)]
+        return [value for value in found if value is not None]
 
 
 def _part_of_each(each: ast.Starred, k: int, number: int) -> ast.Starred:
@@ -134,6 +115,18 @@ def _part_of_each(each: ast.Starred, k: int, number: int) -> ast.Starred:
     node = each.value
     is_zip = isinstance(node, ast.Call) and dotted(node.func) == ["zip"]
     return ast.Starred(node.args[k]) if is_zip and len(node.args) == number else each
+
+
+def _part(held: object, index: ast.expr) -> list[object]:
+    """What an index, or any index where it is no constant, takes out of it."""
+    found = children(held)
+    try:
+        key = ast.literal_eval(index)
+    except ValueError:
+        return list(found.values())
+    if isinstance(key, int):
+        return list(found.values())[key:][:1] if -len(found) <= key else []
+    return [found[key]] if isinstance(key, str) and key in found else []
 
 
 def _attribute(base: object, name: str) -> object:
@@ -159,27 +152,25 @@ def cells(function: FunctionType) -> dict[str, object]:
     return found
 
 
-def named(module: nn.Module, path: str = "", seen: set | None = None) -> Iterator[Value]:
+def named(
+    module: nn.Module, path: str = "", seen: set | None = None
+) -> Iterator[tuple[str, nn.Module]]:
     """``named_modules``, of modules that cannot be hashed too."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
-    yield Value(path, module)
+    yield path, module
     for name, child in module._modules.items():
         if child is not None:
             yield from named(child, f"{path}.{name}" if path else name, seen)
 
 
-def children(values: Iterable[Value]) -> list[Value]:
-    """What modules, lists and dictionaries hold."""
-    found = []
-    for path, held in values:
-        if isinstance(held, nn.Module):
-            items = held._modules.items()
-        elif isinstance(held, dict):
-            items = held.items()
-        else:
-            items = enumerate(held if isinstance(held, (list, tuple)) else ())
-        found += [Value(f"{path}.{k}" if path else f"{k}", v) for k, v in items if v is not None]
-    return found
+def children(held: object) -> dict[object, object]:
+    """What a module, a list or a dictionary holds."""
+    if isinstance(held, nn.Module):
+        held = held._modules
+    elif isinstance(held, (list, tuple)):
+        held = dict(enumerate(held))
+    items = held.items() if isinstance(held, dict) else ()
+    return {key: value for key, value in items if value is not None}

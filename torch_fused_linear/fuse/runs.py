@@ -92,32 +92,20 @@ def _joined(scope: Scope, found: dict[ast.expr, Run], run: Run) -> Run:
 
 
 class Form(NamedTuple):
-    """One product of two factors.
-
-    Attributes:
-        node: the multiplication.
-        act: the activation's call.
-        layers: the calls of the layer before it and of the other layer, or of the one for both.
-        halves: what makes two of that one's result, ``h.chunk(2, -1)``.
-        reads: the names between the calls, with the statements that give them their values.
-    """
+    """One product of two factors."""
 
     node: ast.BinOp
     act: Step
-    layers: tuple[Step, ...]
-    halves: ast.Call | None
-    reads: dict[ast.Name, ast.AST]
+    layers: tuple[Step, ...]  # the one before the activation and the other, or the one for both
+    halves: ast.Call | None  # makes two of that one's result, ``h.chunk(2, -1)``
+    reads: dict[ast.Name, ast.AST]  # names between the calls, and what gives them their values
 
 
 @dataclass(frozen=True)
 class Product(Step):
-    """A gated layer as the first step of a run.
+    """A gated layer as the first step of a run."""
 
-    Attributes:
-        forms: the product, or in ``a * b if c else d * e`` both.
-    """
-
-    forms: tuple[Form, ...] = ()
+    forms: tuple[Form, ...] = ()  # of ``a * b if c else d * e`` there are two
 
 
 def product_of(scope: Scope, node: ast.AST) -> Product | None:

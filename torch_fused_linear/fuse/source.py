@@ -6,18 +6,22 @@ import __future__
 import ast
 import linecache
 import weakref
-from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
+from torch.compiler import is_dynamo_compiling
+
 from .runs import runs_of
-from .syntax import Run, Scope, Step
+from .syntax import Run, Scope, dotted, is_docstring, step_of
 
 FUTURE = 0  # what `from __future__ import` sets in a code's flags
 for _feature in __future__.all_feature_names:
     FUTURE |= getattr(__future__, _feature).compiler_flag
 # The code, as the user wrote it, of functions that have been rewritten.
 ORIGINALS: weakref.WeakKeyDictionary[FunctionType, CodeType] = weakref.WeakKeyDictionary()
+# The name, part by part, and the options of what a function calls that does nothing else.
+Recipe = tuple[list[str], dict]
+_recipes: weakref.WeakKeyDictionary[CodeType, Recipe | None] = weakref.WeakKeyDictionary()
 
 
 class Unreadable(Exception):
@@ -25,12 +29,7 @@ class Unreadable(Exception):
 
 
 class Text:
-    """The text of a function, where it is, and what is in it.
-
-    Attributes:
-        file: the text of its file, the file's name, and the flags to compile it with.
-        key: the name and first line of its code, which it has alone in the file.
-    """
+    """The text of a function, where it is, and what is in it."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function, self.code = function, code_of(function)
@@ -75,9 +74,6 @@ class Text:
     def numbers(self) -> dict[ast.AST, int]:
         """By which number a node is found again in another tree of the same text."""
         return {node: k for k, node in enumerate(ast.walk(self.node))}
-
-    def numbers_of(self, steps: Iterable[Step]) -> tuple[int, ...]:
-        return tuple(self.numbers[step.node] for step in steps)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -138,3 +134,42 @@ def names(code: CodeType) -> set[str]:
 
 def place_of(code: CodeType) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# --- functions that only call an activation, such as ``lambda x: F.relu(x)`` ---------------------
+
+
+def called_by(function: FunctionType) -> tuple[object, dict]:
+    """What a function calls with its argument, if it does no more, and the options of that call."""
+    code = code_of(function)
+    if code not in _recipes and not is_dynamo_compiling():
+        _recipes[code] = _recipe(function)
+    recipe = _recipes.get(code)
+    if recipe is None or function.__defaults__ is not None:
+        return None, {}
+    (name, *attributes), options = recipe
+    value = function.__globals__.get(name)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return (None, {}) if value is function else (value, options)
+
+
+def _recipe(function: FunctionType) -> Recipe | None:
+    try:
+        text = Text(function)
+    except Unreadable:
+        return None
+    returned = text.node.body
+    if isinstance(returned, list):
+        *before, last = returned
+        is_one = isinstance(last, ast.Return) and all(map(is_docstring, before))
+        returned = last.value if is_one and isinstance(text.node, ast.FunctionDef) else None
+    step = step_of(returned)
+    if step is None or step.callee is None or len(step.node.args) != 1:
+        return None
+    path, options = dotted(step.callee), step.options()
+    is_argument = text.code.co_varnames == (getattr(step.data, "id", None),)
+    is_constant = not any(isinstance(value, ast.AST) for value in options.values())
+    is_global = bool(path) and path[0] in text.code.co_names
+    is_known = is_argument and text.code.co_argcount == 1 and is_constant and is_global
+    return (path, options) if is_known else None

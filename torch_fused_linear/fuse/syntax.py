@@ -24,22 +24,14 @@ CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
 @dataclass(frozen=True)
 class Step:
-    """A call of one tensor.
-
-    Attributes:
-        node: the call.
-        callee: what is called; None for ``h.relu()``, ``h.pow(2)`` and ``h ** 2``.
-        data: the tensor's expression.
-        is_sole: whether nobody but this call sees what the step before returned, and nothing of
-            consequence runs between the two.
-        guard: the ``if`` under which it comes; None if it always does.
-    """
+    """A call of one tensor."""
 
     node: ast.expr
-    callee: ast.expr | None
-    data: ast.expr
+    callee: ast.expr | None  # None for ``h.relu()``, ``h.pow(2)`` and ``h ** 2``
+    data: ast.expr  # the tensor
+    # Nobody else sees what the step before returned, and nothing that matters runs in between.
     is_sole: bool = True
-    guard: ast.If | None = None
+    guard: ast.If | None = None  # the ``if`` under which it comes
 
     @property
     def is_bare(self) -> bool:
@@ -139,12 +131,7 @@ def is_docstring(statement: ast.AST) -> bool:
 
 
 class Scope:
-    """One function.
-
-    Attributes:
-        node: of its syntax tree.
-        code: what runs.
-    """
+    """One function, in its syntax tree and as the code that runs."""
 
     def __init__(self, node: ast.AST, code: CodeType) -> None:
         self.node, self.code = node, code

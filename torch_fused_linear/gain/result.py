@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from os import PathLike
 
-from ..fuse.report import Report, table
+from ..fuse.report import Report
 from ..picture import draw_bars
+from ..report import table
 from ..timing import Number
 
 EAGER, FUSED, COMPILED, OURS = "eager", "fuse_", "torch.compile", "compile_options()"
@@ -91,7 +92,7 @@ class Mode:
         ]
         return [
             share if self.share else "nothing that can be fused runs; torch may have a fast path",
-            *table(HEAD, rows),
+            *(["", *table(HEAD, rows)] if rows else []),
             *(f"{way} failed: {why}" for way, why in self.failed.items()),
             f"(eager's results differ by {self.rounding:.1e} when weights move by their rounding)",
             self.verdict,

@@ -11,22 +11,14 @@ from .spellings import arguments, kind
 
 @dataclass
 class Gated:
-    """A gated layer; the last of the nodes is its result.
-
-    Attributes:
-        gate: the layer whose result goes through the activation, or where ``up`` is ``None`` the
-            one layer that both are halves of.
-        up: the layer whose result is multiplied with that.
-        gate_is_first: of one layer's halves.
-        down: the layer that takes the result and is all that does.
-    """
+    """A gated layer; the last of the nodes is its result."""
 
     nodes: list[Node]
     activation: str
-    gate: Linear
+    gate: Linear  # whose result goes through the activation; without `up`, both are its halves
     up: Linear | None
-    gate_is_first: bool = True
-    down: Linear | None = None
+    gate_is_first: bool = True  # of one layer's halves
+    down: Linear | None = None  # takes the result, and is all that does
 
 
 def find_gated(node: Node) -> Gated | None:
