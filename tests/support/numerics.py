@@ -77,7 +77,7 @@ def assert_exact(op: Op, case: Case, label="") -> None:
 
 def assert_near(op: Op, case: Case, label="", ulps=32) -> None:
     """Output and every gradient within some ulps of fp64: for data whose rounding errors are not
-    independent (repeated rows), where luck decides the comparison with eager."""
+    independent (repeated rows), where slack decides the comparison with eager."""
     truth, ours = with_inference(op.eager, in_double(case)), with_inference(op.call, case)
     columns = names(case), ours, truth, typical_sizes(op, case)
     for name, mine, want, size in zip(*columns, strict=True):
@@ -129,7 +129,7 @@ class Tally:
         """`worst`: also of the largest error, where there are enough of them."""
         if self.count:
             (ours, eager), (w_ours, w_eager) = self.totals, self.worst
-            # the mean of so many elements is not a matter of luck: a quarter ulp will do there
+            # the mean of so many elements is not a matter of slack: a quarter ulp will do there
             message = f"{label}: mean error {ours / self.count} ulp, eager's {eager / self.count}"
             assert ours <= 1.1 * eager + 0.25 * self.count, message
             # the worst of them is: a loose gate
@@ -138,7 +138,13 @@ class Tally:
 
 
 def add_checked(
-    tally: Tally, mine: Tensor, theirs: Tensor, truth: Tensor, size: float, where: str
+    tally: Tally,
+    mine: Tensor,
+    theirs: Tensor,
+    truth: Tensor,
+    size: float,
+    where: str,
+    slack: int = 1,
 ) -> None:
     """Adds the errors of one result to the tally, held to the looser bound of one case at once;
     fp64 is held to its rounding level instead."""
@@ -152,7 +158,7 @@ def add_checked(
     one = Tally()
     one.add(mine, theirs, truth, unit)
     # a handful of numbers says little: their largest error may be anywhere
-    limit = 1.5 * one.worst[1] + (3 if truth.numel() >= 16 else 5)
+    limit = 1.5 * one.worst[1] + slack * (3 if truth.numel() >= 16 else 5)
     assert one.worst[0] <= limit, f"{where}: error {one.worst[0]} ulp, {one.worst[1]}"
     tally.add(mine, theirs, truth, unit)
 
@@ -162,19 +168,22 @@ def assert_contract(cases: Iterable[tuple[Op, str, Case]]) -> None:
     eager's plus one output ulp, worst case and mean.
 
     It is a statement about many numbers, so it is held against all cases of a kind of operator
-    together; for one case, where luck may have eager's few errors small, a looser bound keeps an
+    together; for one case, where slack may have eager's few errors small, a looser bound keeps an
     outlier from drowning. fp64, for which no better reference is at hand, is held to its rounding
-    level. Of operators of several layers the worst error is left to luck.
+    level. Of operators of several layers the worst error is left to slack.
     """
     tallies: dict[tuple, Tally] = defaultdict(Tally)
     for op, label, case in cases:
         columns = (
             names(case),
             with_inference(op.call, case),
-            with_inference(op.eager, plain(case)),
+            # the layout decides how torch sums up a convolution's gradients
+            with_inference(op.eager, case if op.name == "conv2d_relu" else plain(case)),
             with_inference(op.eager, in_double(case)),
             typical_sizes(op, case),
         )
+        # each square doubles the relative error that it is given
+        slack = 2 if op.activation == "relu2" and op.product is None else 1
         for name, mine, theirs, truth, size in zip(*columns, strict=True):
             where = f"{op!r} {label} {name}"
             assert mine.dtype == theirs.dtype == case.g.dtype, f"{where}: dtype {mine.dtype}"
@@ -183,6 +192,6 @@ def assert_contract(cases: Iterable[tuple[Op, str, Case]]) -> None:
             is_layer = op.product is not None
             kind = name if is_layer or name == "output" else "other results"
             key = op.name, op.activation, mine.dtype, kind, is_layer
-            add_checked(tallies[key], mine, theirs, truth, size, where)
+            add_checked(tallies[key], mine, theirs, truth, size, where, slack)
     for (*label, is_layer), tally in tallies.items():
         tally.check(str(label), worst=is_layer)
