@@ -15,7 +15,7 @@ namespace {
 
 using S = Shapes<Allocator>;
 
-// What lies so many bytes behind; behind nothing is nothing.
+// nullptr stays nullptr.
 void* behind(void* data, int64_t bytes) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + bytes;
 }
@@ -35,12 +35,8 @@ struct Halves {
     up.matrix.data = behind(matrix.data, matrix.cols * gate_z.element_size());
   }
 
-  void describe(kernels::Gating& args, Activation activation, const Tensor& like) const {
-    args.activation = activation;
-    args.type = *gemm_type(like.scalar_type());
-    args.rows = gate.matrix.rows, args.cols = gate.matrix.cols;
-    args.gate = gate.matrix.data, args.ld_gate = gate.matrix.ld;
-    args.up = up.matrix.data, args.ld_up = up.matrix.ld;
+  kernels::Gating describe(Activation activation, const Tensor& like) const {
+    return gating_of(activation, *gemm_type(like.scalar_type()), gate.matrix, up.matrix);
   }
 };
 
@@ -96,9 +92,8 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(gate.device());
     const auto result = S::rows(gate, gate.size(-1) / (has_value(up) ? 1 : 2));
     if (result.numel() == 0) return result;
-    kernels::Gating args;
     const Halves halves(gate, up);
-    halves.describe(args, activation, gate);
+    auto args = halves.describe(activation, gate);
     args.hidden = result.data_ptr();
     explain::append("own gating kernel");
     kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
@@ -121,9 +116,8 @@ struct Glu : reference::Glu {
     const auto up_sums = S::vector(step.gate, features, apart && wanted[3]);
     const auto hidden = S::grad_input(step.grad_output, wanted[4]);
 
-    kernels::GatingBackward args;
     const Halves halves(step.gate, step.up);
-    halves.describe(args, step.activation, step.gate);
+    kernels::GatingBackward args{halves.describe(step.activation, step.gate)};
     const auto grad = plain_rows(step.grad_output);
     args.grad = grad.matrix.data, args.ld_grad = grad.matrix.ld;
     args.ld_result = step.gate.size(-1);
@@ -139,7 +133,7 @@ struct Glu : reference::Glu {
   }
 
  private:
-  // The product and the pass as one plan; nothing where there is none for what is wanted.
+  // Plans the product and the pass as one; nothing where there is none for what is wanted.
   static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
@@ -148,7 +142,8 @@ struct Glu : reference::Glu {
     const Halves halves(step.gate, step.up);
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
-    // No part of a plan's key: always as our vectors and the hardware's copies want it.
+    // A plan's key does not tell these alignments, which our vectors and the hardware's copies
+    // want.
     if (!gemm::is_aligned(up.data) || up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
       return std::nullopt;
     }

@@ -1,5 +1,4 @@
-// y = act(z): for GELU with erf, which no epilogue computes, and wherever an epilogue would round
-// or run worse than a product with bias followed by this.
+// y = act(z), where no epilogue computes it, or rounds or runs worse.
 
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/passes.h"

@@ -42,7 +42,7 @@ std::string model_of(int device) {
   return text.str();
 }
 
-// As the kernel module names it, or else the CUDA that it is made for.
+// Names the version as the kernel module does, or else the CUDA that it is made for.
 std::string driver_version() {
   std::string text;
   std::ifstream("/sys/module/nvidia/version") >> text;
@@ -139,8 +139,7 @@ gemm::Settings gemm_settings(int device, gemm::Type type) {
       internals::float32_products(at::Float32Backend::CUDA) == at::Float32Precision::TF32) {
     result.math = gemm::Math::tf32;
   }
-  // Sums in 16 bits are never asked for, so of the reduced-precision switches only the one that
-  // forbids splitting altogether is left to obey.
+  // Sums in 16 bits are never asked for, so that only the switch against splitting is left to obey.
   auto& context = at::globalContext();
   const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
                          : type == gemm::Type::bf16

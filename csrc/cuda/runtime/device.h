@@ -20,38 +20,35 @@ namespace fused::cuda {
 std::optional<gemm::Type> gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
 
-// One handle per device, for all threads: cuBLASLt's calls are thread-safe.
+// One handle serves all threads of a device: cuBLASLt's calls are thread-safe.
 cublasLtHandle_t lt_handle(int device);
 
-// Of products, on the problem's device.
+// Says what there is for products on the problem's device.
 gemm::Available available(const gemm::PassProblem& problem);
 
-// Whether our kernels were compiled for the device; a warning, once, where they were not.
+// Tells whether our kernels were compiled for the device; warns once where they were not.
 bool has_code_for(int device);
 
-// Whether those of hopper/ were built, and run there.
+// Tells whether the kernels of hopper/ were built, and run there.
 bool has_hopper_products(int device);
 
-// Whether they were, and fp32 is not to be multiplied in a way that only torch knows.
+// Tells whether our kernels serve, and fp32 is not multiplied in a way that only torch knows.
 bool multiplies_as_torch(const at::Tensor& like);
 
-// PyTorch's own switches (TF32, split-K), as they are now.
+// Reads PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
 
-// What plans of this device are valid for.
 const plans::Machine& machine_of(int device);
 
-// Held while something is measured on the device. One each: who measures waits for the device, and
-// what that is busy with may itself wait for another device.
+// Is held while something is measured on the device; one each, as a device may be busy with waiting
+// for another.
 std::mutex& measuring(int device);
 
-// An empty tensor on the device of `like`, of its dtype if no other is given. The dispatcher's way
-// to the same takes three times as long.
+// Makes an empty tensor in a third of the time that the dispatcher takes.
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<c10::ScalarType> type = {},
                  std::optional<at::MemoryFormat> format = {});
 
-// Allocates results (core/shapes.h).
 struct Allocator : ConcreteAllocator {
   static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                           std::optional<c10::ScalarType> dtype = {}) {
@@ -59,8 +56,7 @@ struct Allocator : ConcreteAllocator {
   }
 };
 
-// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs, and given back to
-// the stream's pool at once.
+// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes)
@@ -72,8 +68,7 @@ class Workspace {
   at::DataPtr data_;
 };
 
-// Memory that PyTorch's allocator knows nothing of: its statistics, which users read, stay as they
-// were, and so do its pools.
+// Memory from the driver: the allocator's statistics, which users read, stay as they were.
 class DriverMemory {
  public:
   explicit DriverMemory(int64_t bytes) {

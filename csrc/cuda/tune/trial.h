@@ -21,14 +21,12 @@ using plans::Verdict;
 
 // ---- algorithms --------------------------------------------------------------------------------
 
-// cuBLASLt's that may serve a strategy: offered by its heuristic, or around a good one.
-
 bool is_own_product(const Strategy& strategy) {
   return strategy.provider == Provider::own && gemm::has_step(strategy, Step::matmul);
 }
 
-// What is offered for the strategy's product, best guess first, by the library at most so many. An
-// empty algorithm stands for those that leave nothing to choose.
+// Offers the library's algorithms for the product, best guess first, and orders for our own; an
+// empty one stands for nothing to choose.
 std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most) {
   if (is_own_product(strategy)) {
     std::vector<Algorithm> orders(std::size(gemm::hopper::orders));
@@ -53,8 +51,8 @@ std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& s
   return neighbours(lt_handle(matmul.device), matmul, descriptors, algorithm, most);
 }
 
-// A plan ready for this very call; nothing where the strategy or the algorithm cannot serve it.
-// Launches nothing and may be called while a stream captures.
+// Makes a plan for this very call, without launching, as a stream may capture; nothing where the
+// strategy or the algorithm cannot serve it.
 std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
                              const Algorithm& algorithm) {
   if (gemm::objection(call.problem, strategy, available(call.problem))) return std::nullopt;
@@ -81,16 +79,14 @@ void log_refusal(const plans::Decision& decision, const std::string& why) {
   plans::log(std::string("  refused ") + decision.strategy->name + ": " + why);
 }
 
-// The trial of one problem: operands of a fixed seed at both ends of its bucket, exact results,
-// eager's errors; made when the first verdict is asked for that is not known yet. Used by one
-// thread; results, the allocator's statistics and the random state are as if it had not been.
+// Tries a problem at both ends of its bucket, in one thread. Results, the allocator's statistics
+// and the random state stay as they were.
 class Trial {
  public:
-  // `bucket`: under which its verdicts are known.
+  // `bucket` is the key of its verdicts.
   Trial(const PassCall& call, const PassProblem& bucket) : call_(call), bucket_(bucket) {}
 
-  // Known for the process from then on, unless memory was too short. No error of what is tried gets
-  // out.
+  // Remembers the verdict for the process, unless memory was too short. No error gets out.
   Verdict judge(const plans::Decision& decision) {
     if (call_.layers != nullptr) return judge_layers(decision);
     if (const auto verdict = known(decision)) return *verdict;
@@ -127,9 +123,8 @@ class Trial {
     explicit Errors(const PassCall& call)
         : operands_(call), exact_known_(TrialOperands::most_ends * TrialOperands::most_seeds) {}
 
-    // Eager's errors, once; nothing where it does not run. A bias that is no dense vector, or
-    // another number of tokens, may spare its product a rounding before the bias: the better way
-    // counts.
+    // Gives eager's errors, nothing where it does not run. A strided bias, or another number of
+    // tokens, may spare its product a rounding, so that the better way counts.
     const std::optional<TrialErrors>& reference() {
       if (!reference_known_) {
         reference_known_ = true;
@@ -168,10 +163,8 @@ class Trial {
       return errors_of(run, plan.strategy, &TrialOperands::End::eager, /*with_marks=*/false);
     }
 
-    // Pooled over the seeds and the ends; nothing where it fails at one of them, or cannot be
-    // launched
-    // (`run` gives nothing) at one that is needed. An end at which the strategy is never taken is
-    // left out.
+    // Pools over seeds and ends; nothing where it fails at one, or `run` gives nothing at one that
+    // is needed. Ends that the strategy never serves are left out.
     template <typename Run>
     std::optional<TrialErrors> errors_of(const Run& run, const Strategy* strategy,
                                          PassCall TrialOperands::End::* which, bool with_marks) {
@@ -200,8 +193,8 @@ class Trial {
       return ran ? std::optional(found) : std::nullopt;
     }
 
-    // NaN in each operand, one after the other, and +inf in a bias. Of the library's own epilogues,
-    // where they are asked for, only NaN in what is multiplied first.
+    // Puts NaN in each operand, one after the other, and +inf in a bias. The library's own
+    // epilogues promise no more than NaN in what is multiplied first.
     template <typename Run>
     bool add_lost_marks(const TrialOperands::End& end, const Run& run) {
       const auto stream = operands_.stream();
@@ -220,7 +213,7 @@ class Trial {
       return true;
     }
 
-    // What the library does behind a product is as it is, where its epilogues are asked for.
+    // The library's epilogues, where they are asked for, are as they are.
     bool is_library_only() const { return operands_.ends().front().call.problem.library_only; }
     TrialData described(const PassCall& call) const {
       auto data = describe(call);
@@ -228,7 +221,6 @@ class Trial {
       return data;
     }
 
-    // Computed once, from operands that are there.
     const Exact* exact_of(size_t end, int64_t seed) {
       const size_t index = end * TrialOperands::most_seeds + seed;
       auto* values = operands_.exact(end, seed);
@@ -245,7 +237,7 @@ class Trial {
     std::optional<TrialErrors> reference_errors_;
   };
 
-  // A kernel that makes all layers does to each what the strategy of its name does to one alone.
+  // A kernel of all layers does to each what the strategy of its name does to one alone.
   Verdict judge_layers(const plans::Decision& decision) {
     plans::Decision alone;
     alone.strategy = gemm::find_strategy(gemm::Pass::fprop, decision.strategy->name);
