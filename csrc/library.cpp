@@ -1,5 +1,4 @@
-// Defines every operator of the namespace `fused`: those of dispatch/operators.h, whose kernels are
-// registered in autograd/, dispatch/, cpu/ and cuda/, and what sets and shows.
+// Defines the operators of dispatch/operators.h, and what sets and shows.
 
 #include "autograd/accumulation.h"
 #include "autograd/handover.h"

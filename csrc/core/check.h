@@ -1,7 +1,6 @@
 #pragma once
 
-// Argument checks, in one wording: op, what was expected, what was got. Everything is compared
-// symbolically, so that the same checks serve real, meta and traced tensors.
+// Argument checks in one wording, symbolic so that they serve real, meta and traced tensors.
 
 #include "core/activation.h"
 #include "fused_linear.h"
@@ -43,8 +42,7 @@ inline const char* objection(const Tensor& tensor) {
   return is_supported(tensor.scalar_type()) ? nullptr : "(no kernel: dtype)";
 }
 
-// The same of a layer's arguments: input [*, features], weight [out, features], bias [out] or
-// nothing. What is objected to goes the way of torch's own functions, which take it or raise.
+// Says the same of a layer's arguments, for which torch's own functions go on, or raise.
 inline const char* objection(at::ScalarType dtype, const c10::SymInt& features,
                              const Tensor& weight, const OptionalTensor& bias) {
   if (const char* why = objection(weight)) return why;

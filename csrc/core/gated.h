@@ -83,8 +83,7 @@ inline std::pair<Tensor, Tensor> halves(const Tensor& both) {
   return {both.narrow_symint(-1, 0, features), both.narrow_symint(-1, features, features)};
 }
 
-// gate and up as one weight where they lie next to each other in memory, else undefined. Not while
-// a graph is traced, which may be run with others.
+// Joins weights that are neighbours in memory, not while a graph is traced: it may get others.
 inline Tensor joined(const Tensor& gate, const Tensor& up) {
   if (!gate.defined() || !up.defined() || at::areAnyTensorSubclassLike({gate, up})) return {};
   const bool neighbours = gate.is_contiguous() && up.is_contiguous() && gate.is_alias_of(up) &&

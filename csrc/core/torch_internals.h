@@ -39,8 +39,7 @@ using WeakNodePtr =
 template <typename T, typename... Args>
 NodePtr<T> make_node(Args&&... args) {
   if constexpr (nodes_are_shared) {
-    // torch's deleter takes long chains apart without recursion; found by the node's type, as newer
-    // versions have none
+    // torch's deleter takes long chains apart without recursion; newer versions have none.
     return NodePtr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
@@ -57,8 +56,7 @@ NodePtr<T> node_cast(const Pointer& node) {
   }
 }
 
-// Shows a finished node, outputs and saved tensors included, to those who watch nodes being made
-// (torch.autograd.graph.node_creation_hook, from 2.14 on).
+// Shows a finished node to torch.autograd.graph.node_creation_hook, from 2.14 on.
 template <typename Pointer>
 void announce(const Pointer& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) fire_node_creation_hooks(node);
@@ -96,8 +94,7 @@ using torch::dynamo::autograd::CompiledNodeArgs;
 using torch::dynamo::autograd::PackedArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
-// Has the graph that is recorded call `run` with the gradients and the values in place of the
-// node's backward. Where it is not traceable the compiler does not look into the call.
+// Records a call of `run` in place of the node's backward, opaque where it is not traceable.
 variable_list record_call(
     SwapSavedVariables& swap, const GraphNode& node,
     std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
@@ -108,8 +105,7 @@ variable_list record_call(
 // Which tensor it is, as long as somebody holds its counter of versions.
 const void* identity(const at::Tensor& tensor);
 
-// The node that adds up a leaf's gradient, which any operator that is differentiated by the leaf
-// asks torch to make; or that there is none. Two are equal where they are of one node, also of one
+// The node that adds up a leaf's gradient, or none. Equal where they are of one node, also of one
 // that is gone.
 class Accumulator {
  public:
@@ -136,8 +132,7 @@ inline at::Float32Precision float32_products(at::Float32Backend backend) {
   return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
 }
 
-// Whether CUDA's products in fp32 are nine products in bf16 (from 2.15 on). A template, as other
-// releases have no such value.
+// CUDA's products in fp32 may be nine in bf16 from 2.15 on; other releases have no such value.
 template <typename Precision = at::Float32Precision>
 bool float32_is_bf16x9() {
   if constexpr (requires { Precision::BF16X9; }) {

@@ -1,5 +1,4 @@
-// The passes of gated layers on the CPU: block by block, so that what one step has written is still
-// in a cache when the next one reads it. The steps are ATen's, which are vectorised.
+// The passes of gated layers, by blocks: a step finds what the one before wrote in a cache.
 
 #include "core/aten_activation.h"
 #include "core/explain.h"
@@ -30,8 +29,8 @@ struct Blocks {
         each(rows_each(rows, all.size(1) * static_cast<int64_t>(all.element_size()))),
         count((rows + each - 1) / each) {}
 
-  // Never one row of several: the half of a lone row is contiguous, which torch gives to oneDNN,
-  // whose GELU rounds otherwise than ATen's and makes NaN of an infinity.
+  // A lone row's half is contiguous, which torch gives to oneDNN: its GELU rounds otherwise than
+  // ATen's and makes NaN of an infinity.
   static int64_t rows_each(int64_t rows, int64_t row_bytes) {
     int64_t each = std::clamp<int64_t>(block_bytes / row_bytes, std::min<int64_t>(2, rows), rows);
     while (rows > 1 && rows % each == 1) ++each;

@@ -1,5 +1,4 @@
-// CPU kernels of the linear operators. oneDNN does what it does quicker than PyTorch's own way and
-// as exactly; everything else is the formula, through the same autograd nodes as on a GPU.
+// The linear operators on the CPU: oneDNN where it is quicker and as exact, else the formula.
 
 #include "reference/linear.h"
 #include "core/aten_activation.h"

@@ -27,8 +27,7 @@ using Reorder = Tensor(const Tensor&, std::optional<int64_t>);
 using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                       std::string_view);
 
-// oneDNN adds up a sum in fp32 one after the other; MKL, which PyTorch multiplies with, does so for
-// this many products, and then adds up the sums of those.
+// MKL adds up partial sums of this many products, oneDNN all one after the other.
 inline constexpr int64_t longest_sum = 192;
 
 inline const auto& pointwise() {
@@ -81,9 +80,8 @@ inline bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const O
   const bool fp32 = input.scalar_type() == at::kFloat;
   if (!fp32 && !(input.scalar_type() == at::kBFloat16 && multiplies_bf16())) return false;
   if (fp32 && weight.size(1) > longest_sum) return false;
-  // A call costs some 10 us whatever its size, as long as PyTorch's own BLAS takes for this many
-  // multiplications on each thread, and its own erf is quick; in 16 bits PyTorch itself calls
-  // oneDNN.
+  // A call costs some 10 us, for which PyTorch's own BLAS does this many multiplications on each
+  // thread, and its own erf is quick; in 16 bits PyTorch itself calls oneDNN.
   const int64_t least_work =
       fp32 ? (int64_t{activation == Activation::gelu_erf ? 2 : 1} << 20) * at::get_num_threads()
            : int64_t{1} << 15;
@@ -97,8 +95,7 @@ inline Tensor linear_gelu(const Tensor& input, const Tensor& weight, const Optio
   return pointwise()->call(input, weight, bias, "gelu", NoScalars(), approximate_of(activation));
 }
 
-// The same in bf16 for every activation, if the weight is packed (packed_weights.h) and large
-// enough.
+// Takes every activation in bf16, where the weight is packed (packed_weights.h) and large enough.
 inline bool takes_packed_linear(const Tensor& input, const Tensor& weight) {
   // Smaller weights are multiplied with sooner than oneDNN is called.
   constexpr int64_t least_weight = int64_t{1} << 14;
@@ -120,8 +117,7 @@ inline Tensor packed_linear(const Tensor& input, const Tensor& packed_weight,
   return result;
 }
 
-// left · rightᵀ + bias in fp32, the sums taken in parts short enough to be as exact as PyTorch's
-// own.
+// Multiplies in fp32, in sums short enough to be as exact as PyTorch's own.
 inline bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns) {
   if (type != at::kFloat || !outruns_mkl() || !pointwise() || !binary()) return false;
   // The copies of the parts and the calls have to be repaid, on every thread.
@@ -135,9 +131,8 @@ inline bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int6
          precision != at::Float32Precision::BF16;
 }
 
-// Of right, [columns, inner], by the inner dimension: parts of nearly one size, in whole vectors.
-// Between gaps oneDNN is slow beyond use, so that a part is copied unless it is one piece of
-// memory.
+// Cuts right, [columns, inner], into parts of nearly one size, in whole vectors; copies them, as
+// oneDNN is slow beyond use between gaps.
 inline std::vector<Tensor> parts_of(const Tensor& right) {
   const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
   const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
@@ -156,15 +151,13 @@ inline std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
   return parts;
 }
 
-// Rows of left's, [rows, inner], product with right, of whose parts, packed or not, it is made,
-// come in blocks that fit a cache, on any thread, to whoever has something to do to them there.
+// Gets rows of left's product with right in blocks that fit a cache, on any thread.
 using Finish = c10::function_ref<void(const Tensor& rows, int64_t first)>;
 
 inline void product(const Tensor& left, const std::vector<Tensor>& parts,
                     const OptionalTensor& bias, Finish finish) {
   const auto added = contiguous(bias);
-  // Blocks of rows are shared out among the threads once, and each is one thread's own: its result,
-  // written anew for each part, stays in the cache, and nobody waits for another before the end.
+  // A block is one thread's own, so that its result stays in the cache and nobody waits.
   constexpr int64_t block_elements = 3 << 18, least_block = 256;
   const int64_t most = std::max(least_block, block_elements / parts[0].size(0));
   const int64_t rows = left.size(0), threads = at::get_num_threads();

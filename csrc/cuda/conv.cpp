@@ -107,6 +107,7 @@ constexpr const char* no_memory = "(not cuDNN's fused form: no memory to try it)
 bool is_too_large(const ConvProblem& p) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   const int64_t pixels = p.image.size(0) * p.image.size(2) * p.image.size(3);
+  return p.image.numel() > most || pixels > most / (4 * p.weight.size(0));
 }
 
 // Says why cuDNN's fused form is not taken, as far as can be told beforehand.
@@ -160,7 +161,7 @@ class Trial {
   }
 
   Way quickest() {
-    const tune::Clock clock;
+    const auto clock = tune::start_clock();
     tune::Stopwatch stopwatch(all_ways, [this](size_t way) {
       return succeeds(static_cast<Way>(way), [&] { run(static_cast<Way>(way)); });
     });
@@ -314,7 +315,7 @@ Choice choice_for(const ConvProblem& p) {
     return chosen(key, /*even_if_due=*/true)
         .value_or(or_eager("(not cuDNN's fused form: not tried before the capture)"));
   }
-  const std::lock_guard lock(measuring(p.image.get_device()));
+  const std::lock_guard lock(device_of(p.image.get_device()).measuring);
   if (const auto found = chosen(key, /*even_if_due=*/false)) return *found;  // by another thread
   if (convolutions().is_full_for(key)) {
     return or_eager("(not cuDNN's fused form: too many sizes were tried)");
@@ -354,7 +355,7 @@ Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const Opti
 
 struct Conv {
   static constexpr bool obeys_policy = true;
-  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+  static bool is_usable(const Tensor& like) { return device_of(like.get_device()).has_code; }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& geometry) {

@@ -51,7 +51,7 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(input.device());
     const bool stacked = layer.is_stacked();
     const auto element = input.element_size();
-    if (!has_hopper_products(input.get_device()) || element != 2) return std::nullopt;
+    if (!device_of(input.get_device()).has_hopper_products || element != 2) return std::nullopt;
     if (input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1) || gate.numel() == 0 ||
         input.numel() == 0 || (!stacked && has_value(gate_bias) != has_value(up_bias))) {
       return std::nullopt;

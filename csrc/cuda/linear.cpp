@@ -237,9 +237,8 @@ struct Linear {
   // dz · weight
   static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result,
                              kernels::SmallGradients& deferred) {
-    if (result.numel() == 0) return;
     if (dz.cols == 0) result.zero_();
-    if (dz.cols == 0) return;
+    if (result.numel() == 0 || dz.cols == 0) return;
     const auto right = rows_of(weight);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight,
                unless_copied(deferred, right));

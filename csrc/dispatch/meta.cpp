@@ -1,4 +1,4 @@
-// Shapes, dtypes and strides of every result, without data: what the compiler and export see.
+// Shapes, dtypes and strides without data, for the compiler and export.
 
 #include "core/shapes.h"
 #include "dispatch/conv_kernels.h"

@@ -55,8 +55,7 @@ std::string to_text(const PlanLine& line) {
          line.decision + '\n';
 }
 
-// Another version may know strategies that this one does not, and mean something else by the
-// configurations of its own kernels.
+// Another version may mean something else by the configurations of its own kernels.
 std::optional<std::pair<PassProblem, Decision>> understood(const PlanLine& line) {
   auto entry = from_text(line.decision);
   const bool own = entry && entry->second.strategy->provider == gemm::Provider::own;
@@ -77,8 +76,7 @@ class FileLock {
     TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(error));
   }
   ~FileLock() { close(descriptor_); }
-  FileLock(const FileLock&) = delete;
-  FileLock& operator=(const FileLock&) = delete;
+  FileLock& operator=(FileLock&&) = delete;
 
  private:
   int descriptor_;

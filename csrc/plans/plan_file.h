@@ -36,10 +36,9 @@ Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here);
 // Why there is nothing for `here`, or an empty string.
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here);
 
-// At no moment is there half a file: it is written beside and then renamed; a lock, held meanwhile
-// beside the file, lets no two processes lose each other's plans. What is there for others, or not
-// understood, stays; with `merge` also what is there for `here`, and a file that cannot be read is
-// an error then.
+// A file is written beside and renamed, so that there is never half a one, under a lock, so that no
+// two processes lose plans. What is for others, or not understood, stays; with `merge` also what is
+// for `here`, and a file that cannot be read is an error then.
 void write_plan_file(const std::string& path, const MadeFor& here, const Entries& entries,
                      bool merge);
 

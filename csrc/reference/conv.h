@@ -1,7 +1,6 @@
 #pragma once
 
-// relu(conv2d(input, weight) + bias) in ATen: `ConvFormula` is the definition, differentiable, and
-// `Conv` the same as kernels.
+// `ConvFormula` is the definition in ATen, differentiable, and `Conv` the same as kernels.
 
 #include "core/conv.h"
 #include "reference/linear.h"
@@ -37,8 +36,7 @@ struct ConvFormula {
   }
 };
 
-// In the layout that is promised. What runs on the CPU, under the policy "eager", and where a CUDA
-// kernel has to give up.
+// Gives the promised layout, on the CPU, under the policy "eager", and where a kernel gives up.
 struct Conv {
   static constexpr bool obeys_policy = true;
 
@@ -49,8 +47,8 @@ struct Conv {
     const auto image = conv::batched(input);
     auto output =
         convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
-    // One channel lies in memory alike in both formats; in the strides of channels-last oneDNN's
-    // next convolution reads what nobody has written, in those that eager's ReLU gives it does not.
+    // One channel lies alike in both formats, but oneDNN's next convolution reads what nobody has
+    // written in the strides of channels-last.
     if (output.size(1) == 1) {
       output = output.as_strided(output.sizes(), c10::contiguous_strides(output.sizes()));
     }

@@ -1,7 +1,6 @@
 #pragma once
 
-// Gated layers and the one pass of their backward in ATen. `GluFormula` is the definition,
-// differentiable; `Glu` gives the same as kernels do.
+// `GluFormula` is the definition in ATen, differentiable; `Glu` gives the same as kernels do.
 
 #include "core/gated.h"
 #include "reference/linear.h"
@@ -19,8 +18,7 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
   return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);
 }
 
-// ReLU's derivative may be read from the pre-activation as well as from the output: both are
-// positive in the same places.
+// ReLU's pre-activation and output are positive in the same places.
 inline constexpr auto gate_gradient = activation_gradient;
 
 struct GluFormula {

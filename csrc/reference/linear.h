@@ -1,8 +1,7 @@
 #pragma once
 
-// act(x Wᵀ + b) and its gradients in ATen. `LinearFormula` is the definition, differentiable: the
-// reference of the tests, and the way wherever a fused kernel cannot go (double backward,
-// torch.func, forward AD). `Linear` gives the same as kernels do.
+// `LinearFormula` is the definition in ATen, differentiable, wherever a fused kernel cannot go
+// (double backward, torch.func, forward AD); `Linear` gives the same as kernels do.
 
 #include "core/aten_activation.h"
 #include "core/check.h"
@@ -22,8 +21,7 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
-// gradᵀ · input, [out, in], and grad · weight, [*, in]: the products whose sums torch's own
-// backward takes for a weight and an input of these layouts.
+// torch's own backward takes these products for a weight and an input of these layouts.
 inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
@@ -57,15 +55,13 @@ inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
   return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
 }
 
-// ReLU's bit mask as booleans, [*, features]. One bit for each element, eight to a byte, lowest
-// first, rows padded with zeros to 128 bits: the layout that cuBLASLt's RELU_AUX writes.
+// Unpacks cuBLASLt's RELU_AUX: eight elements to a byte, lowest first, rows padded to 128 bits.
 inline Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
   const auto bits = mask.unsqueeze(-1).bitwise_and(bit_values(mask)).ne(0).flatten(-2);
   return bits.narrow_symint(-1, 0, features);
 }
 
-// The pre-activation as it is saved everywhere: rows padded with zeros to 8 elements, which is what
-// cuBLASLt's GELU_AUX writes.
+// Pads the rows with zeros to 8 elements, as cuBLASLt's GELU_AUX does.
 inline Tensor pad_rows(const Tensor& tensor) {
   auto sizes = tensor.sizes().vec();
   const auto features = sizes.back();
@@ -168,7 +164,6 @@ struct LinearFormula {
     return across<LinearFormula>(layer, previous);
   }
 
-  // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
   // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
   static Pair ensemble(const Tensor& input,         // [members, tokens, in]
                        const Tensor& weight,        // [members, out, in]
@@ -182,8 +177,8 @@ struct LinearFormula {
   }
 };
 
-// The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
-// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+// Gives results in the layout of core/shapes.h, nothing aliased, under the policy "eager", on the
+// CPU, and where a kernel gives up.
 struct Linear {
   static constexpr bool obeys_policy = true;
 
@@ -264,9 +259,8 @@ inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor&
                     [&] { return describe_linear(op, input, weight, bias); });
 }
 
-// What no kernel of ours takes, for the reason that objection() gave, or what torch has to
-// differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
-// arguments besides. A row of explain.
+// Does what no kernel of ours takes, or torch has to differentiate (no objection), by torch's own
+// functions, whose errors say the arguments besides.
 inline Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
                             const Tensor& weight, const OptionalTensor& bias,
                             Activation activation) {

@@ -32,8 +32,6 @@ struct Backward {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t backward(const Product& product) {
-  return Backward<type, activation, transposed>::run(product);
-}
+using backward = Backward<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

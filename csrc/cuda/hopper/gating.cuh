@@ -26,8 +26,7 @@ struct GradGate {
   }
 };
 
-// The gradients of h = act(gate) ⊙ up, and h again: the product is the gradient of h, which reaches
-// no memory.
+// The product is the gradient of h, which reaches no memory.
 template <gemm::Type type, Activation activation, bool transposed>
 struct Gating {
   using Element = ElementOf<type>;
@@ -83,8 +82,6 @@ struct Gating {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t gating(const Product& product) {
-  return Gating<type, activation, transposed>::run(product);
-}
+using gating = Gating<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

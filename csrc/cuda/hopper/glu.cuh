@@ -1,8 +1,7 @@
 #pragma once
 
-// Both products of a gated layer and h = act(gate) ⊙ up in one kernel. The upper half of a tile's
-// rows is of gate's weight, the lower half of up's, so that a thread holds both values of an
-// element, and nobody's weights need to be interleaved.
+// Both products of a gated layer and h = act(gate) ⊙ up in one kernel: the upper half of a tile's
+// rows is of gate's weight, the lower of up's, so that a thread holds both values of an element.
 
 #include "cuda/hopper/kernel.cuh"
 
@@ -289,8 +288,6 @@ struct Glu {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t glu(const Product& product) {
-  return Glu<type, activation, transposed>::run(product);
-}
+using glu = Glu<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

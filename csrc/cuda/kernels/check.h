@@ -24,8 +24,7 @@ class OthersMayCapture {
  public:
   OthersMayCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
   ~OthersMayCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  OthersMayCapture(const OthersMayCapture&) = delete;
-  OthersMayCapture& operator=(const OthersMayCapture&) = delete;
+  OthersMayCapture& operator=(OthersMayCapture&&) = delete;
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;

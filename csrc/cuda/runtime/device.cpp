@@ -23,17 +23,6 @@ namespace {
 
 constexpr int most_devices = 64;
 
-struct Device {
-  std::once_flag once;
-  cublasLtHandle_t handle = nullptr;
-  int arch = 0;
-  int64_t workspace_limit = 0;
-  bool has_code = false;
-  bool hopper = false, small = false;
-  plans::Machine machine;
-  std::mutex measuring;
-};
-
 std::string model_of(int device) {
   const auto* properties = at::cuda::getDeviceProperties(device);
   std::ostringstream text;
@@ -51,8 +40,20 @@ std::string driver_version() {
   return text;
 }
 
-// Never destroyed, as the driver may be gone before the process is.
+[[maybe_unused]] const bool is_set_up = [] {
+  // The kernels' library knows nothing of torch, whose errors these are.
+  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
+  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
+    if (c10::cuda::device_count() == 0) return std::nullopt;
+    return device_of(device < 0 ? c10::cuda::current_device() : device).machine;
+  });
+  return true;
+}();
+
+}  // namespace
+
 Device& device_of(int index) {
+  // Never destroyed, as the driver may be gone before the process is.
   static auto* devices = new std::array<Device, most_devices>;
   TORCH_CHECK(index < most_devices, "fused: at most ", most_devices, " devices, got ", index);
   auto& device = (*devices)[index];
@@ -69,8 +70,8 @@ Device& device_of(int index) {
                  "TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor);
     }
     device.arch = properties->major * 10 + properties->minor;
-    device.hopper = hopper::available(device.arch);
-    device.small = kernels::have_small_products();
+    device.has_hopper_products = hopper::available(device.arch);
+    device.has_small_products = kernels::have_small_products();
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
     device.machine = {{model_of(index), lt_version(), driver_version()}, 0};
@@ -80,18 +81,6 @@ Device& device_of(int index) {
   });
   return device;
 }
-
-[[maybe_unused]] const bool is_set_up = [] {
-  // The kernels' library knows nothing of torch, whose errors these are.
-  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
-  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
-    if (c10::cuda::device_count() == 0) return std::nullopt;
-    return machine_of(device < 0 ? c10::cuda::current_device() : device);
-  });
-  return true;
-}();
-
-}  // namespace
 
 std::optional<gemm::Type> gemm_type(c10::ScalarType type) {
   switch (type) {
@@ -113,20 +102,14 @@ c10::ScalarType scalar_type(gemm::Type type) {
   return types[static_cast<int>(type)];
 }
 
-bool has_code_for(int device) { return device_of(device).has_code; }
-
-bool has_hopper_products(int device) { return device_of(device).hopper; }
-
 bool multiplies_as_torch(const at::Tensor& like) {
-  if (!has_code_for(like.get_device())) return false;
+  if (!device_of(like.get_device()).has_code) return false;
   return like.scalar_type() != at::kFloat || !internals::float32_is_bf16x9();
 }
 
-cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
-
 gemm::Available available(const gemm::PassProblem& problem) {
   const auto& device = device_of(problem.matmul.device);
-  return {lt_version(), device.hopper, device.small};
+  return {lt_version(), device.has_hopper_products, device.has_small_products};
 }
 
 gemm::Settings gemm_settings(int device, gemm::Type type) {
@@ -156,9 +139,5 @@ at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, std::optional<c1
   return at::Tensor(
       at::detail::empty_cuda(sizes, type.value_or(like.scalar_type()), like.device(), format));
 }
-
-const plans::Machine& machine_of(int device) { return device_of(device).machine; }
-
-std::mutex& measuring(int device) { return device_of(device).measuring; }
 
 }  // namespace fused::cuda

@@ -20,29 +20,26 @@ namespace fused::cuda {
 std::optional<gemm::Type> gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
 
-// One handle serves all threads of a device: cuBLASLt's calls are thread-safe.
-cublasLtHandle_t lt_handle(int device);
+// What is found out of a device once, at its first use, with a warning where it has no code.
+struct Device {
+  std::once_flag once;
+  cublasLtHandle_t handle = nullptr;  // for all threads: cuBLASLt's calls are thread-safe
+  int arch = 0;
+  int64_t workspace_limit = 0;
+  bool has_code = false, has_hopper_products = false, has_small_products = false;
+  plans::Machine machine;
+  std::mutex measuring;  // held meanwhile; not of all devices, as one may be waiting for another
+};
+Device& device_of(int index);
 
 // Says what there is for products on the problem's device.
 gemm::Available available(const gemm::PassProblem& problem);
-
-// Tells whether our kernels were compiled for the device; warns once where they were not.
-bool has_code_for(int device);
-
-// Tells whether the kernels of hopper/ were built, and run there.
-bool has_hopper_products(int device);
 
 // Tells whether our kernels serve, and fp32 is not multiplied in a way that only torch knows.
 bool multiplies_as_torch(const at::Tensor& like);
 
 // Reads PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
-
-const plans::Machine& machine_of(int device);
-
-// Is held while something is measured on the device; one each, as a device may be busy with waiting
-// for another.
-std::mutex& measuring(int device);
 
 // Makes an empty tensor in a third of the time that the dispatcher takes.
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
@@ -82,8 +79,7 @@ class DriverMemory {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     static_cast<void>(cudaFree(data_));
   }
-  DriverMemory(const DriverMemory&) = delete;
-  DriverMemory& operator=(const DriverMemory&) = delete;
+  DriverMemory& operator=(DriverMemory&&) = delete;
 
   char* data() const { return static_cast<char*>(data_); }
 

@@ -70,7 +70,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
       explain::append("own Hopper kernel");
       return true;
     case Provider::cublaslt:
-      if (matmul(lt_handle(p.matmul.device), plan.matmul, *plan.descriptors, plan.algorithm,
+      if (matmul(device_of(p.matmul.device).handle, plan.matmul, *plan.descriptors, plan.algorithm,
                  operands_of(call, strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
         return false;
       }

@@ -236,7 +236,7 @@ bool is_capturing() {
 
 // Remembers this thread's plan, or makes one for this call alone; nullptr where there is no way.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
-  const auto& machine = machine_of(call.problem.matmul.device);
+  const auto& machine = device_of(call.problem.matmul.device).machine;
   plans::adopt(machine);
   const auto bucket = gemm::bucket_of(call.problem, machine.first_equal_device);
   const auto generation = plans::generation();

@@ -111,7 +111,7 @@ void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwa
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
                                 const Decision& incumbent, Trial& trial, double calls, double share,
                                 const char* what) {
-  const Clock clock;
+  const auto clock = start_clock();
   int64_t bytes = 1;
   for (const auto& c : candidates) bytes = std::max(bytes, c.plan.algorithm.workspace);
   const DriverMemory workspace(bytes);
@@ -178,7 +178,7 @@ PassCall shortened(const PassCall& call) {
 // order of the stream stay as they were.
 std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket,
                                 const std::optional<Decision>& by_rule, Trial& trial) {
-  const std::lock_guard lock(measuring(whole.problem.matmul.device));
+  const std::lock_guard lock(device_of(whole.problem.matmul.device).measuring);
   if (const auto known = plans::measured(bucket)) return known;  // by another thread
   const explain::Quiet nothing_shown;
 

@@ -38,7 +38,7 @@ std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& stra
   if (strategy.provider != Provider::cublaslt) return {Algorithm()};
   const auto matmul = gemm::matmul_of(call.problem, strategy);
   Descriptors descriptors(matmul);
-  return heuristic_algorithms(lt_handle(matmul.device), matmul, descriptors,
+  return heuristic_algorithms(device_of(matmul.device).handle, matmul, descriptors,
                               operands_of(call, strategy), most);
 }
 
@@ -48,7 +48,7 @@ std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& s
   const auto matmul = gemm::matmul_of(call.problem, strategy);
   Descriptors descriptors(matmul);
   descriptors.set_pointers(operands_of(call, strategy));
-  return neighbours(lt_handle(matmul.device), matmul, descriptors, algorithm, most);
+  return neighbours(device_of(matmul.device).handle, matmul, descriptors, algorithm, most);
 }
 
 // Makes a plan for this very call, without launching, as a stream may capture; nothing where the
@@ -66,7 +66,7 @@ std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
   plan.descriptors.emplace(plan.matmul);
   plan.descriptors->set_pointers(operands_of(call, strategy));
   const auto valid =
-      checked(lt_handle(plan.matmul.device), plan.matmul, *plan.descriptors, algorithm);
+      checked(device_of(plan.matmul.device).handle, plan.matmul, *plan.descriptors, algorithm);
   if (!valid) return std::nullopt;
   plan.algorithm = *valid;
   return plan;
@@ -129,7 +129,7 @@ class Trial {
       if (!reference_known_) {
         reference_known_ = true;
         reference_errors_ = errors_of_eager(/*bias_is_matrix=*/false);
-        const auto& call = operands_.ends().front().call;
+        const auto& call = operands_.ends.front().call;
         if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
           const auto other = errors_of_eager(/*bias_is_matrix=*/true);
           if (other && (!reference_errors_ ||
@@ -145,7 +145,7 @@ class Trial {
       const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
         auto plan = plan_for(end.call, *decision.strategy, decision.algorithm);
         if (!plan) return std::nullopt;
-        return execute(end.call, *plan, operands_.workspace(), operands_.stream());
+        return execute(end.call, *plan, operands_.workspace, operands_.stream);
       };
       const auto* strategy = decision.strategy;
       return errors_of(run, strategy, &TrialOperands::End::call, /*with_marks=*/true);
@@ -153,12 +153,12 @@ class Trial {
 
    private:
     std::optional<TrialErrors> errors_of_eager(bool bias_is_matrix) {
-      const auto& problem = operands_.ends().front().eager.problem;
+      const auto& problem = operands_.ends.front().eager.problem;
       Plan plan{&gemm::eager_of(problem, available(problem)), {}, {}, {}, {}, {}};
       const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
         auto call = end.eager;
         call.bias_is_matrix = bias_is_matrix;
-        return execute(call, plan, nullptr, operands_.stream());
+        return execute(call, plan, nullptr, operands_.stream);
       };
       return errors_of(run, plan.strategy, &TrialOperands::End::eager, /*with_marks=*/false);
     }
@@ -168,14 +168,14 @@ class Trial {
     template <typename Run>
     std::optional<TrialErrors> errors_of(const Run& run, const Strategy* strategy,
                                          PassCall TrialOperands::End::* which, bool with_marks) {
-      const auto stream = operands_.stream();
-      auto* errors = operands_.errors();
+      const auto stream = operands_.stream;
+      auto* errors = operands_.errors;
       C10_CUDA_CHECK(cudaMemsetAsync(errors, 0, sizeof(TrialErrors), stream));
-      for (size_t e = 0; e < operands_.ends().size(); ++e) {
-        const auto& end = operands_.ends()[e];
+      for (size_t e = 0; e < operands_.ends.size(); ++e) {
+        const auto& end = operands_.ends[e];
         const auto& problem = (end.*which).problem;
         if (gemm::objection(problem, *strategy, available(problem))) continue;
-        for (int64_t seed = 0; seed < operands_.seeds(); ++seed) {
+        for (int64_t seed = 0; seed < operands_.seeds; ++seed) {
           operands_.prepare(end, seed);
           const auto* known = exact_of(e, seed);
           const auto ran = run(end);
@@ -197,7 +197,7 @@ class Trial {
     // epilogues promise no more than NaN in what is multiplied first.
     template <typename Run>
     bool add_lost_marks(const TrialOperands::End& end, const Run& run) {
-      const auto stream = operands_.stream();
+      const auto stream = operands_.stream;
       for (const auto& read : TrialOperands::reads_of(end.call)) {
         for (const bool infinite : {false, true}) {
           const Mark mark{read.operand, infinite};
@@ -206,7 +206,7 @@ class Trial {
           put(mark, end.call.problem.matmul.type, read.matrix, stream);
           operands_.renew_result(end.call, /*seed=*/0);
           if (!run(end).value_or(false)) return false;
-          add_lost(mark, described(end.call), operands_.errors(), stream);
+          add_lost(mark, described(end.call), operands_.errors, stream);
         }
         operands_.fill_again(read, /*seed=*/0);
       }
@@ -214,7 +214,7 @@ class Trial {
     }
 
     // The library's epilogues, where they are asked for, are as they are.
-    bool is_library_only() const { return operands_.ends().front().call.problem.library_only; }
+    bool is_library_only() const { return operands_.ends.front().call.problem.library_only; }
     TrialData described(const PassCall& call) const {
       auto data = describe(call);
       data.of_sum = is_library_only();
@@ -225,7 +225,7 @@ class Trial {
       const size_t index = end * TrialOperands::most_seeds + seed;
       auto* values = operands_.exact(end, seed);
       if (!exact_known_[index]) {
-        exact_values(described(operands_.ends()[end].call), values, operands_.stream());
+        exact_values(described(operands_.ends[end].call), values, operands_.stream);
       }
       exact_known_[index] = true;
       return values;

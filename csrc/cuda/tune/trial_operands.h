@@ -112,16 +112,16 @@ class TrialOperands {
     bool needed;     // whether who cannot be launched there is out
   };
 
-  explicit TrialOperands(const PassCall& call) : stream_(at::cuda::getCurrentCUDAStream()) {
+  explicit TrialOperands(const PassCall& call) {
     const auto ends_of_bucket = bucket_ends(call);
     const auto enough = rows_enough(call);
     const auto largest = resized(call, ends_of_bucket.back().tokens, enough);
     const auto take_common = [&](Arena& arena) {
       exact_ = static_cast<Exact*>(
           arena.take(most_ends * most_seeds * most_samples * int64_t{sizeof(Exact)}));
-      errors_ = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
+      errors = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
       const auto of_library = largest.problem.matmul.workspace_limit;
-      workspace_ = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
+      workspace = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
     };
     Arena counted;
     take_common(counted);
@@ -135,17 +135,13 @@ class TrialOperands {
     for (const auto& [tokens, needed] : ends_of_bucket) {
       const auto at_end = resized(call, tokens, enough);
       const auto& matmul = at_end.problem.matmul;
-      if (!ends_.empty() && matmul == ends_.back().call.problem.matmul) break;
+      if (!ends.empty() && matmul == ends.back().call.problem.matmul) break;
       Arena arena = common;
-      ends_.push_back(place(at_end, needed, arena));
+      ends.push_back(place(at_end, needed, arena));
       elements += std::min<int64_t>(at_end.result.rows * at_end.result.cols, most_samples);
     }
-    seeds_ = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
+    seeds = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
   }
-
-  const std::vector<End>& ends() const { return ends_; }
-  int64_t seeds() const { return seeds_; }  // so that enough elements are seen
-  c10::cuda::CUDAStream stream() const { return stream_; }
 
   struct Read {
     Operand operand;
@@ -183,7 +179,7 @@ class TrialOperands {
     const bool forward = gemm::is_forward(call.problem.pass);
     for (const auto& read : reads_of(call)) fill_again(read, seed);
     const auto spoil = [this](void* data, int64_t bytes) {
-      if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream_));
+      if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream));
     };
     renew_result(call, seed);
     if (forward) {
@@ -196,32 +192,36 @@ class TrialOperands {
     spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
     if (call.problem.keeps != Keeps::mask) return;
     fill_bits(call.problem.matmul.type, call.aux, aux_bytes(call), end.eager.aux, first_of(seed),
-              stream_);
+              stream);
   }
 
   void fill_again(const Read& read, int64_t seed) const {
-    const auto type = ends_.front().call.problem.matmul.type;
+    const auto type = ends.front().call.problem.matmul.type;
     fill(type, read.matrix.data, bytes_of(read.matrix, 1), read.amplitude, read.positive,
-         first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream_);
+         first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream);
   }
 
   // Puts there NaN, or what the product is added to.
   void renew_result(const PassCall& call, int64_t seed) const {
     const auto bytes = bytes_of_result(call);
     if (!call.problem.matmul.adds) {
-      C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream_));
+      C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream));
       return;
     }
     const auto type = gemm::result_type(call.problem.matmul);
     fill(type, call.result.data, bytes / size_of(type), 1, /*positive=*/false,
-         first_of(seed) + (uint64_t{15} << 36), stream_);
+         first_of(seed) + (uint64_t{15} << 36), stream);
   }
 
   Exact* exact(size_t end, int64_t seed) const {
     return exact_ + (static_cast<int64_t>(end) * most_seeds + seed) * most_samples;
   }
-  TrialErrors* errors() const { return errors_; }
-  void* workspace() const { return workspace_; }
+
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  std::vector<End> ends;
+  int64_t seeds = 1;              // so that enough elements are seen
+  TrialErrors* errors = nullptr;  // on the device
+  void* workspace = nullptr;      // for algorithms
 
  private:
   // Hands out parts of a piece of memory; without one it only counts the bytes.
@@ -284,15 +284,10 @@ class TrialOperands {
     return {call, eager, needed};
   }
 
-  c10::cuda::CUDAStream stream_;
   // Torch's allocator may hold all that the driver had.
   std::optional<DriverMemory> memory_;
   std::optional<Workspace> instead_;
   Exact* exact_ = nullptr;
-  TrialErrors* errors_ = nullptr;
-  void* workspace_ = nullptr;
-  std::vector<End> ends_;
-  int64_t seeds_ = 1;
 };
 
 TrialData describe(const PassCall& call) {
