@@ -43,7 +43,7 @@ Policy parse_policy(std::string_view text, const char* what);
 template <class Backend, class Reference, typename Fn>
 auto under_policy(const at::TensorBase& like, const Fn& fn) {
   const HeldPolicy held;
-  if constexpr (Backend::obeys_policy) {
+  if constexpr (requires { Backend::obeys_policy; }) {
     if (policy() == Policy::eager) return fn(Reference());
   }
   if constexpr (requires { Backend::is_usable(like); }) {

@@ -56,10 +56,6 @@ void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tens
   }
 }
 
-Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
-  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : S::unwanted(like);
-}
-
 struct Linear : reference::Linear {
   using Reference = reference::Linear;
 

@@ -4,11 +4,12 @@
 
 #include "core/aten_activation.h"
 #include "core/torch_internals.h"
+#include "cpu/passes.h"
 #include "reference/linear.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
+#include <ATen/ceil_div.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -18,7 +19,7 @@
 
 namespace fused::cpu::onednn {
 
-using reference::dense;
+using at::ceil_div, reference::dense;
 
 using NoScalars = c10::List<std::optional<at::Scalar>>;
 using Pointwise = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
@@ -63,8 +64,6 @@ inline bool outruns_mkl() {
   return false;
 #endif
 }
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // oneDNN takes no notice of its stride.
 inline OptionalTensor contiguous(const OptionalTensor& bias) {
@@ -162,21 +161,17 @@ inline void product(const Tensor& left, const std::vector<Tensor>& parts,
   const int64_t most = std::max(least_block, block_elements / parts[0].size(0));
   const int64_t rows = left.size(0), threads = at::get_num_threads();
   const int64_t blocks = ceil_div(ceil_div(rows, most), threads) * threads;
-  const int64_t block = ceil_div(rows, blocks);
-  at::parallel_for(0, ceil_div(rows, block), 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-    for (int64_t first = begin * block; first < std::min(end * block, rows); first += block) {
-      const auto some = left.narrow(0, first, std::min(block, rows - first));
-      Tensor result;
-      int64_t k = 0;
-      for (const auto& part : parts) {
-        const auto columns = some.narrow(1, k, part.size(1));
-        result = k == 0 ? pointwise()->call(columns, part, added, "none", NoScalars(), std::nullopt)
-                        : binary()->call(columns, result, part, std::nullopt, "add");
-        k += part.size(1);
-      }
-      finish(result, first);
+  Blocks(rows, ceil_div(rows, blocks)).run([&](int64_t, int64_t first, int64_t count) {
+    const auto some = left.narrow(0, first, count);
+    Tensor result;
+    int64_t k = 0;
+    for (const auto& part : parts) {
+      const auto columns = some.narrow(1, k, part.size(1));
+      result = k == 0 ? pointwise()->call(columns, part, added, "none", NoScalars(), std::nullopt)
+                      : binary()->call(columns, result, part, std::nullopt, "add");
+      k += part.size(1);
     }
+    finish(result, first);
   });
 }
 

@@ -7,10 +7,31 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
+#include <ATen/ceil_div.h>
 
 #include <algorithm>
 
 namespace fused::cpu {
+
+// Blocks of rows, each one thread's own, so that what a step writes is in a cache for the next.
+struct Blocks {
+  int64_t rows, each, count;
+
+  Blocks(int64_t rows, int64_t each) : rows(rows), each(each), count(at::ceil_div(rows, each)) {}
+
+  // Calls fn(block, its first row, its rows), on all threads.
+  template <typename Fn>
+  void run(const Fn& fn) const {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
+      for (int64_t i = begin; i < end; ++i) fn(i, i * each, std::min(each, rows - i * each));
+    });
+  }
+};
+
+inline Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
+  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : at::empty({0}, like.options());
+}
 
 // ReLU's bit mask in one pass over memory each way; ATen's formulas take six.
 
@@ -133,20 +154,15 @@ inline bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation a
 inline Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved,
                        Activation activation, bool sums_wanted) {
   const int64_t rows = dz.size(0), features = dz.size(1);
-  const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
-  const int64_t blocks = (rows + block - 1) / block;
+  const Blocks blocks(rows, std::clamp<int64_t>(block_elements / features, 1, rows));
   Tensor sums;
-  if (sums_wanted) sums = at::empty({blocks, features}, dz.options().dtype(at::kDouble));
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i * block, count = std::min(block, rows - first);
-      const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
-      gradient_into(some(dz), some(grad), some(saved), activation);
-      if (!sums_wanted) continue;
-      auto sum = sums.select(0, i);
-      at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);
-    }
+  if (sums_wanted) sums = at::empty({blocks.count, features}, dz.options().dtype(at::kDouble));
+  blocks.run([&](int64_t block, int64_t first, int64_t count) {
+    const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
+    gradient_into(some(dz), some(grad), some(saved), activation);
+    if (!sums_wanted) return;
+    auto sum = sums.select(0, block);
+    at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);
   });
   return sums;
 }

@@ -36,7 +36,7 @@ using plans::TrialErrors, plans::Verdict;
 // ---- the ways ----------------------------------------------------------------------------------
 
 kernels::Image image_of(const Tensor& tensor) {
-  return {*gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
+  return {gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
           tensor.size(2) * tensor.size(3)};
 }
 
@@ -273,7 +273,7 @@ class Trial {
   const std::vector<bool> eligible_;
   const char* reasons_[all_ways] = {};
   bool is_final_ = true;
-  const gemm::Type type_ = *gemm_type(p_.image.scalar_type());
+  const gemm::Type type_ = gemm_type(p_.image.scalar_type());
   Tensor x_, w_, b_;
   OptionalTensor bias_;
   std::vector<ExactConv> exact_;

@@ -36,7 +36,7 @@ struct Halves {
   }
 
   kernels::Gating describe(Activation activation, const Tensor& like) const {
-    return gating_of(activation, *gemm_type(like.scalar_type()), gate.matrix, up.matrix);
+    return gating_of(activation, gemm_type(like.scalar_type()), gate.matrix, up.matrix);
   }
 };
 
@@ -76,7 +76,7 @@ struct Glu : reference::Glu {
     call.up = stacked ? gemm::Up{behind(first.data, half * (first.transposed ? 1 : first.ld)),
                                  first.ld, behind(call.bias, half), behind(call.aux.data, half)}
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
-    complete(call, *gemm_type(input.scalar_type()), input.get_device());
+    complete(call, gemm_type(input.scalar_type()), input.get_device());
     // Of both weights, and both pre-activations.
     auto& matmul = call.problem.matmul;
     matmul.aligned_a &= gemm::is_aligned(call.up.weight);
@@ -159,7 +159,7 @@ struct Glu : reference::Glu {
     call.gating = {up.data, up.ld,
                    apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
-    complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
+    complete(call, gemm_type(step.gate.scalar_type()), step.gate.get_device());
     if (!tune::run(call)) return std::nullopt;
     return {{grad_gate, grad_up, none(), none(), hidden}};
   }

@@ -17,7 +17,7 @@ namespace fused::cuda {
 namespace {
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
-  complete(call, *gemm_type(like.scalar_type()), like.get_device());
+  complete(call, gemm_type(like.scalar_type()), like.get_device());
   return tune::run(call, deferred);
 }
 
@@ -145,7 +145,7 @@ struct Linear {
     auto mask = S::mask(output);
     if (mask.numel() == 0) return mask;
     const auto rows = plain_rows(output);
-    kernels::write_relu_mask(*gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
+    kernels::write_relu_mask(gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
                              rows.matrix.data, rows.matrix.ld, mask.data_ptr(),
                              at::cuda::getCurrentCUDAStream());
     return mask;
@@ -208,7 +208,7 @@ struct Linear {
     const bool wants_sums = sums.numel() > 0;
     if (grad.rows == 0 && wants_sums) sums.zero_();
     if (grad.rows == 0 || grad.cols == 0 || (dz == nullptr && !wants_sums)) return;
-    one_pass(grad, saved, mask, activation, *gemm_type(like.scalar_type()), dz,
+    one_pass(grad, saved, mask, activation, gemm_type(like.scalar_type()), dz,
              wants_sums ? sums.data_ptr() : nullptr);
   }
 

@@ -22,7 +22,7 @@ namespace {  // of linear.cpp alone
 using S = Shapes<Allocator>;
 
 bool takes_small(PassCall& call, const Tensor& like) {
-  complete(call, *gemm_type(like.scalar_type()), like.get_device());
+  complete(call, gemm_type(like.scalar_type()), like.get_device());
   const auto& p = call.problem;
   return !gemm::objection(p, *gemm::find_strategy(p.pass, "small"), available(p));
 }
@@ -82,8 +82,8 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
   if (layer.activation == Activation::none || given.numel() == 0) return given;
   auto dz = empty(given.sizes(), given);
   const auto grad = plain_rows(given), saved = plain_rows(*layer.saved);
-  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation,
-           *gemm_type(dz.scalar_type()), dz.data_ptr(), nullptr);
+  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation, gemm_type(dz.scalar_type()),
+           dz.data_ptr(), nullptr);
   return dz;
 }
 

@@ -27,7 +27,7 @@ struct ConvKernels {
     }
     const explain::Row row(conv::op_name, input, weight);
     conv::check(input, weight, bias, geometry);
-    return way(input, [&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
+    return way(input, [&](auto w) { return w.forward(input, weight, bias, geometry); });
   }
 
   static Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output,
@@ -35,7 +35,7 @@ struct ConvKernels {
     const explain::Row row("_channels_relu_backward", grad_output, {});
     conv::check_backward(row.op, grad_output, output);
     return way(grad_output,
-               [&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
+               [&](auto w) { return w.relu_backward(grad_output, output, bias_grad); });
   }
 };
 

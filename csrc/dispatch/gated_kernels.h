@@ -19,7 +19,7 @@ struct GatedKernels : GatedWithoutGradient {
     const explain::Row row("_glu", gate, {});
     gated::check_halves(row.op, gate, up);
     return under_policy<Backend, reference::Glu>(
-        gate, [&](auto w) { return decltype(w)::glu(gate, up, activation); });
+        gate, [&](auto w) { return w.glu(gate, up, activation); });
   }
 
   static Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -50,7 +50,8 @@ struct GatedKernels : GatedWithoutGradient {
     gated::check_glu_backward(row.op, step);
     return under_policy<Backend, reference::Glu>(step.gate, [&](auto w) -> Quintuple {
       using Way = decltype(w);
-      if (Way::takes_down || !has_value(step.down)) return Way::glu_backward(step);
+      constexpr bool takes_down = requires { Way::takes_down; };
+      if (takes_down || !has_value(step.down)) return Way::glu_backward(step);
       explain::append("ATen mm");
       return reference::through_down(step, Way::glu_backward);
     });

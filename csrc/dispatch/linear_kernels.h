@@ -30,8 +30,7 @@ struct LinearKernels {
     }
     const explain::Row row(op, input, weight);
     check_devices(op, input, weight, bias);
-    return way(input,
-               [&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
+    return way(input, [&](auto w) { return w.forward(input, weight, bias, activation); });
   }
 
   static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -40,8 +39,8 @@ struct LinearKernels {
     check_ensemble(row.op, input, weight, bias);
     const auto activation = parse_activation(row.op, text);
     return way(input, [&](auto w) -> Pair {
-      if constexpr (requires { decltype(w)::ensemble(input, weight, bias, activation); }) {
-        return decltype(w)::ensemble(input, weight, bias, activation);
+      if constexpr (requires { w.ensemble(input, weight, bias, activation); }) {
+        return w.ensemble(input, weight, bias, activation);
       }
       return reference::LinearFormula::ensemble(input, weight, bias, activation);
     });
@@ -51,8 +50,7 @@ struct LinearKernels {
                          Activation activation) {
     const explain::Row row("_linear_aux", input, weight);
     check_linear(row.op, input, weight, bias);
-    return way(input,
-               [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
+    return way(input, [&](auto w) { return w.forward_aux(input, weight, bias, activation); });
   }
 
   static Tensor relu_mask(const Tensor& output) {
@@ -60,7 +58,7 @@ struct LinearKernels {
     TORCH_CHECK(output.dim() >= 1, row.op,
                 ": output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(row.op, output, "output");
-    return way(output, [&](auto w) { return decltype(w)::relu_mask(output); });
+    return way(output, [&](auto w) { return w.relu_mask(output); });
   }
 
   static Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
@@ -86,7 +84,7 @@ struct LinearKernels {
     check_floating(row.op, grad_output);
     check_saved(row.op, grad_output, saved, activation);
     return way(grad_output, [&](auto w) {
-      return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad);
+      return w.activation_backward(grad_output, saved, activation, bias_grad);
     });
   }
 
@@ -95,21 +93,21 @@ struct LinearKernels {
     if (layer.weight.dim() == 3) {
       check_ensemble(row.op, layer.input, layer.weight, {});
       return way(layer.grad_output, [&](auto w) {
-        if constexpr (requires { decltype(w)::ensemble_backward(layer); }) {
-          return decltype(w)::ensemble_backward(layer);
+        if constexpr (requires { w.ensemble_backward(layer); }) {
+          return w.ensemble_backward(layer);
         }
         return reference::LinearFormula::linear_backward(layer);
       });
     }
     check_linear_backward(row.op, layer);
-    return way(layer.input, [&](auto w) { return decltype(w)::linear_backward(layer); });
+    return way(layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds) {
     const explain::Row row("_weight_gradient", input, into);
     check_weight_gradient(row.op, grad_output, input, into);
-    way(input, [&](auto w) { decltype(w)::weight_gradient(grad_output, input, into, adds); });
+    way(input, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
@@ -117,8 +115,7 @@ struct LinearKernels {
     const explain::Row row("_linear_backward_across", layer.input, layer.weight);
     check_linear_backward(row.op, layer);
     check_saved(row.op, layer.input, previous.saved, previous.activation);
-    return way(layer.input,
-               [&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
+    return way(layer.input, [&](auto w) { return w.linear_backward_across(layer, previous); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
@@ -137,8 +134,7 @@ struct LinearKernels {
       const explain::Row row("mlp", hidden, weights[i]);
       const bool last = i + 1 == weights.size();
       hidden = way(hidden, [&](auto w) {
-        return decltype(w)::forward(hidden, weights[i], biases.get(i),
-                                    last ? Activation::none : activation);
+        return w.forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
       });
     }
     return hidden;

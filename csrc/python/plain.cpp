@@ -1,5 +1,7 @@
 #include "python/plain.h"
 
+#include "core/check.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 
@@ -67,10 +69,6 @@ bool is_plain(PyObject* module, const Dict& dict, PyObject* forward) {
 // square() returns fp32 on a GPU under autocast.
 bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
 
-bool is_float(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
-}
-
 }  // namespace
 
 bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
@@ -79,7 +77,7 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
   bool casts = false;
   const auto agrees = [&](const Tensor& t) {
     casts = casts || t.scalar_type() != weight.scalar_type();
-    return is_float(t.scalar_type()) && t.device() == weight.device() &&
+    return is_supported(t.scalar_type()) && t.device() == weight.device() &&
            t.layout() == at::kStrided && !t.is_nested();
   };
   if (!agrees(input) || !agrees(weight)) return false;

@@ -20,8 +20,6 @@ inline Tensor convolution(const Tensor& image, const Tensor& weight, const Optio
 }
 
 struct ConvFormula {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& g) {
     return at::relu(

@@ -22,9 +22,6 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
 inline constexpr auto gate_gradient = activation_gradient;
 
 struct GluFormula {
-  static constexpr bool obeys_policy = false;
-  static constexpr bool takes_down = false;
-
   // act(gate) ⊙ up of pre-activations, [*, hidden]
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
@@ -67,7 +64,6 @@ struct GluFormula {
 
 struct Glu {
   static constexpr bool obeys_policy = true;
-  static constexpr bool takes_down = false;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     explain::append(explain::not_fused);

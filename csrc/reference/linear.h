@@ -95,8 +95,6 @@ Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previo
 }
 
 struct LinearFormula {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     return activate(at::linear(input, weight, bias), activation);

@@ -145,27 +145,19 @@ class GatedStore {
     int64_t ld_gate, ld_up, ld_hidden;
     int features, tokens;
   };
-  struct Params {
-    const Element *gate_bias, *up_bias;
-    int features, tokens;
-    bool keeps;
-    Tma gate, up, hidden;
+  struct Params : Arguments {
+    Tma to_gate, to_up, to_hidden;
+
+    CUTLASS_DEVICE bool keeps() const { return this->gate != nullptr; }
   };
 
   template <typename Problem>
   static Params to_underlying_arguments(const Problem&, const Arguments& a, void*) {
-    const bool keeps = a.gate != nullptr;
     const auto tma = [&a](Element* data, int64_t ld) {
       return tma_of(data, a.features, a.tokens, ld);
     };
     const auto hidden = tma(a.hidden, a.ld_hidden);
-    return {a.gate_bias,
-            a.up_bias,
-            a.features,
-            a.tokens,
-            keeps,
-            keeps ? tma(a.gate, a.ld_gate) : hidden,
-            keeps ? tma(a.up, a.ld_up) : hidden,
+    return {a, a.gate ? tma(a.gate, a.ld_gate) : hidden, a.up ? tma(a.up, a.ld_up) : hidden,
             hidden};
   }
   template <typename Problem>
@@ -213,7 +205,7 @@ class GatedStore {
         hidden[q] = reinterpret_cast<const uint32_t&>(h);
       }
       const int offset = place + j * 8 * half_features;
-      if (params_.keeps) {
+      if (params_.keeps()) {
         put(gate, shared.gate.data + offset);
         put(up, shared.up.data + offset);
       }
@@ -224,11 +216,11 @@ class GatedStore {
                                       cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
     if (thread != 0) return;
     const int tokens = cute::get<1>(at);
-    if (params_.keeps) {
-      store(params_.gate, shared.gate.data, tile, tokens);
-      store(params_.up, shared.up.data, tile, tokens);
+    if (params_.keeps()) {
+      store(params_.to_gate, shared.gate.data, tile, tokens);
+      store(params_.to_up, shared.up.data, tile, tokens);
     }
-    store(params_.hidden, shared.hidden.data, tile, tokens);
+    store(params_.to_hidden, shared.hidden.data, tile, tokens);
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // the other warp group's values take their place
   }

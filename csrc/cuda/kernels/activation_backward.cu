@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 
 bool takes_vectors(const ActivationBackward& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
-  return args.cols % full == 0 && args.ld_grad % full == 0 && aligned16(args.grad) &&
-         (args.mask || (args.ld_saved % full == 0 && aligned16(args.saved))) && aligned16(args.dz);
+  return args.cols % full == 0 && args.ld_grad % full == 0 && gemm::is_aligned(args.grad) &&
+         (args.mask || (args.ld_saved % full == 0 && gemm::is_aligned(args.saved))) &&
+         gemm::is_aligned(args.dz);
 }
 
 // Makes one wave of blocks, or two where each has many rows: others make up for a slow one then.

@@ -161,10 +161,6 @@ __device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& f
   for (; row < rows; row += stride) fn(row, std::integral_constant<int, 1>());
 }
 
-inline bool aligned16(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-}
-
 // Calls fn(T{}) with the element type.
 template <typename Fn>
 void with_type(gemm::Type type, const Fn& fn) {

@@ -107,8 +107,8 @@ struct Launch {
 Launch shape_of(const PlanesBackward& args) {
   const auto& image = args.image;
   const int64_t full = 16 / gemm::size_of(image.type);
-  const bool vectors = image.plane % full == 0 && aligned16(args.grad) && aligned16(args.output) &&
-                       aligned16(args.dz);
+  const bool vectors = image.plane % full == 0 && gemm::is_aligned(args.grad) &&
+                       gemm::is_aligned(args.output) && gemm::is_aligned(args.dz);
   const int64_t per_plane = vectors ? image.plane / full : image.plane;
   int across = 1;
   while (across < block_threads && across < per_plane) across *= 2;
@@ -139,7 +139,8 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
   with_type(image.type, [&](auto element) {
     using T = decltype(element);
     constexpr int full = full_vector<T>;
-    const bool vectors = cols % full == 0 && aligned16(y) && (!channels_last || aligned16(bias));
+    const bool vectors =
+        cols % full == 0 && gemm::is_aligned(y) && (!channels_last || gemm::is_aligned(bias));
     auto* kernel = vectors ? bias_relu_kernel<T, false, full> : bias_relu_kernel<T, false, 1>;
     if (channels_last) {
       kernel = vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>;

@@ -106,14 +106,14 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 bool takes_vectors(const Gating& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
   return args.cols % full == 0 && args.ld_gate % full == 0 && args.ld_up % full == 0 &&
-         aligned16(args.gate) && aligned16(args.up) && aligned16(args.hidden);
+         gemm::is_aligned(args.gate) && gemm::is_aligned(args.up) && gemm::is_aligned(args.hidden);
 }
 
 bool takes_vectors(const GatingBackward& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
   return takes_vectors(static_cast<const Gating&>(args)) && args.ld_grad % full == 0 &&
-         args.ld_result % full == 0 && aligned16(args.grad) && aligned16(args.grad_gate) &&
-         aligned16(args.grad_up);
+         args.ld_result % full == 0 && gemm::is_aligned(args.grad) &&
+         gemm::is_aligned(args.grad_gate) && gemm::is_aligned(args.grad_up);
 }
 
 int64_t per_row(const Gating& args, bool vectors) {

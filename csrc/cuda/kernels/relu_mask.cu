@@ -83,7 +83,7 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
     using T = decltype(element);
     constexpr int full = full_vector<T>;
     const int64_t bytes_per_row = mask_bytes(cols);
-    const bool vectors = ld % full == 0 && aligned16(output);
+    const bool vectors = ld % full == 0 && gemm::is_aligned(output);
     auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
     launch_rows(kernel, rows, bytes_per_row, rows_in_flight, stream, rows, cols,
                 static_cast<const T*>(output), ld, static_cast<uint8_t*>(mask), bytes_per_row);

@@ -126,24 +126,24 @@ cublasLtHandle_t new_lt_handle() {
 }
 
 Descriptors::Descriptors(const Problem& p)
-    : bias_(uses_bias(p.epilogue)), aux_(uses_aux(p.epilogue)) {
-  cublasLtMatmulDesc_t operation = nullptr;
-  check(cublasLtMatmulDescCreate(&operation, compute_type(p), scale_type(p.type)),
+    : has_bias(uses_bias(p.epilogue)), has_aux(uses_aux(p.epilogue)) {
+  cublasLtMatmulDesc_t made = nullptr;
+  check(cublasLtMatmulDescCreate(&made, compute_type(p), scale_type(p.type)),
         "cublasLtMatmulDescCreate");
-  operation_.reset(operation);
-  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(p.epilogue));
-  if (aux_) set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
-  a_.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
-  b_.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
-  d_.reset(layout(result_type(p), p.m, p.n, p.ldd));
+  operation.reset(made);
+  set(made, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(made, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(p.epilogue));
+  if (has_aux) set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
+  a.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
+  b.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
+  d.reset(layout(result_type(p), p.m, p.n, p.ldd));
 }
 
 void Descriptors::set_pointers(const Operands& operands) {
   // A bias or aux pointer without an epilogue that uses it is an error to the library.
-  if (bias_) set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
-  if (aux_) set(operation_.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
+  if (has_bias) set(operation.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
+  if (has_aux) set(operation.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
 }
 
 std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
@@ -175,8 +175,8 @@ std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Probl
   std::vector<cublasLtMatmulHeuristicResult_t> results(most);
   int returned = 0;
   const auto status = cublasLtMatmulAlgoGetHeuristic(
-      handle, descriptors.operation(), descriptors.a(), descriptors.b(), descriptors.d(),
-      descriptors.d(), preference.get(), most, results.data(), &returned);
+      handle, descriptors.operation.get(), descriptors.a.get(), descriptors.b.get(),
+      descriptors.d.get(), descriptors.d.get(), preference.get(), most, results.data(), &returned);
   if (status != CUBLAS_STATUS_SUCCESS) return {};
 
   std::vector<Algorithm> found;
@@ -194,9 +194,9 @@ std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem
                                  const Descriptors& descriptors, const Algorithm& algorithm) {
   const auto algo = as_algo(algorithm);
   cublasLtMatmulHeuristicResult_t result{};
-  const auto status =
-      cublasLtMatmulAlgoCheck(handle, descriptors.operation(), descriptors.a(), descriptors.b(),
-                              descriptors.d(), descriptors.d(), &algo, &result);
+  const auto status = cublasLtMatmulAlgoCheck(
+      handle, descriptors.operation.get(), descriptors.a.get(), descriptors.b.get(),
+      descriptors.d.get(), descriptors.d.get(), &algo, &result);
   if (status != CUBLAS_STATUS_SUCCESS || is_known_wrong(algo, problem) ||
       static_cast<int64_t>(result.workspaceSize) > problem.workspace_limit) {
     return std::nullopt;
@@ -259,13 +259,13 @@ cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descripto
   const float alpha32 = 1, beta32 = problem.adds ? 1 : 0;
   const bool f64 = problem.type == Type::f64;
   // C is D, also where it is not read: a null C crashed before CUDA 13.0 Update 2.
-  return cublasLtMatmul(handle, descriptors.operation(),
+  return cublasLtMatmul(handle, descriptors.operation.get(),
                         f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
-                        operands.a, descriptors.a(),                          //
-                        operands.b, descriptors.b(),                          //
+                        operands.a, descriptors.a.get(),                      //
+                        operands.b, descriptors.b.get(),                      //
                         f64 ? static_cast<const void*>(&beta64) : &beta32,    // beta
-                        operands.d, descriptors.d(),                          // C
-                        operands.d, descriptors.d(),                          // D
+                        operands.d, descriptors.d.get(),                      // C
+                        operands.d, descriptors.d.get(),                      // D
                         &algo, workspace, static_cast<size_t>(algorithm.workspace), stream);
 }
 

@@ -18,28 +18,20 @@ size_t lt_version();
 cublasLtHandle_t new_lt_handle();  // of the current device
 
 // The library's view of a problem, for one thread at a time, as every run sets the pointers again.
-class Descriptors {
- public:
+struct Descriptors {
   explicit Descriptors(const Problem& problem);
-
-  cublasLtMatmulDesc_t operation() const { return operation_.get(); }
-  cublasLtMatrixLayout_t a() const { return a_.get(); }
-  cublasLtMatrixLayout_t b() const { return b_.get(); }
-  cublasLtMatrixLayout_t d() const { return d_.get(); }
 
   void set_pointers(const Operands& operands);
 
- private:
   struct Destroy {
     void operator()(cublasLtMatmulDescOpaque_t* p) const { cublasLtMatmulDescDestroy(p); }
     void operator()(cublasLtMatrixLayoutOpaque_t* p) const { cublasLtMatrixLayoutDestroy(p); }
   };
   using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy>;
 
-  bool bias_;
-  bool aux_;
-  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation_;
-  Layout a_, b_, d_;
+  bool has_bias, has_aux;
+  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation;
+  Layout a, b, d;
 };
 
 // Asks the heuristic for algorithms, best guess first, without those known to be wrong. Not to be

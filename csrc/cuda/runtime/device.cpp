@@ -13,6 +13,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <mutex>
@@ -22,6 +23,7 @@ namespace fused::cuda {
 namespace {
 
 constexpr int most_devices = 64;
+constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
 
 std::string model_of(int device) {
   const auto* properties = at::cuda::getDeviceProperties(device);
@@ -82,25 +84,13 @@ Device& device_of(int index) {
   return device;
 }
 
-std::optional<gemm::Type> gemm_type(c10::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return gemm::Type::f64;
-    case at::kFloat:
-      return gemm::Type::f32;
-    case at::kHalf:
-      return gemm::Type::f16;
-    case at::kBFloat16:
-      return gemm::Type::bf16;
-    default:
-      return std::nullopt;
-  }
+gemm::Type gemm_type(c10::ScalarType type) {
+  const auto* const it = std::ranges::find(types, type);
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(it != std::end(types));
+  return static_cast<gemm::Type>(it - types);
 }
 
-c10::ScalarType scalar_type(gemm::Type type) {
-  constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
-  return types[static_cast<int>(type)];
-}
+c10::ScalarType scalar_type(gemm::Type type) { return types[static_cast<int>(type)]; }
 
 bool multiplies_as_torch(const at::Tensor& like) {
   if (!device_of(like.get_device()).has_code) return false;

@@ -17,7 +17,7 @@
 
 namespace fused::cuda {
 
-std::optional<gemm::Type> gemm_type(c10::ScalarType type);
+gemm::Type gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
 
 // What is found out of a device once, at its first use, with a warning where it has no code.
