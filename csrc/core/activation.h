@@ -9,7 +9,6 @@
 
 namespace fused {
 
-// In the order of the enumeration.
 inline constexpr Activation activations[] = {Activation::none,      Activation::relu,
                                              Activation::gelu_tanh, Activation::gelu_erf,
                                              Activation::silu,      Activation::relu2};
@@ -29,7 +28,6 @@ inline const char* approximate_of(Activation activation) {
 
 inline bool is_gelu(Activation activation) { return approximate_of(activation) != nullptr; }
 
-// What act' is read from.
 enum class Saved { nothing, output, preactivation };
 
 constexpr Saved saved_for(Activation activation) {

@@ -10,7 +10,6 @@
 
 namespace fused {
 
-// Differentiable.
 inline Tensor activate(const Tensor& preactivation, Activation activation) {
   switch (activation) {
     case Activation::none:

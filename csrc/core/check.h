@@ -79,7 +79,6 @@ enum class Memory {
   low,       // only what the backward cannot recompute, bit for bit
 };
 
-// From the schema's text.
 inline Memory parse_memory(const char* op, std::string_view text) {
   if (text == "default") return Memory::standard;
   if (text == "low") return Memory::low;
@@ -112,7 +111,6 @@ inline Activation parse_approximate(const char* op, std::string_view approximate
   TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
-// What a message says of a tensor.
 inline std::string describe(const OptionalTensor& tensor) {
   if (!has_value(tensor)) return "None";
   std::ostringstream text;
@@ -196,7 +194,6 @@ inline void check_linear(const char* op, const Tensor& input, const Tensor& weig
   check_devices(op, input, weight, bias);
 }
 
-// Of a layer of an ensemble's members.
 inline void check_ensemble(const char* op, const Tensor& input, const Tensor& weight,
                            const OptionalTensor& bias) {
   const auto of_each = [&](const Tensor& tensor, int64_t dim, const c10::SymInt& last) {
@@ -211,7 +208,6 @@ inline void check_ensemble(const char* op, const Tensor& input, const Tensor& we
               ", weight ", describe(weight), ", bias ", describe(bias));
 }
 
-// One bias or None for each of the weights.
 inline void check_mlp(at::TensorList weights, const c10::List<OptionalTensor>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",

@@ -128,7 +128,6 @@ inline void check_backward(const char* op, const Tensor& grad_output, const Tens
               output.sym_sizes());
 }
 
-// Of a result.
 inline Tensor empty(SymIntArrayRef sizes, const Tensor& like, at::MemoryFormat format) {
   return at::empty_symint(sizes, like.options().memory_format(format));
 }

@@ -14,13 +14,11 @@ namespace fused::explain {
 
 bool enabled();
 
-// Begins a report beside others, and says by which number to end it.
 int64_t start();
 // Gives the rows since then, fields separated by tabs: operator, shapes, dtype, device, path,
 // remark.
 std::vector<std::string> stop(int64_t report);
 
-// Adds a row for what is done in Python.
 void note(std::string_view row);
 
 // May lie within another of its thread. A row that ends in an exception is not reported.

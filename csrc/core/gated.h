@@ -11,7 +11,6 @@
 
 namespace fused::gated {
 
-// Refers to the caller's tensors.
 struct Layer {
   const Tensor& input;
   const Tensor& gate;
@@ -22,7 +21,6 @@ struct Layer {
   bool is_stacked() const { return !has_value(up); }
 };
 
-// The layer after it, in a block.
 struct Down {
   Tensor weight;  // undefined where there is none
   OptionalTensor bias;

@@ -3,7 +3,6 @@
 #include "core/environment.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>

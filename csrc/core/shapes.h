@@ -86,7 +86,6 @@ struct Shapes {
     return saved_for(activation) == Saved::output ? mask(output) : preactivation(output);
   }
 
-  // A vector, of no elements where it is not wanted.
   static Tensor vector(const Tensor& like, const Int& features, bool wanted = true) {
     const std::array<Int, 1> sizes{wanted ? features : Int(0)};
     return Allocator::empty(sizes, like);

@@ -1,8 +1,8 @@
 #pragma once
 
-// What is taken of torch beside its public C++ interface, and what differs between its releases.
-// Differences are found by what is there, not by the number of the release.
-// tests/integration/test_torch_internals.py holds each to what is written here.
+// What is taken of torch beside its public C++ interface, and differs between its releases, which
+// is found by what is there. tests/integration/test_torch_internals.py holds each to what is said
+// here.
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -21,8 +21,6 @@
 #include <vector>
 
 namespace fused::internals {
-
-// ---- nodes of autograd -------------------------------------------------------------------------
 
 using GraphNode = torch::autograd::Node;  // any node, of ours or not
 
@@ -75,19 +73,14 @@ inline std::mutex& mutex_of(GraphNode& node) {
   return Open::of(node);
 }
 
-// ---- the run of the eager engine that calls the running node ---------------------------------
-
 int current_run();  // -1: none
 bool run_keeps_graph();
 const std::unordered_set<GraphNode*>& nodes_of_run();  // without its root
 
-// Whether the run was asked for the gradient that arrives at the node.
 bool is_captured(GraphNode* node);
 
 // Destroyed with the run, well ended or not; called only where it ends well.
 void at_end_of_run(std::function<void()> callback);
-
-// ---- compiled autograd -------------------------------------------------------------------------
 
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
@@ -100,9 +93,6 @@ variable_list record_call(
     std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
     const variable_list& grads, const std::vector<at::IValue>& values, bool is_traceable);
 
-// ---- tensors -----------------------------------------------------------------------------------
-
-// Which tensor it is, as long as somebody holds its counter of versions.
 const void* identity(const at::Tensor& tensor);
 
 // The node that adds up a leaf's gradient, or none. Equal where they are of one node, also of one
@@ -116,8 +106,6 @@ class Accumulator {
   WeakNodePtr<GraphNode> node_{NodePtr<GraphNode>()};
 };
 
-// ---- operators and switches --------------------------------------------------------------------
-
 // An operator of torch's that not every build of it has, nor with this signature.
 template <typename Signature>
 std::optional<c10::TypedOperatorHandle<Signature>> find_operator(const char* name,
@@ -127,7 +115,6 @@ std::optional<c10::TypedOperatorHandle<Signature>> find_operator(const char* nam
   return op->template typed<Signature>();
 }
 
-// How torch multiplies matrices in fp32.
 inline at::Float32Precision float32_products(at::Float32Backend backend) {
   return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
 }

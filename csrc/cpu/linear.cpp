@@ -32,7 +32,6 @@ void multiply_with_weight(const Tensor& input, const Tensor& weight, const Optio
   onednn::product(as_rows(dense(input)), packed ? *packed : onednn::parts_of(weight), bias, finish);
 }
 
-// left · rightᵀ, into `result` or added to it
 void multiply_into(Tensor result, const Tensor& left, const Tensor& right, bool adds = false) {
   if (!onednn::takes_product(left.scalar_type(), left.size(0), left.size(1), right.size(0))) {
     explain::append(adds ? "ATen addmm" : "ATen mm");

@@ -7,9 +7,6 @@
 #include "cpu/passes.h"
 #include "reference/linear.h"
 
-#include <ATen/Context.h>
-#include <ATen/Parallel.h>
-#include <ATen/ceil_div.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -142,7 +139,6 @@ inline std::vector<Tensor> parts_of(const Tensor& right) {
   return parts;
 }
 
-// In oneDNN's own layout, which products of about so many rows like best.
 inline std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
   if (reorder()) {
     for (auto& part : parts) part = reorder()->call(part, rows);

@@ -16,7 +16,6 @@ namespace fused::cpu::packed {
 // name, where torch could not tell whether it has changed.
 void declare(const Tensor& weight, std::string_view name);
 
-// Whether it had been declared.
 bool drop(const Tensor& weight);
 
 // What `pack` has made of this very weight, as it is now. Null for one that was not declared.

@@ -1,10 +1,7 @@
 #pragma once
 
-// Our own passes over memory on the CPU.
-
 #include "core/aten_activation.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/ceil_div.h>
@@ -33,9 +30,8 @@ inline Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
   return parts.defined() ? parts.sum(0).to(like.scalar_type()) : at::empty({0}, like.options());
 }
 
-// ReLU's bit mask in one pass over memory each way; ATen's formulas take six.
-
-// The mask's rows are padded to whole groups of bits.
+// ReLU's bit mask in one pass over memory each way; ATen's formulas take six. Its
+// rows are padded to whole groups of bits.
 inline constexpr int64_t group = mask_bits<int64_t>(1), group_bytes = group / 8;
 
 template <typename T>
@@ -110,7 +106,6 @@ inline void write_relu_mask(const Tensor& mask, const Tensor& output) {
   });
 }
 
-// dz = grad where the bit is 1, else 0. All contiguous.
 inline void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& mask) {
   if (dz.numel() == 0) return;
   switch (dz.element_size()) {
@@ -123,11 +118,8 @@ inline void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& 
   }
 }
 
-// ---- a layer's backward ------------------------------------------------------------------------
-
-// One pass over memory, by blocks: what has been written is summed while it is in a cache.
-
-// Three of them, in fp32, stay in the cache that a core has to itself.
+// One pass over memory, by blocks: what has been written is summed while it is in a cache,
+// of which three in fp32 stay there.
 inline constexpr int64_t block_elements = 1 << 16;
 // Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
 inline constexpr int64_t least_elements = 1 << 22;

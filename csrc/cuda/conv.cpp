@@ -15,7 +15,6 @@
 #include "dispatch/conv_kernels.h"
 #include "plans/registry.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -221,7 +220,6 @@ class Trial {
     return "(not cuDNN's fused form: less exact than eager)";
   }
 
-  // Looks for what exact results do not show.
   const char* wrong_with_fused_form() {
     const auto nan = std::numeric_limits<double>::quiet_NaN();
     fill(0);

@@ -5,7 +5,6 @@
 #include "core/conv.h"
 #include "plans/select.h"
 
-#include <ATen/Context.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -35,7 +34,6 @@ struct ConvProblem {
         groups(g.groups.guard_int(__FILE__, __LINE__)),
         geometry(g) {}
 
-  // Names everything that may decide which kernel cuDNN, or ATen, chooses.
   ConvKey key() const {
     const auto& context = at::globalContext();
     const bool benchmark = context.benchmarkCuDNN();
@@ -111,7 +109,6 @@ class ExactConv {
     }
   };
 
-  // Takes the first image and the last.
   static Tensor some(const Tensor& images, int64_t rows) {
     const int64_t last = images.size(0) - 1;
     const auto ends =

@@ -1,5 +1,3 @@
-// The passes of gated layers on a GPU.
-
 #include "core/shapes.h"
 #include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
@@ -20,7 +18,6 @@ void* behind(void* data, int64_t bytes) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + bytes;
 }
 
-// The pre-activations as rows, of two tensors or of one tensor's halves.
 struct Halves {
   Operand gate, up;
 

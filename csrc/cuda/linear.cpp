@@ -219,7 +219,6 @@ struct Linear {
                       : make_call(Pass::wgrad, transposed(dz), input, matrix_of(grad_weight), sums);
   }
 
-  // Writes the gradient, and dz's column sums if grad_bias is defined.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
                               bool by_columns, const Tensor& grad_bias,
                               kernels::SmallGradients& deferred) {
@@ -234,7 +233,6 @@ struct Linear {
                unless_copied(deferred, rows));
   }
 
-  // dz · weight
   static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result,
                              kernels::SmallGradients& deferred) {
     if (dz.cols == 0) result.zero_();
@@ -244,7 +242,6 @@ struct Linear {
                unless_copied(deferred, right));
   }
 
-  // Writes (dz · weight) · act'(saved), and its column sums where there is room.
   static void previous_gradient(const Matrix& dz, const Tensor& weight,
                                 const steps::PreviousLayer& previous, const Tensor& result,
                                 const Tensor& sums, kernels::SmallGradients& deferred) {
@@ -268,7 +265,6 @@ struct Linear {
                weight, stays ? unless_copied(deferred, right, aux) : nullptr);
   }
 
-  // Lays out what was saved as the library reads it: a ReLU layer may have kept its output.
   static Tensor as_aux(const steps::PreviousLayer& previous) {
     const auto& saved = previous.saved;
     if (saved_for(previous.activation) == Saved::output) {

@@ -1,7 +1,5 @@
 #pragma once
 
-// Small networks on a GPU by our own kernels, where measuring has found them faster.
-
 #include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
@@ -37,8 +35,6 @@ PassCall as_chain(const std::vector<PassCall>& layers) {
   chain.layers = &layers;
   return chain;
 }
-
-// ---- ensembles ---------------------------------------------------------------------------------
 
 // The matrix of the first of [members, rows, cols], and how far the next one's is.
 struct Stacked {

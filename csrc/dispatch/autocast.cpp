@@ -22,7 +22,6 @@ struct Kept<step> {
   }
 };
 
-// Casts tensors to the region's dtype.
 template <c10::DeviceType device>
 struct Cast {
   static Tensor cast(const Tensor& tensor) {

@@ -1,7 +1,5 @@
 #pragma once
 
-// Gated layers on whatever device.
-
 #include "core/gated.h"
 #include "gemm/hopper.h"
 #include "reference/gated.h"
@@ -18,7 +16,6 @@ inline bool may_be_whole(const Tensor& input) {
          input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
 }
 
-// Makes the layer of steps, where no kernel does it whole.
 inline Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   auto gate_z = fused::linear(input, gate, gate_bias);
@@ -59,7 +56,6 @@ inline Triple gated_forward(const gated::Layer& layer, Activation activation, bo
   return whole_or_in_steps(layer, activation, keeps);
 }
 
-// The layer and what follows it, where nobody wants a gradient.
 struct GatedWithoutGradient {
   static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
                             Activation activation, Memory) {

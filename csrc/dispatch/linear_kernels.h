@@ -1,8 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for the linear operators: checks, a row of explain, the policy. A
-// backend has reference::Linear's functions, and forward_bits where forward and relu_mask can be
-// one.
+// What the dispatcher calls for the linear operators, of a backend with reference::Linear's
+// functions, and forward_bits where forward and relu_mask can be one.
 
 #include "core/activation.h"
 #include "core/check.h"

@@ -11,7 +11,6 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/SymInt.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -25,7 +24,6 @@ namespace fused::dispatch {
 
 using fused::OptionalTensor;
 
-// A schema as a template's argument.
 template <size_t size>
 struct Text {
   char chars[size]{};
@@ -144,7 +142,6 @@ struct LinearGelu : Operator<
   }
 };
 
-// The activation stands between the layers.
 struct Mlp : Operator<
                  "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation='relu', *, "
                  "str memory='default') -> Tensor",
@@ -152,7 +149,6 @@ struct Mlp : Operator<
   FUSED_KERNEL(mlp);
 };
 
-// act(input gateᵀ) ⊙ (input upᵀ); without up, gate is both weights
 struct LinearGlu
     : Operator<
           "linear_glu(Tensor input, Tensor gate, Tensor? up=None, Tensor? gate_bias=None, "
@@ -169,7 +165,6 @@ struct LinearGlu
   }
 };
 
-// A linear layer follows.
 struct GatedMlp : Operator<
                       "gated_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, "
                       "Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, *, "
@@ -238,7 +233,6 @@ struct LinearReluBits : Operator<
   FUSED_STEP(linear_relu_bits);
 };
 
-// act'(saved) · grad_output and its column sums, in one pass over memory
 struct ActivationBackward
     : Operator<
           "_activation_backward(Tensor grad_output, Tensor saved, str activation, "
@@ -270,7 +264,6 @@ struct LinearBackward
   }
 };
 
-// The weight's alone, into memory that is there
 struct WeightGradient : Operator<
                             "_weight_gradient(Tensor grad_output, Tensor input, "
                             "Tensor(a!) into, bool adds) -> ()",
@@ -278,7 +271,6 @@ struct WeightGradient : Operator<
   FUSED_STEP(weight_gradient);
 };
 
-// linear_backward, act' of the layer before and its bias gradient
 struct LinearBackwardAcross
     : Operator<
           "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, "
@@ -312,7 +304,6 @@ struct LinearGluAux
   FUSED_STEP(linear_glu_aux);
 };
 
-// act(gate) ⊙ up of pre-activations
 struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
                       Tensor(const Tensor&, const OptionalTensor&, std::string_view)> {
   FUSED_STEP(glu);
@@ -370,9 +361,8 @@ using MlpInOne = Operator<
     std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
                         std::string_view)>;
 
-// A layer of each member of an ensemble, as vmap makes it: input [members, tokens, in], weight
-// [members, out, in], bias [members, out]; saved where act' is read from it, or [0]. Its backward
-// is LinearBackward's.
+// A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
+// act' is read from it, or [0]. Its backward is LinearBackward's.
 using EnsembleLinear = Operator<
     "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> "
     "(Tensor output, Tensor saved)",
@@ -399,13 +389,11 @@ auto by_python(const Args&... args) {
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-// Calls fn(row) for every row of a list.
 template <class List, typename Fn>
 void for_each_row(const Fn& fn) {
   std::apply([&fn](const auto&... rows) { (fn(rows), ...); }, List());
 }
 
-// Registers a struct's kernels, by the names that the rows say.
 template <class List, class Kernels>
 void put(torch::Library& m) {
   for_each_row<List>([&m](auto row) {

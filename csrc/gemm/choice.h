@@ -9,7 +9,6 @@
 
 namespace fused::gemm {
 
-// The providers in this build and on a device.
 struct Available {
   size_t cublaslt = 0;  // cublasLtGetVersion()
   bool hopper = false;
@@ -27,7 +26,6 @@ inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy&
                        activation != Activation::none && (writes_aux(p) || reads_saved));
 }
 
-// Makes the strategy's product a problem of its own.
 inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
   Problem matmul = p.matmul;
   matmul.epilogue = *epilogue_of(p, s);

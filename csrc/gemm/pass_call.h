@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass of a layer with its operands, as matrices.
-
 #include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 

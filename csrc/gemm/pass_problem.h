@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass of a layer to be done: its matrix product and what is around it.
-
 #include "gemm/problem.h"
 
 #include <array>

@@ -68,7 +68,6 @@ inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// What is the device's and the user's.
 struct Settings {
   int device = 0;
   int arch = 0;  // compute capability, 90 for 9.0

@@ -31,7 +31,6 @@ enum class Step : uint8_t {
   aten_gating,
 };
 
-// What the strategy is to its pass beside a candidate.
 enum class Role : uint8_t {
   candidate,
   fallback,        // taken where every other fails

@@ -30,7 +30,6 @@ struct Decision {
 std::string to_text(const PassProblem& problem, const Decision& decision);
 std::optional<std::pair<PassProblem, Decision>> from_text(const std::string& line);
 
-// The same for people.
 std::string summary(const PassProblem& problem, const Decision& decision);
 
 }  // namespace fused::plans

@@ -21,7 +21,6 @@ namespace {
 
 constexpr std::string_view first_line = "torch_fused_linear plans 5\n";
 
-// FNV-1a: against damage, not against malice.
 uint64_t checksum(const std::string& text) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
@@ -62,7 +61,6 @@ std::optional<std::pair<PassProblem, Decision>> understood(const PlanLine& line)
   return own && line.version != own_version ? std::nullopt : entry;
 }
 
-// Held as long as the object lives.
 class FileLock {
  public:
   explicit FileLock(const std::string& path)

@@ -11,7 +11,6 @@ namespace fused::plans {
 // This package's version. What another one has written is used as far as it is understood.
 inline constexpr const char* own_version = "0.2.0";
 
-// What decisions are valid for.
 struct MadeFor {
   std::string gpu;             // model, compute capability and multiprocessors
   size_t library_version = 0;  // of cuBLASLt
@@ -31,9 +30,7 @@ struct PlanLine {
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
 std::vector<PlanLine> read_plan_file(const std::string& path);
 
-// What is valid for `here`, as far as it is understood.
 Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here);
-// Why there is nothing for `here`, or an empty string.
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here);
 
 // A file is written beside and renamed, so that there is never half a one, under a lock, so that no

@@ -1,7 +1,5 @@
 #pragma once
 
-// The plans of the process as users see them.
-
 #include "plans/plan_file.h"
 #include "plans/select.h"
 #include "plans/store.h"
@@ -19,16 +17,13 @@ using KnownPass = Known<Decision, std::pair<const Strategy*, decltype(Algorithm:
 using Passes = Store<PassProblem, KnownPass, gemm::PassProblemHash>;
 Passes& passes();
 
-// Measured, or read from a file: not its neighbour's.
 std::optional<Decision> measured(const PassProblem& bucket);
-// Its neighbour's, until it is measured.
 void borrow(const PassProblem& bucket, const Decision& decision);
 // Finds what was measured for the nearest bucket within four times the tokens, by a strategy that
 // serves.
 std::optional<Decision> neighbours_of(const PassProblem& bucket,
                                       const std::function<bool(const Strategy&)>& serves);
 
-// How many calls a bucket goes by its neighbour's decision before it is measured.
 int64_t patience();
 void set_patience(int64_t calls);
 // Until the bucket is to be measured; null: that is in this call.
@@ -55,7 +50,6 @@ struct Machine {
 };
 // Of a device, -1: the current one. Nothing without a GPU.
 std::optional<Machine> machine(int device = -1);
-// Who tells it, in a build with CUDA.
 void set_machine_source(std::optional<Machine> (*source)(int device));
 
 // Counts up when plans made ready before are to be made anew.

@@ -39,7 +39,6 @@ struct Timings {
 
 // One round: microseconds of each of the named candidates, in their order; infinity: it failed.
 using Round = std::function<std::vector<double>(const std::vector<size_t>& candidates)>;
-// Microseconds since the measurement began.
 using Clock = std::function<double()>;
 
 // The incumbent is timed as long as it runs at all: the others are compared with it.
@@ -65,7 +64,6 @@ struct TrialErrors {
 // missed.
 bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);
 
-// The errors and eager's, for people.
 std::string summary(const TrialErrors& errors, const TrialErrors& eager);
 
 // failed: it does not run, or there is no memory to try it, now.

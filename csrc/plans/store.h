@@ -73,7 +73,6 @@ class Store {
     return !has_room_for(key);
   }
 
-  // fn(key, known) of all.
   template <typename Fn>
   void each(const Fn& fn) {
     const std::lock_guard lock(mutex_);

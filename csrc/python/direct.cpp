@@ -20,7 +20,6 @@
 namespace fused::python {
 namespace {
 
-// Makes a Python object that fits an argument.
 template <typename T>
 struct Argument;
 

@@ -14,12 +14,10 @@
 namespace fused::python {
 namespace {
 
-// What know was given, kept for good.
 PyObject *begun, *glu, *decide;
 
 PyObject* part(PyObject* tuple, Py_ssize_t k) { return PyTuple_GET_ITEM(tuple, k); }
 
-// Tells of a begun layer or gated layer, with so many calls behind it.
 bool is_begun(PyObject* object, Py_ssize_t behind = 0) {
   return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 && part(object, 0) == begun &&
          PyTuple_GET_SIZE(part(object, 5)) == behind;
@@ -185,7 +183,6 @@ PyObject* product(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// A module's attribute, kept for good; false where there is none.
 bool keep(PyObject*& kept, PyObject* module, const char* name) {
   kept = PyObject_GetAttrString(module, name);
   return kept != nullptr;

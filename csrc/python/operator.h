@@ -1,4 +1,3 @@
-// The operators as Python calls them.
 #pragma once
 
 #include "dispatch/operators.h"

@@ -17,7 +17,6 @@ PyObject* item(PyObject* dict, PyObject* name) {
   return found;
 }
 
-// The attributes that an object has itself.
 struct Dict : Reference {
   explicit Dict(PyObject* owner) : Reference(PyObject_GenericGetDict(owner, nullptr)) {
     PyErr_Clear();

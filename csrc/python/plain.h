@@ -19,7 +19,6 @@ using OptionalTensor = std::optional<Tensor>;
 inline PyObject *layers, *modules, *passed, *functions, *square_functions, *global_hooks,
     *untouched, *module_call, *module_call_impl, *linear_class, *conv_class;
 
-// Owns an object, nullptr too.
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
   ~Reference() { Py_XDECREF(object); }
@@ -55,14 +54,12 @@ struct Ready {
   OptionalTensor vector() const { return optional(bias); }
 };
 
-// The parameters of a plain layer, borrowed, and its class's groups.
 struct Plain {
   PyObject *weight, *bias, *groups;
 };
 
 std::optional<Plain> plain(PyObject* layer);
 
-// Of a plain layer and an input that fits.
 std::optional<Ready> ready(PyObject* layer, PyObject* input);
 
 // Tells what the operators take; torch's own function complains about the rest.
@@ -84,7 +81,6 @@ std::optional<ConvGeometry> geometry_of(PyObject* layer);
 // Tells of an identity, and a dropout that does nothing now.
 bool passes(PyObject* module);
 
-// "" of what is no text.
 std::string_view text(PyObject* object);
 
 // "" of what fuse_ has not marked. Static, as another thread may take the mark away meanwhile.

@@ -11,7 +11,6 @@ namespace fused::reference {
 
 using conv::Geometry;
 
-// Without bias and ReLU's share: at::convolution.
 inline Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                           const Geometry& g) {
   return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
@@ -62,7 +61,6 @@ struct Conv {
   }
 };
 
-// By torch's own functions (reference/linear.h).
 inline Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const Geometry& geometry) {
   const explain::Row row(conv::op_name, input, weight);

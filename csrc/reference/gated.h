@@ -22,13 +22,11 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
 inline constexpr auto gate_gradient = activation_gradient;
 
 struct GluFormula {
-  // act(gate) ⊙ up of pre-activations, [*, hidden]
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
     return activate(first, activation) * second;
   }
 
-  // -> gradients of gate and up, their sums over all rows, and what glu gave
   static Quintuple glu_backward(const steps::GluBackward& step) {
     const auto& grad = step.grad_output;
     const auto [gate, up] = parts(step.gate, step.up);
@@ -51,7 +49,6 @@ struct GluFormula {
             wanted[3] ? as_rows(grad_up).sum(0) : none(), hidden};
   }
 
-  // The layer, and after it `down` where there is one.
   static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation) {
     const auto gate = at::linear(layer.input, layer.gate, layer.gate_bias);
     const auto hidden =
@@ -78,7 +75,6 @@ struct Glu {
   }
 };
 
-// By torch's own functions (reference/linear.h).
 inline Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
                                   const gated::Down& down, Activation activation) {
   const explain::Row row(op, layer.input, layer.gate);

@@ -10,7 +10,6 @@
 
 namespace fused::reference {
 
-// What stands in for a gradient that nobody asked for.
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
 
 // [*, features] -> [rows, features]. By reshape, as batched gradients have no rule for flatten.
@@ -38,9 +37,6 @@ inline OptionalTensor dense(const OptionalTensor& tensor) {
   return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
 }
 
-// ---- what is saved -----------------------------------------------------------------------------
-
-// 1, 2, 4 ... 128 on the device of `like`
 inline Tensor bit_values(const Tensor& like) {
   return at::pow(2, at::arange(8, like.options().dtype(at::kByte)));
 }
@@ -82,8 +78,6 @@ inline Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved
   return activation_gradient(grad_output, saved, activation);
 }
 
-// ---- the operators -----------------------------------------------------------------------------
-
 // A layer's backward, and on into the previous one, as a backend's two steps.
 template <class Backend>
 Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previous) {
@@ -114,7 +108,6 @@ struct LinearFormula {
   // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
   static Tensor relu_mask(const Tensor& output) { return pack_mask(output.le(0).logical_not()); }
 
-  // dz = act'(saved) · grad_output and its sum over all rows.
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                                   Activation activation, bool bias_grad) {
     auto gradient = activation == Activation::none
@@ -124,7 +117,6 @@ struct LinearFormula {
     return {std::move(gradient), std::move(grad_bias)};
   }
 
-  // -> gradients of input, weight, bias
   static Triple linear_backward(const steps::LinearBackward& layer) {
     const auto gradient =
         layer.activation == Activation::none
@@ -144,7 +136,6 @@ struct LinearFormula {
             layer.wanted[2] ? rows.sum(0) : none()};
   }
 
-  // gradᵀ · input, added to `into` or written there
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds) {
     const auto grad = as_rows(grad_output), rows = as_rows(input);
@@ -156,7 +147,6 @@ struct LinearFormula {
     adds ? into.add_(product) : into.copy_(product);
   }
 
-  // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
     return across<LinearFormula>(layer, previous);
@@ -233,8 +223,6 @@ struct Linear {
     return {dz.contiguous(), grad_weight, grad_bias, grad_previous_bias};
   }
 };
-
-// ---- what no kernel takes ----------------------------------------------------------------------
 
 // What torch refuses in any case, though on the meta device it may not notice, or in Python.
 inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,

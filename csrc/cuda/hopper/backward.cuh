@@ -4,7 +4,6 @@
 
 namespace fused::cuda::hopper {
 
-// product · act'(saved), and of each tile the sums over its tokens.
 template <gemm::Type type, Activation activation, bool transposed>
 struct Backward {
   using Element = ElementOf<type>;

@@ -20,7 +20,6 @@ __device__ inline uint32_t transpose_bits(uint32_t bits, int i) {
   return bits;
 }
 
-// Passes the result on.
 template <typename Element>
 struct BitsStore : fusion::Sm90VisitorImpl<> {
   static_assert(cute::size<0>(EpilogueTile{}) == 64 && cute::size<1>(EpilogueTile{}) == 64,

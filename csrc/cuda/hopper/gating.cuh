@@ -4,7 +4,6 @@
 
 namespace fused::cuda::hopper {
 
-// Of h = act(gate) ⊙ up.
 template <Activation activation>
 struct GradUp {
   CUTLASS_DEVICE static float of(float grad, float gate) {

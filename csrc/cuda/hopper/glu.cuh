@@ -13,7 +13,6 @@ namespace fused::cuda::hopper {
 inline constexpr int half_features = gemm::hopper::tile_features / 2;
 inline constexpr int tokens_of_tile = gemm::hopper::tile_tokens;
 
-// The builder's main loop with an operand A of two matrices.
 template <typename Base>
 struct TwoWeights : Base {
   using Value = typename Base::InternalElementA;
@@ -56,7 +55,6 @@ struct TwoWeights : Base {
     cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
   }
 
-  // Tiles of gate's weight, the input, up's weight.
   template <typename Problem>
   CUTLASS_DEVICE auto load_init(const Problem& problem, const Params& params) const {
     const auto& [m, n, k, l] = problem;
@@ -109,7 +107,6 @@ struct TwoWeights : Base {
   }
 };
 
-// Stores h, and the pre-activations it is made of, rounded, where they are kept.
 template <Activation activation, typename Element>
 class GatedStore {
  public:

@@ -1,7 +1,6 @@
 #pragma once
 
-// Our own products for Hopper GPUs, built where TORCH_FUSED_LINEAR_HOPPER says so; else absent.cpp
-// is.
+// Our own products for Hopper GPUs, where TORCH_FUSED_LINEAR_HOPPER says so; else absent.cpp.
 
 #include "gemm/pass_problem.h"
 

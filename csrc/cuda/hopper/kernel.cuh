@@ -121,8 +121,6 @@ struct Kernel {
   }
 };
 
-// ---- epilogues ---------------------------------------------------------------------------------
-
 // One half of a block does this while the other multiplies: it must not take longer.
 template <Activation activation>
 struct Activate {

@@ -1,7 +1,5 @@
 #pragma once
 
-// The activations and their derivatives on one element, and vectors of elements.
-
 #include "core/activation.h"
 #include "cuda/kernels/check.h"
 #include "cuda/kernels/quick_math.cuh"
@@ -161,7 +159,6 @@ __device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& f
   for (; row < rows; row += stride) fn(row, std::integral_constant<int, 1>());
 }
 
-// Calls fn(T{}) with the element type.
 template <typename Fn>
 void with_type(gemm::Type type, const Fn& fn) {
   switch (type) {

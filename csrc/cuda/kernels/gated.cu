@@ -120,7 +120,6 @@ int64_t per_row(const Gating& args, bool vectors) {
   return vectors ? args.cols * gemm::size_of(args.type) / 16 : args.cols;
 }
 
-// One wave of blocks, with an equal share of the rows each.
 Chunks chunks_of(const GatingBackward& args) {
   const int64_t columns = per_row(args, takes_vectors(args));
   const dim3 block = block_shape(columns);

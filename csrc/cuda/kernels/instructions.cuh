@@ -1,10 +1,7 @@
 #pragma once
 
-// Instructions that CUDA has no functions for.
-
 namespace fused::cuda {
 
-// 2^x, subnormal numbers taken for zeros.
 __device__ inline float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

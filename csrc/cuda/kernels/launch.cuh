@@ -39,7 +39,6 @@ int compiled_arch(Kernel* kernel) {
   return 0;
 }
 
-// Launches a kernel whose threads take a piece of some rows each.
 template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t vectors_per_row,
                  int rows_at_once, cudaStream_t stream, const Arguments&... arguments) {

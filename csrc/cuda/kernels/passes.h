@@ -11,7 +11,6 @@
 
 namespace fused::cuda::kernels {
 
-// Tells whether the kernels were compiled for the current device.
 bool have_code();
 
 // y = act(z); y may be z.
@@ -48,9 +47,6 @@ int64_t scratch_bytes(const ActivationBackward& args);
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream);
 
-// ---- gated layers, act(gate) ⊙ up ---------------------------------------------------------------
-
-// hidden = act(gate) ⊙ up; everything [rows, cols]
 struct Gating {
   Activation activation = Activation::silu;
   gemm::Type type = gemm::Type::f32;
@@ -76,8 +72,6 @@ struct GatingBackward : Gating {
 int64_t scratch_bytes(const GatingBackward& args);
 
 void gating_backward(const GatingBackward& args, void* scratch, cudaStream_t stream);
-
-// ---- around a convolution -----------------------------------------------------------------------
 
 // [batch, channels, plane], contiguous, or channels-last: [batch, plane, channels], whose backward
 // is that of a linear layer's rows.

@@ -44,7 +44,6 @@ __device__ A sum_over_block(A sum, A* shared) {
   return shared[0];
 }
 
-// Adds up the chunks' partial sums, `ld` apart.
 template <typename T>
 __global__ void __launch_bounds__(block_threads)
     sum_partials_kernel(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
@@ -113,8 +112,6 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
   cluster.sync();  // shared memory lives no longer than its block
 #endif
 }
-
-// ---- columns whose rows several blocks share ----------------------------------------------------
 
 // blockIdx.y is the number of a chunk of rows, a block's share.
 struct Chunks {

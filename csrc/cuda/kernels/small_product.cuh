@@ -131,13 +131,11 @@ __device__ void store_row(T* to, int count, bool in_vector, const float (&from)[
   }
 }
 
-// A warp's `tile` rows and columns, with the tensor cores.
 template <typename T, typename Shape>
 class WarpProduct {
  public:
   __device__ WarpProduct() { wmma::fill_fragment(sums_, 0.0f); }
 
-  // + left · right, over `tile` of the inner extent.
   __device__ void add(const T* left, const T* right) {
     Fragment<wmma::matrix_a, Shape::left_by_inner> a;
     Fragment<wmma::matrix_b, !Shape::right_by_inner> b;
@@ -234,7 +232,6 @@ class WarpProduct<float, Shape> {
   float sums_[down][across] = {};
 };
 
-// Adds up `count` numbers, a power of two, by the sums of halves.
 template <int count>
 __device__ float pairwise(const float* numbers, int apart) {
   if constexpr (count == 1) {
@@ -287,10 +284,8 @@ class SmallBlock {
   static constexpr int width = Shape::width;
   using Row = float[width];
 
-  // Neighbours in a row are this thread's once the product is there.
   __device__ static int down() { return threadIdx.x * width / tile; }
   __device__ static int across() { return threadIdx.x * width % tile; }
-  // A thread has a share of a sum.
   __device__ static int summed() { return threadIdx.x % tile; }
   __device__ static int share() { return threadIdx.x / tile; }
 
@@ -393,7 +388,6 @@ class SmallBlock {
     }
   }
 
-  // Adds up all threads, and all blocks of the cluster.
   __device__ void write_sums() {
     partial_sums[threadIdx.x] = sum;
     __syncthreads();
@@ -442,7 +436,6 @@ __device__ void small_network_block(const SmallNetwork& network, int block, int 
   }
 }
 
-// Moves the product on to a member of an ensemble.
 template <typename T>
 __device__ SmallProduct of_member(SmallProduct p, int64_t member) {
   const auto move = [member](auto*& data, int64_t apart) {

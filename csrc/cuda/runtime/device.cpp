@@ -7,7 +7,6 @@
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/cublaslt.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAFunctions.h>

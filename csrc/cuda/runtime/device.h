@@ -6,8 +6,6 @@
 #include "gemm/choice.h"
 #include "plans/registry.h"
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cublasLt.h>
@@ -32,7 +30,6 @@ struct Device {
 };
 Device& device_of(int index);
 
-// Says what there is for products on the problem's device.
 gemm::Available available(const gemm::PassProblem& problem);
 
 // Tells whether our kernels serve, and fp32 is not multiplied in a way that only torch knows.

@@ -6,7 +6,6 @@
 #include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
 
-#include <ATen/Functions.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/from_blob.h>
 
@@ -130,7 +129,6 @@ PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes) 
   return own;
 }
 
-// Makes h of the pre-activations, in call.aux and call.up.
 void own_glu(const PassCall& call) {
   auto args = gating_of(call.problem.activation, call.problem.matmul.type, call.aux,
                         {.ld = call.aux.ld, .data = call.up.preactivation});

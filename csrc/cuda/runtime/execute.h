@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass done by a plan: the matrix product and the steps around it.
-
 #include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
@@ -17,10 +15,8 @@ namespace fused::cuda {
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
              kernels::SmallGradients* deferred = nullptr);
 
-// Describes the pass for our kernels for small networks.
 kernels::SmallProduct small_product(const PassCall& call);
 
-// Describes a gated layer's pre-activations, of one size, for our kernels.
 kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& gate,
                           const Matrix& up);
 

@@ -1,14 +1,9 @@
 #pragma once
 
-// From tensors to the call of a pass.
-
 #include "core/check.h"
 #include "core/policy.h"
 #include "cuda/runtime/device.h"
 #include "gemm/pass_call.h"
-
-#include <ATen/Context.h>
-#include <ATen/core/Tensor.h>
 
 namespace fused::cuda {
 
@@ -26,7 +21,6 @@ inline void* data_of(const Tensor& tensor) {
   return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
 }
 
-// Reads [*, cols] as [rows, cols].
 inline Operand rows_of(const Tensor& tensor) {
   const auto dim = tensor.dim();
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -53,7 +47,6 @@ inline Operand rows_of(const Tensor& tensor) {
   return {{rows, cols, cols, false, copy.data_ptr()}, copy};
 }
 
-// Reads the tensor by rows of unit stride, as our own kernels do.
 inline Operand plain_rows(const Tensor& tensor) {
   auto operand = rows_of(tensor);
   if (!operand.matrix.transposed) return operand;

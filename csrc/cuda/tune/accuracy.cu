@@ -168,7 +168,6 @@ struct Sum {
   double value, scale;
 };
 
-// Sums by a warp.
 template <typename T>
 __device__ Sum exact_sum(const Matrix& left, const Matrix& right, const void* bias, int64_t row,
                          int64_t col, int lane) {

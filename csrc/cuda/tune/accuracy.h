@@ -1,7 +1,5 @@
 #pragma once
 
-// A trial's kernels: synthetic operands, exact results of some elements in fp64, and errors.
-
 #include "cuda/tune/error_unit.h"
 #include "gemm/pass_call.h"
 #include "plans/select.h"
@@ -10,7 +8,6 @@
 
 namespace fused::cuda::tune {
 
-// A pass on synthetic operands, as it has been run.
 struct TrialData {
   gemm::PassCall call;
   Roundoff unit;

@@ -32,7 +32,6 @@ class Stopwatch {
   // The CPU cannot keep up below so many microseconds, and its time counts as well.
   static constexpr double launch_bound = 20;
 
-  // `run` launches a way and says whether it runs.
   Stopwatch(size_t ways, std::function<bool(size_t way)> run) : run_(std::move(run)), best_(ways) {}
 
   // The first time loads a way's kernels.
@@ -70,7 +69,6 @@ class Stopwatch {
     return costs;
   }
 
-  // The best lap of a way.
   struct Times {
     double device = failed, host = failed;
   };

@@ -61,9 +61,6 @@ std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   return Plan{&fallback, not_taken(problem, rule_of(problem), why), {}, {}, {}, {}};
 }
 
-// ---- outside a capture -------------------------------------------------------------------------
-
-// Makes one plan.
 class Maker {
  public:
   Maker(const PassCall& call, const PassProblem& bucket)

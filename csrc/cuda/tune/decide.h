@@ -11,7 +11,6 @@ namespace fused::cuda::tune {
 // rows: its results hold nothing then. The caller launches what is left in `deferred`.
 bool run(const PassCall& call, kernels::SmallGradients* deferred = nullptr);
 
-// Tells whether a kernel for small networks is planned to do the pass.
 bool is_small(const PassCall& call);
 
 }  // namespace fused::cuda::tune

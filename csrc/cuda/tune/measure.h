@@ -54,7 +54,6 @@ std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_r
   return result;
 }
 
-// Microseconds that the call's problem may be measured for.
 double budget_for(const PassCall& call) {
   const auto& g = call.problem.matmul;
   const double operations = 2.0 * static_cast<double>(g.m) * static_cast<double>(g.n) *

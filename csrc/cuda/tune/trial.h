@@ -19,8 +19,6 @@ namespace {  // of decide.cpp alone
 
 using plans::Verdict;
 
-// ---- algorithms --------------------------------------------------------------------------------
-
 bool is_own_product(const Strategy& strategy) {
   return strategy.provider == Provider::own && gemm::has_step(strategy, Step::matmul);
 }
@@ -72,8 +70,6 @@ std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
   return plan;
 }
 
-// ---- errors and verdicts -----------------------------------------------------------------------
-
 void log_refusal(const plans::Decision& decision, const std::string& why) {
   if (plans::verbosity() < 2) return;
   plans::log(std::string("  refused ") + decision.strategy->name + ": " + why);
@@ -106,7 +102,6 @@ class Trial {
     return verdict;
   }
 
-  // Launches nothing.
   std::optional<Verdict> known(const plans::Decision& decision) const {
     return plans::passes().read(bucket_, [&](const plans::KnownPass& known) {
       const auto it = known.verdicts.find({decision.strategy, decision.algorithm.bytes});
@@ -114,7 +109,6 @@ class Trial {
     });
   }
 
-  // Whether memory was too short for some verdict.
   bool lacked_memory() const { return lacked_memory_; }
 
  private:
@@ -216,9 +210,8 @@ class Trial {
     // The library's epilogues, where they are asked for, are as they are.
     bool is_library_only() const { return operands_.ends.front().call.problem.library_only; }
     TrialData described(const PassCall& call) const {
-      auto data = describe(call);
-      data.of_sum = is_library_only();
-      return data;
+      const auto& matmul = call.problem.matmul;
+      return {call, Roundoff(matmul.type), sign_error(matmul), is_library_only()};
     }
 
     const Exact* exact_of(size_t end, int64_t seed) {

@@ -1,7 +1,5 @@
 #pragma once
 
-// The synthetic operands of a trial, in memory of its own.
-
 #include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gemm_call.h"
@@ -82,7 +80,6 @@ double sign_error(const gemm::Problem& matmul) {
   return matmul.math == gemm::Math::tf32 ? 0x1p-8 : 0x1p-17;
 }
 
-// Begins the random numbers of a seed.
 uint64_t first_of(int64_t seed) { return (static_cast<uint64_t>(seed) + 1) << 40; }
 
 int64_t bytes_of(const Matrix& m, int64_t element) { return stored_rows(m) * m.ld * element; }
@@ -149,7 +146,6 @@ class TrialOperands {
     double amplitude;
     bool positive = false;
   };
-  // Lists all operands but a bit mask.
   static std::vector<Read> reads_of(const PassCall& call) {
     // Sums of a spread of about 1, where the activations curve.
     const double weights = 3 / std::sqrt(static_cast<double>(std::max<int64_t>(call.left.cols, 1)));
@@ -289,11 +285,6 @@ class TrialOperands {
   std::optional<Workspace> instead_;
   Exact* exact_ = nullptr;
 };
-
-TrialData describe(const PassCall& call) {
-  const auto& matmul = call.problem.matmul;
-  return {call, Roundoff(matmul.type), sign_error(matmul)};
-}
 
 }  // namespace
 }  // namespace fused::cuda::tune
