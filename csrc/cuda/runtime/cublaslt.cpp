@@ -211,13 +211,13 @@ std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& proble
   if (!is_aligned_for_all(problem)) return {};
   const auto origin = as_algo(algorithm);
   size_t bytes = 0;
-  std::vector<uint32_t> tiles(4096);  // more than there are
-  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, tiles.data(),
-                                        tiles.size() * sizeof(uint32_t),
-                                        &bytes) != CUBLAS_STATUS_SUCCESS) {
-    return {};
-  }
-  tiles.resize(bytes / sizeof(uint32_t));
+  const auto write_tiles = [&](uint32_t* to) {
+    return cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, to, bytes,
+                                             &bytes) == CUBLAS_STATUS_SUCCESS;
+  };
+  if (!write_tiles(nullptr)) return {};  // but their number
+  std::vector<uint32_t> tiles(bytes / sizeof(uint32_t));
+  if (!write_tiles(tiles.data())) return {};
   // The library lists them by their sizes: those most like the origin's come first.
   const auto own = std::ranges::find(tiles, config<uint32_t>(origin, CUBLASLT_ALGO_CONFIG_TILE_ID));
   const int64_t middle = own - tiles.begin();
