@@ -131,7 +131,7 @@ inline bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int6
 // oneDNN is slow beyond use between gaps.
 inline std::vector<Tensor> parts_of(const Tensor& right) {
   const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
-  const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
+  const int64_t length = ceil_div(ceil_div(inner, count), int64_t{16}) * 16;
   std::vector<Tensor> parts;
   for (int64_t k = 0; k < inner; k += length) {
     parts.push_back(dense(right.narrow(1, k, std::min(length, inner - k))));
