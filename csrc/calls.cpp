@@ -1,5 +1,3 @@
-// The C++ API: typed calls through the dispatcher.
-
 #include "dispatch/operators.h"
 #include "fused_linear.h"
 

@@ -1,5 +1,4 @@
-// Defines every operator of the namespace `fused`: those of dispatch/operators.h, whose kernels are
-// registered in autograd/, dispatch/, cpu/ and cuda/, and what sets and shows.
+// Defines the operators of dispatch/operators.h, and what sets and shows.
 
 #include "autograd/accumulation.h"
 #include "autograd/handover.h"
@@ -41,7 +40,6 @@ TORCH_LIBRARY(fused, m) {
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
 
-  // Whether separate layers hand gradients over to each other.
   m.def("_handover() -> bool", fused::autograd::handover::enabled);
   m.def("_set_handover(bool enabled) -> ()", fused::autograd::handover::set_enabled);
 
@@ -53,7 +51,6 @@ TORCH_LIBRARY(fused, m) {
   m.def("_accumulate(Tensor weight, str into) -> ()", fused::autograd::accumulation::set);
   m.def("_accumulated(Tensor weight) -> str", fused::autograd::accumulation::get);
 
-  // Plans: how long a problem may be measured, what has been decided, files of it.
   m.def("_plans_budget() -> float", fused::plans::budget);
   m.def("_plans_set_budget(float milliseconds) -> ()", fused::plans::set_budget);
   m.def("_plans_patience() -> int", fused::plans::patience);
@@ -66,7 +63,6 @@ TORCH_LIBRARY(fused, m) {
   m.def("_plans_show() -> str[]", fused::plans::show);
   m.def("_plans_from_environment() -> ()", fused::plans::from_environment);
 
-  // A report of what ran: the rows between the two calls. A row of what Python does instead.
   m.def("_explain_start() -> int", fused::explain::start);
   m.def("_explain_stop(int report) -> str[]", fused::explain::stop);
   m.def("_explain_note(str row) -> ()", fused::explain::note);

@@ -1,7 +1,6 @@
 #pragma once
 
-// The activations: their names, what a backward reads to differentiate each, and how that lies in
-// memory. Nothing of torch.
+// The activations' names, what a backward reads of each, and how that lies in memory; no torch.
 
 #include "fused_activation.h"
 
@@ -10,7 +9,6 @@
 
 namespace fused {
 
-// In the order of the enumeration.
 inline constexpr Activation activations[] = {Activation::none,      Activation::relu,
                                              Activation::gelu_tanh, Activation::gelu_erf,
                                              Activation::silu,      Activation::relu2};
@@ -30,7 +28,6 @@ inline const char* approximate_of(Activation activation) {
 
 inline bool is_gelu(Activation activation) { return approximate_of(activation) != nullptr; }
 
-// What act' is read from.
 enum class Saved { nothing, output, preactivation };
 
 constexpr Saved saved_for(Activation activation) {
@@ -38,9 +35,7 @@ constexpr Saved saved_for(Activation activation) {
   return activation == Activation::relu ? Saved::output : Saved::preactivation;
 }
 
-// How wide the rows of an aux buffer are. cuBLASLt counts a ReLU mask's leading dimension in bits
-// and wants multiples of 128, a pre-activation's in elements and wants multiples of 8. Padding
-// makes every width work.
+// cuBLASLt wants a ReLU mask's rows in multiples of 128 bits, a pre-activation's of 8 elements.
 template <typename Int>  // int64_t, or torch's symbolic integer
 constexpr Int mask_bits(const Int& features) {
   return (features + 127) / 128 * 128;

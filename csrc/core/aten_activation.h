@@ -10,11 +10,10 @@
 
 namespace fused {
 
-// Differentiable.
 inline Tensor activate(const Tensor& preactivation, Activation activation) {
   switch (activation) {
     case Activation::none:
-      return preactivation;
+      break;
     case Activation::relu:
       return at::relu(preactivation);
     case Activation::gelu_tanh:
@@ -35,7 +34,9 @@ inline void activate_out(Tensor output, const Tensor& preactivation, Activation 
       if (!output.is_same(preactivation)) output.copy_(preactivation);
       return;
     case Activation::relu:
+    case Activation::relu2:
       at::clamp_min_out(output, preactivation, 0);  // what at::relu is, with NaN passed on
+      if (activation == Activation::relu2) output.mul_(output);
       return;
     case Activation::gelu_tanh:
     case Activation::gelu_erf:
@@ -43,10 +44,6 @@ inline void activate_out(Tensor output, const Tensor& preactivation, Activation 
       return;
     case Activation::silu:
       at::silu_out(output, preactivation);
-      return;
-    case Activation::relu2:
-      at::clamp_min_out(output, preactivation, 0);
-      output.mul_(output);
       return;
   }
 }
@@ -65,7 +62,7 @@ inline Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved
                                   Activation activation) {
   switch (activation) {
     case Activation::none:
-      return grad_output;
+      break;
     case Activation::relu:
       return at::threshold_backward(grad_output, saved, 0);
     case Activation::gelu_tanh:

@@ -1,7 +1,6 @@
 #pragma once
 
-// Argument checks, in one wording: op, what was expected, what was got. Everything is compared
-// symbolically, so that the same checks serve real, meta and traced tensors.
+// Argument checks in one wording, symbolic so that they serve real, meta and traced tensors.
 
 #include "core/activation.h"
 #include "fused_linear.h"
@@ -43,8 +42,7 @@ inline const char* objection(const Tensor& tensor) {
   return is_supported(tensor.scalar_type()) ? nullptr : "(no kernel: dtype)";
 }
 
-// The same of a layer's arguments: input [*, features], weight [out, features], bias [out] or
-// nothing. What is objected to goes the way of torch's own functions, which take it or raise.
+// Says the same of a layer's arguments, for which torch's own functions go on, or raise.
 inline const char* objection(at::ScalarType dtype, const c10::SymInt& features,
                              const Tensor& weight, const OptionalTensor& bias) {
   if (const char* why = objection(weight)) return why;
@@ -81,7 +79,6 @@ enum class Memory {
   low,       // only what the backward cannot recompute, bit for bit
 };
 
-// From the schema's text.
 inline Memory parse_memory(const char* op, std::string_view text) {
   if (text == "default") return Memory::standard;
   if (text == "low") return Memory::low;
@@ -114,7 +111,6 @@ inline Activation parse_approximate(const char* op, std::string_view approximate
   TORCH_CHECK_VALUE(false, op, ": approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
 
-// What a message says of a tensor.
 inline std::string describe(const OptionalTensor& tensor) {
   if (!has_value(tensor)) return "None";
   std::ostringstream text;
@@ -198,7 +194,6 @@ inline void check_linear(const char* op, const Tensor& input, const Tensor& weig
   check_devices(op, input, weight, bias);
 }
 
-// Of a layer of an ensemble's members.
 inline void check_ensemble(const char* op, const Tensor& input, const Tensor& weight,
                            const OptionalTensor& bias) {
   const auto of_each = [&](const Tensor& tensor, int64_t dim, const c10::SymInt& last) {
@@ -213,7 +208,6 @@ inline void check_ensemble(const char* op, const Tensor& input, const Tensor& we
               ", weight ", describe(weight), ", bias ", describe(bias));
 }
 
-// One bias or None for each of the weights.
 inline void check_mlp(at::TensorList weights, const c10::List<OptionalTensor>& biases) {
   TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
   TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",

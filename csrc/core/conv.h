@@ -54,8 +54,7 @@ inline Tensor like(const Tensor& input, Tensor result) {
   return input.dim() == 3 ? result.squeeze(0) : result;
 }
 
-// One rule for every device and dtype, so that strides can be told without data: a result is
-// channels-last where the image or the kernel is, else contiguous. cuDNN and oneDNN do the same.
+// A result is channels-last where the image or the kernel is, as of cuDNN and oneDNN.
 inline at::MemoryFormat format_of(const Tensor& image, const Tensor& weight) {
   const auto last = at::MemoryFormat::ChannelsLast;
   return image.suggest_memory_format() == last || weight.suggest_memory_format() == last
@@ -129,7 +128,6 @@ inline void check_backward(const char* op, const Tensor& grad_output, const Tens
               output.sym_sizes());
 }
 
-// Of a result.
 inline Tensor empty(SymIntArrayRef sizes, const Tensor& like, at::MemoryFormat format) {
   return at::empty_symint(sizes, like.options().memory_format(format));
 }

@@ -1,7 +1,5 @@
 #pragma once
 
-// Settings that the environment makes. A variable that is empty is not set.
-
 #include <c10/util/Exception.h>
 
 #include <charconv>

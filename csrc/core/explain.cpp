@@ -14,7 +14,7 @@ namespace {
 
 std::atomic<bool> is_reported{false};
 
-// What all blocks report, and from which row on each one does.
+// The rows of all blocks, and from which on each one reports.
 struct Reports {
   std::mutex mutex;
   std::vector<std::string> rows;
@@ -88,7 +88,7 @@ struct Row::Open {
   int exceptions;
 };
 
-Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) {
+Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) : op(op) {
   if (!enabled()) return;
   auto remark = next_remark ? std::exchange(*next_remark, {}) : std::string();
   if (input.is_meta() || is_tracing()) return;  // which runs nothing

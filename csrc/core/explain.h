@@ -1,7 +1,7 @@
 #pragma once
 
-// What ran, and why: one row per operator call while a report is being taken, nothing otherwise.
-// A row is opened where the dispatcher's call arrives; the code that does the work appends to it.
+// What ran, and why, while a report is being taken: a row is opened where the dispatcher's call
+// arrives, and the code that does the work appends to it.
 
 #include <ATen/ATen.h>
 
@@ -14,25 +14,24 @@ namespace fused::explain {
 
 bool enabled();
 
-// Begins a report, whatever others are being taken, and says by which number to end it.
 int64_t start();
-// The rows since then, in order, those of reports within it too; fields separated by tabs:
-// operator, shapes, dtype, device, path, remark.
+// Gives the rows since then, fields separated by tabs: operator, shapes, dtype, device, path,
+// remark.
 std::vector<std::string> stop(int64_t report);
 
-// A row for what is done elsewhere, in Python.
 void note(std::string_view row);
 
-// Rows of one thread may lie within each other. A row that ends in an exception is not reported.
+// May lie within another of its thread. A row that ends in an exception is not reported.
 class Row {
  public:
   Row(const char* op, const at::Tensor& input, const at::Tensor& weight);
   ~Row();
-  Row(const Row&) = delete;
-  Row& operator=(const Row&) = delete;
+  Row& operator=(Row&&) = delete;
 
   // Reports nothing of it: what was tried here is done elsewhere.
   void drop() { dropped_ = true; }
+
+  const char* const op;
 
  private:
   bool dropped_ = false;
@@ -40,34 +39,31 @@ class Row {
   std::unique_ptr<Open> open_;  // null where nothing is reported
 };
 
-// Adds to the path of the row that is open on this thread: an epilogue, "own kernel", or in
-// parentheses what was not taken and why; nullptr adds nothing.
+// Adds to the path of this thread's open row what runs, or in parentheses what was not taken and
+// why; nullptr adds nothing.
 void append(const char* name);
-// The same where torch's own functions do the work.
 inline constexpr const char* not_fused = "PyTorch's own (not fused)";
 
-// While it lives this thread runs trials, which no report is about.
+// No report is about the trials that a thread runs meanwhile.
 class Quiet {
  public:
   Quiet();
   ~Quiet();
-  Quiet(const Quiet&) = delete;
-  Quiet& operator=(const Quiet&) = delete;
+  Quiet& operator=(Quiet&&) = delete;
 
  private:
   bool before_;
 };
 
-// Says something about the row that this thread opens next: why a gradient is handed over, or not.
-// It is lost with the innermost Remarks of the thread, and where there are none.
+// Says why a gradient is handed over, or not, for the row that this thread opens next. It is lost
+// with the thread's innermost Remarks, and where there are none.
 void remark(std::string_view text);
 
 class Remarks {
  public:
   Remarks();
   ~Remarks();
-  Remarks(const Remarks&) = delete;
-  Remarks& operator=(const Remarks&) = delete;
+  Remarks& operator=(Remarks&&) = delete;
 
  private:
   std::string text_;

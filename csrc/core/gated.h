@@ -11,7 +11,6 @@
 
 namespace fused::gated {
 
-// Refers to the caller's tensors.
 struct Layer {
   const Tensor& input;
   const Tensor& gate;
@@ -22,7 +21,6 @@ struct Layer {
   bool is_stacked() const { return !has_value(up); }
 };
 
-// The layer after it, in a block.
 struct Down {
   Tensor weight;  // undefined where there is none
   OptionalTensor bias;
@@ -83,8 +81,7 @@ inline std::pair<Tensor, Tensor> halves(const Tensor& both) {
   return {both.narrow_symint(-1, 0, features), both.narrow_symint(-1, features, features)};
 }
 
-// gate and up as one weight where they lie next to each other in memory, else undefined. Not while
-// a graph is traced, which may be run with others.
+// Joins weights that are neighbours in memory, not while a graph is traced: it may get others.
 inline Tensor joined(const Tensor& gate, const Tensor& up) {
   if (!gate.defined() || !up.defined() || at::areAnyTensorSubclassLike({gate, up})) return {};
   const bool neighbours = gate.is_contiguous() && up.is_contiguous() && gate.is_alias_of(up) &&

@@ -3,13 +3,15 @@
 #include "core/environment.h"
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 
 namespace fused {
 namespace {
+
+constexpr const char* names[] = {"auto", "cublaslt", "eager"};
 
 std::atomic<Policy>& current() {
   static std::atomic<Policy> value = [] {
@@ -42,23 +44,13 @@ Policy policy_for_graph(const at::TensorBase& input) {
 Policy policy() { return held ? *held : current().load(std::memory_order_relaxed); }
 void set_policy(Policy policy) { current().store(policy, std::memory_order_relaxed); }
 
-const char* name(Policy policy) {
-  switch (policy) {
-    case Policy::automatic:
-      return "auto";
-    case Policy::cublaslt:
-      return "cublaslt";
-    case Policy::eager:
-      return "eager";
-  }
-  return "?";
-}
+const char* name(Policy policy) { return names[static_cast<int>(policy)]; }
 
 Policy parse_policy(std::string_view text, const char* what) {
-  for (auto policy : {Policy::automatic, Policy::cublaslt, Policy::eager}) {
-    if (text == name(policy)) return policy;
-  }
-  TORCH_CHECK_VALUE(false, what, " must be 'auto', 'cublaslt' or 'eager', got '", text, "'");
+  const auto it = std::ranges::find(names, text);
+  TORCH_CHECK_VALUE(it != std::end(names), what, " must be 'auto', 'cublaslt' or 'eager', got '",
+                    text, "'");
+  return static_cast<Policy>(it - names);
 }
 
 }  // namespace fused

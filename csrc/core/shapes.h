@@ -1,8 +1,6 @@
 #pragma once
 
-// The shape, dtype and strides of every result: what Meta promises and CPU and CUDA allocate. An
-// allocator has `Int`, int64_t or torch's symbolic integer, `sizes(tensor)` and
-// `empty(sizes, like, dtype)`.
+// The shape, dtype and strides of every result, which Meta promises and CPU and CUDA allocate.
 
 #include "core/activation.h"
 #include "fused_linear.h"
@@ -34,9 +32,8 @@ struct SymbolicAllocator {
   }
 };
 
-// Whether torch's own backward gives a weight's gradient by columns, [out, in] with strides (1,
-// out): the layout of a weight stored so, and of any that is not contiguous. Strides of 0 are those
-// of a placeholder (autograd/double_backward.h).
+// Tells whether torch's backward gives a weight's gradient by columns, as of any weight that is not
+// contiguous. A placeholder (autograd/double_backward.h) has strides of 0.
 inline bool grad_lies_by_columns(const Tensor& weight) {
   const auto outer = weight.sym_stride(0), inner = weight.sym_stride(1);
   if (inner == 1) return outer != weight.sym_size(1);
@@ -89,7 +86,6 @@ struct Shapes {
     return saved_for(activation) == Saved::output ? mask(output) : preactivation(output);
   }
 
-  // A vector, of no elements where it is not wanted.
   static Tensor vector(const Tensor& like, const Int& features, bool wanted = true) {
     const std::array<Int, 1> sizes{wanted ? features : Int(0)};
     return Allocator::empty(sizes, like);
@@ -118,8 +114,7 @@ struct Shapes {
   }
 };
 
-// Rows whose memory is padded as padded_features says, with zeros there: so that saved tensors
-// compare equal.
+// Puts zeros into the padding of the rows, so that saved tensors compare equal.
 inline Tensor with_zero_padding(const Tensor& rows) {
   const auto features = rows.size(-1), padded = padded_features(features);
   if (features != padded) {

@@ -9,8 +9,8 @@
 namespace fused::internals {
 namespace {
 
-// Of nodes that are gone a shared pointer tells by its owner; torch's own weak pointer holds the
-// memory, so that no other node comes to lie there. A template, as either has only one of them.
+// Compares the owners of shared pointers, as nodes may be gone; torch's own weak pointer holds the
+// memory. A template, as either has only one of them.
 template <typename Pointer>
 bool is_same(const Pointer& a, const Pointer& b) {
   if constexpr (requires { a.owner_before(b); }) {

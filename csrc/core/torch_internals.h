@@ -1,8 +1,8 @@
 #pragma once
 
-// What is taken of torch beside its public C++ interface, and what differs between its releases.
-// Differences are found by what is there, not by the number of the release.
-// tests/integration/test_torch_internals.py holds each to what is written here.
+// What is taken of torch beside its public C++ interface, and differs between its releases, which
+// is found by what is there. tests/integration/test_torch_internals.py holds each to what is said
+// here.
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,8 +22,6 @@
 
 namespace fused::internals {
 
-// ---- nodes of autograd -------------------------------------------------------------------------
-
 using GraphNode = torch::autograd::Node;  // any node, of ours or not
 
 // torch holds nodes by std::shared_ptr, from 2.13 on by c10::intrusive_ptr.
@@ -39,8 +37,7 @@ using WeakNodePtr =
 template <typename T, typename... Args>
 NodePtr<T> make_node(Args&&... args) {
   if constexpr (nodes_are_shared) {
-    // torch's deleter takes long chains apart without recursion; found by the node's type, as newer
-    // versions have none
+    // torch's deleter takes long chains apart without recursion; newer versions have none.
     return NodePtr<T>(new T(std::forward<Args>(args)...), [](T* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>(std::forward<Args>(args)...);
@@ -57,8 +54,7 @@ NodePtr<T> node_cast(const Pointer& node) {
   }
 }
 
-// Shows a finished node, outputs and saved tensors included, to those who watch nodes being made
-// (torch.autograd.graph.node_creation_hook, from 2.14 on).
+// Shows a finished node to torch.autograd.graph.node_creation_hook, from 2.14 on.
 template <typename Pointer>
 void announce(const Pointer& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) fire_node_creation_hooks(node);
@@ -77,39 +73,29 @@ inline std::mutex& mutex_of(GraphNode& node) {
   return Open::of(node);
 }
 
-// ---- the run of the eager engine that calls the running node ---------------------------------
-
 int current_run();  // -1: none
 bool run_keeps_graph();
 const std::unordered_set<GraphNode*>& nodes_of_run();  // without its root
 
-// Whether the run was asked for the gradient that arrives at the node.
 bool is_captured(GraphNode* node);
 
 // Destroyed with the run, well ended or not; called only where it ends well.
 void at_end_of_run(std::function<void()> callback);
-
-// ---- compiled autograd -------------------------------------------------------------------------
 
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 using torch::dynamo::autograd::PackedArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
-// Has the graph that is recorded call `run` with the gradients and the values in place of the
-// node's backward. Where it is not traceable the compiler does not look into the call.
+// Records a call of `run` in place of the node's backward, opaque where it is not traceable.
 variable_list record_call(
     SwapSavedVariables& swap, const GraphNode& node,
     std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
     const variable_list& grads, const std::vector<at::IValue>& values, bool is_traceable);
 
-// ---- tensors -----------------------------------------------------------------------------------
-
-// Which tensor it is, as long as somebody holds its counter of versions.
 const void* identity(const at::Tensor& tensor);
 
-// The node that adds up a leaf's gradient, which any operator that is differentiated by the leaf
-// asks torch to make; or that there is none. Two are equal where they are of one node, also of one
+// The node that adds up a leaf's gradient, or none. Equal where they are of one node, also of one
 // that is gone.
 class Accumulator {
  public:
@@ -120,8 +106,6 @@ class Accumulator {
   WeakNodePtr<GraphNode> node_{NodePtr<GraphNode>()};
 };
 
-// ---- operators and switches --------------------------------------------------------------------
-
 // An operator of torch's that not every build of it has, nor with this signature.
 template <typename Signature>
 std::optional<c10::TypedOperatorHandle<Signature>> find_operator(const char* name,
@@ -131,13 +115,11 @@ std::optional<c10::TypedOperatorHandle<Signature>> find_operator(const char* nam
   return op->template typed<Signature>();
 }
 
-// How torch multiplies matrices in fp32.
 inline at::Float32Precision float32_products(at::Float32Backend backend) {
   return at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
 }
 
-// Whether CUDA's products in fp32 are nine products in bf16 (from 2.15 on). A template, as other
-// releases have no such value.
+// CUDA's products in fp32 may be nine in bf16 from 2.15 on; other releases have no such value.
 template <typename Precision = at::Float32Precision>
 bool float32_is_bf16x9() {
   if constexpr (requires { Precision::BF16X9; }) {

@@ -1,14 +1,13 @@
-// The passes of gated layers on the CPU: block by block, so that what one step has written is still
-// in a cache when the next one reads it. The steps are ATen's, which are vectorised.
+// The passes of gated layers, by blocks: a step finds what the one before wrote in a cache.
 
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "core/shapes.h"
+#include "cpu/passes.h"
 #include "dispatch/gated_kernels.h"
 #include "reference/linear.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 
@@ -18,37 +17,16 @@ namespace {
 using reference::as_rows;
 using S = Shapes<ConcreteAllocator>;
 
-// Some six blocks of one step stay in the cache that a core has to itself.
-constexpr int64_t block_bytes = 1 << 17;
-
-// Rows [first, first + count) at a time, on all threads.
-struct Blocks {
-  int64_t rows, each, count;
-
-  explicit Blocks(const Tensor& all)
-      : rows(all.size(0)),
-        each(rows_each(rows, all.size(1) * static_cast<int64_t>(all.element_size()))),
-        count((rows + each - 1) / each) {}
-
-  // Never one row of several: the half of a lone row is contiguous, which torch gives to oneDNN,
-  // whose GELU rounds otherwise than ATen's and makes NaN of an infinity.
-  static int64_t rows_each(int64_t rows, int64_t row_bytes) {
-    int64_t each = std::clamp<int64_t>(block_bytes / row_bytes, std::min<int64_t>(2, rows), rows);
-    while (rows > 1 && rows % each == 1) ++each;
-    return each;
-  }
-
-  template <typename Fn>
-  void run(const Fn& fn) const {
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t first = i * each;
-        fn(i, first, std::min(each, rows - first));
-      }
-    });
-  }
-};
+// Never one row of several: a lone row's half is contiguous, which torch gives to oneDNN, whose
+// GELU rounds otherwise than ATen's and makes NaN of an infinity.
+Blocks blocks_of(const Tensor& all) {
+  constexpr int64_t block_bytes = 1 << 17;  // some six stay in the cache that a core has to itself
+  const int64_t rows = all.size(0);
+  const int64_t row_bytes = all.size(1) * static_cast<int64_t>(all.element_size());
+  int64_t each = std::clamp<int64_t>(block_bytes / row_bytes, std::min<int64_t>(2, rows), rows);
+  while (rows > 1 && rows % each == 1) ++each;
+  return {rows, each};
+}
 
 // Of [rows, features] each; those that are not wanted are undefined.
 struct Rows {
@@ -84,7 +62,7 @@ struct Glu : reference::Glu {
     const auto rows = as_rows(result);
     const auto [first_half, second_half] = parts(gate, up);
     explain::append("gating in blocks");
-    Blocks(rows).run([&](int64_t, int64_t first, int64_t count) {
+    blocks_of(rows).run([&](int64_t, int64_t first, int64_t count) {
       auto some = rows.narrow(0, first, count);
       activate_out(some, first_half.narrow(0, first, count), activation);
       some.mul_(second_half.narrow(0, first, count));
@@ -118,7 +96,7 @@ struct Glu : reference::Glu {
                               step.gate.scalar_type() != at::kFloat
                           ? at::kFloat
                           : at::kDouble;
-    const Blocks blocks(rows.grad);
+    const auto blocks = blocks_of(rows.grad);
     const auto partial = [&](const Tensor& summed, bool is_wanted) {
       return is_wanted ? at::empty({blocks.count, summed.size(-1)}, summed.options().dtype(type))
                        : Tensor();
@@ -138,11 +116,9 @@ struct Glu : reference::Glu {
       add_up(gate_sums, grad_gate, block, first, some_rows);
       add_up(up_sums, grad_up, block, first, some_rows);
     });
-    const auto total = [&](const Tensor& sums) {
-      return sums.defined() ? sums.sum(0).to(step.gate.scalar_type()) : S::unwanted(step.gate);
-    };
     return {wanted[0] ? grad_gate : S::unwanted(step.gate),
-            wanted[1] ? grad_up : S::unwanted(step.gate), total(gate_sums), total(up_sums), hidden};
+            wanted[1] ? grad_up : S::unwanted(step.gate), sum_of_parts(gate_sums, step.gate),
+            sum_of_parts(up_sums, step.gate), hidden};
   }
 
  private:

@@ -1,5 +1,4 @@
-// CPU kernels of the linear operators. oneDNN does what it does quicker than PyTorch's own way and
-// as exactly; everything else is the formula, through the same autograd nodes as on a GPU.
+// The linear operators on the CPU: oneDNN where it is quicker and as exact, else the formula.
 
 #include "reference/linear.h"
 #include "core/aten_activation.h"
@@ -33,7 +32,6 @@ void multiply_with_weight(const Tensor& input, const Tensor& weight, const Optio
   onednn::product(as_rows(dense(input)), packed ? *packed : onednn::parts_of(weight), bias, finish);
 }
 
-// left · rightᵀ, into `result` or added to it
 void multiply_into(Tensor result, const Tensor& left, const Tensor& right, bool adds = false) {
   if (!onednn::takes_product(left.scalar_type(), left.size(0), left.size(1), right.size(0))) {
     explain::append(adds ? "ATen addmm" : "ATen mm");
@@ -55,10 +53,6 @@ void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tens
   } else {
     multiply_into(result, grad.t(), input.t(), adds);
   }
-}
-
-Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
-  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : S::unwanted(like);
 }
 
 struct Linear : reference::Linear {

@@ -4,11 +4,9 @@
 
 #include "core/aten_activation.h"
 #include "core/torch_internals.h"
+#include "cpu/passes.h"
 #include "reference/linear.h"
 
-#include <ATen/Context.h>
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -18,7 +16,7 @@
 
 namespace fused::cpu::onednn {
 
-using reference::dense;
+using at::ceil_div, reference::dense;
 
 using NoScalars = c10::List<std::optional<at::Scalar>>;
 using Pointwise = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
@@ -27,8 +25,7 @@ using Reorder = Tensor(const Tensor&, std::optional<int64_t>);
 using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                       std::string_view);
 
-// oneDNN adds up a sum in fp32 one after the other; MKL, which PyTorch multiplies with, does so for
-// this many products, and then adds up the sums of those.
+// MKL adds up partial sums of this many products, oneDNN all one after the other.
 inline constexpr int64_t longest_sum = 192;
 
 inline const auto& pointwise() {
@@ -65,8 +62,6 @@ inline bool outruns_mkl() {
 #endif
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // oneDNN takes no notice of its stride.
 inline OptionalTensor contiguous(const OptionalTensor& bias) {
   return has_value(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
@@ -81,9 +76,8 @@ inline bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const O
   const bool fp32 = input.scalar_type() == at::kFloat;
   if (!fp32 && !(input.scalar_type() == at::kBFloat16 && multiplies_bf16())) return false;
   if (fp32 && weight.size(1) > longest_sum) return false;
-  // A call costs some 10 us whatever its size, as long as PyTorch's own BLAS takes for this many
-  // multiplications on each thread, and its own erf is quick; in 16 bits PyTorch itself calls
-  // oneDNN.
+  // A call costs some 10 us, for which PyTorch's own BLAS does this many multiplications on each
+  // thread, and its own erf is quick; in 16 bits PyTorch itself calls oneDNN.
   const int64_t least_work =
       fp32 ? (int64_t{activation == Activation::gelu_erf ? 2 : 1} << 20) * at::get_num_threads()
            : int64_t{1} << 15;
@@ -97,8 +91,7 @@ inline Tensor linear_gelu(const Tensor& input, const Tensor& weight, const Optio
   return pointwise()->call(input, weight, bias, "gelu", NoScalars(), approximate_of(activation));
 }
 
-// The same in bf16 for every activation, if the weight is packed (packed_weights.h) and large
-// enough.
+// Takes every activation in bf16, where the weight is packed (packed_weights.h) and large enough.
 inline bool takes_packed_linear(const Tensor& input, const Tensor& weight) {
   // Smaller weights are multiplied with sooner than oneDNN is called.
   constexpr int64_t least_weight = int64_t{1} << 14;
@@ -120,8 +113,7 @@ inline Tensor packed_linear(const Tensor& input, const Tensor& packed_weight,
   return result;
 }
 
-// left · rightᵀ + bias in fp32, the sums taken in parts short enough to be as exact as PyTorch's
-// own.
+// Multiplies in fp32, in sums short enough to be as exact as PyTorch's own.
 inline bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns) {
   if (type != at::kFloat || !outruns_mkl() || !pointwise() || !binary()) return false;
   // The copies of the parts and the calls have to be repaid, on every thread.
@@ -135,12 +127,11 @@ inline bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int6
          precision != at::Float32Precision::BF16;
 }
 
-// Of right, [columns, inner], by the inner dimension: parts of nearly one size, in whole vectors.
-// Between gaps oneDNN is slow beyond use, so that a part is copied unless it is one piece of
-// memory.
+// Cuts right, [columns, inner], into parts of nearly one size, in whole vectors; copies them, as
+// oneDNN is slow beyond use between gaps.
 inline std::vector<Tensor> parts_of(const Tensor& right) {
   const int64_t inner = right.size(1), count = ceil_div(inner, longest_sum);
-  const int64_t length = ceil_div(ceil_div(inner, count), 16) * 16;
+  const int64_t length = ceil_div(ceil_div(inner, count), int64_t{16}) * 16;
   std::vector<Tensor> parts;
   for (int64_t k = 0; k < inner; k += length) {
     parts.push_back(dense(right.narrow(1, k, std::min(length, inner - k))));
@@ -148,7 +139,6 @@ inline std::vector<Tensor> parts_of(const Tensor& right) {
   return parts;
 }
 
-// In oneDNN's own layout, which products of about so many rows like best.
 inline std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
   if (reorder()) {
     for (auto& part : parts) part = reorder()->call(part, rows);
@@ -156,34 +146,28 @@ inline std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
   return parts;
 }
 
-// Rows of left's, [rows, inner], product with right, of whose parts, packed or not, it is made,
-// come in blocks that fit a cache, on any thread, to whoever has something to do to them there.
+// Gets rows of left's product with right in blocks that fit a cache, on any thread.
 using Finish = c10::function_ref<void(const Tensor& rows, int64_t first)>;
 
 inline void product(const Tensor& left, const std::vector<Tensor>& parts,
                     const OptionalTensor& bias, Finish finish) {
   const auto added = contiguous(bias);
-  // Blocks of rows are shared out among the threads once, and each is one thread's own: its result,
-  // written anew for each part, stays in the cache, and nobody waits for another before the end.
+  // A block is one thread's own, so that its result stays in the cache and nobody waits.
   constexpr int64_t block_elements = 3 << 18, least_block = 256;
   const int64_t most = std::max(least_block, block_elements / parts[0].size(0));
   const int64_t rows = left.size(0), threads = at::get_num_threads();
   const int64_t blocks = ceil_div(ceil_div(rows, most), threads) * threads;
-  const int64_t block = ceil_div(rows, blocks);
-  at::parallel_for(0, ceil_div(rows, block), 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-    for (int64_t first = begin * block; first < std::min(end * block, rows); first += block) {
-      const auto some = left.narrow(0, first, std::min(block, rows - first));
-      Tensor result;
-      int64_t k = 0;
-      for (const auto& part : parts) {
-        const auto columns = some.narrow(1, k, part.size(1));
-        result = k == 0 ? pointwise()->call(columns, part, added, "none", NoScalars(), std::nullopt)
-                        : binary()->call(columns, result, part, std::nullopt, "add");
-        k += part.size(1);
-      }
-      finish(result, first);
+  Blocks(rows, ceil_div(rows, blocks)).run([&](int64_t, int64_t first, int64_t count) {
+    const auto some = left.narrow(0, first, count);
+    Tensor result;
+    int64_t k = 0;
+    for (const auto& part : parts) {
+      const auto columns = some.narrow(1, k, part.size(1));
+      result = k == 0 ? pointwise()->call(columns, part, added, "none", NoScalars(), std::nullopt)
+                      : binary()->call(columns, result, part, std::nullopt, "add");
+      k += part.size(1);
     }
+    finish(result, first);
   });
 }
 

@@ -11,12 +11,11 @@
 namespace fused::cpu::packed {
 namespace {
 
-// We hold its counter of versions, so that no other comes to lie there. A weak reference to the
-// tensor would do as well, but be in the way of torch.utils.swap_tensors.
+// Held counters of versions keep their addresses; a weak reference to the tensor would be in the
+// way of torch.utils.swap_tensors.
 using internals::identity;
 
-// A weight as it was. What is written to it counts up the version; `.data = ` and the like give it
-// other memory.
+// A weight as it was: writing counts up the version, `.data = ` and the like give other memory.
 class Weight {
  public:
   explicit Weight(const Tensor& weight)
@@ -37,8 +36,7 @@ class Weight {
            strides_ == weight.strides();
   }
 
-  // Whether it has asked for gradients since. Fused optimizers, which write what they then make of
-  // it, count up no version.
+  // Fused optimizers write to what has asked for gradients, and count up no version.
   bool was_trained(const Tensor& weight) const {
     return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);
   }

@@ -1,7 +1,6 @@
 #pragma once
 
-// Weights in the layout that oneDNN multiplies with, made once instead of in every call. Only of
-// weights that were declared to be frozen: one may be written to in ways that leave no trace.
+// Frozen weights in oneDNN's layout; only declared ones, as writing may leave no trace.
 
 #include "core/check.h"
 
@@ -13,11 +12,10 @@
 
 namespace fused::cpu::packed {
 
-// Lets calls with this very weight keep it packed, until it is dropped, dies or asks for gradients.
-// Throws, with its name, where torch could not tell whether it has changed.
+// Keeps this very weight packed, until it is dropped, dies or asks for gradients. Throws, with its
+// name, where torch could not tell whether it has changed.
 void declare(const Tensor& weight, std::string_view name);
 
-// Whether it had been declared.
 bool drop(const Tensor& weight);
 
 // What `pack` has made of this very weight, as it is now. Null for one that was not declared.

@@ -1,21 +1,37 @@
 #pragma once
 
-// Our own passes over memory on the CPU.
-
 #include "core/aten_activation.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
+#include <ATen/ceil_div.h>
 
 #include <algorithm>
 
 namespace fused::cpu {
 
-// ReLU's bit mask: made of its output, and applied to a gradient, in one pass over memory each.
-// ATen's formulas take six.
+// Blocks of rows, each one thread's own, so that what a step writes is in a cache for the next.
+struct Blocks {
+  int64_t rows, each, count;
 
-// The mask's rows are padded to whole groups of bits.
+  Blocks(int64_t rows, int64_t each) : rows(rows), each(each), count(at::ceil_div(rows, each)) {}
+
+  // Calls fn(block, its first row, its rows), on all threads.
+  template <typename Fn>
+  void run(const Fn& fn) const {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
+      for (int64_t i = begin; i < end; ++i) fn(i, i * each, std::min(each, rows - i * each));
+    });
+  }
+};
+
+inline Tensor sum_of_parts(const Tensor& parts, const Tensor& like) {
+  return parts.defined() ? parts.sum(0).to(like.scalar_type()) : at::empty({0}, like.options());
+}
+
+// ReLU's bit mask in one pass over memory each way; ATen's formulas take six. Its
+// rows are padded to whole groups of bits.
 inline constexpr int64_t group = mask_bits<int64_t>(1), group_bytes = group / 8;
 
 template <typename T>
@@ -23,8 +39,8 @@ bool passes(T output) {
   return !(output <= 0);
 }
 
-// By its bits: -inf and all numbers below 0 are below -1023 as integers, every NaN is above.
-// Compilers make vectors of this, and of the conversion to fp32 only where the processor has it.
+// -inf and all numbers below 0 are below -1023 as integers, every NaN is above, of which compilers
+// make vectors without the processor's help.
 inline bool passes(c10::Half output) {
   const auto bits = static_cast<int16_t>(output.x);
   return bits > static_cast<int16_t>(0xfc00) && bits != 0;
@@ -42,8 +58,7 @@ void write_group(const T* output, int64_t count, uint8_t* mask) {
   }
 }
 
-// A gradient is moved or not, whatever its type: T is an integer of its size. The loops are two
-// here as well.
+// A gradient is moved or not: T is an integer of its size. Compilers make vectors of two loops.
 template <typename T>
 void apply_group(T* dz, const T* grad, int64_t count, const uint8_t* mask) {
   T kept[group];
@@ -77,8 +92,7 @@ void apply_as(const Tensor& dz, const Tensor& grad, const Tensor& mask) {
   });
 }
 
-// By torch's rule: 0 where output <= 0. Both contiguous; output [*, features], mask, of bytes,
-// [*, mask_bytes(features)] (reference/linear.h has the layout).
+// Writes 0 where output <= 0, torch's rule; both contiguous (reference/linear.h has the layout).
 inline void write_relu_mask(const Tensor& mask, const Tensor& output) {
   if (output.numel() == 0) return;
   const int64_t features = output.size(-1), rows = output.numel() / features;
@@ -92,7 +106,6 @@ inline void write_relu_mask(const Tensor& mask, const Tensor& output) {
   });
 }
 
-// dz = grad where the bit is 1, else 0. All contiguous.
 inline void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& mask) {
   if (dz.numel() == 0) return;
   switch (dz.element_size()) {
@@ -105,12 +118,8 @@ inline void apply_relu_mask(const Tensor& dz, const Tensor& grad, const Tensor& 
   }
 }
 
-// ---- a layer's backward ------------------------------------------------------------------------
-
-// act'(saved) · grad and its column sums in one pass over memory: block by block, so that what has
-// just been written is summed while it is in a cache.
-
-// Three of them, in fp32, stay in the cache that a core has to itself.
+// One pass over memory, by blocks: what has been written is summed while it is in a cache,
+// of which three in fp32 stay there.
 inline constexpr int64_t block_elements = 1 << 16;
 // Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
 inline constexpr int64_t least_elements = 1 << 22;
@@ -124,8 +133,7 @@ inline void gradient_into(const Tensor& dz, const Tensor& grad, const Tensor& sa
   }
 }
 
-// Not worth it for few elements, nor in 16 bits: what ATen adds up in another type it converts in a
-// pass of its own.
+// ATen converts what it adds up in another type in a pass of its own, so that 16 bits do not pay.
 inline bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
   const auto type = grad.scalar_type();
   return activation != Activation::none &&
@@ -133,25 +141,20 @@ inline bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation a
          at::toOpMathType(type) == type && grad.numel() >= least_elements;
 }
 
-// Writes dz; all are [rows, features], but a bit mask. -> sums over parts of the rows, [parts,
-// features]; undefined where not wanted. The parts depend on sizes alone.
+// Writes dz; gives sums over parts of the rows, which depend on sizes alone, [parts, features], or
+// an undefined tensor.
 inline Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved,
                        Activation activation, bool sums_wanted) {
   const int64_t rows = dz.size(0), features = dz.size(1);
-  const int64_t block = std::clamp<int64_t>(block_elements / features, 1, rows);
-  const int64_t blocks = (rows + block - 1) / block;
+  const Blocks blocks(rows, std::clamp<int64_t>(block_elements / features, 1, rows));
   Tensor sums;
-  if (sums_wanted) sums = at::empty({blocks, features}, dz.options().dtype(at::kDouble));
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // not inherited by threads
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = i * block, count = std::min(block, rows - first);
-      const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
-      gradient_into(some(dz), some(grad), some(saved), activation);
-      if (!sums_wanted) continue;
-      auto sum = sums.select(0, i);
-      at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);
-    }
+  if (sums_wanted) sums = at::empty({blocks.count, features}, dz.options().dtype(at::kDouble));
+  blocks.run([&](int64_t block, int64_t first, int64_t count) {
+    const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
+    gradient_into(some(dz), some(grad), some(saved), activation);
+    if (!sums_wanted) return;
+    auto sum = sums.select(0, block);
+    at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);
   });
   return sums;
 }

@@ -1,14 +1,9 @@
-// CUDA kernels of fused::conv2d_relu. The convolution itself, forward and backward, is cuDNN's,
-// through ATen; what stands around it is done in one pass.
+// fused::conv2d_relu on a GPU: cuDNN convolves, our kernels do bias, ReLU and its backward in one
+// pass.
 //
-// The way to a convolution's result: the quickest of those that are as exact as eager's, cuDNN's
-// fused call among them. Found out once, on synthetic operands of the problem's own sizes, on which
-// the choice of a kernel depends, and remembered.
-//
-// ATen's call asks cuDNN for relu(convolution + 0 · z + bias), with its own result, not yet
-// written, as z. It is right only if cuDNN does not read z, for 0 · NaN is NaN; and torch's ReLU
-// passes NaN on, which cuDNN's need not do. Neither is documented, and it may depend on the kernel
-// that cuDNN chooses, as its exactness does; so it is tried with data that would show it.
+// The forward takes the quickest way that is as exact as eager's, cuDNN's fused call among them.
+// ATen gives that call its unwritten result as z of relu(convolution + 0 · z + bias), where 0 · NaN
+// would be NaN, and cuDNN's ReLU may lose NaN. Neither is documented, so that both are tried.
 
 #include "core/explain.h"
 #include "cuda/conv_problem.h"
@@ -20,7 +15,6 @@
 #include "dispatch/conv_kernels.h"
 #include "plans/registry.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -40,10 +34,8 @@ using plans::TrialErrors, plans::Verdict;
 
 // ---- the ways ----------------------------------------------------------------------------------
 
-// image [batch, channels, height, width]; a result is in the layout of format_of(image, weight).
-
 kernels::Image image_of(const Tensor& tensor) {
-  return {*gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
+  return {gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
           tensor.size(2) * tensor.size(3)};
 }
 
@@ -53,7 +45,7 @@ Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTens
   return reference::convolution(image, weight, bias, g).contiguous(format_of(image, weight));
 }
 
-// ATen's convolution with bias, then its ReLU. Some of its convolutions add the bias on their way.
+// Some of ATen's convolutions add the bias on their way.
 Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                     const Geometry& geometry) {
   const auto output = convolution(image, weight, bias, geometry);
@@ -61,7 +53,6 @@ Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTen
   return output.relu_();
 }
 
-// ATen's convolution, then bias and ReLU in one pass of our own.
 Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const Geometry& geometry) {
   if (!has_value(bias)) return aten_forward(image, weight, bias, geometry);
@@ -74,7 +65,7 @@ Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTens
   return output;
 }
 
-// In the order in which they are taken where nothing is timed; ATen's is eager's.
+// In the order in which they are taken untimed; ATen's is eager's.
 enum Way : size_t { cudnn, own, aten, all_ways };
 
 struct Choice {
@@ -84,7 +75,6 @@ struct Choice {
 };
 
 // ---- what is known -----------------------------------------------------------------------------
-
 struct KeyHash {
   size_t operator()(const ConvKey& key) const {
     size_t hash = 0;
@@ -111,17 +101,15 @@ std::optional<Choice> chosen(const ConvKey& key, bool even_if_due) {
 
 constexpr const char* no_memory = "(not cuDNN's fused form: no memory to try it)";
 
-// Also for a trial, which takes as much memory again.
+// Tells what cuDNN's 32-bit sizes hold, also in a trial, which takes as much memory again. A stride
+// of 1 and much padding make the output larger than the image: four times, to be safe.
 bool is_too_large(const ConvProblem& p) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   const int64_t pixels = p.image.size(0) * p.image.size(2) * p.image.size(3);
-  // With a stride of 1 and much padding the output is larger than the image; to be safe, four
-  // times.
   return p.image.numel() > most || pixels > most / (4 * p.weight.size(0));
 }
 
-// To cuDNN's fused form, as can be told beforehand. ATen's call of it has no deterministic form,
-// and its sizes are 32 bits wide.
+// Says why cuDNN's fused form is not taken, as far as can be told beforehand.
 const char* objection(const ConvProblem& p) {
   const auto& context = at::globalContext();
   if (p.image.scalar_type() == at::kDouble) return "(not cuDNN's fused form: fp64)";
@@ -138,11 +126,7 @@ Tensor fused_form(const ConvProblem& p, const Tensor& x, const Tensor& w, const 
 
 // ---- the trial ---------------------------------------------------------------------------------
 
-bool same(const Tensor& a, const Tensor& b) {
-  return a.sizes() == b.sizes() && at::allclose(a.to(at::kFloat), b.to(at::kFloat), 2e-2, 1e-2);
-}
-
-// Of one problem, used by one thread. The random state is as if it had not been.
+// Tries one problem, in one thread. The random state stays as it was.
 class Trial {
  public:
   Trial(const ConvProblem& problem, const ConvKey& key, const char* objection)
@@ -163,7 +147,7 @@ class Trial {
     return {way, is_slower ? "(not cuDNN's fused form: slower)" : reasons_[cudnn]};
   }
 
-  // Whether another trial may come to another end: something failed, as for want of memory.
+  // False where something failed, as for want of memory: another trial may end otherwise.
   bool is_final() const { return is_final_; }
 
  private:
@@ -176,7 +160,7 @@ class Trial {
   }
 
   Way quickest() {
-    const tune::Clock clock;
+    const auto clock = tune::start_clock();
     tune::Stopwatch stopwatch(all_ways, [this](size_t way) {
       return succeeds(static_cast<Way>(way), [&] { run(static_cast<Way>(way)); });
     });
@@ -190,7 +174,7 @@ class Trial {
     return choice ? static_cast<Way>(choice->winner) : aten;
   }
 
-  // Known for the process from then on, but for a failure.
+  // Remembers the verdict for the process, but for a failure.
   Verdict judge(Way way) {
     auto found = convolutions().read(key_, [way](const KnownConv& known) {
       const auto it = known.verdicts.find(way);
@@ -217,7 +201,7 @@ class Trial {
     return is_final_ = false;
   }
 
-  // Nothing: nullptr.
+  // nullptr: nothing.
   const char* wrong_with(Way way) {
     if (way == cudnn) {
       if (const char* wrong = wrong_with_fused_form()) return wrong;
@@ -236,26 +220,17 @@ class Trial {
     return "(not cuDNN's fused form: less exact than eager)";
   }
 
-  // Whether cuDNN's call is torch's convolution, bias and ReLU at all.
   const char* wrong_with_fused_form() {
     const auto nan = std::numeric_limits<double>::quiet_NaN();
-    x_.fill_(1), w_.fill_(0.015625);  // sums that every dtype holds
-    const auto want = at::convolution(x_, w_, {}, p_.stride, p_.padding, p_.dilation, false,
-                                      std::vector<int64_t>{0, 0}, p_.groups);
-    if (!same(fused_form(p_, x_, w_, b_.fill_(0)), want) ||
-        !same(fused_form(p_, x_, w_, b_.fill_(-1e4)), at::zeros_like(want))) {
-      return "(not cuDNN's fused form: wrong result)";
-    }
-    const auto unwritten = at::empty_like(want).fill_(nan);
-    if (!same(at::cudnn_convolution_add_relu(x_, w_, unwritten, 0, b_.fill_(0), p_.stride,
-                                             p_.padding, p_.dilation, p_.groups),
-              want)) {
+    fill(0);
+    const auto unwritten = at::full_like(fused_form(p_, x_, w_, b_), nan);
+    const auto result = at::cudnn_convolution_add_relu(x_, w_, unwritten, 0, b_, p_.stride,
+                                                       p_.padding, p_.dilation, p_.groups);
+    if (result.isnan().any().item().toBool()) {
       return "(not cuDNN's fused form: it reads memory that nobody wrote)";
     }
-    if (!fused_form(p_, x_, w_, b_.fill_(nan)).isnan().all().item().toBool()) {
-      return "(not cuDNN's fused form: it loses NaN)";
-    }
-    return nullptr;
+    const bool passes_nan = fused_form(p_, x_, w_, b_.fill_(nan)).isnan().all().item().toBool();
+    return passes_nan ? nullptr : "(not cuDNN's fused form: it loses NaN)";
   }
 
   Tensor run(Way way) const {
@@ -264,7 +239,7 @@ class Trial {
                       : aten_forward(x_, w_, bias_, p_.geometry);
   }
 
-  // Of as many seeds of operands as it takes to see enough elements.
+  // Takes as many seeds as show enough elements.
   TrialErrors errors_of(Way way) {
     constexpr size_t most_seeds = 64;
     TrialErrors errors;
@@ -285,7 +260,7 @@ class Trial {
                  ((seed + 1) << 40) + (part << 36), stream);
     };
     filled(x_, 1, 0);
-    // Sums of a spread of about 1.
+    // The sums spread by about 1.
     const auto terms = static_cast<double>(w_.numel() / w_.size(0));
     filled(w_, 3 / std::sqrt(terms), 1);
     filled(b_, 1, 2);
@@ -296,7 +271,7 @@ class Trial {
   const std::vector<bool> eligible_;
   const char* reasons_[all_ways] = {};
   bool is_final_ = true;
-  const gemm::Type type_ = *gemm_type(p_.image.scalar_type());
+  const gemm::Type type_ = gemm_type(p_.image.scalar_type());
   Tensor x_, w_, b_;
   OptionalTensor bias_;
   std::vector<ExactConv> exact_;
@@ -338,7 +313,7 @@ Choice choice_for(const ConvProblem& p) {
     return chosen(key, /*even_if_due=*/true)
         .value_or(or_eager("(not cuDNN's fused form: not tried before the capture)"));
   }
-  const std::lock_guard lock(measuring(p.image.get_device()));
+  const std::lock_guard lock(device_of(p.image.get_device()).measuring);
   if (const auto found = chosen(key, /*even_if_due=*/false)) return *found;  // by another thread
   if (convolutions().is_full_for(key)) {
     return or_eager("(not cuDNN's fused form: too many sizes were tried)");
@@ -350,8 +325,7 @@ bool aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 32 == 0;
 }
 
-// cuDNN's fused convolution, where it may stand for torch's and nothing measured is quicker;
-// explain's row says why not.
+// Explain's row says why it is not cuDNN's fused call.
 Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                            const Geometry& geometry) {
   const ConvProblem p(image, weight, bias, geometry);
@@ -379,15 +353,15 @@ Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const Opti
 
 struct Conv {
   static constexpr bool obeys_policy = true;
-  static bool is_usable(const Tensor& like) { return has_code_for(like.get_device()); }
+  static bool is_usable(const Tensor& like) { return device_of(like.get_device()).has_code; }
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& geometry) {
     const c10::cuda::CUDAGuard guard(input.device());
     const auto image = batched(input);
     if (image.numel() == 0) {
-      const auto options = image.options().memory_format(format_of(image, weight));
-      return like(input, at::empty_symint(conv::output_sizes(image, weight, geometry), options));
+      return like(input, conv::empty(conv::output_sizes(image, weight, geometry), image,
+                                     format_of(image, weight)));
     }
     return like(input, forward_in_best_way(image, weight, bias, geometry));
   }
@@ -420,7 +394,7 @@ struct Conv {
   }
 
  private:
-  // Channels-last, a linear layer's rows: one for each pixel.
+  // Channels-last, each pixel is a linear layer's row.
   static gemm::Matrix rows(const Tensor& tensor, const kernels::Image& image) {
     return {image.batch * image.plane, image.channels, image.channels, false,
             const_cast<void*>(tensor.const_data_ptr())};

@@ -5,7 +5,6 @@
 #include "core/conv.h"
 #include "plans/select.h"
 
-#include <ATen/Context.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -35,7 +34,6 @@ struct ConvProblem {
         groups(g.groups.guard_int(__FILE__, __LINE__)),
         geometry(g) {}
 
-  // Everything that may decide which kernel cuDNN, or ATen, chooses.
   ConvKey key() const {
     const auto& context = at::globalContext();
     const bool benchmark = context.benchmarkCuDNN();
@@ -63,9 +61,7 @@ struct ConvProblem {
   }
 };
 
-// ---- errors ------------------------------------------------------------------------------------
-
-// Of some of its elements, in fp64: results, and what errors are counted in, u (Σ|aₖbₖ| + |bias|).
+// Exact results of some elements, and what their errors are counted in, u (Σ|aₖbₖ| + |bias|).
 class ExactConv {
  public:
   ExactConv(const ConvProblem& p, const Tensor& image, const Tensor& weight,
@@ -85,7 +81,6 @@ class ExactConv {
     units_ = product(x.abs(), w.abs(), b ? OptionalTensor(b->abs()) : b) * roundoff;
   }
 
-  // Adds the errors of a convolution's result.
   void add_errors(plans::TrialErrors& errors, const Tensor& result) const {
     const auto off = some(result, rows_.of_result) - values_;
     const auto error = off.abs().div_(units_).masked_fill_(off.eq(0), 0);  // of an empty sum, too
@@ -99,7 +94,7 @@ class ExactConv {
   }
 
  private:
-  // As many from the top as a few megabytes hold; of the result those that are made of no others.
+  // As many from the top as a few megabytes hold, and the results that are made of no others.
   struct Rows {
     int64_t of_image, of_result;
 
@@ -114,7 +109,6 @@ class ExactConv {
     }
   };
 
-  // Of the first image and the last.
   static Tensor some(const Tensor& images, int64_t rows) {
     const int64_t last = images.size(0) - 1;
     const auto ends =

@@ -1,5 +1,3 @@
-// The passes of gated layers on a GPU.
-
 #include "core/shapes.h"
 #include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
@@ -15,12 +13,11 @@ namespace {
 
 using S = Shapes<Allocator>;
 
-// What lies so many bytes behind; behind nothing is nothing.
+// nullptr stays nullptr.
 void* behind(void* data, int64_t bytes) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + bytes;
 }
 
-// The pre-activations as rows, of two tensors or of one tensor's halves.
 struct Halves {
   Operand gate, up;
 
@@ -35,12 +32,8 @@ struct Halves {
     up.matrix.data = behind(matrix.data, matrix.cols * gate_z.element_size());
   }
 
-  void describe(kernels::Gating& args, Activation activation, const Tensor& like) const {
-    args.activation = activation;
-    args.type = *gemm_type(like.scalar_type());
-    args.rows = gate.matrix.rows, args.cols = gate.matrix.cols;
-    args.gate = gate.matrix.data, args.ld_gate = gate.matrix.ld;
-    args.up = up.matrix.data, args.ld_up = up.matrix.ld;
+  kernels::Gating describe(Activation activation, const Tensor& like) const {
+    return gating_of(activation, gemm_type(like.scalar_type()), gate.matrix, up.matrix);
   }
 };
 
@@ -55,7 +48,7 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(input.device());
     const bool stacked = layer.is_stacked();
     const auto element = input.element_size();
-    if (!has_hopper_products(input.get_device()) || element != 2) return std::nullopt;
+    if (!device_of(input.get_device()).has_hopper_products || element != 2) return std::nullopt;
     if (input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1) || gate.numel() == 0 ||
         input.numel() == 0 || (!stacked && has_value(gate_bias) != has_value(up_bias))) {
       return std::nullopt;
@@ -80,7 +73,7 @@ struct Glu : reference::Glu {
     call.up = stacked ? gemm::Up{behind(first.data, half * (first.transposed ? 1 : first.ld)),
                                  first.ld, behind(call.bias, half), behind(call.aux.data, half)}
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
-    complete(call, *gemm_type(input.scalar_type()), input.get_device());
+    complete(call, gemm_type(input.scalar_type()), input.get_device());
     // Of both weights, and both pre-activations.
     auto& matmul = call.problem.matmul;
     matmul.aligned_a &= gemm::is_aligned(call.up.weight);
@@ -96,9 +89,8 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(gate.device());
     const auto result = S::rows(gate, gate.size(-1) / (has_value(up) ? 1 : 2));
     if (result.numel() == 0) return result;
-    kernels::Gating args;
     const Halves halves(gate, up);
-    halves.describe(args, activation, gate);
+    auto args = halves.describe(activation, gate);
     args.hidden = result.data_ptr();
     explain::append("own gating kernel");
     kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
@@ -121,9 +113,8 @@ struct Glu : reference::Glu {
     const auto up_sums = S::vector(step.gate, features, apart && wanted[3]);
     const auto hidden = S::grad_input(step.grad_output, wanted[4]);
 
-    kernels::GatingBackward args;
     const Halves halves(step.gate, step.up);
-    halves.describe(args, step.activation, step.gate);
+    kernels::GatingBackward args{halves.describe(step.activation, step.gate)};
     const auto grad = plain_rows(step.grad_output);
     args.grad = grad.matrix.data, args.ld_grad = grad.matrix.ld;
     args.ld_result = step.gate.size(-1);
@@ -139,7 +130,7 @@ struct Glu : reference::Glu {
   }
 
  private:
-  // The product and the pass as one plan; nothing where there is none for what is wanted.
+  // Plans the product and the pass as one; nothing where there is none for what is wanted.
   static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
@@ -148,7 +139,8 @@ struct Glu : reference::Glu {
     const Halves halves(step.gate, step.up);
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
-    // No part of a plan's key: always as our vectors and the hardware's copies want it.
+    // A plan's key does not tell these alignments, which our vectors and the hardware's copies
+    // want.
     if (!gemm::is_aligned(up.data) || up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
       return std::nullopt;
     }
@@ -164,7 +156,7 @@ struct Glu : reference::Glu {
     call.gating = {up.data, up.ld,
                    apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
-    complete(call, *gemm_type(step.gate.scalar_type()), step.gate.get_device());
+    complete(call, gemm_type(step.gate.scalar_type()), step.gate.get_device());
     if (!tune::run(call)) return std::nullopt;
     return {{grad_gate, grad_up, none(), none(), hidden}};
   }

@@ -1,5 +1,5 @@
-// CUDA kernels of the linear operators: allocate, describe the passes, run them. How a pass is done
-// is decided in tune/; where it cannot be done there, ATen's formula does the work.
+// The linear operators on a GPU: allocate, describe the passes, run them, by ATen's formula where
+// tune/ finds no way.
 
 #include "reference/linear.h"
 #include "core/policy.h"
@@ -17,11 +17,10 @@ namespace fused::cuda {
 namespace {
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
-  complete(call, *gemm_type(like.scalar_type()), like.get_device());
+  complete(call, gemm_type(like.scalar_type()), like.get_device());
   return tune::run(call, deferred);
 }
 
-// A gradient can always be computed in some way.
 void run_surely(const PassCall& call, const Tensor& like,
                 kernels::SmallGradients* deferred = nullptr) {
   TORCH_INTERNAL_ASSERT(run(call, like, deferred), "no way to run a gradient's pass");
@@ -88,7 +87,7 @@ struct Linear {
   }
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
-    // Whose product, of the transposes, has no plans.
+    // Such a product, of the transposes, has no plans.
     if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     LayerGradients made(layer, layer.wanted[0]);
@@ -103,10 +102,8 @@ struct Linear {
     if (into.numel() == 0) return;
     const c10::cuda::CUDAGuard guard(input.device());
     const auto grad = rows_of(grad_output), rows = rows_of(input);
-    if (rows.matrix.rows == 0) {
-      if (!adds) into.zero_();
-      return;
-    }
+    if (rows.matrix.rows == 0 && !adds) into.zero_();
+    if (rows.matrix.rows == 0) return;
     auto call = weight_call(grad.matrix, rows.matrix, into, !into.is_contiguous());
     call.problem.matmul.adds = adds;
     call.problem.matmul.to_f32 = into.scalar_type() != input.scalar_type();
@@ -148,7 +145,7 @@ struct Linear {
     auto mask = S::mask(output);
     if (mask.numel() == 0) return mask;
     const auto rows = plain_rows(output);
-    kernels::write_relu_mask(*gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
+    kernels::write_relu_mask(gemm_type(output.scalar_type()), rows.matrix.rows, rows.matrix.cols,
                              rows.matrix.data, rows.matrix.ld, mask.data_ptr(),
                              at::cuda::getCurrentCUDAStream());
     return mask;
@@ -156,7 +153,7 @@ struct Linear {
 
   static bool is_mask(const Tensor& saved) { return saved.scalar_type() == at::kByte; }
 
-  // A layer's dz, and what follows from it alone: the gradients of its weight and bias.
+  // dz of a layer, and the gradients of its weight and bias, which follow from it alone.
   struct LayerGradients {
     Workspace memory;  // of dz, where it is not the gradient that came
     Operand grad;
@@ -204,14 +201,14 @@ struct Linear {
     activation_gradient(matrix, {}, false, Activation::none, like, nullptr, sums);
   }
 
-  // dz = act'(saved) · grad, where dz is wanted, and its column sums, where there is room for them.
+  // Writes dz = act'(saved) · grad, where it is wanted, and its column sums, where there is room.
   static void activation_gradient(const Matrix& grad, const Matrix& saved, bool mask,
                                   Activation activation, const Tensor& like, void* dz,
                                   const Tensor& sums) {
     const bool wants_sums = sums.numel() > 0;
     if (grad.rows == 0 && wants_sums) sums.zero_();
     if (grad.rows == 0 || grad.cols == 0 || (dz == nullptr && !wants_sums)) return;
-    one_pass(grad, saved, mask, activation, *gemm_type(like.scalar_type()), dz,
+    one_pass(grad, saved, mask, activation, gemm_type(like.scalar_type()), dz,
              wants_sums ? sums.data_ptr() : nullptr);
   }
 
@@ -222,7 +219,6 @@ struct Linear {
                       : make_call(Pass::wgrad, transposed(dz), input, matrix_of(grad_weight), sums);
   }
 
-  // The same, and dz's column sums if grad_bias is defined.
   static void weight_gradient(const Matrix& dz, const Tensor& input, const Tensor& grad_weight,
                               bool by_columns, const Tensor& grad_bias,
                               kernels::SmallGradients& deferred) {
@@ -237,21 +233,15 @@ struct Linear {
                unless_copied(deferred, rows));
   }
 
-  // dz · weight
   static void input_gradient(const Matrix& dz, const Tensor& weight, const Tensor& result,
                              kernels::SmallGradients& deferred) {
-    if (result.numel() == 0) return;
-    if (dz.cols == 0) {
-      result.zero_();
-      return;
-    }
+    if (dz.cols == 0) result.zero_();
+    if (result.numel() == 0 || dz.cols == 0) return;
     const auto right = rows_of(weight);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result)), weight,
                unless_copied(deferred, right));
   }
 
-  // (dz · weight) · act'(saved), the gradient of the layer before, and its column sums where there
-  // is room for them.
   static void previous_gradient(const Matrix& dz, const Tensor& weight,
                                 const steps::PreviousLayer& previous, const Tensor& result,
                                 const Tensor& sums, kernels::SmallGradients& deferred) {
@@ -275,7 +265,6 @@ struct Linear {
                weight, stays ? unless_copied(deferred, right, aux) : nullptr);
   }
 
-  // What was saved, in the layout that the library reads: a ReLU layer may have kept its output.
   static Tensor as_aux(const steps::PreviousLayer& previous) {
     const auto& saved = previous.saved;
     if (saved_for(previous.activation) == Saved::output) {

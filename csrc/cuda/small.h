@@ -1,7 +1,5 @@
 #pragma once
 
-// Small networks on a GPU by our own kernels, where measuring has found that to be faster.
-
 #include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
@@ -21,14 +19,13 @@ namespace {  // of linear.cpp alone
 
 using S = Shapes<Allocator>;
 
-// Whether a kernel for small networks can do the pass, whose problem it completes.
 bool takes_small(PassCall& call, const Tensor& like) {
-  complete(call, *gemm_type(like.scalar_type()), like.get_device());
+  complete(call, gemm_type(like.scalar_type()), like.get_device());
   const auto& p = call.problem;
   return !gemm::objection(p, *gemm::find_strategy(p.pass, "small"), available(p));
 }
 
-// Reads the layers, which must outlive it.
+// The chain reads the layers, which must outlive it.
 PassCall as_chain(const std::vector<PassCall>& layers) {
   PassCall chain = layers[0];
   chain.problem.pass = Pass::chain;
@@ -39,9 +36,7 @@ PassCall as_chain(const std::vector<PassCall>& layers) {
   return chain;
 }
 
-// ---- ensembles ---------------------------------------------------------------------------------
-
-// [members, rows, cols]: the first one's matrix, and how far the next one's is.
+// The matrix of the first of [members, rows, cols], and how far the next one's is.
 struct Stacked {
   Tensor tensor;  // keeps it alive
   Matrix first;
@@ -66,7 +61,6 @@ bool are_few(const PassCall& call, int64_t members) {
          most_for_each_multiprocessor * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
 }
 
-// Whether one member's pass is planned to be a kernel's for small networks.
 bool is_ours(PassCall& call, const Tensor& like) {
   return like.numel() > 0 && takes_small(call, like) && are_few(call, like.size(0)) &&
          tune::is_small(call);
@@ -84,12 +78,11 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
   if (layer.activation == Activation::none || given.numel() == 0) return given;
   auto dz = empty(given.sizes(), given);
   const auto grad = plain_rows(given), saved = plain_rows(*layer.saved);
-  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation,
-           *gemm_type(dz.scalar_type()), dz.data_ptr(), nullptr);
+  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation, gemm_type(dz.scalar_type()),
+           dz.data_ptr(), nullptr);
   return dz;
 }
 
-// See dispatch::MlpInOne; the pre-activations only where `keeps`.
 std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                const c10::List<OptionalTensor>& biases, Activation activation,
                                bool keeps) {
@@ -129,7 +122,6 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
   return results;
 }
 
-// See reference::LinearFormula.
 Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               Activation activation) {
   const c10::cuda::CUDAGuard guard(input.device());

@@ -1,6 +1,5 @@
-// Under autocast the operators run in the user's autocast dtype, as torch's own linear does.
-// Casts of the weights are cached for the length of the autocast region. The steps keep the dtypes
-// that they are given: what they call of ATen's would cast again.
+// Under autocast the operators run in the user's dtype, with casts of weights cached in the region.
+// The steps keep their dtypes: what they call of ATen's would cast again.
 
 #include "core/check.h"
 #include "dispatch/operators.h"
@@ -23,7 +22,6 @@ struct Kept<step> {
   }
 };
 
-// An argument in the region's dtype; what is no tensor stays.
 template <c10::DeviceType device>
 struct Cast {
   static Tensor cast(const Tensor& tensor) {

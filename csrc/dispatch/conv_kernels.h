@@ -1,7 +1,6 @@
 #pragma once
 
-// What the dispatcher calls for the convolution, over a backend with forward and relu_backward (see
-// reference::Conv for their meaning).
+// What the dispatcher calls for the convolution, of a backend with reference::Conv's functions.
 
 #include "core/explain.h"
 #include "core/policy.h"
@@ -28,16 +27,15 @@ struct ConvKernels {
     }
     const explain::Row row(conv::op_name, input, weight);
     conv::check(input, weight, bias, geometry);
-    return way(input, [&](auto w) { return decltype(w)::forward(input, weight, bias, geometry); });
+    return way(input, [&](auto w) { return w.forward(input, weight, bias, geometry); });
   }
 
   static Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output,
                                      bool bias_grad) {
-    constexpr auto op = "_channels_relu_backward";
-    const explain::Row row(op, grad_output, {});
-    conv::check_backward(op, grad_output, output);
+    const explain::Row row("_channels_relu_backward", grad_output, {});
+    conv::check_backward(row.op, grad_output, output);
     return way(grad_output,
-               [&](auto w) { return decltype(w)::relu_backward(grad_output, output, bias_grad); });
+               [&](auto w) { return w.relu_backward(grad_output, output, bias_grad); });
   }
 };
 

@@ -1,5 +1,4 @@
-// Tensors that no kernel of ours takes: other layouts than strided, other devices than CPU and
-// CUDA. What torch's own functions do with them is done.
+// Tensors of layouts and devices that no kernel of ours takes go torch's own way.
 
 #include "dispatch/conv_kernels.h"
 #include "dispatch/gated_kernels.h"

@@ -1,7 +1,5 @@
 #pragma once
 
-// Gated layers on whatever device.
-
 #include "core/gated.h"
 #include "gemm/hopper.h"
 #include "reference/gated.h"
@@ -10,15 +8,14 @@
 
 namespace fused::dispatch {
 
-// Whether there may be a kernel for the whole layer. An operator around the steps costs time, of
-// which few tokens leave none; one that is traced may be run with more.
+// Tells whether there may be a kernel for the whole layer. The operator around the steps costs more
+// than few tokens take; one that is traced may be run with more.
 inline bool may_be_whole(const Tensor& input) {
   if (at::isTensorSubclassLike(input)) return true;
   return input.is_cuda() && input.element_size() == 2 && input.dim() > 0 &&
          input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
 }
 
-// The layer by steps of its own, where no kernel does it whole.
 inline Triple products_and_glu(const gated::Layer& layer, Activation activation, bool keeps) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
   auto gate_z = fused::linear(input, gate, gate_bias);
@@ -37,14 +34,14 @@ inline Triple whole_or_in_steps(const gated::Layer& layer, Activation activation
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 
-// Autograd would follow gate alone into what joins the two: below vmap it may be at work.
+// Autograd, which may be at work below vmap, would follow gate alone into what joins the two.
 inline bool is_followed(const OptionalTensor& tensor) {
   return has_value(tensor) &&
          ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
 }
 
-// The layer and its pre-activations, undefined where they are not kept: gate's and up's, or, where
-// the weights are one piece of memory and it may join them, both as gate's, [*, 2 hidden].
+// Gives the layer and its pre-activations, undefined where they are not kept; both are gate's, [*,
+// 2 hidden], where the weights are one piece of memory and it may join them.
 inline Triple gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
                             bool may_join) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -59,7 +56,6 @@ inline Triple gated_forward(const gated::Layer& layer, Activation activation, bo
   return whole_or_in_steps(layer, activation, keeps);
 }
 
-// Where nobody wants a gradient: the layer and, where there is one, that after it.
 struct GatedWithoutGradient {
   static Tensor gated_layer(const char* op, const gated::Layer& layer, const gated::Down& down,
                             Activation activation, Memory) {

@@ -1,8 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for gated layers. A backend supplies the two passes over memory, glu
-// and glu_backward (see reference::GluFormula); the products are those of the linear operators. It
-// may have linear_glu, which does both products and the first pass for some layers.
+// What the dispatcher calls for gated layers. A backend has the passes of reference::GluFormula,
+// and may have linear_glu, both products and the first pass for some layers.
 
 #include "core/explain.h"
 #include "core/policy.h"
@@ -17,11 +16,10 @@ namespace fused::dispatch {
 template <class Backend>
 struct GatedKernels : GatedWithoutGradient {
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
-    constexpr auto op = "_glu";
-    const explain::Row row(op, gate, {});
-    gated::check_halves(op, gate, up);
+    const explain::Row row("_glu", gate, {});
+    gated::check_halves(row.op, gate, up);
     return under_policy<Backend, reference::Glu>(
-        gate, [&](auto w) { return decltype(w)::glu(gate, up, activation); });
+        gate, [&](auto w) { return w.glu(gate, up, activation); });
   }
 
   static Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -48,12 +46,12 @@ struct GatedKernels : GatedWithoutGradient {
   }
 
   static Quintuple glu_backward(const steps::GluBackward& step) {
-    constexpr auto op = "_glu_backward";
-    const explain::Row row(op, step.gate, {});
-    gated::check_glu_backward(op, step);
+    const explain::Row row("_glu_backward", step.gate, {});
+    gated::check_glu_backward(row.op, step);
     return under_policy<Backend, reference::Glu>(step.gate, [&](auto w) -> Quintuple {
       using Way = decltype(w);
-      if (Way::takes_down || !has_value(step.down)) return Way::glu_backward(step);
+      constexpr bool takes_down = requires { Way::takes_down; };
+      if (takes_down || !has_value(step.down)) return Way::glu_backward(step);
       explain::append("ATen mm");
       return reference::through_down(step, Way::glu_backward);
     });

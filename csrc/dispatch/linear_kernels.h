@@ -1,9 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for the linear operators: checks, a row of explain, the policy. A
-// backend supplies six functions: forward, forward_aux, relu_mask, activation_backward,
-// linear_backward, linear_backward_across (see reference::LinearFormula for their meaning), and
-// forward_bits where forward and relu_mask can be one.
+// What the dispatcher calls for the linear operators, of a backend with reference::Linear's
+// functions, and forward_bits where forward and relu_mask can be one.
 
 #include "core/activation.h"
 #include "core/check.h"
@@ -23,7 +21,7 @@ struct LinearKernels {
     return under_policy<Backend, reference::Linear>(like, fn);
   }
 
-  // What is kept for a backward is Autograd's affair.
+  // Autograd knows what is kept for a backward.
   static Tensor layer(const char* op, const Tensor& input, const Tensor& weight,
                       const OptionalTensor& bias, Activation activation, Memory) {
     if (const char* why = objection(input, weight, bias)) {
@@ -31,19 +29,17 @@ struct LinearKernels {
     }
     const explain::Row row(op, input, weight);
     check_devices(op, input, weight, bias);
-    return way(input,
-               [&](auto w) { return decltype(w)::forward(input, weight, bias, activation); });
+    return way(input, [&](auto w) { return w.forward(input, weight, bias, activation); });
   }
 
   static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                               std::string_view text) {
-    constexpr auto op = EnsembleLinear::name;
-    const explain::Row row(op, input, weight);
-    check_ensemble(op, input, weight, bias);
-    const auto activation = parse_activation(op, text);
+    const explain::Row row(EnsembleLinear::name, input, weight);
+    check_ensemble(row.op, input, weight, bias);
+    const auto activation = parse_activation(row.op, text);
     return way(input, [&](auto w) -> Pair {
-      if constexpr (requires { decltype(w)::ensemble(input, weight, bias, activation); }) {
-        return decltype(w)::ensemble(input, weight, bias, activation);
+      if constexpr (requires { w.ensemble(input, weight, bias, activation); }) {
+        return w.ensemble(input, weight, bias, activation);
       }
       return reference::LinearFormula::ensemble(input, weight, bias, activation);
     });
@@ -51,27 +47,23 @@ struct LinearKernels {
 
   static Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                          Activation activation) {
-    constexpr auto op = "_linear_aux";
-    const explain::Row row(op, input, weight);
-    check_linear(op, input, weight, bias);
-    return way(input,
-               [&](auto w) { return decltype(w)::forward_aux(input, weight, bias, activation); });
+    const explain::Row row("_linear_aux", input, weight);
+    check_linear(row.op, input, weight, bias);
+    return way(input, [&](auto w) { return w.forward_aux(input, weight, bias, activation); });
   }
 
   static Tensor relu_mask(const Tensor& output) {
-    constexpr auto op = "_relu_mask";
-    const explain::Row row(op, output, {});
-    TORCH_CHECK(output.dim() >= 1, op,
+    const explain::Row row("_relu_mask", output, {});
+    TORCH_CHECK(output.dim() >= 1, row.op,
                 ": output must have shape [..., features], got a 0-dimensional tensor");
-    check_floating(op, output, "output");
-    return way(output, [&](auto w) { return decltype(w)::relu_mask(output); });
+    check_floating(row.op, output, "output");
+    return way(output, [&](auto w) { return w.relu_mask(output); });
   }
 
   static Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias) {
-    constexpr auto op = "_linear_relu_bits";
-    const explain::Row row(op, input, weight);
-    check_linear(op, input, weight, bias);
+    const explain::Row row("_linear_relu_bits", input, weight);
+    check_linear(row.op, input, weight, bias);
     return way(input, [&](auto w) -> Pair {
       using Way = decltype(w);
       if constexpr (requires { Way::forward_bits(input, weight, bias); }) {
@@ -85,49 +77,44 @@ struct LinearKernels {
 
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                                   Activation activation, bool bias_grad) {
-    constexpr auto op = "_activation_backward";
-    const explain::Row row(op, grad_output, {});
-    TORCH_CHECK(grad_output.dim() >= 1, op,
+    const explain::Row row("_activation_backward", grad_output, {});
+    TORCH_CHECK(grad_output.dim() >= 1, row.op,
                 ": grad_output must have shape [..., features], got a 0-dimensional tensor");
-    check_floating(op, grad_output);
-    check_saved(op, grad_output, saved, activation);
+    check_floating(row.op, grad_output);
+    check_saved(row.op, grad_output, saved, activation);
     return way(grad_output, [&](auto w) {
-      return decltype(w)::activation_backward(grad_output, saved, activation, bias_grad);
+      return w.activation_backward(grad_output, saved, activation, bias_grad);
     });
   }
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
-    constexpr auto op = "_linear_backward";
-    const explain::Row row(op, layer.input, layer.weight);
+    const explain::Row row("_linear_backward", layer.input, layer.weight);
     if (layer.weight.dim() == 3) {
-      check_ensemble(op, layer.input, layer.weight, {});
+      check_ensemble(row.op, layer.input, layer.weight, {});
       return way(layer.grad_output, [&](auto w) {
-        if constexpr (requires { decltype(w)::ensemble_backward(layer); }) {
-          return decltype(w)::ensemble_backward(layer);
+        if constexpr (requires { w.ensemble_backward(layer); }) {
+          return w.ensemble_backward(layer);
         }
         return reference::LinearFormula::linear_backward(layer);
       });
     }
-    check_linear_backward(op, layer);
-    return way(layer.input, [&](auto w) { return decltype(w)::linear_backward(layer); });
+    check_linear_backward(row.op, layer);
+    return way(layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds) {
-    constexpr auto op = "_weight_gradient";
-    const explain::Row row(op, input, into);
-    check_weight_gradient(op, grad_output, input, into);
-    way(input, [&](auto w) { decltype(w)::weight_gradient(grad_output, input, into, adds); });
+    const explain::Row row("_weight_gradient", input, into);
+    check_weight_gradient(row.op, grad_output, input, into);
+    way(input, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
-    constexpr auto op = "_linear_backward_across";
-    const explain::Row row(op, layer.input, layer.weight);
-    check_linear_backward(op, layer);
-    check_saved(op, layer.input, previous.saved, previous.activation);
-    return way(layer.input,
-               [&](auto w) { return decltype(w)::linear_backward_across(layer, previous); });
+    const explain::Row row("_linear_backward_across", layer.input, layer.weight);
+    check_linear_backward(row.op, layer);
+    check_saved(row.op, layer.input, previous.saved, previous.activation);
+    return way(layer.input, [&](auto w) { return w.linear_backward_across(layer, previous); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
@@ -146,8 +133,7 @@ struct LinearKernels {
       const explain::Row row("mlp", hidden, weights[i]);
       const bool last = i + 1 == weights.size();
       hidden = way(hidden, [&](auto w) {
-        return decltype(w)::forward(hidden, weights[i], biases.get(i),
-                                    last ? Activation::none : activation);
+        return w.forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
       });
     }
     return hidden;

@@ -1,4 +1,4 @@
-// Shapes, dtypes and strides of every result, without data: what the compiler and export see.
+// Shapes, dtypes and strides without data, for the compiler and export.
 
 #include "core/shapes.h"
 #include "dispatch/conv_kernels.h"
@@ -11,8 +11,6 @@ namespace {
 using S = Shapes<SymbolicAllocator>;
 
 struct MetaLinear {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
                         Activation) {
     return S::output(input, weight);
@@ -50,7 +48,6 @@ struct MetaLinear {
 };
 
 struct MetaGlu {
-  static constexpr bool obeys_policy = false;
   static constexpr bool takes_down = true;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation) {
@@ -71,8 +68,6 @@ struct MetaGlu {
 };
 
 struct MetaConv {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
                         const conv::Geometry& geometry) {
     const auto image = conv::batched(input);

@@ -1,8 +1,7 @@
 #pragma once
 
-// The operators, a row each: schema, signature, and by which name a set of kernels has it. Schemas,
-// typed calls, kernels of every key (put), autocast, what tensors of Python classes get and calls
-// from eager Python are all made of these rows.
+// The operators, a row each, of which schemas, typed calls, kernels of every key (put), autocast,
+// what tensors of Python classes get and calls from eager Python are made.
 
 #include "core/activation.h"
 #include "core/check.h"
@@ -12,12 +11,10 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/SymInt.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -27,7 +24,6 @@ namespace fused::dispatch {
 
 using fused::OptionalTensor;
 
-// Text as a template's argument.
 template <size_t size>
 struct Text {
   char chars[size]{};
@@ -42,6 +38,16 @@ constexpr auto operator+(const Text<a>& left, const Text<b>& right) {
   std::copy_n(right.chars, b, both.chars + a - 1);
   return both;
 }
+
+// A text of a schema, which becomes what a kernel takes for it.
+struct Word {
+  const char* op;
+  std::string_view text;
+
+  operator std::string_view() const { return text; }                         // NOLINT
+  operator Activation() const { return parse_hidden_activation(op, text); }  // NOLINT
+  operator Memory() const { return parse_memory(op, text); }                 // NOLINT
+};
 
 template <Text schema_, typename Signature>
 struct Operator;
@@ -59,6 +65,12 @@ struct Operator<schema_, Result(Args...)> {
     return text;
   }();
 
+  static Word parsed(std::string_view text) { return {name, text}; }
+  template <typename Value>
+  static const Value& parsed(const Value& value) {
+    return value;
+  }
+
  public:
   static constexpr const char* name = text_of_name.chars;
 
@@ -71,22 +83,27 @@ struct Operator<schema_, Result(Args...)> {
   static Result call(Args... args) { return handle().call(args...); }
 
   // Makes a function of values, and of structs for what belongs together, one of the schema's
-  // arguments; here they are the same.
+  // arguments.
   template <auto fn>
   static Result flat(Args... args) {
-    return fn(args...);
+    return fn(parsed(args)...);
   }
 };
 
+// Names the function that a set of kernels has for a row; a step's is also the C++ API's.
+#define FUSED_KERNEL(function) \
+  template <class Kernels>     \
+  static constexpr auto in = &Kernels::function
+#define FUSED_STEP(function)                     \
+  static constexpr auto step = &steps::function; \
+  FUSED_KERNEL(function)
+
 // ---- what users call ---------------------------------------------------------------------------
 
-// Nothing but the result is written where no gradient is wanted. With the memory 'low' the backward
-// recomputes what it can instead of keeping it.
-
+// A backward recomputes what it can with the memory 'low'.
 struct Linear : Operator<"linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
                          decltype(fused::linear)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::layer;
+  FUSED_KERNEL(layer);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -94,14 +111,12 @@ struct Linear : Operator<"linear(Tensor input, Tensor weight, Tensor? bias=None)
   }
 };
 
-// A layer with its activation.
 template <Text name_, Activation activation_>
 struct Layer : Operator<name_ + Text("(Tensor input, Tensor weight, Tensor? bias=None, *, "
                                      "str memory='default') -> Tensor"),
                         decltype(fused::linear_relu)> {
   static constexpr Activation activation = activation_;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::layer;
+  FUSED_KERNEL(layer);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -117,8 +132,7 @@ struct LinearGelu : Operator<
                         "linear_gelu(Tensor input, Tensor weight, Tensor? bias=None, *, "
                         "str approximate='tanh', str memory='default') -> Tensor",
                         decltype(fused::linear_gelu)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::layer;
+  FUSED_KERNEL(layer);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -128,59 +142,43 @@ struct LinearGelu : Operator<
   }
 };
 
-// Layers in a chain, the activation between them.
 struct Mlp : Operator<
                  "mlp(Tensor input, Tensor[] weights, Tensor?[] biases, str activation='relu', *, "
                  "str memory='default') -> Tensor",
                  decltype(fused::mlp)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::mlp;
-
-  template <auto fn>
-  static Tensor flat(const Tensor& input, at::TensorList weights,
-                     const c10::List<OptionalTensor>& biases, std::string_view activation,
-                     std::string_view memory) {
-    const auto how = parse_memory(name, memory);
-    return fn(input, weights, biases, parse_hidden_activation(name, activation), how);
-  }
+  FUSED_KERNEL(mlp);
 };
 
-// act(input gateᵀ) ⊙ (input upᵀ); without up, gate is both weights.
 struct LinearGlu
     : Operator<
           "linear_glu(Tensor input, Tensor gate, Tensor? up=None, Tensor? gate_bias=None, "
           "Tensor? up_bias=None, *, str activation='silu', str memory='default') -> Tensor",
           decltype(fused::linear_glu)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::gated_layer;
+  FUSED_KERNEL(gated_layer);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                      const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                      std::string_view activation, std::string_view memory) {
-    const auto how = parse_memory(name, memory);
     return fn(name, {input, gate, up, gate_bias, up_bias}, {},
-              parse_hidden_activation(name, activation), how);
+              parse_hidden_activation(name, activation), parse_memory(name, memory));
   }
 };
 
-// The block with a linear layer after it.
 struct GatedMlp : Operator<
                       "gated_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, "
                       "Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, *, "
                       "str activation='silu', str memory='default') -> Tensor",
                       decltype(fused::gated_mlp)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::gated_layer;
+  FUSED_KERNEL(gated_layer);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                      const Tensor& down, const OptionalTensor& gate_bias,
                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                      std::string_view activation, std::string_view memory) {
-    const auto how = parse_memory(name, memory);
     return fn(name, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
-              parse_hidden_activation(name, activation), how);
+              parse_hidden_activation(name, activation), parse_memory(name, memory));
   }
 };
 
@@ -189,8 +187,7 @@ struct Conv2dRelu
           "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
           "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
           decltype(fused::conv2d_relu_symint)> {
-  template <class Kernels>
-  static constexpr auto in = &Kernels::conv2d_relu;
+  FUSED_KERNEL(conv2d_relu);
 
   template <auto fn>
   static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -205,8 +202,7 @@ using GatedOperators = std::tuple<LinearGlu, GatedMlp>;
 using Public =
     decltype(std::tuple_cat(LinearOperators(), GatedOperators(), std::tuple<Conv2dRelu>()));
 
-// The result by torch's own functions, if one of the tensors is of a Python class of its own.
-// Python has the kernels.
+// Python's kernel gives the result by torch's own functions, if a tensor is of a class of its own.
 template <class Op, typename Signature = typename Op::Signature>
 struct IfForeign;
 
@@ -216,50 +212,33 @@ struct IfForeign<Op, Tensor(Args...)>
 
 // ---- what nodes call ---------------------------------------------------------------------------
 
-// `step` is the C++ API's function. Gradients not wanted are tensors of no elements.
-
-// Forward that also gives what the backward needs: ReLU's bit mask, else the pre-activation.
+// Gives what the backward needs besides: ReLU's bit mask, else the pre-activation.
 struct LinearAux
     : Operator<
           "_linear_aux(Tensor input, Tensor weight, Tensor? bias, "
           "str activation) -> (Tensor output, Tensor saved)",
           Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)> {
-  static constexpr auto step = &steps::linear_aux;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::linear_aux;
-
-  template <auto fn>
-  static Pair flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view activation) {
-    return fn(input, weight, bias, parse_hidden_activation(name, activation));
-  }
+  FUSED_STEP(linear_aux);
 };
 
-// What low memory keeps of ReLU's output: a bit for each element, 0 where output <= 0.
+// A bit for each element of ReLU's output, 0 where output <= 0.
 struct ReluMask : Operator<"_relu_mask(Tensor output) -> Tensor", decltype(steps::relu_mask)> {
-  static constexpr auto step = &steps::relu_mask;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::relu_mask;
+  FUSED_STEP(relu_mask);
 };
 
 struct LinearReluBits : Operator<
                             "_linear_relu_bits(Tensor input, Tensor weight, Tensor? bias=None)"
                             " -> (Tensor output, Tensor mask)",
                             decltype(steps::linear_relu_bits)> {
-  static constexpr auto step = &steps::linear_relu_bits;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::linear_relu_bits;
+  FUSED_STEP(linear_relu_bits);
 };
 
-// act'(saved) · grad_output and its column sums, in one pass over memory.
 struct ActivationBackward
     : Operator<
           "_activation_backward(Tensor grad_output, Tensor saved, str activation, "
           "bool bias_grad) -> (Tensor grad_preactivation, Tensor grad_bias)",
           Pair(const Tensor&, const Tensor&, std::string_view, bool)> {
-  static constexpr auto step = &steps::activation_backward;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::activation_backward;
+  FUSED_STEP(activation_backward);
 
   template <auto fn>
   static Pair flat(const Tensor& grad_output, const Tensor& saved, std::string_view activation,
@@ -268,7 +247,6 @@ struct ActivationBackward
   }
 };
 
-// The whole backward of one layer.
 struct LinearBackward
     : Operator<
           "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
@@ -276,9 +254,7 @@ struct LinearBackward
           "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
           Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                  std::string_view, std::array<bool, 3>)> {
-  static constexpr auto step = &steps::linear_backward;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::linear_backward;
+  FUSED_STEP(linear_backward);
 
   template <auto fn>
   static Triple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
@@ -288,18 +264,13 @@ struct LinearBackward
   }
 };
 
-// The weight's alone, into memory that is there.
 struct WeightGradient : Operator<
                             "_weight_gradient(Tensor grad_output, Tensor input, "
                             "Tensor(a!) into, bool adds) -> ()",
                             decltype(steps::weight_gradient)> {
-  static constexpr auto step = &steps::weight_gradient;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::weight_gradient;
+  FUSED_STEP(weight_gradient);
 };
 
-// linear_backward, and on along the edge to the layer before, whose activation's derivative is
-// applied to grad_input and whose bias gradient is summed on the way.
 struct LinearBackwardAcross
     : Operator<
           "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, "
@@ -309,9 +280,7 @@ struct LinearBackwardAcross
           "Tensor grad_previous_bias)",
           Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                     std::string_view, std::array<bool, 3>, const Tensor&, std::string_view, bool)> {
-  static constexpr auto step = &steps::linear_backward_across;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::linear_backward_across;
+  FUSED_STEP(linear_backward_across);
 
   template <auto fn>
   static Quadruple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
@@ -324,7 +293,7 @@ struct LinearBackwardAcross
   }
 };
 
-// A gated layer whole, and the pre-activations if they are kept; without up both are in the first.
+// The pre-activations if they are kept; without up both are in the first.
 struct LinearGluAux
     : Operator<
           "_linear_glu_aux(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, "
@@ -332,34 +301,16 @@ struct LinearGluAux
           "(Tensor output, Tensor gate_preactivation, Tensor up_preactivation)",
           Triple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                  const OptionalTensor&, std::string_view, bool)> {
-  static constexpr auto step = &steps::linear_glu_aux;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::linear_glu_aux;
-
-  template <auto fn>
-  static Triple flat(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                     const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                     std::string_view activation, bool keeps) {
-    return fn(input, gate, up, gate_bias, up_bias, parse_hidden_activation(name, activation),
-              keeps);
-  }
+  FUSED_STEP(linear_glu_aux);
 };
 
-// act(gate) ⊙ up of pre-activations.
 struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
                       Tensor(const Tensor&, const OptionalTensor&, std::string_view)> {
-  static constexpr auto step = &steps::glu;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::glu;
-
-  template <auto fn>
-  static Tensor flat(const Tensor& gate, const OptionalTensor& up, std::string_view activation) {
-    return fn(gate, up, parse_hidden_activation(name, activation));
-  }
+  FUSED_STEP(glu);
 };
 
-// Its gradients, their column sums and the result again, in one pass over memory. With the weight
-// of the layer after it grad_output is of that layer's output.
+// Its gradients, their column sums and the result again; with the weight of the layer after it
+// grad_output is of that layer's output.
 struct GluBackward
     : Operator<
           "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
@@ -367,9 +318,7 @@ struct GluBackward
           "Tensor grad_gate_bias, Tensor grad_up_bias, Tensor output)",
           Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                     std::array<bool, 5>, const OptionalTensor&)> {
-  static constexpr auto step = &steps::glu_backward;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::glu_backward;
+  FUSED_STEP(glu_backward);
 
   template <auto fn>
   static Quintuple flat(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
@@ -379,16 +328,17 @@ struct GluBackward
   }
 };
 
-// _activation_backward for ReLU's output of a convolution, summed for each channel.
+// _activation_backward for ReLU's output of a convolution, summed for each channel
 struct ChannelsReluBackward
     : Operator<
           "_channels_relu_backward(Tensor grad_output, Tensor output, bool bias_grad) -> "
           "(Tensor grad_preactivation, Tensor grad_bias)",
           decltype(steps::channels_relu_backward)> {
-  static constexpr auto step = &steps::channels_relu_backward;
-  template <class Kernels>
-  static constexpr auto in = &Kernels::channels_relu_backward;
+  FUSED_STEP(channels_relu_backward);
 };
+
+#undef FUSED_STEP
+#undef FUSED_KERNEL
 
 using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBackward,
                                LinearBackward, WeightGradient, LinearBackwardAcross>;
@@ -396,8 +346,7 @@ using GatedSteps = std::tuple<LinearGluAux, Glu, GluBackward>;
 using Steps =
     decltype(std::tuple_cat(LinearSteps(), GatedSteps(), std::tuple<ChannelsReluBackward>()));
 
-// The convolution's own backward on tensors that are sharded over devices, for which torch's rule
-// knows one layout.
+// The convolution's own backward on sharded tensors, for which torch's rule knows one layout.
 using Conv2dBackward = Operator<
     "_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
     "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
@@ -405,34 +354,30 @@ using Conv2dBackward = Operator<
     Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef,
            c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
 
-// The forward of a small network on a GPU, for training, where one launch of ours has all layers:
-// the result of each, and the pre-activations of the hidden ones where act' is read from them. Else
-// nothing.
+// The results of each layer of a small network, and the pre-activations of the hidden ones where
+// act' is read from them, where one launch on a GPU makes all; else nothing.
 using MlpInOne = Operator<
     "_mlp_in_one(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor[]",
     std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
                         std::string_view)>;
 
-// A layer of each member of an ensemble, as vmap makes it of those above: input [members, tokens,
-// in], weight [members, out, in], bias [members, out]; saved where act' is read from the
-// pre-activation, or [0]. Its backward is LinearBackward's.
+// A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
+// act' is read from it, or [0]. Its backward is LinearBackward's.
 using EnsembleLinear = Operator<
     "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> "
     "(Tensor output, Tensor saved)",
     Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)>;
 
-// ---- what Python does
-// ----------------------------------------------------------------------------
+// ---- what Python does --------------------------------------------------------------------------
 
-// Whether it is sharded over devices: a tensor of torch.distributed's, of which this process holds
-// a part.
+// Tells of a tensor of torch.distributed's, of which this process holds a part.
 using IsSharded = Operator<"_is_sharded(Tensor tensor) -> bool", bool(const Tensor&)>;
 
-// A weight's `main_grad`, or, `added`, that a gradient has been added to it.
+// Gives a weight's `main_grad`, or is told, `added`, that a gradient has been added to it.
 using MainGrad = Operator<"_main_grad(Tensor weight, bool added) -> Tensor?",
                           OptionalTensor(const Tensor&, bool)>;
 
-// Python's kernel of an operator; without Python there is none, and the result is empty.
+// Calls Python's kernel; without Python there is none, and the result is empty.
 template <class Op, typename... Args>
 auto by_python(const Args&... args) {
   constexpr auto key = c10::DispatchKey::BackendSelect;
@@ -444,13 +389,11 @@ auto by_python(const Args&... args) {
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-// fn(row) for every row of a list.
 template <class List, typename Fn>
 void for_each_row(const Fn& fn) {
   std::apply([&fn](const auto&... rows) { (fn(rows), ...); }, List());
 }
 
-// Registers the kernels of a struct, which has them under the names that the rows say.
 template <class List, class Kernels>
 void put(torch::Library& m) {
   for_each_row<List>([&m](auto row) {

@@ -1,9 +1,6 @@
-// Tensors of Python classes of their own (quantised, distributed, nested, ...). Such a class
-// handles what torch's own functions call, and has never heard of our operators; so those functions
-// are called, by Python (torch_fused_linear/subclasses.py). The kernels here are for the key that a
-// call passes before any other when a Python class or mode is involved. Tensors that stand for
-// others while a graph is traced are of Python classes too and must get to see the operators:
-// Python tells the two apart.
+// Python classes (quantised, distributed, nested, ...) handle torch's own functions, which Python
+// calls for them (torch_fused_linear/subclasses.py) at the key that a call passes first. Tensors
+// that stand for others in tracing get to see the operators: Python tells the two apart.
 
 #include "dispatch/operators.h"
 

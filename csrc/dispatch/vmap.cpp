@@ -1,5 +1,4 @@
-// Under vmap (torch.func, is_grads_batched) torch's own rules batch the formula; layers with a
-// weight for each example are an ensemble's.
+// torch's rules batch the formula under vmap; a weight for each example makes an ensemble's layers.
 
 #include "dispatch/conv_kernels.h"
 #include "dispatch/gated_kernels.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which strategies are valid for a pass, and which is taken where nothing has been measured.
+// Which strategies are valid for a pass, and which the rule takes unmeasured.
 
 #include "gemm/hopper.h"
 #include "gemm/pass_problem.h"
@@ -9,14 +9,13 @@
 
 namespace fused::gemm {
 
-// What there is of providers, in this build and on a device.
 struct Available {
   size_t cublaslt = 0;  // cublasLtGetVersion()
   bool hopper = false;
   bool small = false;
 };
 
-// The epilogue of the strategy's product; nothing where the library has none.
+// Finds the epilogue of the strategy's product; nothing where the library has none.
 inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
   const auto activation = s.fuses_activation ? p.activation : Activation::none;
   const bool reads_saved = p.pass == Pass::dgrad;
@@ -27,11 +26,10 @@ inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy&
                        activation != Activation::none && (writes_aux(p) || reads_saved));
 }
 
-// The strategy's product as a problem of its own.
 inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
   Problem matmul = p.matmul;
   matmul.epilogue = *epilogue_of(p, s);
-  // The pre-activation goes where it is kept; the activation then makes the result of it.
+  // The activation makes the result of the kept pre-activation.
   if (writes_aux(p) && !s.fuses_activation) {
     matmul.ldd = p.matmul.ld_aux;
     matmul.aligned_d = p.matmul.aligned_aux;
@@ -46,7 +44,7 @@ inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
 
 inline constexpr const char* approximate_gelu = "approximate";
 
-// Why our own product is none for this problem, or nullptr.
+// Says why our own product is none for this problem, or nullptr.
 inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
   if (p.keeps == Keeps::mask) return "a bit mask";
@@ -56,14 +54,13 @@ inline const char* own_objection(const PassProblem& p) {
   return hopper::objection(p.pass, p.matmul, p.bias, p.keeps != Keeps::nothing);
 }
 
-// The same of our kernels for small networks.
 inline const char* small_objection(const PassProblem& p) {
   if (p.keeps == Keeps::mask) return "a bit mask";
   if (p.library_only) return "the library's own epilogues are asked for";
   return small::objection(p.pass, p.matmul);
 }
 
-// Why the strategy is none for this problem, or nullptr.
+// Says why the strategy is none for this problem, or nullptr.
 inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
   const bool active = p.activation != Activation::none;
   if (p.pass != s.pass) return "another pass";
@@ -104,8 +101,7 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
   return objection(matmul_of(p, s), available.cublaslt);
 }
 
-// Eager's own sequence; where ATen has none for the problem (no activation, a bit mask), the
-// fallback.
+// Finds eager's own sequence, or the fallback where ATen has none (a bit mask).
 inline const Strategy& eager_of(const PassProblem& p, const Available& available) {
   for (const auto& s : strategies) {
     const bool eager = s.role == Role::eager || s.role == Role::eager_fallback;
@@ -114,8 +110,7 @@ inline const Strategy& eager_of(const PassProblem& p, const Available& available
   return fallback_of(p.pass);
 }
 
-// The strategy taken where nothing has been measured: what was found to be best on a Hopper, and
-// the plain pieces elsewhere.
+// Names what was found to be best on a Hopper, and the plain pieces elsewhere.
 inline const char* rule(const PassProblem& p, const Available& available) {
   constexpr int64_t many_tokens = 4096;
   const bool many = tokens_of(p) >= many_tokens;

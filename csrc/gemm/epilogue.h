@@ -9,8 +9,7 @@
 
 namespace fused::gemm {
 
-// The values are cublasLtEpilogue_t's, spelled out so that this table can be read and tested
-// without CUDA's headers; cublaslt.cpp asserts that they agree.
+// The values are cublasLtEpilogue_t's, as cublaslt.cpp asserts, for those without CUDA's headers.
 enum class Epilogue : uint32_t {
   identity = 1,
   relu = 2,
@@ -73,7 +72,7 @@ inline constexpr EpilogueRow epilogue_table[] = {
     {Pass::wgrad, Activation::none, true, false, Epilogue::bgradb, "BGRADB"},
 };
 
-// Nothing where cuBLASLt has no such epilogue (GELU with erf, above all).
+// Finds nothing where cuBLASLt has no such epilogue (GELU with erf, above all).
 inline constexpr std::optional<Epilogue> find_epilogue(Pass pass, Activation activation, bool bias,
                                                        bool aux) {
   for (const auto& row : epilogue_table) {

@@ -1,7 +1,6 @@
 #pragma once
 
-// Our own products for Hopper GPUs: which problems they take, and in which configurations. Pure
-// logic; the kernels are in cuda/hopper.
+// Which problems our own products for Hopper (cuda/hopper) take, in which configurations.
 
 #include "gemm/problem.h"
 
@@ -9,13 +8,13 @@
 
 namespace fused::gemm::hopper {
 
-// Of the result, what one block computes at a time.
+// One block's part of the result at a time.
 inline constexpr int64_t tile_features = 128, tile_tokens = 128;
 
-// With fewer the one product of a stacked weight, and the pass behind it, are as fast.
+// Below, one product of a stacked weight and the pass behind it are as fast.
 inline constexpr int64_t least_tokens_of_glu = 4 * tile_tokens;
 
-// Which tiles are computed at the same time, and so share what the L2 cache holds of the operands.
+// Tiles that are computed at the same time share what the L2 cache holds of the operands.
 struct Order {
   enum class Along : uint8_t { either, features, tokens };  // CUTLASS's RasterOrderOptions
   Along along;
@@ -24,7 +23,7 @@ struct Order {
 // The first is the best where all fits the cache, the second where nothing does.
 inline constexpr Order orders[] = {{Order::Along::either, 1}, {Order::Along::tokens, 8}};
 
-// The order's place in the table stands for the algorithm.
+// The order's place in the table is the algorithm.
 inline std::optional<Order> order_of(const Algorithm& algorithm) {
   if (algorithm.bytes[0] >= std::size(orders)) return std::nullopt;
   return orders[algorithm.bytes[0]];
@@ -32,13 +31,14 @@ inline std::optional<Order> order_of(const Algorithm& algorithm) {
 
 inline constexpr int64_t tiles(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
 
-// The bias gradient's partial sums: a row of fp32 for each tile of tokens, as wide as whole tiles.
+// The bias gradient's partial sums are a row of fp32 for each tile of tokens, as wide as whole
+// tiles.
 inline constexpr int64_t partial_rows(const Problem& p) { return tiles(p.n, tile_tokens); }
 inline constexpr int64_t partial_columns(const Problem& p) {
   return tiles(p.m, tile_features) * tile_features;
 }
 
-// Why the product cannot be done here, or nullptr. The weight, operand A, may lie either way round.
+// Says why the product cannot be done here, or nullptr.
 inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
@@ -52,11 +52,10 @@ inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
       (pass == Pass::fprop && bias && !p.aligned_bias)) {
     return "rows that do not begin at multiples of 16 bytes";
   }
-  // Coordinates have 32 bits, with room for a last tile.
+  // Coordinates of 32 bits need room for a last tile.
   constexpr int64_t most = std::numeric_limits<int32_t>::max() - 1024;
   if (std::max({p.m, p.n, p.k}) > most) return "an extent beyond 32 bits";
-  // There the library's larger tiles win, which move less: 65536 x 4096 x 16384 was 5 % slower
-  // here.
+  // The library's larger tiles move less: 65536 x 4096 x 16384 was 5 % slower here.
   constexpr double most_multiplications = 1e12;
   if (static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) >
       most_multiplications) {

@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass of a layer with its operands, as matrices.
-
 #include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
 
@@ -25,8 +23,7 @@ constexpr Matrix transposed(const Matrix& m) {
   return {m.cols, m.rows, m.ld, !m.transposed, m.data};
 }
 
-// The matrix whose column sums are the pass's bias gradient. A weight gradient's left operand is
-// dz, transposed.
+// The bias gradient is the column sums of this; a weight gradient's left operand is dz, transposed.
 constexpr Matrix summed(const PassCall& call) {
   return call.problem.pass == Pass::wgrad ? transposed(call.left) : call.result;
 }
@@ -37,7 +34,7 @@ constexpr Matrix right_of_up(const PassCall& call) {
   return right;
 }
 
-// The call of up's product, whose pre-activation is its aux as gate's is of `call`.
+// Makes the call of up's product, whose aux is its pre-activation.
 constexpr PassCall of_up(PassCall call) {
   call.right = right_of_up(call);
   call.bias = const_cast<void*>(call.up.bias);
@@ -45,8 +42,7 @@ constexpr PassCall of_up(PassCall call) {
   return call;
 }
 
-// Where the matrix product leaves its result: the pre-activation, if it is kept, is not overwritten
-// by the activation.
+// The product leaves its result where the activation does not overwrite a kept pre-activation.
 inline const Matrix& matmul_result(const PassCall& call, const Strategy& strategy) {
   const auto& p = call.problem;
   const bool apart = !strategy.fuses_activation &&
@@ -54,7 +50,6 @@ inline const Matrix& matmul_result(const PassCall& call, const Strategy& strateg
   return apart ? call.aux : call.result;
 }
 
-// The product's operands under a strategy.
 inline Operands operands_of(const PassCall& call, const Strategy& strategy) {
   return {call.right.data, call.left.data, matmul_result(call, strategy).data,
           call.bias,       call.aux.data,  call.gating,

@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass of a layer to be done: its matrix product and what is around it.
-
 #include "gemm/problem.h"
 
 #include <array>
@@ -9,7 +7,7 @@
 
 namespace fused::gemm {
 
-// What a forward writes for the backward, beside its result; what a backward finds of it.
+// What a forward writes for the backward beside its result, and a backward finds of it.
 enum class Keeps : uint8_t {
   nothing,
   values,  // the pre-activation, or ReLU's output
@@ -17,7 +15,7 @@ enum class Keeps : uint8_t {
   bits,    // the same of the output, by torch's rule; what finds them finds a mask
 };
 
-// Everything that decides which strategies and algorithms are valid for a pass.
+// Decides, as a key, which strategies and algorithms are valid for a pass.
 struct PassProblem {
   Pass pass = Pass::fprop;
   Activation activation = Activation::none;  // input gradient: of the layer before
@@ -45,7 +43,7 @@ struct PassProblemHash {
 
 inline constexpr bool wants_bits(const PassProblem& p) { return p.keeps == Keeps::bits; }
 
-// A forward that keeps what its product leaves, or what its epilogue writes.
+// Tells of a forward that keeps what its product leaves, or what its epilogue writes.
 inline constexpr bool writes_aux(const PassProblem& p) {
   return is_forward(p.pass) && (p.keeps == Keeps::values || p.keeps == Keeps::mask);
 }
@@ -57,8 +55,8 @@ inline int64_t tokens_of(const PassProblem& p) {
   return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
 }
 
-// The problem under which a measurement is remembered: token counts between two powers of two share
-// one, and so do equal devices.
+// Gives the key of a measurement: token counts between two powers of two share one, as equal
+// devices do.
 inline PassProblem bucket_of(const PassProblem& p, int first_equal_device) {
   PassProblem bucket = p;
   auto& tokens = tokens_of(bucket);

@@ -1,8 +1,6 @@
 #pragma once
 
-// One matrix product as a value: everything that decides which algorithms are valid for it, and
-// nothing else. It is the key under which algorithms are remembered, so a field left out here is
-// a wrong result somewhere else.
+// One matrix product as the key of its algorithms: a field left out is a wrong result elsewhere.
 
 #include "gemm/epilogue.h"
 
@@ -30,8 +28,7 @@ inline constexpr const char* name(Type type) {
   return names[static_cast<int>(type)];
 }
 
-// A matrix as torch stores it: row r starts ld elements after row r-1. `transposed` says that the
-// matrix meant is the transpose of the stored one.
+// A stored matrix: row r starts ld elements after row r-1; `transposed`: its transpose is meant.
 struct Matrix {
   int64_t rows = 0;  // as meant
   int64_t cols = 0;  // as meant
@@ -41,15 +38,14 @@ struct Matrix {
 };
 
 // Of h = act(gate) ⊙ up, whose gradient a product is; gate is its aux, gate's gradient its result.
-// Rows of up's gradient are as far apart as those of gate's, h is contiguous.
+// Up's gradient has the same row stride, h is contiguous.
 struct Gating {
   const void* up = nullptr;
   int64_t ld_up = 0;
   void *grad_up = nullptr, *hidden = nullptr;  // hidden: or nullptr
 };
 
-// Of h = act(x gateᵀ + b) ⊙ (x upᵀ + b): what gate's product has as a, bias and aux, here of up.
-// The pre-activation's rows are as far apart as gate's.
+// Of h = act(x gateᵀ + b) ⊙ (x upᵀ + b): a, bias and aux of up's product, with gate's row stride.
 struct Up {
   const void* weight = nullptr;
   int64_t ld = 0;
@@ -67,18 +63,24 @@ struct Operands {
   Up up = {};
 };
 
-// Whether the hardware can copy 16 bytes at once from there, as most kernels do.
+// Tells whether the hardware can copy 16 bytes at once from there, as most kernels do.
 inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-struct Problem {
+struct Settings {
   int device = 0;
   int arch = 0;  // compute capability, 90 for 9.0
-  Epilogue epilogue = Epilogue::identity;
-  Type type = Type::f32;
   Math math = Math::full;
   SplitK split_k = SplitK::allowed;
+  int64_t workspace_limit = 0;
+
+  bool operator==(const Settings&) const = default;
+};
+
+struct Problem : Settings {
+  Epilogue epilogue = Epilogue::identity;
+  Type type = Type::f32;
   bool transpose_a = false;
   bool transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
@@ -86,16 +88,14 @@ struct Problem {
   // As is_aligned says; without it no better than the type itself.
   bool aligned_a = true, aligned_b = true, aligned_d = true;
   bool aligned_bias = true, aligned_aux = true;
-  int64_t workspace_limit = 0;
   bool to_f32 = false;  // the result, whatever the operands are
   bool adds = false;    // to what is there
 
   bool operator==(const Problem&) const = default;
 };
 
-// How a product is done. cuBLASLt's description of an algorithm: plain bytes, valid for one version
-// of the library, on any device of the architecture that it was found for. Of our own products: the
-// place of a configuration in their table (gemm/hopper.h).
+// cuBLASLt's description of an algorithm, valid for one version of the library and one
+// architecture; of our own products the place of a configuration in gemm/hopper.h.
 struct Algorithm {
   std::array<uint64_t, 8> bytes{};
   int64_t workspace = 0;
@@ -105,29 +105,17 @@ struct Algorithm {
 
 inline Type result_type(const Problem& p) { return p.to_f32 ? Type::f32 : p.type; }
 
-struct Settings {
-  int device = 0;
-  int arch = 0;
-  Math math = Math::full;
-  SplitK split_k = SplitK::allowed;
-  int64_t workspace_limit = 0;
-};
-
-// left · right = result, all three row-major as in torch, becomes cuBLASLt's column-major problem.
-// This is the one place where the two meet: a row-major matrix read column by column is its own
-// transpose, so what cuBLASLt computes is resultᵀ = rightᵀ · leftᵀ. Hence right is operand A, left
-// is operand B, m counts the result's columns (features: the bias and the aux run along them), n
-// its rows (tokens), and an operand needs op T exactly where it was meant transposed.
+// Makes left · right = result, row-major as in torch, cuBLASLt's column-major problem: a row-major
+// matrix read by columns is its transpose, so that it computes resultᵀ = rightᵀ · leftᵀ. Hence
+// right is operand A, left is B, m counts features (of bias and aux), n tokens, and an operand
+// needs op T exactly where it was meant transposed.
 inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Matrix& result,
                               Epilogue epilogue, Type type, const void* bias, const void* aux,
                               int64_t ld_aux, const Settings& settings) {
-  Problem problem;
-  problem.device = settings.device;
-  problem.arch = settings.arch;
+  Problem problem{settings};
   problem.epilogue = epilogue;
   problem.type = type;
-  problem.math = type == Type::f32 ? settings.math : Math::full;
-  problem.split_k = settings.split_k;
+  if (type != Type::f32) problem.math = Math::full;
   problem.transpose_a = right.transposed;
   problem.transpose_b = left.transposed;
   problem.m = result.cols;
@@ -144,11 +132,10 @@ inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Mat
     problem.aligned_aux = is_aligned(aux);
     problem.ld_aux = ld_aux;
   }
-  problem.workspace_limit = settings.workspace_limit;
   return problem;
 }
 
-// Why this problem must not go to cuBLASLt, or nullptr. library_version is cublasLtGetVersion().
+// Says why cuBLASLt must not get this problem, or nullptr. library_version is cublasLtGetVersion().
 inline const char* objection(const Problem& p, size_t library_version) {
   if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";
   // Known in CUDA 12.4 with no fix announced: the workspace is overrun.
@@ -168,8 +155,8 @@ inline const char* objection(const Problem& p, size_t library_version) {
   return nullptr;
 }
 
-// Sums that long, of so few, want to be split over the card; the schemes that keep their partial
-// sums in fp32 are few, and cuBLAS's own choice is both quicker and more exact.
+// Sums that long, of so few, want to be split, for which cuBLAS's own choice is quicker and more
+// exact.
 inline bool is_long_and_thin(const Problem& p) { return p.k >= 64 * std::max(p.m, p.n); }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {

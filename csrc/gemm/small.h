@@ -1,7 +1,6 @@
 #pragma once
 
-// Our own products for small networks: which problems they take. Pure logic; the kernels are in
-// cuda/kernels/small_product.cuh.
+// Which problems our kernels for small networks (cuda/kernels/small_product.cuh) take.
 
 #include "gemm/problem.h"
 
@@ -9,11 +8,10 @@
 
 namespace fused::gemm::small {
 
-// Beyond these a block reads too much: for a bias's gradient one has all tokens to itself.
+// Beyond, a block that has all tokens of a bias's gradient to itself reads too much.
 inline constexpr int64_t most_tokens = 512, most_features = 1024;
 
-// Why the product cannot be done here, or nullptr. The operands are those of torch's layers: the
-// weight as it is stored, and rows of unit stride, of any length and at any address.
+// Says why it cannot be done here, or nullptr. The weight lies as stored, rows have unit stride.
 inline const char* objection(Pass pass, const Problem& p) {
   const bool of_weight = pass == Pass::wgrad;
   if (p.type == Type::f64) return "in fp64";

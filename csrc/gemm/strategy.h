@@ -1,8 +1,6 @@
 #pragma once
 
-// The ways to do a pass of a layer, as data. A strategy is a matrix product and the short steps
-// after it; which strategy is taken, and with which algorithm, is a plan (plans/).
-// Another way is another row here, and a step of its own if it brings a new kernel.
+// The ways to do a pass, as data: another way is another row, and a step if it brings a new kernel.
 
 #include "gemm/problem.h"
 
@@ -33,7 +31,6 @@ enum class Step : uint8_t {
   aten_gating,
 };
 
-// What the strategy is to its pass, beside a candidate.
 enum class Role : uint8_t {
   candidate,
   fallback,        // taken where every other fails
@@ -51,7 +48,7 @@ struct Strategy {
   std::array<Step, 3> steps;
 };
 
-// Of one pass: the fullest use of the library first. What is saved is what the call asks for.
+// Of one pass the fullest use of the library comes first.
 inline constexpr auto strategies = [] {
   using enum Pass;
   using enum Provider;
@@ -96,7 +93,7 @@ inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();
 }
 
-// Whether it makes the bits in its own product's epilogue; behind others a kernel of ours does.
+// Tells of bits in its own product's epilogue; behind others a kernel of ours makes them.
 inline bool writes_bits(const Strategy& s) {
   return s.provider == Provider::own && has_step(s, Step::matmul);
 }
@@ -108,7 +105,6 @@ inline const Strategy* find_strategy(Pass pass, std::string_view name) {
   return nullptr;
 }
 
-// The strategy that is taken where every other fails.
 inline const Strategy& fallback_of(Pass pass) {
   return *std::ranges::find_if(strategies, [pass](const Strategy& s) {
     return s.pass == pass && (s.role == Role::fallback || s.role == Role::eager_fallback);

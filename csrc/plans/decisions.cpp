@@ -38,7 +38,6 @@ void write(std::ostream& out, const T& value) {
   }
 }
 
-// The largest value that an enumeration, or a flag, may have.
 template <typename T>
 constexpr int64_t largest() {
   if constexpr (std::is_same_v<T, Pass>) return static_cast<int64_t>(gemm::last_pass);
@@ -57,7 +56,6 @@ bool parse(const std::string& word, T& value) {
   return error == std::errc() && stop == end && value >= T{0};
 }
 
-// One word, and nothing but the number.
 template <typename T>
 bool read(std::istream& in, T& value) {
   std::string word;

@@ -1,7 +1,6 @@
 #pragma once
 
-// What was decided of a pass: strategy and algorithm. Plain data, kept for the process and written
-// to files; nothing here needs a GPU.
+// What was decided of a pass, for the process and for files; nothing here needs a GPU.
 
 #include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
@@ -27,12 +26,10 @@ struct Decision {
   bool operator==(const Decision&) const = default;
 };
 
-// One line of text, and back: nothing where the text is not exactly such a line. The device is not
-// written: files are for one model of GPU.
+// One line of text, and back, nothing of any other; without the device, as a file is for a model.
 std::string to_text(const PassProblem& problem, const Decision& decision);
 std::optional<std::pair<PassProblem, Decision>> from_text(const std::string& line);
 
-// The same for people.
 std::string summary(const PassProblem& problem, const Decision& decision);
 
 }  // namespace fused::plans

@@ -21,7 +21,6 @@ namespace {
 
 constexpr std::string_view first_line = "torch_fused_linear plans 5\n";
 
-// FNV-1a: against damage, not against malice.
 uint64_t checksum(const std::string& text) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
@@ -55,15 +54,13 @@ std::string to_text(const PlanLine& line) {
          line.decision + '\n';
 }
 
-// Another version may know strategies that this one does not, and mean something else by the
-// configurations of its own kernels.
+// Another version may mean something else by the configurations of its own kernels.
 std::optional<std::pair<PassProblem, Decision>> understood(const PlanLine& line) {
   auto entry = from_text(line.decision);
   const bool own = entry && entry->second.strategy->provider == gemm::Provider::own;
   return own && line.version != own_version ? std::nullopt : entry;
 }
 
-// Held as long as the object lives.
 class FileLock {
  public:
   explicit FileLock(const std::string& path)
@@ -77,8 +74,7 @@ class FileLock {
     TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(error));
   }
   ~FileLock() { close(descriptor_); }
-  FileLock(const FileLock&) = delete;
-  FileLock& operator=(const FileLock&) = delete;
+  FileLock& operator=(FileLock&&) = delete;
 
  private:
   int descriptor_;

@@ -11,7 +11,6 @@ namespace fused::plans {
 // This package's version. What another one has written is used as far as it is understood.
 inline constexpr const char* own_version = "0.2.0";
 
-// What decisions are valid for.
 struct MadeFor {
   std::string gpu;             // model, compute capability and multiprocessors
   size_t library_version = 0;  // of cuBLASLt
@@ -31,15 +30,12 @@ struct PlanLine {
 // Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
 std::vector<PlanLine> read_plan_file(const std::string& path);
 
-// What is valid for `here`, as far as it is understood.
 Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here);
-// Why there is nothing for `here`, or an empty string.
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here);
 
-// At no moment is there half a file: it is written beside and then renamed; a lock, held meanwhile
-// beside the file, lets no two processes lose each other's plans. What is there for others, or not
-// understood, stays; with `merge` also what is there for `here`, and a file that cannot be read is
-// an error then.
+// A file is written beside and renamed, so that there is never half a one, under a lock, so that no
+// two processes lose plans. What is for others, or not understood, stays; with `merge` also what is
+// for `here`, and a file that cannot be read is an error then.
 void write_plan_file(const std::string& path, const MadeFor& here, const Entries& entries,
                      bool merge);
 

@@ -10,8 +10,7 @@
 namespace fused::plans {
 namespace {
 
-// Enough for any model; whoever meets more has sizes that change without end, for which measuring
-// does not pay.
+// Enough for any model: measuring does not pay for sizes that change without end.
 constexpr size_t most_passes = 8192;
 
 constexpr double default_budget = 200, most_budget = 1e6;

@@ -1,8 +1,5 @@
 #pragma once
 
-// The plans of the process as users see them: what has been decided, how long measuring may take,
-// files.
-
 #include "plans/plan_file.h"
 #include "plans/select.h"
 #include "plans/store.h"
@@ -14,22 +11,19 @@
 
 namespace fused::plans {
 
-// Of passes of layers. What was measured, or read from a file, stands under its bucket
-// (gemm::bucket_of), and until then its neighbour's decision; what goes by rule under the problem.
+// A bucket (gemm::bucket_of) has what was measured, or read from a file, until then its neighbour's
+// decision; a problem what goes by rule.
 using KnownPass = Known<Decision, std::pair<const Strategy*, decltype(Algorithm::bytes)>, Verdict>;
 using Passes = Store<PassProblem, KnownPass, gemm::PassProblemHash>;
 Passes& passes();
 
-// Measured, or read from a file: not its neighbour's.
 std::optional<Decision> measured(const PassProblem& bucket);
-// Its neighbour's, until it is measured.
 void borrow(const PassProblem& bucket, const Decision& decision);
-// What has been measured for the nearest bucket with up to four times, or a quarter of, the tokens,
-// by a strategy that serves.
+// Finds what was measured for the nearest bucket within four times the tokens, by a strategy that
+// serves.
 std::optional<Decision> neighbours_of(const PassProblem& bucket,
                                       const std::function<bool(const Strategy&)>& serves);
 
-// How many calls a bucket goes by its neighbour's decision before it is measured.
 int64_t patience();
 void set_patience(int64_t calls);
 // Until the bucket is to be measured; null: that is in this call.
@@ -37,8 +31,8 @@ CallsLeft calls_left(const PassProblem& bucket, bool has_neighbour);
 // It could not be measured now (too little memory): until it is tried again.
 CallsLeft decide_later(const PassProblem& bucket);
 
-// Milliseconds of measuring per problem; 0: nothing is measured. TORCH_FUSED_LINEAR_BUDGET_MS.
-// This setting and the next throw (ValueError) where the variable has no such value.
+// Milliseconds of measuring per problem, TORCH_FUSED_LINEAR_BUDGET_MS. This setting and the next
+// throw (ValueError) where the variable has no such value.
 double budget();
 void set_budget(double milliseconds);
 
@@ -56,11 +50,9 @@ struct Machine {
 };
 // Of a device, -1: the current one. Nothing without a GPU.
 std::optional<Machine> machine(int device = -1);
-// Who tells it, in a build with CUDA.
 void set_machine_source(std::optional<Machine> (*source)(int device));
 
-// Counts up when what has been decided may be decided otherwise: plans made ready before are then
-// to be made anew.
+// Counts up when plans made ready before are to be made anew.
 uint64_t generation();
 
 void save(const std::string& path);
@@ -70,9 +62,9 @@ int64_t load(const std::string& path);
 void clear();
 std::vector<std::string> show();
 
-// Reads the file that TORCH_FUSED_LINEAR_PLANS names, once, and has it written when the process
-// ends. A file that cannot be read is a warning, and left alone. Needs no GPU: what is for a device
-// is taken over when that is first used (adopt), which checks the other settings, too.
+// Reads the file that TORCH_FUSED_LINEAR_PLANS names, once, and has it written at the end. One that
+// cannot be read is a warning, and left alone. A device's plans are taken over at its first use
+// (adopt), which checks the other settings, too.
 void from_environment();
 void adopt(const Machine& machine);
 

@@ -1,8 +1,7 @@
 #pragma once
 
-// Which of several candidates is the fastest that is as exact as eager: timed in rounds, because
-// clocks drift and single timings lie, then judged from the fastest on. Pure logic; the caller
-// brings timer and judge.
+// Which candidate is the fastest that is as exact as eager: timed in rounds, as clocks drift and
+// single timings lie, then judged from the fastest on.
 
 #include <algorithm>
 #include <cstddef>
@@ -27,8 +26,7 @@ struct TuningRules {
   int most_judged = 8;  // then eager's way is taken
 };
 
-// The part of the budget that a problem of so many operations gets. A call of few is soon over, and
-// so is what a better plan saves of it, while loading a kernel takes as long for any.
+// A call of few operations is soon over, while loading a kernel takes as long for any.
 inline double share_of_budget(double operations) {
   constexpr double all = 2e10, least = 0.15;
   return std::clamp(operations / all, least, 1.0);
@@ -41,7 +39,6 @@ struct Timings {
 
 // One round: microseconds of each of the named candidates, in their order; infinity: it failed.
 using Round = std::function<std::vector<double>(const std::vector<size_t>& candidates)>;
-// Microseconds since the measurement began.
 using Clock = std::function<double()>;
 
 // The incumbent is timed as long as it runs at all: the others are compared with it.
@@ -62,12 +59,11 @@ struct TrialErrors {
   double missed = 0;  // elements that are not finite but should be, or NaN but are not; mask bits
 };
 
-// Whether the root mean squares are at most 1.05 times the reference's, the largest errors in their
-// neighbourhood, and nothing is missed. Below 2048 elements chance is allowed for; errors below
-// `floor` are none: that of the exact results themselves.
+// Allows root mean squares of 1.05 times the reference's, largest errors in their neighbourhood,
+// chance below 2048 elements, and errors below `floor`, that of the exact results; nothing may be
+// missed.
 bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);
 
-// The errors and eager's, for people.
 std::string summary(const TrialErrors& errors, const TrialErrors& eager);
 
 // failed: it does not run, or there is no memory to try it, now.
@@ -86,8 +82,7 @@ struct Choice {
   int rounds;
 };
 
-// The fastest sound candidate, the incumbent unless another is clearly faster; nothing where none
-// is sound. The yardstick is not judged.
+// Takes the incumbent unless another is clearly faster; does not judge the yardstick.
 std::optional<Choice> choose(const Candidates& candidates, const Round& round, const Clock& clock,
                              const Judge& judge, const TuningRules& rules);
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// What is known of each problem, of products and convolutions alike: what was decided, which ways
-// were tried, when to try again.
+// What is known of each product and convolution: the decision, the ways tried, when to try again.
 
 #include <algorithm>
 #include <atomic>
@@ -29,8 +28,7 @@ struct Known {
   CallsLeft decide_in(int64_t calls) {
     return calls_left = std::make_shared<std::atomic<int64_t>>(calls);
   }
-  // What could not be decided now, as for want of memory, is tried again, ever later; `meanwhile`
-  // goes until then.
+  // Tries again ever later, as memory was short; `meanwhile` goes until then.
   CallsLeft decide_later(const std::optional<Decision>& meanwhile = {}) {
     if (meanwhile) decision = meanwhile;
     constexpr int64_t at_first = 64;
@@ -46,8 +44,7 @@ struct Known {
   void forget() { decision.reset(), by_rule.reset(), calls_left.reset(), failures = 0; }
 };
 
-// Shared between threads. Bounded: where it is full, what nothing was decided of makes room, and
-// what was decided stays.
+// Shared between threads. What nothing was decided of makes room where it is full.
 template <typename Key, typename Known, typename Hash>
 class Store {
  public:
@@ -76,7 +73,6 @@ class Store {
     return !has_room_for(key);
   }
 
-  // fn(key, known) of all.
   template <typename Fn>
   void each(const Fn& fn) {
     const std::lock_guard lock(mutex_);

@@ -1,9 +1,8 @@
-// The operators for Python in eager mode, at the cost of one of torch's own functions. torch.ops
-// looks for overloads and puts every argument into a box; a small layer does not take as long.
+// The operators for Python in eager mode without the overloads and boxes of torch.ops, for which a
+// small layer does not take as long.
 //
-// Only for calls that need nothing else: tensors and parameters themselves, no subclass of them,
-// and no mode that wants to see the call. The answer to any other is None, and the caller goes
-// through torch.ops, which knows them all. A library of its own, as the operators' knows no Python.
+// The answer to subclasses of tensors, and where a mode wants to see the call, is None: the caller
+// then goes through torch.ops. A library of its own, as the operators' knows no Python.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/List.h>
@@ -16,13 +15,11 @@
 
 #include "python/expression.h"
 #include "python/operator.h"
+#include "python/plain.h"
 
 namespace fused::python {
 namespace {
 
-using dispatch::OptionalTensor;
-
-// How a Python object becomes an argument, and which objects do.
 template <typename T>
 struct Argument;
 
@@ -35,10 +32,8 @@ struct Argument<Tensor> {
 
 template <>
 struct Argument<OptionalTensor> {
-  static bool fits(PyObject* object) { return object == Py_None || Argument<Tensor>::fits(object); }
-  static OptionalTensor take(PyObject* object) {
-    return object == Py_None ? std::nullopt : OptionalTensor(Argument<Tensor>::take(object));
-  }
+  static bool fits(PyObject* object) { return is_optional(object); }
+  static OptionalTensor take(PyObject* object) { return optional(object); }
 };
 
 template <>
@@ -54,13 +49,8 @@ struct Argument<std::string_view> {
 
 template <>
 struct Argument<c10::SymInt> {
-  static bool fits(PyObject* object) {
-    int overflow = 0;
-    if (!PyLong_CheckExact(object)) return false;
-    PyLong_AsLongLongAndOverflow(object, &overflow);
-    return overflow == 0;
-  }
-  static c10::SymInt take(PyObject* object) { return PyLong_AsLongLong(object); }
+  static bool fits(PyObject* object) { return number(object).has_value(); }
+  static c10::SymInt take(PyObject* object) { return *number(object); }
 };
 
 template <typename T, typename List>
@@ -90,7 +80,7 @@ struct Argument<c10::List<OptionalTensor>>
 template <>
 struct Argument<c10::SymIntArrayRef> : ListArgument<c10::SymInt, std::vector<c10::SymInt>> {};
 
-// The function for Python of an operator; all arguments are given, by position.
+// An operator for Python, which gives all arguments by position.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Function;
 
@@ -116,9 +106,7 @@ struct Function<Op, Tensor(Args...)> {
 
 template <typename Op>
 PyMethodDef method() {
-  const auto function = &Function<Op>::call;
-  return {Op::name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-          METH_FASTCALL, nullptr};
+  return {Op::name, as_method(&Function<Op>::call), METH_FASTCALL, nullptr};
 }
 
 template <typename... Ops>

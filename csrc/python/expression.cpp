@@ -1,6 +1,6 @@
-// What stands in rewritten code where the decision is simple: a plain marked layer, plain tensors
-// of one dtype and device, an activation of a known class. A layer without a mark is called as it
-// was, and torch_fused_linear/fuse/call.py decides all else.
+// What stands in rewritten code for a plain marked layer, plain tensors of one dtype and device, a
+// known activation. A layer without a mark is called as it was; torch_fused_linear/fuse/call.py
+// decides else.
 
 #include "python/expression.h"
 
@@ -14,12 +14,10 @@
 namespace fused::python {
 namespace {
 
-// What know was given, kept for good.
 PyObject *begun, *glu, *decide;
 
 PyObject* part(PyObject* tuple, Py_ssize_t k) { return PyTuple_GET_ITEM(tuple, k); }
 
-// A begun layer or gated layer, with so many calls behind it.
 bool is_begun(PyObject* object, Py_ssize_t behind = 0) {
   return PyTuple_CheckExact(object) && PyTuple_GET_SIZE(object) == 6 && part(object, 0) == begun &&
          PyTuple_GET_SIZE(part(object, 5)) == behind;
@@ -42,20 +40,11 @@ PyObject* run(std::string_view kind, const Ready& call, std::string_view memory)
   return result;
 }
 
-PyObject* run_conv(const Ready& call, const ConvGeometry& geometry) {
-  const auto& [stride, padding, dilation] = geometry.pairs;
-  const Tensor x = call.input, w = call.matrix();
-  return run_operator<dispatch::Conv2dRelu>(x, w, call.vector(), stride, padding, dilation,
-                                            geometry.groups);
-}
-
-// A begun layer with its activation, as one operator; nullptr, with no error, where Python decides.
-// That nobody has put other functions into torch was seen when the call began, and nothing that
-// could runs in between.
+// Runs a begun layer with its activation as one operator; nullptr, with no error, where Python
+// decides. Nobody has put other functions into torch since the call began.
 PyObject* activate(std::string_view kind, PyObject* call) {
   if (kind.empty() || !THPVariable_CheckExact(part(call, 2)) ||
-      !THPVariable_CheckExact(part(call, 3)) ||
-      !(part(call, 4) == Py_None || THPVariable_CheckExact(part(call, 4)))) {
+      !THPVariable_CheckExact(part(call, 3)) || !is_optional(part(call, 4))) {
     return nullptr;
   }
   const std::string_view memory = memory_of(part(call, 1));
@@ -63,20 +52,19 @@ PyObject* activate(std::string_view kind, PyObject* call) {
   const Ready ready{THPVariable_Unpack(part(call, 2)), part(call, 3), part(call, 4), {}};
   if (!is_conv(part(call, 1))) return run(kind, ready, memory);
   const auto geometry = kind == "relu" ? geometry_of(part(call, 1)) : std::nullopt;
-  return geometry ? run_conv(ready, *geometry) : nullptr;
+  if (!geometry) return nullptr;
+  const auto& [stride, padding, dilation] = geometry->pairs;
+  return run_operator<dispatch::Conv2dRelu>(ready.input, ready.matrix(), ready.vector(), stride,
+                                            padding, dilation, geometry->groups);
 }
 
-OptionalTensor optional(PyObject* object) {
-  return object == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(object));
-}
-
-// The layer after a begun gated layer, as one operator with it; nullptr where Python decides.
+// Runs the layer after a begun gated layer as one operator with it; nullptr where Python decides.
 PyObject* down(PyObject* layer, PyObject* call) {
   PyObject* given = part(call, 2);
   if (memory_of(layer).empty()) return nullptr;
   const auto found = plain(layer);
   for (Py_ssize_t k = 0; k < 5; ++k) {
-    if (part(given, k) != Py_None && !THPVariable_CheckExact(part(given, k))) return nullptr;
+    if (!is_optional(part(given, k))) return nullptr;
   }
   if (!found || THPVariable_Unpack(found->weight).dim() != 2) return nullptr;
   const Tensor x = THPVariable_Unpack(part(given, 0)), gate = THPVariable_Unpack(part(given, 1));
@@ -153,8 +141,8 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
   END_HANDLE_TH_ERRORS
 }
 
-// The gated layer of an activated gate and another layer, both begun with one input; nullptr where
-// Python decides.
+// Begins the gated layer of an activated gate and another layer of one input; nullptr where Python
+// decides.
 PyObject* glu_of(PyObject* gate, PyObject* other) {
   if (!is_begun(gate, 1) || !is_begun(other)) return nullptr;
   PyObject* kind = part(part(part(gate, 5), 0), 0);  // or the share of a dropout
@@ -195,7 +183,6 @@ PyObject* product(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// A module's attribute, kept for good; false where there is none.
 bool keep(PyObject*& kept, PyObject* module, const char* name) {
   kept = PyObject_GetAttrString(module, name);
   return kept != nullptr;
@@ -217,22 +204,17 @@ PyObject* know(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-template <typename F>
-PyCFunction function(F* f) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
-}
-
 constexpr int with_names = METH_FASTCALL | METH_KEYWORDS;
 
 }  // namespace
 
 PyMethodDef expression_methods[8] = {
-    {"step", function(step<false>), with_names, nullptr},
-    {"last", function(step<true>), with_names, nullptr},
-    {"end", function(end), METH_FASTCALL, nullptr},
-    {"later", function(later), with_names, nullptr},
-    {"product", function(product<false>), METH_FASTCALL, nullptr},
-    {"last_product", function(product<true>), METH_FASTCALL, nullptr},
+    {"step", as_method(step<false>), with_names, nullptr},
+    {"last", as_method(step<true>), with_names, nullptr},
+    {"end", as_method(end), METH_FASTCALL, nullptr},
+    {"later", as_method(later), with_names, nullptr},
+    {"product", as_method(product<false>), METH_FASTCALL, nullptr},
+    {"last_product", as_method(product<true>), METH_FASTCALL, nullptr},
     {"know", know, METH_VARARGS, nullptr},
     {},
 };

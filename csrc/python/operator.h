@@ -1,4 +1,3 @@
-// The operators as Python calls them.
 #pragma once
 
 #include "dispatch/operators.h"
@@ -10,8 +9,13 @@
 
 namespace fused::python {
 
-// An operator without the GIL. The caller owns the tensors: another thread may exchange a layer's
-// parameters meanwhile, and torch.utils.swap_tensors sees that they are in use.
+template <typename F>
+PyCFunction as_method(F* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// Runs an operator without the GIL. The caller owns the tensors, as another thread may exchange a
+// layer's parameters meanwhile.
 template <typename Op, typename... Args>
 PyObject* run_operator(const Args&... args) {
   Tensor result;

@@ -1,5 +1,7 @@
 #include "python/plain.h"
 
+#include "core/check.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 
@@ -15,13 +17,22 @@ PyObject* item(PyObject* dict, PyObject* name) {
   return found;
 }
 
+struct Dict : Reference {
+  explicit Dict(PyObject* owner) : Reference(PyObject_GenericGetDict(owner, nullptr)) {
+    PyErr_Clear();
+  }
+  PyObject* operator[](PyObject* name) const {
+    return object == nullptr ? nullptr : item(object, name);
+  }
+};
+
 // A class's own attribute, borrowed.
 PyObject* own(PyObject* owner, PyObject* name) {
   if (PyModule_Check(owner)) return item(PyModule_GetDict(owner), name);
   return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
 }
 
-// Nobody watches every module, and nobody has put other functions into torch.
+// Tells whether nobody watches every module, nor has put other functions into torch.
 bool torch_is_plain() {
   for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(global_hooks); ++k) {
     if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, k)) != 0) return false;
@@ -35,8 +46,8 @@ bool torch_is_plain() {
   return !at::impl::torch_function_mode_enabled();
 }
 
-// Running the module is nothing but running its class's forward, which is the known one.
-bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
+// Tells whether running the module is nothing but its class's known forward.
+bool is_plain(PyObject* module, const Dict& dict, PyObject* forward) {
   static PyObject* const watching[] = {intern("_forward_hooks"),  intern("_forward_pre_hooks"),
                                        intern("_backward_hooks"), intern("_backward_pre_hooks"),
                                        intern("_call_impl"),      intern("forward")};
@@ -44,22 +55,18 @@ bool is_plain(PyObject* module, PyObject* dict, PyObject* forward) {
                          *const call_impl = intern("_call_impl"),
                          *const compiled = intern("_compiled_call_impl");
   for (PyObject* kind : watching) {
-    PyObject* found = item(dict, kind);
+    PyObject* found = dict[kind];
     if (found != nullptr && (!PyDict_Check(found) || PyDict_GET_SIZE(found) != 0)) return false;
   }
-  PyObject* own_call = item(dict, compiled);
+  PyObject* own_call = dict[compiled];
   PyTypeObject* type = Py_TYPE(module);
-  return (own_call == nullptr || own_call == Py_None) && _PyType_Lookup(type, name) == forward &&
-         _PyType_Lookup(type, call) == module_call &&
+  return dict.object != nullptr && (own_call == nullptr || own_call == Py_None) &&
+         _PyType_Lookup(type, name) == forward && _PyType_Lookup(type, call) == module_call &&
          _PyType_Lookup(type, call_impl) == module_call_impl;
 }
 
-// Whether square() returns fp32, as it does on a GPU under autocast.
+// square() returns fp32 on a GPU under autocast.
 bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
-
-bool is_float(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
-}
 
 }  // namespace
 
@@ -69,7 +76,7 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
   bool casts = false;
   const auto agrees = [&](const Tensor& t) {
     casts = casts || t.scalar_type() != weight.scalar_type();
-    return is_float(t.scalar_type()) && t.device() == weight.device() &&
+    return is_supported(t.scalar_type()) && t.device() == weight.device() &&
            t.layout() == at::kStrided && !t.is_nested();
   };
   if (!agrees(input) || !agrees(weight)) return false;
@@ -88,19 +95,16 @@ std::optional<Plain> plain(PyObject* layer) {
                          *const bias_name = intern("bias"), *const groups_name = intern("groups");
   PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
   if (forward == nullptr) return std::nullopt;
-  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
-  if (dict.object == nullptr || !is_plain(layer, dict.object, forward) || !torch_is_plain()) {
-    PyErr_Clear();
-    return std::nullopt;
-  }
-  PyObject* held = item(dict.object, parameters);
+  const Dict dict(layer);
+  if (!is_plain(layer, dict, forward) || !torch_is_plain()) return std::nullopt;
+  PyObject* held = dict[parameters];
   PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
   PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
   if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
-      !(bias == Py_None || THPVariable_CheckExact(bias))) {
+      !is_optional(bias)) {
     return std::nullopt;
   }
-  return Plain{weight, bias, item(dict.object, groups_name)};
+  return Plain{weight, bias, dict[groups_name]};
 }
 
 OptionalTensor transposed(PyObject* layer, const Tensor& weight) {
@@ -115,9 +119,10 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
   Ready call{THPVariable_Unpack(input), weight, bias, {}};
   const Tensor& w = THPVariable_Unpack(weight);
   bool fit = false;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class) {
-    fit = groups != nullptr && PyLong_CheckExact(groups) && w.dim() == 4 && call.input.dim() <= 4 &&
-          fits(call.input, w, bias, 3, w.size(1) * PyLong_AsLong(groups));
+  if (is_conv(layer)) {
+    const auto count = number(groups);
+    fit = count && w.dim() == 4 && call.input.dim() <= 4 &&
+          fits(call.input, w, bias, 3, w.size(1) * *count);
   } else if (w.dim() == 2) {
     call.transposed = transposed(layer, w);
     fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
@@ -130,19 +135,17 @@ bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer
 std::optional<ConvGeometry> geometry_of(PyObject* layer) {
   static PyObject* const names[] = {intern("stride"), intern("padding"), intern("dilation")};
   static PyObject *const mode = intern("padding_mode"), *const groups_name = intern("groups");
-  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
-  PyObject* groups = dict.object == nullptr ? nullptr : item(dict.object, groups_name);
-  PyErr_Clear();
-  if (groups == nullptr || !PyLong_CheckExact(groups) || text(item(dict.object, mode)) != "zeros") {
-    return std::nullopt;
-  }
-  ConvGeometry found{{}, PyLong_AsLongLong(groups)};
+  const Dict dict(layer);
+  const auto groups = number(dict[groups_name]);
+  if (!groups || text(dict[mode]) != "zeros") return std::nullopt;
+  ConvGeometry found{{}, *groups};
   for (int k = 0; k < 3; ++k) {
-    PyObject* pair = item(dict.object, names[k]);
+    PyObject* pair = dict[names[k]];
     if (pair == nullptr || !PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2) return {};
     for (int d = 0; d < 2; ++d) {
-      if (!PyLong_CheckExact(PyTuple_GET_ITEM(pair, d))) return {};
-      found.pairs[k][d] = PyLong_AsLongLong(PyTuple_GET_ITEM(pair, d));
+      const auto size = number(PyTuple_GET_ITEM(pair, d));
+      if (!size) return {};
+      found.pairs[k][d] = *size;
     }
   }
   return found;
@@ -152,13 +155,12 @@ bool passes(PyObject* module) {
   static PyObject *const training = intern("training"), *const share = intern("p");
   PyObject* forward = item(passed, reinterpret_cast<PyObject*>(Py_TYPE(module)));
   if (forward == nullptr) return false;
-  const Reference dict(PyObject_GenericGetDict(module, nullptr));
-  PyErr_Clear();
-  if (dict.object == nullptr || !is_plain(module, dict.object, forward)) return false;
-  PyObject* p = item(dict.object, share);
+  const Dict dict(module);
+  if (!is_plain(module, dict, forward)) return false;
+  PyObject* p = dict[share];
   if (p == nullptr) return true;  // an identity
   const double value = PyFloat_CheckExact(p) ? PyFloat_AS_DOUBLE(p) : -1;
-  return item(dict.object, training) == Py_False && value >= 0 && value <= 1;
+  return dict[training] == Py_False && value >= 0 && value <= 1;
 }
 
 std::string_view text(PyObject* object) {
@@ -168,16 +170,14 @@ std::string_view text(PyObject* object) {
 std::string_view memory_of(PyObject* layer) {
   static PyObject* const name = intern("_fused");
   if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
-  const Reference dict(PyObject_GenericGetDict(layer, nullptr));
-  PyObject* memory = dict.object == nullptr ? nullptr : item(dict.object, name);
-  PyErr_Clear();
+  PyObject* memory = Dict(layer)[name];
   return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";
 }
 
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {
   PyObject* given = item(square_functions, function);
   if (given == nullptr || PyTuple_GET_SIZE(given) != count || squares_wide()) return false;
-  return count == 0 || (PyLong_CheckExact(more[0]) && PyLong_AsLong(more[0]) == 2);
+  return count == 0 || number(more[0]) == 2;
 }
 
 std::string_view kind_of(PyObject* function) {
@@ -190,15 +190,12 @@ std::string_view kind_of(PyObject* function) {
   }
   PyObject* known = item(modules, reinterpret_cast<PyObject*>(Py_TYPE(function)));
   if (known == nullptr) return "";
-  const Reference dict(PyObject_GenericGetDict(function, nullptr));
-  if (dict.object == nullptr || !is_plain(function, dict.object, PyTuple_GET_ITEM(known, 1))) {
-    PyErr_Clear();
-    return "";
-  }
+  const Dict dict(function);
+  if (!is_plain(function, dict, PyTuple_GET_ITEM(known, 1))) return "";
   const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
   if (kind == "relu2" && squares_wide()) return "";
   if (kind != "gelu") return kind;
-  const std::string_view form = text(item(dict.object, approximate));
+  const std::string_view form = text(dict[approximate]);
   return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";
 }
 

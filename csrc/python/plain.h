@@ -1,6 +1,5 @@
 // What is plain: a marked layer that only applies its parameters, an activation of ours, tensors
-// that fit. torch_fused_linear/fuse/plain.py decides the same in Python; tests hold both to one
-// table.
+// that fit, as torch_fused_linear/fuse/plain.py has it.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -16,11 +15,10 @@ namespace fused::python {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Tables of plain.py, and classes of torch's: what know was given, kept for good.
+// Tables of plain.py, and classes of torch's, which know was given, are kept for good.
 inline PyObject *layers, *modules, *passed, *functions, *square_functions, *global_hooks,
     *untouched, *module_call, *module_call_impl, *linear_class, *conv_class;
 
-// Owns an object, nullptr too.
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
   ~Reference() { Py_XDECREF(object); }
@@ -28,8 +26,23 @@ struct Reference {
   PyObject* object;
 };
 
-// A plain layer's call that is ready to run. It owns its tensors: torch.utils.swap_tensors then
-// sees while the GIL is released that they are in use.
+inline bool is_optional(PyObject* object) {
+  return object == Py_None || THPVariable_CheckExact(object);
+}
+inline OptionalTensor optional(PyObject* object) {
+  return object == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(object));
+}
+
+// Takes an int itself of 64 bits; nullopt of anything else, nullptr too.
+inline std::optional<int64_t> number(PyObject* object) {
+  if (object == nullptr || !PyLong_CheckExact(object)) return std::nullopt;
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0 ? std::optional(value) : std::nullopt;
+}
+
+// A plain layer's call owns its tensors: torch.utils.swap_tensors sees that they are in use while
+// the GIL is released.
 struct Ready {
   Tensor input;
   PyObject *weight, *bias;  // borrowed
@@ -38,22 +51,18 @@ struct Ready {
     return transposed ? THPVariable_Wrap(*transposed) : Py_NewRef(weight);
   }
   Tensor matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
-  OptionalTensor vector() const {
-    return bias == Py_None ? std::nullopt : OptionalTensor(THPVariable_Unpack(bias));
-  }
+  OptionalTensor vector() const { return optional(bias); }
 };
 
-// The parameters of a plain layer, borrowed, and its class's groups.
 struct Plain {
   PyObject *weight, *bias, *groups;
 };
 
 std::optional<Plain> plain(PyObject* layer);
 
-// Of a plain layer and an input that fits.
 std::optional<Ready> ready(PyObject* layer, PyObject* input);
 
-// What the operators take, so that torch's own function complains about the rest.
+// Tells what the operators take; torch's own function complains about the rest.
 bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
           int64_t features);
 
@@ -62,27 +71,25 @@ OptionalTensor transposed(PyObject* layer, const Tensor& weight);
 
 bool is_conv(PyObject* layer);
 
-// A convolution's geometry; nullopt where it is not given by numbers alone.
 struct ConvGeometry {
   std::array<std::array<c10::SymInt, 2>, 3> pairs;  // stride, padding, dilation
   c10::SymInt groups;
 };
+// nullopt where it is not given by numbers alone.
 std::optional<ConvGeometry> geometry_of(PyObject* layer);
 
-// Whether the module returns its argument: an identity, a dropout that does nothing now.
+// Tells of an identity, and a dropout that does nothing now.
 bool passes(PyObject* module);
 
-// "" of what is no text.
 std::string_view text(PyObject* object);
 
-// Of a layer that fuse_ has marked, "" of anything else. Static, as another thread may take the
-// mark away while an operator runs.
+// "" of what fuse_ has not marked. Static, as another thread may take the mark away meanwhile.
 std::string_view memory_of(PyObject* layer);
 
-// Whether the function returns its first argument's square in the same dtype.
+// Tells of a function that returns its first argument's square in the same dtype.
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count);
 
-// The name of the activation, "" for none of ours. Borrowed from static strings.
+// "" of no activation of ours. Borrowed from static strings.
 std::string_view kind_of(PyObject* function);
 
 }  // namespace fused::python

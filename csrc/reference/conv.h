@@ -1,7 +1,6 @@
 #pragma once
 
-// relu(conv2d(input, weight) + bias) in ATen: `ConvFormula` is the definition, differentiable, and
-// `Conv` the same as kernels.
+// `ConvFormula` is the definition in ATen, differentiable, and `Conv` the same as kernels.
 
 #include "core/conv.h"
 #include "reference/linear.h"
@@ -12,7 +11,6 @@ namespace fused::reference {
 
 using conv::Geometry;
 
-// Without bias and ReLU's share: at::convolution.
 inline Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                           const Geometry& g) {
   return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
@@ -21,8 +19,6 @@ inline Tensor convolution(const Tensor& image, const Tensor& weight, const Optio
 }
 
 struct ConvFormula {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& g) {
     return at::relu(
@@ -37,8 +33,7 @@ struct ConvFormula {
   }
 };
 
-// In the layout that is promised. What runs on the CPU, under the policy "eager", and where a CUDA
-// kernel has to give up.
+// Gives the promised layout, on the CPU, under the policy "eager", and where a kernel gives up.
 struct Conv {
   static constexpr bool obeys_policy = true;
 
@@ -49,8 +44,8 @@ struct Conv {
     const auto image = conv::batched(input);
     auto output =
         convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
-    // One channel lies in memory alike in both formats; in the strides of channels-last oneDNN's
-    // next convolution reads what nobody has written, in those that eager's ReLU gives it does not.
+    // One channel lies alike in both formats, but oneDNN's next convolution reads what nobody has
+    // written in the strides of channels-last.
     if (output.size(1) == 1) {
       output = output.as_strided(output.sizes(), c10::contiguous_strides(output.sizes()));
     }
@@ -66,7 +61,6 @@ struct Conv {
   }
 };
 
-// By torch's own functions (reference/linear.h).
 inline Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const Geometry& geometry) {
   const explain::Row row(conv::op_name, input, weight);

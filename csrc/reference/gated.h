@@ -1,7 +1,6 @@
 #pragma once
 
-// Gated layers and the one pass of their backward in ATen. `GluFormula` is the definition,
-// differentiable; `Glu` gives the same as kernels do.
+// `GluFormula` is the definition in ATen, differentiable; `Glu` gives the same as kernels do.
 
 #include "core/gated.h"
 #include "reference/linear.h"
@@ -19,21 +18,15 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
   return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);
 }
 
-// ReLU's derivative may be read from the pre-activation as well as from the output: both are
-// positive in the same places.
+// ReLU's pre-activation and output are positive in the same places.
 inline constexpr auto gate_gradient = activation_gradient;
 
 struct GluFormula {
-  static constexpr bool obeys_policy = false;
-  static constexpr bool takes_down = false;
-
-  // act(gate) ⊙ up of pre-activations, [*, hidden]
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
     return activate(first, activation) * second;
   }
 
-  // -> gradients of gate and up, their sums over all rows, and what glu gave
   static Quintuple glu_backward(const steps::GluBackward& step) {
     const auto& grad = step.grad_output;
     const auto [gate, up] = parts(step.gate, step.up);
@@ -56,7 +49,6 @@ struct GluFormula {
             wanted[3] ? as_rows(grad_up).sum(0) : none(), hidden};
   }
 
-  // The layer, and after it `down` where there is one.
   static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation) {
     const auto gate = at::linear(layer.input, layer.gate, layer.gate_bias);
     const auto hidden =
@@ -69,7 +61,6 @@ struct GluFormula {
 
 struct Glu {
   static constexpr bool obeys_policy = true;
-  static constexpr bool takes_down = false;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     explain::append(explain::not_fused);
@@ -84,7 +75,6 @@ struct Glu {
   }
 };
 
-// By torch's own functions (reference/linear.h).
 inline Tensor gated_as_torch_does(const char* op, const char* objection, const gated::Layer& layer,
                                   const gated::Down& down, Activation activation) {
   const explain::Row row(op, layer.input, layer.gate);

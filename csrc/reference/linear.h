@@ -1,8 +1,7 @@
 #pragma once
 
-// act(x Wᵀ + b) and its gradients in ATen. `LinearFormula` is the definition, differentiable: the
-// reference of the tests, and the way wherever a fused kernel cannot go (double backward,
-// torch.func, forward AD). `Linear` gives the same as kernels do.
+// `LinearFormula` is the definition in ATen, differentiable, wherever a fused kernel cannot go
+// (double backward, torch.func, forward AD); `Linear` gives the same as kernels do.
 
 #include "core/aten_activation.h"
 #include "core/check.h"
@@ -11,7 +10,6 @@
 
 namespace fused::reference {
 
-// What stands in for a gradient that nobody asked for.
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
 
 // [*, features] -> [rows, features]. By reshape, as batched gradients have no rule for flatten.
@@ -22,8 +20,7 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
-// gradᵀ · input, [out, in], and grad · weight, [*, in]: the products whose sums torch's own
-// backward takes for a weight and an input of these layouts.
+// torch's own backward takes these products for a weight and an input of these layouts.
 inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
@@ -40,9 +37,6 @@ inline OptionalTensor dense(const OptionalTensor& tensor) {
   return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
 }
 
-// ---- what is saved -----------------------------------------------------------------------------
-
-// 1, 2, 4 ... 128 on the device of `like`
 inline Tensor bit_values(const Tensor& like) {
   return at::pow(2, at::arange(8, like.options().dtype(at::kByte)));
 }
@@ -57,15 +51,13 @@ inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
   return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
 }
 
-// ReLU's bit mask as booleans, [*, features]. One bit for each element, eight to a byte, lowest
-// first, rows padded with zeros to 128 bits: the layout that cuBLASLt's RELU_AUX writes.
+// Unpacks cuBLASLt's RELU_AUX: eight elements to a byte, lowest first, rows padded to 128 bits.
 inline Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
   const auto bits = mask.unsqueeze(-1).bitwise_and(bit_values(mask)).ne(0).flatten(-2);
   return bits.narrow_symint(-1, 0, features);
 }
 
-// The pre-activation as it is saved everywhere: rows padded with zeros to 8 elements, which is what
-// cuBLASLt's GELU_AUX writes.
+// Pads the rows with zeros to 8 elements, as cuBLASLt's GELU_AUX does.
 inline Tensor pad_rows(const Tensor& tensor) {
   auto sizes = tensor.sizes().vec();
   const auto features = sizes.back();
@@ -86,8 +78,6 @@ inline Tensor gradient_from_saved(const Tensor& grad_output, const Tensor& saved
   return activation_gradient(grad_output, saved, activation);
 }
 
-// ---- the operators -----------------------------------------------------------------------------
-
 // A layer's backward, and on into the previous one, as a backend's two steps.
 template <class Backend>
 Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previous) {
@@ -99,8 +89,6 @@ Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previo
 }
 
 struct LinearFormula {
-  static constexpr bool obeys_policy = false;
-
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     return activate(at::linear(input, weight, bias), activation);
@@ -120,7 +108,6 @@ struct LinearFormula {
   // By torch's rule: 0 where output <= 0, so that at 0 no gradient passes, and at NaN it does.
   static Tensor relu_mask(const Tensor& output) { return pack_mask(output.le(0).logical_not()); }
 
-  // dz = act'(saved) · grad_output and its sum over all rows.
   static Pair activation_backward(const Tensor& grad_output, const Tensor& saved,
                                   Activation activation, bool bias_grad) {
     auto gradient = activation == Activation::none
@@ -130,7 +117,6 @@ struct LinearFormula {
     return {std::move(gradient), std::move(grad_bias)};
   }
 
-  // -> gradients of input, weight, bias
   static Triple linear_backward(const steps::LinearBackward& layer) {
     const auto gradient =
         layer.activation == Activation::none
@@ -150,7 +136,6 @@ struct LinearFormula {
             layer.wanted[2] ? rows.sum(0) : none()};
   }
 
-  // gradᵀ · input, added to `into` or written there
   static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
                               bool adds) {
     const auto grad = as_rows(grad_output), rows = as_rows(input);
@@ -162,13 +147,11 @@ struct LinearFormula {
     adds ? into.add_(product) : into.copy_(product);
   }
 
-  // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {
     return across<LinearFormula>(layer, previous);
   }
 
-  // A layer of each member of an ensemble; what linear_backward takes, with a weight of this form.
   // -> output [members, tokens, out] and, where act' is read from it, the pre-activation
   static Pair ensemble(const Tensor& input,         // [members, tokens, in]
                        const Tensor& weight,        // [members, out, in]
@@ -182,8 +165,8 @@ struct LinearFormula {
   }
 };
 
-// The same as kernels: every result in the layout of core/shapes.h, nothing aliased. What runs
-// under the policy "eager", on the CPU, and where a CUDA kernel has to give up.
+// Gives results in the layout of core/shapes.h, nothing aliased, under the policy "eager", on the
+// CPU, and where a kernel gives up.
 struct Linear {
   static constexpr bool obeys_policy = true;
 
@@ -241,8 +224,6 @@ struct Linear {
   }
 };
 
-// ---- what no kernel takes ----------------------------------------------------------------------
-
 // What torch refuses in any case, though on the meta device it may not notice, or in Python.
 inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
                                    const OptionalTensor& bias) {
@@ -264,9 +245,8 @@ inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor&
                     [&] { return describe_linear(op, input, weight, bias); });
 }
 
-// What no kernel of ours takes, for the reason that objection() gave, or what torch has to
-// differentiate (nullptr): by torch's own functions. What they refuse raises their error, with the
-// arguments besides. A row of explain.
+// Does what no kernel of ours takes, or torch has to differentiate (no objection), by torch's own
+// functions, whose errors say the arguments besides.
 inline Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
                             const Tensor& weight, const OptionalTensor& bias,
                             Activation activation) {

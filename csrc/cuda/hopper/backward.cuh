@@ -4,7 +4,6 @@
 
 namespace fused::cuda::hopper {
 
-// product · act'(saved), and of each tile the sums over its tokens.
 template <gemm::Type type, Activation activation, bool transposed>
 struct Backward {
   using Element = ElementOf<type>;
@@ -32,8 +31,6 @@ struct Backward {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t backward(const Product& product) {
-  return Backward<type, activation, transposed>::run(product);
-}
+using backward = Backward<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

@@ -1,13 +1,13 @@
 #pragma once
 
-// ReLU's bits, stored beside the result that they are made of: a byte is about eight features of a
-// token, which eight lanes of a warp hold.
+// ReLU's bits, stored beside their result: a byte is about eight features of a token, which eight
+// lanes of a warp hold.
 
 #include "cuda/hopper/kernel.cuh"
 
 namespace fused::cuda::hopper {
 
-// Of lanes that are four apart: bit k of the i-th lane's bytes becomes bit i of the k-th's.
+// Bit k of the i-th lane's bytes becomes bit i of the k-th's, of lanes that are four apart.
 __device__ inline uint32_t transpose_bits(uint32_t bits, int i) {
   const auto exchange = [&](int distance, uint32_t lower) {
     const uint32_t theirs = __shfl_xor_sync(~0u, bits, 4 * distance);
@@ -20,7 +20,6 @@ __device__ inline uint32_t transpose_bits(uint32_t bits, int i) {
   return bits;
 }
 
-// Passes the result on.
 template <typename Element>
 struct BitsStore : fusion::Sm90VisitorImpl<> {
   static_assert(cute::size<0>(EpilogueTile{}) == 64 && cute::size<1>(EpilogueTile{}) == 64,
@@ -87,8 +86,7 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
       return results;
     }
 
-    // Behind the last step, through shared memory that waits for its results: a token's bits leave
-    // as one vector.
+    // A token's bits leave as one vector, by way of shared memory that waits for results.
     template <typename Shared, typename Wait, typename Results>
     CUTLASS_DEVICE void reduce(Shared&& shared, const Wait& wait, int, int, bool is_last,
                                const Results&) {
@@ -113,7 +111,7 @@ struct BitsStore : fusion::Sm90VisitorImpl<> {
       wait();
     }
 
-    // After the exchange a lane has two bytes of each of two tokens, 32 apart.
+    // A lane has two bytes of each of two tokens, 32 apart, after the exchange.
     CUTLASS_DEVICE void put(uint8_t* bytes, uint32_t four, int down, int across) const {
       const int warp = thread / 32, lane = thread % 32, i = lane / 4;
       const int first = 64 * down + 16 * warp;  // of 16 features

@@ -4,8 +4,7 @@
 
 namespace fused::cuda::hopper {
 
-// act(product + bias), and what the backward reads stored beside it, if `aux`: the pre-activation,
-// or ReLU's bits.
+// Stores beside act(product + bias), if `aux`, the pre-activation or ReLU's bits.
 template <gemm::Type type, Activation activation, bool transposed, bool aux>
 struct Forward {
   using Element = ElementOf<type>;
@@ -50,13 +49,8 @@ struct Forward {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t forward(const Product& product) {
-  return Forward<type, activation, transposed, false>::run(product);
-}
-
+using forward = Forward<type, activation, transposed, false>;
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t saving_forward(const Product& product) {
-  return Forward<type, activation, transposed, true>::run(product);
-}
+using saving_forward = Forward<type, activation, transposed, true>;
 
 }  // namespace fused::cuda::hopper

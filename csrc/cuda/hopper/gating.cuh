@@ -4,7 +4,6 @@
 
 namespace fused::cuda::hopper {
 
-// Of h = act(gate) ⊙ up.
 template <Activation activation>
 struct GradUp {
   CUTLASS_DEVICE static float of(float grad, float gate) {
@@ -26,8 +25,7 @@ struct GradGate {
   }
 };
 
-// The gradients of h = act(gate) ⊙ up, and h again: the product is the gradient of h, which reaches
-// no memory.
+// The product is the gradient of h, which reaches no memory.
 template <gemm::Type type, Activation activation, bool transposed>
 struct Gating {
   using Element = ElementOf<type>;
@@ -83,8 +81,6 @@ struct Gating {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t gating(const Product& product) {
-  return Gating<type, activation, transposed>::run(product);
-}
+using gating = Gating<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

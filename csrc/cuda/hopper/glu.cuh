@@ -1,8 +1,7 @@
 #pragma once
 
-// Both products of a gated layer and h = act(gate) ⊙ up in one kernel. The upper half of a tile's
-// rows is of gate's weight, the lower half of up's, so that a thread holds both values of an
-// element, and nobody's weights need to be interleaved.
+// Both products of a gated layer and h = act(gate) ⊙ up in one kernel: the upper half of a tile's
+// rows is of gate's weight, the lower of up's, so that a thread holds both values of an element.
 
 #include "cuda/hopper/kernel.cuh"
 
@@ -14,7 +13,6 @@ namespace fused::cuda::hopper {
 inline constexpr int half_features = gemm::hopper::tile_features / 2;
 inline constexpr int tokens_of_tile = gemm::hopper::tile_tokens;
 
-// The builder's main loop with an operand A of two matrices.
 template <typename Base>
 struct TwoWeights : Base {
   using Value = typename Base::InternalElementA;
@@ -57,7 +55,6 @@ struct TwoWeights : Base {
     cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
   }
 
-  // Tiles of gate's weight, the input, up's weight.
   template <typename Problem>
   CUTLASS_DEVICE auto load_init(const Problem& problem, const Params& params) const {
     const auto& [m, n, k, l] = problem;
@@ -110,7 +107,6 @@ struct TwoWeights : Base {
   }
 };
 
-// Stores h, and the pre-activations it is made of, rounded, where they are kept.
 template <Activation activation, typename Element>
 class GatedStore {
  public:
@@ -146,27 +142,19 @@ class GatedStore {
     int64_t ld_gate, ld_up, ld_hidden;
     int features, tokens;
   };
-  struct Params {
-    const Element *gate_bias, *up_bias;
-    int features, tokens;
-    bool keeps;
-    Tma gate, up, hidden;
+  struct Params : Arguments {
+    Tma to_gate, to_up, to_hidden;
+
+    CUTLASS_DEVICE bool keeps() const { return this->gate != nullptr; }
   };
 
   template <typename Problem>
   static Params to_underlying_arguments(const Problem&, const Arguments& a, void*) {
-    const bool keeps = a.gate != nullptr;
     const auto tma = [&a](Element* data, int64_t ld) {
       return tma_of(data, a.features, a.tokens, ld);
     };
     const auto hidden = tma(a.hidden, a.ld_hidden);
-    return {a.gate_bias,
-            a.up_bias,
-            a.features,
-            a.tokens,
-            keeps,
-            keeps ? tma(a.gate, a.ld_gate) : hidden,
-            keeps ? tma(a.up, a.ld_up) : hidden,
+    return {a, a.gate ? tma(a.gate, a.ld_gate) : hidden, a.up ? tma(a.up, a.ld_up) : hidden,
             hidden};
   }
   template <typename Problem>
@@ -214,7 +202,7 @@ class GatedStore {
         hidden[q] = reinterpret_cast<const uint32_t&>(h);
       }
       const int offset = place + j * 8 * half_features;
-      if (params_.keeps) {
+      if (params_.keeps()) {
         put(gate, shared.gate.data + offset);
         put(up, shared.up.data + offset);
       }
@@ -225,11 +213,11 @@ class GatedStore {
                                       cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
     if (thread != 0) return;
     const int tokens = cute::get<1>(at);
-    if (params_.keeps) {
-      store(params_.gate, shared.gate.data, tile, tokens);
-      store(params_.up, shared.up.data, tile, tokens);
+    if (params_.keeps()) {
+      store(params_.to_gate, shared.gate.data, tile, tokens);
+      store(params_.to_up, shared.up.data, tile, tokens);
     }
-    store(params_.hidden, shared.hidden.data, tile, tokens);
+    store(params_.to_hidden, shared.hidden.data, tile, tokens);
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // the other warp group's values take their place
   }
@@ -289,8 +277,6 @@ struct Glu {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t glu(const Product& product) {
-  return Glu<type, activation, transposed>::run(product);
-}
+using glu = Glu<type, activation, transposed>;
 
 }  // namespace fused::cuda::hopper

@@ -51,17 +51,13 @@ bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Ope
   const auto order = gemm::hopper::order_of(algorithm);
   const auto kernel = g.type == Type::bf16 ? kernel_for<Type::bf16>(p) : kernel_for<Type::f16>(p);
   if (!order || kernel == nullptr) return false;
-  const bool forward = gemm::is_forward(p.pass);
-  auto* partials = !forward && p.bias ? static_cast<float*>(workspace) : nullptr;
-  Product product{};
+  auto* partials = !gemm::is_forward(p.pass) && p.bias ? static_cast<float*>(workspace) : nullptr;
+  Product product{operands};
   product.m = static_cast<int>(g.m), product.n = static_cast<int>(g.n);
   product.k = static_cast<int>(g.k);
-  product.a = operands.a, product.b = operands.b, product.d = operands.d;
   product.lda = g.lda, product.ldb = g.ldb, product.ldd = g.ldd;
-  product.aux = operands.aux, product.ld_aux = g.ld_aux;
-  product.bias = forward ? operands.bias : nullptr, product.partials = partials;
+  product.ld_aux = g.ld_aux, product.partials = partials;
   product.order = *order, product.processors = processors, product.stream = stream;
-  product.gating = operands.gating, product.up = operands.up;
   if (kernel(product) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return false;

@@ -1,7 +1,6 @@
 #pragma once
 
-// Our own products for Hopper GPUs, activation or its derivative and column sums in their epilogue.
-// Built where TORCH_FUSED_LINEAR_HOPPER says so; elsewhere absent.cpp takes their place.
+// Our own products for Hopper GPUs, where TORCH_FUSED_LINEAR_HOPPER says so; else absent.cpp.
 
 #include "gemm/pass_problem.h"
 
@@ -9,16 +8,15 @@
 
 namespace fused::cuda::hopper {
 
-// Whether the kernels were built, and run on devices of this architecture, 90 for 9.0.
+// Tells whether the kernels were built, and run on this architecture, 90 for 9.0.
 bool available(int arch);
 
-// Bytes of scratch memory that run() needs: for the bias gradient's partial sums.
+// Tells run's bytes of scratch, for the bias gradient's partial sums.
 int64_t workspace_bytes(const gemm::PassProblem& problem);
 
-// Forward: d = act(a · b + bias), and to aux what problem.keeps says. Backward:
-// d = a · b · act'(aux), and its column sums to bias, if problem.bias. Gated layers: see
-// gemm::Gating and gemm::Up.
-// `processors`: of the device. Whether it ran.
+// Forward: d = act(a · b + bias), and to aux what problem.keeps says. Backward: d = a · b ·
+// act'(aux), and its column sums to bias, if problem.bias. Gated layers: gemm::Gating and gemm::Up.
+// Tells whether it ran.
 bool run(const gemm::PassProblem& problem, const gemm::Algorithm& algorithm,
          const gemm::Operands& operands, void* workspace, int processors, cudaStream_t stream);
 

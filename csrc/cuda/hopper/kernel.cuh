@@ -1,11 +1,10 @@
 #pragma once
 
-// A product on Hopper's tensor cores, built of CUTLASS 3's collectives: tiles of 128 x 128 that two
-// warp groups compute in turns ("pingpong"), so that one's epilogue runs while the other
-// multiplies.
+// A product on Hopper's tensor cores, of CUTLASS 3's collectives: two warp groups compute tiles of
+// 128 x 128 in turns ("pingpong"), so that one's epilogue runs while the other multiplies.
 
 #include "cuda/hopper/product.h"
-#include "cuda/kernels/quick_math.cuh"
+#include "cuda/kernels/launch.cuh"
 
 #include <cutlass/array.h>
 #include <cutlass/cutlass.h>
@@ -23,9 +22,6 @@
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp>
 #include <cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp>
 #include <cutlass/gemm/kernel/tile_scheduler.hpp>
-
-#include <array>
-#include <atomic>
 
 namespace fused::cuda::hopper {
 
@@ -50,21 +46,7 @@ using Rows = cutlass::layout::RowMajor;
 inline constexpr auto nearest = cutlass::FloatRoundStyle::round_to_nearest;
 inline constexpr int vector = 8;  // elements of 16 bytes
 
-// Once a device.
-template <typename Gemm>
-cudaError_t allow_shared_memory(const void* kernel) {
-  static std::array<std::atomic<bool>, 64> done{};
-  int device = 0;
-  if (const auto error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  auto& here = done[device % done.size()];
-  if (here) return cudaSuccess;
-  const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          Gemm::SharedStorageSize);
-  if (error == cudaSuccess) here = true;
-  return error;
-}
-
-// With what all kernels have in common set here.
+// Sets what all kernels have in common.
 template <typename Gemm>
 cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
   arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
@@ -73,7 +55,13 @@ cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
   along = static_cast<std::remove_reference_t<decltype(along)>>(p.order.along);
   arguments.scheduler.max_swizzle_size = p.order.swizzle;
   const void* kernel = reinterpret_cast<const void*>(cutlass::device_kernel<Gemm>);
-  if (const auto error = allow_shared_memory<Gemm>(kernel); error != cudaSuccess) return error;
+  static kernels::PerDevice has_memory;
+  if (!has_memory([kernel] {
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    Gemm::SharedStorageSize) == cudaSuccess;
+      })) {
+    return cudaErrorInvalidValue;
+  }
   auto params = Gemm::to_underlying_arguments(arguments, nullptr);
   void* given[] = {&params};
   const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}), 1);
@@ -83,7 +71,7 @@ cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
   return status == cutlass::Status::kSuccess ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
-// Operand A's where it is transposed, and always operand B's, are read along k.
+// Operand B, and A where it is transposed, are read along k.
 template <bool along_k>
 auto stride_of(int64_t ld) {
   if constexpr (along_k) {
@@ -117,7 +105,7 @@ struct Kernel {
 
   static StrideD columns(int64_t ld) { return stride_of<false>(ld); }
 
-  // What all passes have in common; what the epilogue fuses is the caller's.
+  // The caller sets what the epilogue fuses.
   static Arguments arguments(const Product& p) {
     Arguments arguments{};
     arguments.problem_shape = {p.m, p.n, p.k, 1};
@@ -133,10 +121,7 @@ struct Kernel {
   }
 };
 
-// ---- epilogues ---------------------------------------------------------------------------------
-
-// The activations as CUTLASS's epilogues call them: on what a thread holds of a tile, in fp32.
-// While one half of a block multiplies, the other does this; it must not take longer.
+// One half of a block does this while the other multiplies: it must not take longer.
 template <Activation activation>
 struct Activate {
   CUTLASS_DEVICE static float of(float z) { return quick::activate<activation>(z); }
@@ -150,8 +135,7 @@ struct Derivative {
   }
 };
 
-// Function::of, of one element of each operand, for Sm90Compute, which takes a template of one
-// parameter, the array.
+// Makes Function::of of elements a template of one parameter, the array, for Sm90Compute.
 template <typename Function>
 struct Each {
   template <typename T>

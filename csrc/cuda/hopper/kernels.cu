@@ -1,6 +1,5 @@
-// One kind of kernel for one type of results and one order of the weight, with every activation.
-// build_tools/parts.py compiles this for each FUSED_KIND, FUSED_TYPE and FUSED_TRANSPOSED at the
-// same time, as each takes a minute.
+// build_tools/parts.py compiles each FUSED_KIND, FUSED_TYPE and FUSED_TRANSPOSED apart, as each
+// takes a minute.
 
 #include "cuda/hopper/backward.cuh"
 #include "cuda/hopper/forward.cuh"
@@ -18,7 +17,7 @@ Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE, FUSED_TRANSPOSED>(
     if constexpr (act == Activation::none || (gated && act == Activation::relu)) {
       return nullptr;
     } else {
-      return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>;
+      return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>::run;
     }
   });
 }

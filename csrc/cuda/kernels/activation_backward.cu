@@ -1,5 +1,4 @@
-// act'(saved) · grad and its column sums in one pass over memory. Eager needs three passes for the
-// same; cuBLASLt's own fused backward is slower still on Hopper.
+// act'(saved) · grad and its column sums in one pass over memory, for which eager needs three.
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/passes.h"
@@ -10,12 +9,11 @@
 namespace fused::cuda::kernels {
 namespace {
 
-// The best of those that were tried on an H200, as is how many blocks share a multiprocessor.
+// Found to be the best on an H200.
 constexpr int rows_in_flight = 4;
 constexpr int blocks_per_processor = 3;
 
-// `count` rows of a thread's columns, blockDim.y apart. The pointers are to the columns; `bits` is
-// `saved` as a mask, whose first bit for them is `shift`.
+// Does `count` rows, blockDim.y apart, of a thread's columns, whose first bit in a mask is `shift`.
 template <Activation activation, bool mask, int width, int count, typename T>
 __device__ void some_rows(const ActivationBackward& args, int64_t row, const T* grad,
                           const T* saved, const uint8_t* bits, int shift, T* dz,
@@ -55,8 +53,7 @@ __device__ void some_rows(const ActivationBackward& args, int64_t row, const T* 
   }
 }
 
-// A thread owns `width` neighbouring columns and walks down a chunk of the rows; a block covers
-// blockDim.x threads of columns and reads blockDim.y rows at a time.
+// A thread owns `width` neighbouring columns and walks down a chunk of the rows.
 template <typename T, Activation activation, bool mask, int width>
 __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     backward_kernel(ActivationBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
@@ -85,24 +82,22 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 
 bool takes_vectors(const ActivationBackward& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
-  return args.cols % full == 0 && args.ld_grad % full == 0 && aligned16(args.grad) &&
-         (args.mask || (args.ld_saved % full == 0 && aligned16(args.saved))) && aligned16(args.dz);
+  return args.cols % full == 0 && args.ld_grad % full == 0 && gemm::is_aligned(args.grad) &&
+         (args.mask || (args.ld_saved % full == 0 && gemm::is_aligned(args.saved))) &&
+         gemm::is_aligned(args.dz);
 }
 
-// Blocks with an equal share of the rows each, in one wave, or in two where each has many: other
-// blocks of the second make up for a slow one of the first.
+// Makes one wave of blocks, or two where each has many rows: others make up for a slow one then.
 Chunks chunks_of(const ActivationBackward& args) {
   const int64_t size = gemm::size_of(args.type);
   const int64_t per_row = takes_vectors(args) ? args.cols * size / 16 : args.cols;
   const dim3 block = block_shape(per_row);
-  const int64_t across = (per_row + block.x - 1) / block.x;
-  const int64_t wave =
-      std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
+  const int64_t wave = blocks_in_wave(args.processors * blocks_per_processor, per_row, block);
   constexpr int64_t few_passes = 2, many_passes = 16;
   const int64_t passes_in_flight = args.rows / (block.y * rows_in_flight);
   const int64_t chunks = passes_in_flight >= many_passes * wave ? 2 * wave : wave;
-  // A block that reads only a few rows costs more in the second kernel, which adds up the chunks,
-  // than it saves in this one. Few rows fit into a cluster, which needs no such kernel.
+  // A block of a few rows costs more where the chunks are added up than it saves; a cluster adds
+  // them up itself.
   const int64_t worth = passes_in_flight / few_passes;
   const bool cluster =
       args.grad_bias != nullptr && has_clusters(args.arch) && worth <= most_blocks_in_cluster;

@@ -1,5 +1,4 @@
-// y = act(z): for GELU with erf, which no epilogue computes, and wherever an epilogue would round
-// or run worse than a product with bias followed by this.
+// y = act(z), where no epilogue computes it, or rounds or runs worse.
 
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/passes.h"
@@ -38,8 +37,8 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
   with_type(type, [&](auto element) {
     using T = decltype(element);
     constexpr int full = full_vector<T>;
-    const bool vectors =
-        cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 && aligned16(z) && aligned16(y);
+    const bool vectors = cols % full == 0 && ld_z % full == 0 && ld_y % full == 0 &&
+                         gemm::is_aligned(z) && gemm::is_aligned(y);
     with_activation(activation, [&](auto constant) {
       constexpr Activation act = decltype(constant)::value;
       if constexpr (act != Activation::none) {

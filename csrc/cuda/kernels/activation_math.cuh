@@ -1,7 +1,5 @@
 #pragma once
 
-// The activations and their derivatives on one element, and vectors of elements.
-
 #include "core/activation.h"
 #include "cuda/kernels/check.h"
 #include "cuda/kernels/quick_math.cuh"
@@ -43,8 +41,8 @@ __device__ inline T narrow(Accumulator<T> x) {
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
-// Between what is stored and what is computed with; 16-bit types in pairs, one instruction each.
-// By value: read through a reference, a vector in memory is loaded piece by piece.
+// 16-bit types go in pairs, one instruction each; by value, as a vector behind a reference is
+// loaded piece by piece.
 template <typename T, int n>
 __device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
@@ -93,35 +91,28 @@ __device__ inline Vector<T, n> narrow(const Accumulator<T> (&from)[n]) {
 template <typename T>
 inline constexpr int full_vector = 16 / static_cast<int>(sizeof(T));
 
-// `quick` marks results that are rounded to 16 bits afterwards.
+// `quick` marks results that are rounded to 16 bits afterwards; ReLU and its square are exact
+// anyway.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activate(A z) {
-  if constexpr (quick) {
+  if constexpr (quick || !quick::is_smooth<activation>) {
     return quick::activate<activation>(z);
-  } else if constexpr (activation == Activation::relu) {
-    return z < A(0) ? A(0) : z;  // NaN stays
   } else if constexpr (activation == Activation::gelu_tanh) {
     const A inner = A(0.7978845608028654) * (z + A(0.044715) * z * z * z);
     return A(0.5) * z * (A(1) + tanh(inner));
   } else if constexpr (activation == Activation::gelu_erf) {
     return z * A(0.5) * (A(1) + erf(z * A(0.7071067811865476)));
-  } else if constexpr (activation == Activation::silu) {
-    return z / (A(1) + exp(-z));  // rounded once, as torch's
-  } else if constexpr (activation == Activation::relu2) {
-    return z < A(0) ? A(0) : z * z;
   } else {
-    static_assert(activation == Activation::none);
-    return z;
+    static_assert(activation == Activation::silu);
+    return z / (A(1) + exp(-z));  // rounded once, as torch's
   }
 }
 
 // dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activation_gradient(A grad, A saved) {
-  if constexpr (quick) {
+  if constexpr (quick || !quick::is_smooth<activation>) {
     return quick::gradient<activation>(grad, saved);
-  } else if constexpr (activation == Activation::relu) {
-    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
   } else if constexpr (activation == Activation::gelu_tanh) {
     constexpr A beta = 0.7978845608028654, kappa = 0.044715;
     const A square = saved * saved;
@@ -133,14 +124,10 @@ __device__ inline A activation_gradient(A grad, A saved) {
     const A density = density_at_0 * exp(A(-0.5) * saved * saved);
     const A below = A(0.5) * (A(1) + erf(saved * A(0.7071067811865476)));
     return grad * (below + saved * density);
-  } else if constexpr (activation == Activation::silu) {
+  } else {
+    static_assert(activation == Activation::silu);
     const A s = A(1) / (A(1) + exp(-saved));
     return grad * s * (A(1) + saved * (A(1) - s));
-  } else if constexpr (activation == Activation::relu2) {
-    return saved <= A(0) ? A(0) : grad * (A(2) * saved);
-  } else {
-    static_assert(activation == Activation::none);
-    return grad;
   }
 }
 
@@ -155,16 +142,15 @@ inline dim3 block_shape(int64_t vectors_per_row) {
 
 constexpr int64_t most_blocks_down = 65535;
 
-// Blocks for all rows, of which each takes some at a time and walks on by all that are taken at
-// once.
+// A block takes some rows at a time and walks on by all that are taken at once.
 inline dim3 grid_shape(int64_t rows, int64_t vectors_per_row, dim3 block, int rows_at_once) {
   const int64_t down = int64_t{block.y} * rows_at_once;
   return dim3((vectors_per_row + block.x - 1) / block.x,
               std::min((rows + down - 1) / down, most_blocks_down));
 }
 
-// fn(row, n) for rows that are `stride` apart: n of them, `at_once` and at the end one by one, so
-// that as many independent loads are under way before the first is used.
+// Calls fn(row, n) for rows `stride` apart, `at_once` and at the end one by one, so that many loads
+// are under way before the first is used.
 template <int at_once, typename Fn>
 __device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& fn) {
   for (; row + (at_once - 1) * stride < rows; row += at_once * stride) {
@@ -173,11 +159,6 @@ __device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& f
   for (; row < rows; row += stride) fn(row, std::integral_constant<int, 1>());
 }
 
-inline bool aligned16(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-}
-
-// fn(T{}) with the element type.
 template <typename Fn>
 void with_type(gemm::Type type, const Fn& fn) {
   switch (type) {

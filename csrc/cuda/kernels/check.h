@@ -16,7 +16,6 @@ inline void check(cudaError_t result) {
   if (result != cudaSuccess) raise(result);
 }
 
-// Of the kernel that was launched last.
 inline void check_launch() { check(cudaGetLastError()); }
 
 // Waits and loading, which would end a capture in another thread, do not while one lives.
@@ -24,8 +23,7 @@ class OthersMayCapture {
  public:
   OthersMayCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }
   ~OthersMayCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  OthersMayCapture(const OthersMayCapture&) = delete;
-  OthersMayCapture& operator=(const OthersMayCapture&) = delete;
+  OthersMayCapture& operator=(OthersMayCapture&&) = delete;
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;

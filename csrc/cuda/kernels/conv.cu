@@ -1,5 +1,4 @@
-// Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass over
-// memory each. Eager needs two passes for either.
+// Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass each.
 
 #include "cuda/kernels/passes.h"
 #include "cuda/kernels/reduce.cuh"
@@ -9,7 +8,7 @@
 namespace fused::cuda::kernels {
 namespace {
 
-// The image as a matrix: a column of it has one bias where it is channels-last, else a row.
+// A column of the image as a matrix has one bias where it is channels-last, else a row.
 template <typename T, bool channels_last, int width>
 __global__ void __launch_bounds__(block_threads)
     bias_relu_kernel(int64_t rows, int64_t cols, int64_t channels, const T* bias, T* y) {
@@ -42,8 +41,7 @@ __global__ void __launch_bounds__(block_threads)
   }
 }
 
-// In one instruction where it is 16 bytes: left alone, the compiler stores the pieces in a loop
-// that it unrolls.
+// The compiler would store 16 bytes piece by piece.
 template <typename V>
 __device__ void store(const V& from, void* to) {
   if constexpr (sizeof(V) == sizeof(uint4)) {
@@ -53,11 +51,10 @@ __device__ void store(const V& from, void* to) {
   }
 }
 
-// A part of a plane that a row of threads walks through without a division.
+// A row of threads walks through so much of a plane without a division.
 constexpr int vectors_per_thread = 16;
 
-// blockIdx.x is the channel, blockIdx.y a chunk of its segments in all images; a row of threads
-// takes a segment. The chunks' sums are added up within a cluster, or left in `partials`.
+// blockIdx.x is the channel, blockIdx.y a chunk of its segments in all images.
 template <typename T, int width>
 __global__ void __launch_bounds__(block_threads)
     planes_backward_kernel(PlanesBackward args, int64_t segments_per_plane,
@@ -100,7 +97,7 @@ __global__ void __launch_bounds__(block_threads)
   put_sums<T>(sums, shared, threadIdx.x == 0, channel, channels, partials, args.grad_bias);
 }
 
-// The segments are the rows, of which each channel has some.
+// Segments are the rows, of which each channel has some.
 struct Launch {
   bool vectors;
   int64_t segments_per_plane;
@@ -110,8 +107,8 @@ struct Launch {
 Launch shape_of(const PlanesBackward& args) {
   const auto& image = args.image;
   const int64_t full = 16 / gemm::size_of(image.type);
-  const bool vectors = image.plane % full == 0 && aligned16(args.grad) && aligned16(args.output) &&
-                       aligned16(args.dz);
+  const bool vectors = image.plane % full == 0 && gemm::is_aligned(args.grad) &&
+                       gemm::is_aligned(args.output) && gemm::is_aligned(args.dz);
   const int64_t per_plane = vectors ? image.plane / full : image.plane;
   int across = 1;
   while (across < block_threads && across < per_plane) across *= 2;
@@ -119,7 +116,7 @@ Launch shape_of(const PlanesBackward& args) {
   const int64_t length = int64_t{across} * vectors_per_thread;
   const int64_t segments_per_plane = (per_plane + length - 1) / length;
   const int64_t segments = image.batch * segments_per_plane;
-  // As many blocks as the device can hold at once, but a segment at least for each row of threads.
+  // Each row of threads gets a segment at least.
   constexpr int64_t blocks_per_processor = 8;
   const int64_t room =
       (args.processors * blocks_per_processor + image.channels - 1) / image.channels;
@@ -142,7 +139,8 @@ void bias_relu(const Image& image, bool channels_last, const void* bias, void* y
   with_type(image.type, [&](auto element) {
     using T = decltype(element);
     constexpr int full = full_vector<T>;
-    const bool vectors = cols % full == 0 && aligned16(y) && (!channels_last || aligned16(bias));
+    const bool vectors =
+        cols % full == 0 && gemm::is_aligned(y) && (!channels_last || gemm::is_aligned(bias));
     auto* kernel = vectors ? bias_relu_kernel<T, false, full> : bias_relu_kernel<T, false, 1>;
     if (channels_last) {
       kernel = vectors ? bias_relu_kernel<T, true, full> : bias_relu_kernel<T, true, 1>;

@@ -8,8 +8,7 @@
 namespace fused::cuda::kernels {
 namespace {
 
-// Three vectors are read for each row: two rows keep as many loads in flight as a pass that reads
-// two vectors has with three rows.
+// Two rows of three vectors keep as many loads in flight as three rows of two.
 constexpr int rows_in_flight = 2;
 constexpr int blocks_per_processor = 3;
 
@@ -33,8 +32,8 @@ __global__ void __launch_bounds__(block_threads) forward_kernel(Gating args) {
   }
 }
 
-// `count` rows of a thread's columns, blockDim.y apart. ReLU's derivative is read from the
-// pre-activation, which is positive where the output is.
+// Does `count` rows, blockDim.y apart, of a thread's columns. ReLU's pre-activation tells its
+// derivative.
 template <typename T, Activation activation, int width, int count>
 __device__ void some_rows(const GatingBackward& args, int64_t row, int64_t col,
                           Accumulator<T> (&gate_sums)[width], Accumulator<T> (&up_sums)[width]) {
@@ -78,8 +77,7 @@ __device__ void some_rows(const GatingBackward& args, int64_t row, int64_t col,
   }
 }
 
-// As in activation_backward.cu. The chunks' sums are left in `partials`, [2, chunks, cols], gate's
-// first.
+// Leaves the chunks' sums in `partials`, [2, chunks, cols], gate's first.
 template <typename T, Activation activation, int width>
 __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     backward_kernel(GatingBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
@@ -108,34 +106,31 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
 bool takes_vectors(const Gating& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
   return args.cols % full == 0 && args.ld_gate % full == 0 && args.ld_up % full == 0 &&
-         aligned16(args.gate) && aligned16(args.up) && aligned16(args.hidden);
+         gemm::is_aligned(args.gate) && gemm::is_aligned(args.up) && gemm::is_aligned(args.hidden);
 }
 
 bool takes_vectors(const GatingBackward& args) {
   const int64_t full = 16 / gemm::size_of(args.type);
   return takes_vectors(static_cast<const Gating&>(args)) && args.ld_grad % full == 0 &&
-         args.ld_result % full == 0 && aligned16(args.grad) && aligned16(args.grad_gate) &&
-         aligned16(args.grad_up);
+         args.ld_result % full == 0 && gemm::is_aligned(args.grad) &&
+         gemm::is_aligned(args.grad_gate) && gemm::is_aligned(args.grad_up);
 }
 
 int64_t per_row(const Gating& args, bool vectors) {
   return vectors ? args.cols * gemm::size_of(args.type) / 16 : args.cols;
 }
 
-// One wave of blocks, with an equal share of the rows each.
 Chunks chunks_of(const GatingBackward& args) {
   const int64_t columns = per_row(args, takes_vectors(args));
   const dim3 block = block_shape(columns);
-  const int64_t across = (columns + block.x - 1) / block.x;
-  const int64_t wave =
-      std::max<int64_t>(1, int64_t{args.processors} * blocks_per_processor / across);
+  const int64_t wave = blocks_in_wave(args.processors * blocks_per_processor, columns, block);
   // A block that reads only a few rows costs more where the chunks are added up than it saves here.
   const int64_t passes_in_flight = args.rows / (block.y * rows_in_flight);
   return in_chunks(args.rows, columns, block, std::min(wave, passes_in_flight / 2),
                    /*cluster=*/false);
 }
 
-// fn(type, activation) with an element and the activation as a constant; there is always one.
+// Calls fn(element, activation), both as constants; there is always an activation.
 template <typename Fn>
 void with_both(const Gating& args, const Fn& fn) {
   with_type(args.type, [&](auto element) {

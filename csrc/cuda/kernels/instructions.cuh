@@ -1,10 +1,7 @@
 #pragma once
 
-// Instructions that CUDA has no functions for.
-
 namespace fused::cuda {
 
-// 2^x, subnormal numbers taken for zeros.
 __device__ inline float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -26,14 +23,14 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// All threads of a cluster's blocks wait for each other, and see what was written before.
+// Waits for all threads of the cluster's blocks, and sees what was written before.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// The same place of shared memory in another block of the cluster.
+// Finds the same place of shared memory in another block of the cluster.
 template <typename T>
 __device__ T* in_block(T* shared, unsigned rank) {
 #if __CUDA_ARCH__ >= 900

@@ -10,10 +10,9 @@
 
 namespace fused::cuda::kernels {
 
-// What is asked of each device once.
+// Asks each device once.
 class PerDevice {
  public:
-  // ask() of the current device.
   template <typename Ask>
   bool operator()(const Ask& ask) {
     int device = 0;
@@ -30,8 +29,8 @@ class PerDevice {
   std::array<std::atomic<int>, 64> answers_{};
 };
 
-// The architecture that the current device's code of a kernel was compiled for, which the list of
-// architectures does not tell; 0 where it has none.
+// Tells the architecture that a kernel was compiled for, which the list of architectures does not;
+// 0: none.
 template <typename Kernel>
 int compiled_arch(Kernel* kernel) {
   cudaFuncAttributes attributes{};
@@ -40,7 +39,6 @@ int compiled_arch(Kernel* kernel) {
   return 0;
 }
 
-// A kernel whose threads take a piece of some rows each, of which there are so many in a row.
 template <typename... Parameters, typename... Arguments>
 void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t vectors_per_row,
                  int rows_at_once, cudaStream_t stream, const Arguments&... arguments) {
@@ -50,8 +48,8 @@ void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t vectors_pe
   check_launch();
 }
 
-// Launches a kernel that calls wait_for_previous_kernel, while the one before it still runs where
-// its code can wait. `cluster`: so many blocks next to each other along x.
+// Lets a kernel that calls wait_for_previous_kernel begin early, where its code can wait; `cluster`
+// blocks next to each other along x.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster,
                   cudaStream_t stream, const Arguments&... arguments) {

@@ -1,11 +1,12 @@
 #pragma once
 
-// The activations and their derivatives for results that are rounded to 16 bits. There the
-// hardware's exponential and reciprocal (relative error about 1e-6) do as well as exact functions,
-// which would take longer than memory and tensor cores do.
+// The activations and their derivatives for results that are rounded to 16 bits, where the
+// hardware's exponential and reciprocal (relative error about 1e-6) do as well as exact functions.
 
 #include "core/activation.h"
 #include "cuda/kernels/instructions.cuh"
+
+#include <type_traits>
 
 namespace fused::cuda::quick {
 
@@ -15,15 +16,14 @@ inline constexpr float gelu_beta = 0.7978845608028654f, gelu_kappa = 0.044715f;
 // 1 / (1 + 2^-x)
 __device__ inline float sigmoid2(float x) { return reciprocal(1.0f + exp2_of(-x)); }
 
-// The share of z that GELU by tanh lets pass: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)).
+// GELU by tanh lets this share of z pass: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)).
 __device__ inline float gelu_gate(float z) {
   constexpr float scale = 2.0f * log2e * gelu_beta;
   return sigmoid2(z * fmaf(z * z, scale * gelu_kappa, scale));
 }
 
-// The normal distribution at z: its density and the probability below z. Abramowitz and Stegun,
-// 7.1.26, with its halves folded in: erfc as a polynomial times the exponential that the density
-// needs anyway; absolute error 2.7e-7 in fp32.
+// The normal distribution at z by Abramowitz and Stegun, 7.1.26: erfc as a polynomial times the
+// exponential of the density; absolute error 2.7e-7 in fp32.
 struct Normal {
   float density, below;
   __device__ explicit Normal(float z) {
@@ -40,10 +40,16 @@ struct Normal {
   }
 };
 
+// Whether exact forms differ from these.
 template <Activation activation>
-__device__ inline float activate(float z) {
+inline constexpr bool is_smooth =
+    activation == Activation::gelu_tanh || activation == Activation::gelu_erf ||
+    activation == Activation::silu;
+
+template <Activation activation, typename A>
+__device__ inline A activate(A z) {
   if constexpr (activation == Activation::relu) {
-    return z < 0.0f ? 0.0f : z;  // NaN stays
+    return z < A(0) ? A(0) : z;  // NaN stays
   } else if constexpr (activation == Activation::gelu_tanh) {
     return z * gelu_gate(z);
   } else if constexpr (activation == Activation::gelu_erf) {
@@ -51,7 +57,7 @@ __device__ inline float activate(float z) {
   } else if constexpr (activation == Activation::silu) {
     return z * sigmoid2(log2e * z);
   } else if constexpr (activation == Activation::relu2) {
-    return z < 0.0f ? 0.0f : z * z;
+    return z < A(0) ? A(0) : z * z;
   } else {
     static_assert(activation == Activation::none);
     return z;
@@ -59,12 +65,12 @@ __device__ inline float activate(float z) {
 }
 
 // dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
-template <Activation activation>
-__device__ inline float gradient(float grad, float saved) {
+template <Activation activation, typename A>
+__device__ inline A gradient(std::type_identity_t<A> grad, A saved) {
   if constexpr (activation == Activation::relu) {
-    return saved <= 0.0f ? 0.0f : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
+    return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
   } else if constexpr (activation == Activation::gelu_tanh) {
-    // The factor that vanishes far from 0 comes first: the others are infinite there.
+    // The others are infinite far from 0, where the first factor vanishes.
     const float gate = gelu_gate(saved);
     const float slope = fmaf(saved * saved, 6.0f * gelu_beta * gelu_kappa, 2.0f * gelu_beta);
     return grad * fmaf(fmaf(-gate, gate, gate) * saved, slope, gate);
@@ -75,7 +81,7 @@ __device__ inline float gradient(float grad, float saved) {
     const float gate = sigmoid2(log2e * saved);
     return grad * gate * fmaf(saved, 1.0f - gate, 1.0f);
   } else if constexpr (activation == Activation::relu2) {
-    return saved <= 0.0f ? 0.0f : grad * (2.0f * saved);
+    return saved <= A(0) ? A(0) : grad * (A(2) * saved);
   } else {
     static_assert(activation == Activation::none);
     return grad;

@@ -13,8 +13,8 @@
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
 
-// Adds the values of all threads with the same threadIdx.x pairwise, which is both quicker and
-// more exact than one after the other. The sum is left with threadIdx.y == 0.
+// Adds up threads with the same threadIdx.x, pairwise, which is quicker and more exact. The sum is
+// left with threadIdx.y == 0.
 template <typename A, int width>
 __device__ void sum_over_y(A (&sums)[width], A* shared) {
   const int threads = blockDim.x * blockDim.y;
@@ -32,7 +32,7 @@ __device__ void sum_over_y(A (&sums)[width], A* shared) {
   }
 }
 
-// The same over all threads of the block, a power of two of them. The sum is left with thread 0.
+// Adds up all threads of the block, a power of two. The sum is left with thread 0.
 template <typename A>
 __device__ A sum_over_block(A sum, A* shared) {
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -44,7 +44,6 @@ __device__ A sum_over_block(A sum, A* shared) {
   return shared[0];
 }
 
-// grad_bias = the sum of the chunks' partial sums, `ld` apart.
 template <typename T>
 __global__ void __launch_bounds__(block_threads)
     sum_partials_kernel(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
@@ -63,12 +62,12 @@ __global__ void __launch_bounds__(block_threads)
   if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
 }
 
-// A cluster's blocks read each other's shared memory, so that one kernel can add up a few chunks.
+// A cluster's blocks read each other's shared memory: one kernel adds up a few chunks.
 constexpr int cluster_arch = 90;
 constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
 
-// Whether the current device has clusters, room for the largest, and code that was compiled for
-// them: any of this file's kernels tells.
+// Tells whether the current device has room for the largest cluster, and code that was compiled for
+// one.
 inline bool has_clusters(int device_arch) {
   if (device_arch < cluster_arch) return false;
   static PerDevice has;
@@ -89,8 +88,8 @@ inline bool has_clusters(int device_arch) {
   });
 }
 
-// Adds the values of the cluster's blocks, those of their threads with threadIdx.y == 0 that hold a
-// column. The sum is left with the first block. All threads take part.
+// Adds up the cluster's blocks, whose columns threads with threadIdx.y == 0 hold. The sum is left
+// with the first block. All threads take part.
 template <typename A, int width>
 __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column) {
 #if __CUDA_ARCH__ >= 900
@@ -114,9 +113,7 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
 #endif
 }
 
-// ---- columns whose rows several blocks share ----------------------------------------------------
-
-// Rows in chunks, of which blockIdx.y is the number: a block's share each.
+// blockIdx.y is the number of a chunk of rows, a block's share.
 struct Chunks {
   dim3 block, grid;
   int64_t rows_each;
@@ -128,8 +125,12 @@ struct Chunks {
   }
 };
 
-// At most so many chunks of whole passes of the block, so that none ends in a ragged one but the
-// last.
+// Counts the blocks along the rows that run at once.
+inline int64_t blocks_in_wave(int64_t blocks, int64_t vectors_per_row, dim3 block) {
+  return std::max<int64_t>(1, blocks / ((vectors_per_row + block.x - 1) / block.x));
+}
+
+// Makes at most so many chunks of whole passes of the block.
 inline Chunks in_chunks(int64_t rows, int64_t vectors_per_row, dim3 block, int64_t chunks,
                         bool cluster) {
   chunks = std::clamp(chunks, int64_t{1}, most_blocks_down);
@@ -149,9 +150,8 @@ void launch_chunks(void (*kernel)(Parameters...), const Chunks& chunks, cudaStre
   check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// Puts the sums of columns, `width` from `col` on, which threads with threadIdx.y == 0 have if they
-// hold columns, into the result: added up over the cluster where the chunks are one, or by way of
-// `partials`, [chunks, cols].
+// Puts the sums of `width` columns from `col` on into the result, added up over the cluster where
+// the chunks are one, or into `partials`, [chunks, cols].
 template <typename T, int width>
 __device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, bool holds_column,
                          int64_t col, int64_t cols, Accumulator<T>* partials, void* result) {

@@ -1,5 +1,4 @@
-// ReLU's bit mask of its output, in one pass over memory: for what low memory keeps, and where
-// cuBLASLt's backward is to read a mask and the output was kept.
+// ReLU's bit mask of its output, for low memory, and for cuBLASLt's backward of a kept output.
 
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/passes.h"
@@ -7,10 +6,9 @@
 namespace fused::cuda::kernels {
 namespace {
 
-// Independent loads per thread before the first is used.
 constexpr int rows_in_flight = 4;
 
-// The columns that a byte of the mask is about, in as many loads as they take.
+// A byte of the mask is about so many loads.
 template <typename T, int width>
 struct Columns {
   Vector<T, width> vectors[8 / width];
@@ -44,8 +42,7 @@ __device__ uint8_t bits_of(const Columns<T, width>& columns) {
   return static_cast<uint8_t>(bits);
 }
 
-// A thread owns a byte, 8 columns, and walks down the rows. The last bytes of a row may be about
-// fewer columns, or about none.
+// A thread owns a byte, 8 columns or fewer at a row's end, and walks down the rows.
 template <typename T, int width>
 __global__ void __launch_bounds__(block_threads)
     relu_mask_kernel(int64_t rows, int64_t cols, const T* __restrict__ output, int64_t ld,
@@ -86,7 +83,7 @@ void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* ou
     using T = decltype(element);
     constexpr int full = full_vector<T>;
     const int64_t bytes_per_row = mask_bytes(cols);
-    const bool vectors = ld % full == 0 && aligned16(output);
+    const bool vectors = ld % full == 0 && gemm::is_aligned(output);
     auto* kernel = vectors ? relu_mask_kernel<T, full> : relu_mask_kernel<T, 1>;
     launch_rows(kernel, rows, bytes_per_row, rows_in_flight, stream, rows, cols,
                 static_cast<const T*>(output), ld, static_cast<uint8_t*>(mask), bytes_per_row);

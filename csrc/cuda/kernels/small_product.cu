@@ -30,7 +30,6 @@ __global__ void __launch_bounds__(small_forward_threads<T>)
 #endif
 }
 
-// The blocks of the input's gradient, then those of the weight's.
 template <typename T, Activation activation>
 __global__ void __launch_bounds__(small_backward_threads)
     small_backward_kernel(const SmallProduct of_weight, const SmallProduct of_input,

@@ -1,9 +1,8 @@
 #pragma once
 
-// The kernels of small_product.h. A block makes 16 columns of the result: in 16 bits with the
-// tensor cores, as CUDA's wmma functions have them, in fp32 by single multiplications. Its warps
-// share the sums, so that all that a block reads is on its way at once; what they add up, they add
-// in a fixed order.
+// The kernels of small_product.h. A block makes 16 columns of the result, with the tensor cores in
+// 16 bits, by single multiplications in fp32. Its warps share the sums, so that all reads are on
+// their way at once, and add up in a fixed order.
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/small_product.h"
@@ -18,10 +17,9 @@ namespace {  // each file's kernels are its own
 
 namespace wmma = nvcuda::wmma;
 
-// The sides of what a warp adds up.
 constexpr int tile = 16;
 
-// How a block divides its part of a product: `down` tiles, the sums of each among `split` warps.
+// A block has `down` tiles, the sums of each among `split` warps.
 template <typename T, gemm::Pass pass>
 struct SmallShape {
   static constexpr bool forward = pass == gemm::Pass::fprop, of_weight = pass == gemm::Pass::wgrad;
@@ -38,7 +36,7 @@ struct SmallShape {
   static constexpr int right = (right_by_inner ? inner : tile) * ld_right;
   static constexpr int ld_products = tile + 4;
   static constexpr int products = split * rows * ld_products;
-  // Neighbours in a row that a thread finishes, and which part of a column's sum it adds up.
+  // A thread finishes neighbours in a row, and adds up one of the parts of a column's sum.
   static constexpr int width = std::max(sizeof(T) == 4 ? 1 : 2, rows* tile / threads);
   static constexpr int parts = threads / tile;
   // The products lie where the operands were.
@@ -53,7 +51,7 @@ constexpr int small_backward_threads = SmallShape<float, gemm::Pass::wgrad>::thr
 
 __host__ __device__ constexpr int tiles(int extent) { return (extent + tile - 1) / tile; }
 
-// For all columns, and those of one for all rows.
+// Counts the blocks for all columns, and those of one for all rows.
 template <typename T, gemm::Pass pass>
 __host__ __device__ int small_blocks_down(const SmallProduct& p) {
   constexpr int rows = SmallShape<T, pass>::rows;
@@ -70,8 +68,8 @@ __device__ bool in_vectors(const void* data, int64_t ld, int extent, int width) 
          reinterpret_cast<uintptr_t>(data) % (sizeof(T) * width) == 0;
 }
 
-// Starts to copy a part of a matrix of rows x cols elements, from (row, col) on; zeros where the
-// matrix has ended, up to the next tile.
+// Starts to copy rows x cols elements from (row, col) on, with zeros behind the matrix up to the
+// next tile.
 template <int height, int width, int ld_to, int threads, typename T>
 __device__ void start_copy(T* to, const void* matrix, int64_t ld, int row, int col, int rows,
                            int cols) {
@@ -133,13 +131,11 @@ __device__ void store_row(T* to, int count, bool in_vector, const float (&from)[
   }
 }
 
-// What a warp adds up: `tile` rows and columns, with the tensor cores.
 template <typename T, typename Shape>
 class WarpProduct {
  public:
   __device__ WarpProduct() { wmma::fill_fragment(sums_, 0.0f); }
 
-  // + left · right, over `tile` of the inner extent.
   __device__ void add(const T* left, const T* right) {
     Fragment<wmma::matrix_a, Shape::left_by_inner> a;
     Fragment<wmma::matrix_b, !Shape::right_by_inner> b;
@@ -159,7 +155,7 @@ class WarpProduct {
   wmma::fragment<wmma::accumulator, tile, tile, tile, float> sums_;
 };
 
-// The same by single multiplications: a thread has two rows and four columns of the tile.
+// By single multiplications a thread has two rows and four columns of the tile.
 template <typename Shape>
 class WarpProduct<float, Shape> {
  public:
@@ -205,8 +201,8 @@ class WarpProduct<float, Shape> {
 
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  // Where in the tile a thread's i-th row or column is: where they lie next to each other in
-  // memory, a thread has neighbours, else the threads of a load have.
+  // A thread has neighbours where they lie next to each other in memory, else a load's threads
+  // have.
   template <bool by_inner, int count>
   __device__ static int place(int group, int i) {
     return by_inner ? group * count + i : group + tile / count * i;
@@ -236,7 +232,6 @@ class WarpProduct<float, Shape> {
   float sums_[down][across] = {};
 };
 
-// The sum of `count` numbers, a power of two of them, by the sums of halves.
 template <int count>
 __device__ float pairwise(const float* numbers, int apart) {
   if constexpr (count == 1) {
@@ -247,12 +242,12 @@ __device__ float pairwise(const float* numbers, int apart) {
   }
 }
 
-// One block of a product. A gradient of the input whose columns are summed is made by clusters of
-// blocks, each of which have all rows of some columns.
+// One block of a product. The summed columns of an input's gradient belong to a cluster of blocks,
+// which have all of their rows.
 template <typename T, gemm::Pass pass, Activation activation>
 class SmallBlock {
  public:
-  // waits: what left is read from is being written by the blocks of the cluster.
+  // `waits`: the blocks of the cluster are writing what left is read from.
   __device__ SmallBlock(const SmallProduct& product, int block, unsigned char* shared,
                         bool waits = false)
       : p(product),
@@ -289,10 +284,8 @@ class SmallBlock {
   static constexpr int width = Shape::width;
   using Row = float[width];
 
-  // What is this thread's once the product is there: neighbours in a row.
   __device__ static int down() { return threadIdx.x * width / tile; }
   __device__ static int across() { return threadIdx.x * width % tile; }
-  // The sum that it has a part of, and which.
   __device__ static int summed() { return threadIdx.x % tile; }
   __device__ static int share() { return threadIdx.x / tile; }
 
@@ -303,8 +296,7 @@ class SmallBlock {
   __device__ T* aux() const { return static_cast<T*>(p.aux) + row * p.ld_aux + col; }
   __device__ bool aux_in_vectors() const { return in_vectors<T>(p.aux, p.ld_aux, p.cols, width); }
 
-  // What stands around the product, on its way while that is computed: the bias, or what act' is
-  // read from.
+  // Loads the bias, or what act' is read from, while the product is computed.
   __device__ void load_around(Row& to) const {
 #pragma unroll
     for (int j = 0; j < width; ++j) to[j] = 0.0f;
@@ -315,7 +307,7 @@ class SmallBlock {
     }
   }
 
-  // The product of the block's rows from first_row on, as parts in shared memory.
+  // Multiplies the block's rows from first_row on, into parts in shared memory.
   __device__ void multiply(int first_row) {
     const int warp = threadIdx.x / 32, part = warp % Shape::split;
     const int warp_row = warp / Shape::split * tile;
@@ -360,8 +352,7 @@ class SmallBlock {
     __pipeline_wait_prior(0);
   }
 
-  // Adds up the parts of this thread's results, and writes them. Those that are summed are left in
-  // shared memory.
+  // Adds up the parts of this thread's results, and writes them; summed ones stay in shared memory.
   __device__ void finish(const Row& around) {
     if (count > 0) {
       auto* values = products + down() * Shape::ld_products + across();
@@ -389,7 +380,7 @@ class SmallBlock {
     __syncthreads();
   }
 
-  // To this thread's sum its share of `count` rows, of which the first `there` are there.
+  // Adds this thread's share of `count` rows, of which the first `there` are there.
   template <typename From>
   __device__ void add_up(const From* from, int ld, int there, int count) {
     for (int r = share(); r < min(there, count); r += Shape::parts) {
@@ -397,7 +388,6 @@ class SmallBlock {
     }
   }
 
-  // Of all threads, and of all blocks of the cluster.
   __device__ void write_sums() {
     partial_sums[threadIdx.x] = sum;
     __syncthreads();
@@ -426,8 +416,7 @@ class SmallBlock {
   float sum = 0.0f;
 };
 
-// The part of a network's block: some rows of one layer after the other, of which each block of
-// the cluster makes some columns.
+// A network's block makes some rows of one layer after the other, and some of their columns.
 template <typename T, Activation activation>
 __device__ void small_network_block(const SmallNetwork& network, int block, int cluster,
                                     unsigned char* shared) {
@@ -447,7 +436,6 @@ __device__ void small_network_block(const SmallNetwork& network, int block, int 
   }
 }
 
-// The product of one member of an ensemble.
 template <typename T>
 __device__ SmallProduct of_member(SmallProduct p, int64_t member) {
   const auto move = [member](auto*& data, int64_t apart) {

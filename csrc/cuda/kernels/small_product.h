@@ -1,7 +1,6 @@
 #pragma once
 
-// Products of small networks, each with all around it in one launch: there the launches are the
-// time.
+// Products of small networks, each with all around it in one launch, which are the time there.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -36,19 +35,19 @@ struct SmallProduct {
   } apart;
 };
 
-// A layer's gradients that are left to these kernels: of one type, and neither needs the other.
+// A layer's gradients for these kernels, of one type, where neither needs the other.
 struct SmallGradients {
   SmallProduct of_weight, of_input;  // or rows = 0
 };
 
-// A forward layer by layer: each one's result is the next one's left operand.
+// Each layer's result is the next one's left operand.
 struct SmallNetwork {
   static constexpr int most_layers = 4;
   int count = 0;
   SmallProduct layers[most_layers];
 };
 
-// Whether the current device has them; they need tensor cores for bf16.
+// Tells whether the current device has them; they need tensor cores for bf16.
 bool have_small_products();
 
 void small_forward(const SmallProduct& product, cudaStream_t stream);

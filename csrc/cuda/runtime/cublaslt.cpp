@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -59,20 +61,16 @@ void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribut
         "cublasLtMatmulDescSetAttribute");
 }
 
-struct Preference {
-  Preference() { check(cublasLtMatmulPreferenceCreate(&value), "cublasLtMatmulPreferenceCreate"); }
-  ~Preference() { cublasLtMatmulPreferenceDestroy(value); }
-  Preference(const Preference&) = delete;
-  Preference& operator=(const Preference&) = delete;
-
-  template <typename T>
-  void set(cublasLtMatmulPreferenceAttributes_t attribute, T setting) {
-    check(cublasLtMatmulPreferenceSetAttribute(value, attribute, &setting, sizeof(setting)),
-          "cublasLtMatmulPreferenceSetAttribute");
-  }
-
-  cublasLtMatmulPreference_t value = nullptr;
+struct DestroyPreference {
+  void operator()(cublasLtMatmulPreferenceOpaque_t* p) const { cublasLtMatmulPreferenceDestroy(p); }
 };
+using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, DestroyPreference>;
+
+template <typename T>
+void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute, T value) {
+  check(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)),
+        "cublasLtMatmulPreferenceSetAttribute");
+}
 
 template <typename T>
 T config(const cublasLtMatmulAlgo_t& algo, cublasLtMatmulAlgoConfigAttributes_t attribute) {
@@ -92,7 +90,7 @@ Algorithm algorithm_of(const cublasLtMatmulHeuristicResult_t& result) {
           static_cast<int64_t>(result.workspaceSize)};
 }
 
-// NVIDIA bug 6580689, from 12.6 Update 2 until fixed in 13.4 Update 1: algorithm 66 gives wrong
+// Tells NVIDIA's bug 6580689, from 12.6 Update 2 until 13.4 Update 1: algorithm 66 gives wrong
 // results on Hopper and later where its split does not divide K.
 bool is_known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
   if (config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID) != 66) return false;
@@ -100,8 +98,8 @@ bool is_known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
   return splits > 1 && problem.k % splits != 0;
 }
 
-// These two, offered for odd extents in 16 bits, apply the epilogue to an already rounded product.
-// With a bias that is less exact than eager may be: the trial refuses them, so they come last.
+// Two algorithms, offered for odd extents in 16 bits, apply the epilogue to an already rounded
+// product: with a bias the trial refuses them.
 bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
   const auto id = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID);
   return id == 23 || id == 24;
@@ -128,24 +126,24 @@ cublasLtHandle_t new_lt_handle() {
 }
 
 Descriptors::Descriptors(const Problem& p)
-    : bias_(uses_bias(p.epilogue)), aux_(uses_aux(p.epilogue)) {
-  cublasLtMatmulDesc_t operation = nullptr;
-  check(cublasLtMatmulDescCreate(&operation, compute_type(p), scale_type(p.type)),
+    : has_bias(uses_bias(p.epilogue)), has_aux(uses_aux(p.epilogue)) {
+  cublasLtMatmulDesc_t made = nullptr;
+  check(cublasLtMatmulDescCreate(&made, compute_type(p), scale_type(p.type)),
         "cublasLtMatmulDescCreate");
-  operation_.reset(operation);
-  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(p.epilogue));
-  if (aux_) set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
-  a_.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
-  b_.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
-  d_.reset(layout(result_type(p), p.m, p.n, p.ldd));
+  operation.reset(made);
+  set(made, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(made, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(made, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(p.epilogue));
+  if (has_aux) set(made, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux);
+  a.reset(layout(p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda));
+  b.reset(layout(p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb));
+  d.reset(layout(result_type(p), p.m, p.n, p.ldd));
 }
 
 void Descriptors::set_pointers(const Operands& operands) {
   // A bias or aux pointer without an epilogue that uses it is an error to the library.
-  if (bias_) set(operation_.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
-  if (aux_) set(operation_.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
+  if (has_bias) set(operation.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
+  if (has_aux) set(operation.get(), CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
 }
 
 std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
@@ -154,29 +152,31 @@ std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Probl
   // The heuristic reads the alignment of bias and aux off the pointers themselves.
   descriptors.set_pointers(operands);
 
-  Preference preference;
-  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                 static_cast<size_t>(problem.workspace_limit));
+  cublasLtMatmulPreference_t made = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
+  const Preference preference(made);
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+      static_cast<size_t>(problem.workspace_limit));
   const auto set_alignment = [&](auto attribute, bool is_aligned, Type type) {
-    preference.set(attribute, static_cast<uint32_t>(is_aligned ? 16 : size_of(type)));
+    set(preference, attribute, static_cast<uint32_t>(is_aligned ? 16 : size_of(type)));
   };
   const auto of_result = result_type(problem);
   set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.aligned_a, problem.type);
   set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem.aligned_b, problem.type);
   set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem.aligned_d, of_result);
   set_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem.aligned_d, of_result);
-  // Partial sums stay in the accumulator's type: sums in 16 bits would save a little traffic and
-  // lose digits, and the user may have forbidden them.
+  // Partial sums in 16 bits would save a little traffic and lose digits, and the user may have
+  // forbidden them.
   const uint32_t reductions = problem.split_k == SplitK::forbidden ? CUBLASLT_REDUCTION_SCHEME_NONE
                               : size_of(problem.type) >= 4         ? CUBLASLT_REDUCTION_SCHEME_MASK
                                                            : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions);
 
   std::vector<cublasLtMatmulHeuristicResult_t> results(most);
   int returned = 0;
   const auto status = cublasLtMatmulAlgoGetHeuristic(
-      handle, descriptors.operation(), descriptors.a(), descriptors.b(), descriptors.d(),
-      descriptors.d(), preference.value, most, results.data(), &returned);
+      handle, descriptors.operation.get(), descriptors.a.get(), descriptors.b.get(),
+      descriptors.d.get(), descriptors.d.get(), preference.get(), most, results.data(), &returned);
   if (status != CUBLAS_STATUS_SUCCESS) return {};
 
   std::vector<Algorithm> found;
@@ -194,9 +194,9 @@ std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem
                                  const Descriptors& descriptors, const Algorithm& algorithm) {
   const auto algo = as_algo(algorithm);
   cublasLtMatmulHeuristicResult_t result{};
-  const auto status =
-      cublasLtMatmulAlgoCheck(handle, descriptors.operation(), descriptors.a(), descriptors.b(),
-                              descriptors.d(), descriptors.d(), &algo, &result);
+  const auto status = cublasLtMatmulAlgoCheck(
+      handle, descriptors.operation.get(), descriptors.a.get(), descriptors.b.get(),
+      descriptors.d.get(), descriptors.d.get(), &algo, &result);
   if (status != CUBLAS_STATUS_SUCCESS || is_known_wrong(algo, problem) ||
       static_cast<int64_t>(result.workspaceSize) > problem.workspace_limit) {
     return std::nullopt;
@@ -211,35 +211,27 @@ std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& proble
   if (!is_aligned_for_all(problem)) return {};
   const auto origin = as_algo(algorithm);
   size_t bytes = 0;
-  std::vector<uint32_t> tiles;
-  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, nullptr, 0, &bytes) !=
-      CUBLAS_STATUS_SUCCESS) {
-    return {};
-  }
-  tiles.resize(bytes / sizeof(uint32_t));
-  if (cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, tiles.data(), bytes,
-                                        &bytes) != CUBLAS_STATUS_SUCCESS) {
-    return {};
-  }
-  // The tiles most like the origin's first; the library lists them by their sizes.
+  const auto write_tiles = [&](uint32_t* to) {
+    return cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, to, bytes,
+                                             &bytes) == CUBLAS_STATUS_SUCCESS;
+  };
+  if (!write_tiles(nullptr)) return {};  // but their number
+  std::vector<uint32_t> tiles(bytes / sizeof(uint32_t));
+  if (!write_tiles(tiles.data())) return {};
+  // The library lists them by their sizes: those most like the origin's come first.
   const auto own = std::ranges::find(tiles, config<uint32_t>(origin, CUBLASLT_ALGO_CONFIG_TILE_ID));
-  const auto middle = own - tiles.begin();
-  std::vector<uint32_t> ordered;
-  for (int64_t away = 0; away < static_cast<int64_t>(tiles.size()); ++away) {
-    if (middle - away >= 0 && middle - away < static_cast<int64_t>(tiles.size())) {
-      ordered.push_back(tiles[middle - away]);
-    }
-    if (away > 0 && middle + away < static_cast<int64_t>(tiles.size())) {
-      ordered.push_back(tiles[middle + away]);
-    }
-  }
+  const int64_t middle = own - tiles.begin();
+  std::vector<int64_t> order(tiles.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, {}, [middle](int64_t i) { return std::abs(i - middle); });
   // Hopper's; elsewhere only the first is valid.
   constexpr uint16_t clusters[] = {CUBLASLT_CLUSTER_SHAPE_AUTO,  CUBLASLT_CLUSTER_SHAPE_1x1x1,
                                    CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1,
                                    CUBLASLT_CLUSTER_SHAPE_2x2x1, CUBLASLT_CLUSTER_SHAPE_4x1x1,
                                    CUBLASLT_CLUSTER_SHAPE_1x4x1};
   std::vector<Algorithm> found;
-  for (const uint32_t tile : ordered) {
+  for (const int64_t place : order) {
+    const uint32_t tile = tiles[place];
     for (const uint16_t cluster : clusters) {
       auto algo = origin;
       if (cublasLtMatmulAlgoConfigSetAttribute(&algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile,
@@ -267,13 +259,13 @@ cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descripto
   const float alpha32 = 1, beta32 = problem.adds ? 1 : 0;
   const bool f64 = problem.type == Type::f64;
   // C is D, also where it is not read: a null C crashed before CUDA 13.0 Update 2.
-  return cublasLtMatmul(handle, descriptors.operation(),
+  return cublasLtMatmul(handle, descriptors.operation.get(),
                         f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
-                        operands.a, descriptors.a(),                          //
-                        operands.b, descriptors.b(),                          //
+                        operands.a, descriptors.a.get(),                      //
+                        operands.b, descriptors.b.get(),                      //
                         f64 ? static_cast<const void*>(&beta64) : &beta32,    // beta
-                        operands.d, descriptors.d(),                          // C
-                        operands.d, descriptors.d(),                          // D
+                        operands.d, descriptors.d.get(),                      // C
+                        operands.d, descriptors.d.get(),                      // D
                         &algo, workspace, static_cast<size_t>(algorithm.workspace), stream);
 }
 

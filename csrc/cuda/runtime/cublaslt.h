@@ -17,45 +17,35 @@ using gemm::Algorithm, gemm::Operands, gemm::Problem;
 size_t lt_version();
 cublasLtHandle_t new_lt_handle();  // of the current device
 
-// The library's view of a problem. Pointers are set again before every run, so one object must
-// not be used by two threads at once.
-class Descriptors {
- public:
+// The library's view of a problem, for one thread at a time, as every run sets the pointers again.
+struct Descriptors {
   explicit Descriptors(const Problem& problem);
-
-  cublasLtMatmulDesc_t operation() const { return operation_.get(); }
-  cublasLtMatrixLayout_t a() const { return a_.get(); }
-  cublasLtMatrixLayout_t b() const { return b_.get(); }
-  cublasLtMatrixLayout_t d() const { return d_.get(); }
 
   void set_pointers(const Operands& operands);
 
- private:
   struct Destroy {
     void operator()(cublasLtMatmulDescOpaque_t* p) const { cublasLtMatmulDescDestroy(p); }
     void operator()(cublasLtMatrixLayoutOpaque_t* p) const { cublasLtMatrixLayoutDestroy(p); }
   };
   using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy>;
 
-  bool bias_;
-  bool aux_;
-  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation_;
-  Layout a_, b_, d_;
+  bool has_bias, has_aux;
+  std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy> operation;
+  Layout a, b, d;
 };
 
-// What the library's heuristic offers for the problem, best guess first, without the algorithms
-// known to be wrong; empty where it supports nothing. Not to be called while a stream captures.
+// Asks the heuristic for algorithms, best guess first, without those known to be wrong. Not to be
+// called while a stream captures.
 std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
                                             Descriptors& descriptors, const Operands& operands,
                                             int most);
 
-// The algorithm with the workspace that it needs for this very problem; nothing where it cannot be
-// used for it. Launches nothing and may be called while a stream captures.
+// Gives the algorithm with the workspace that this very problem needs, nothing where it cannot be
+// used. May be called while a stream captures.
 std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
                                  const Descriptors& descriptors, const Algorithm& algorithm);
 
-// Other configurations of the same algorithm, tiles and cluster shapes that are valid for the
-// problem; at most so many, the most similar first.
+// Finds other valid configurations of the algorithm, at most so many, the most similar first.
 std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
                                   const Descriptors& descriptors, const Algorithm& algorithm,
                                   size_t most);

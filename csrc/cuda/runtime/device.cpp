@@ -7,12 +7,12 @@
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/cublaslt.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <mutex>
@@ -22,17 +22,7 @@ namespace fused::cuda {
 namespace {
 
 constexpr int most_devices = 64;
-
-struct Device {
-  std::once_flag once;
-  cublasLtHandle_t handle = nullptr;
-  int arch = 0;
-  int64_t workspace_limit = 0;
-  bool has_code = false;
-  bool hopper = false, small = false;
-  plans::Machine machine;
-  std::mutex measuring;
-};
+constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
 
 std::string model_of(int device) {
   const auto* properties = at::cuda::getDeviceProperties(device);
@@ -42,7 +32,7 @@ std::string model_of(int device) {
   return text.str();
 }
 
-// As the kernel module names it, or else the CUDA that it is made for.
+// Names the version as the kernel module does, or else the CUDA that it is made for.
 std::string driver_version() {
   std::string text;
   std::ifstream("/sys/module/nvidia/version") >> text;
@@ -51,8 +41,20 @@ std::string driver_version() {
   return text;
 }
 
-// Never destroyed, as the driver may be gone before the process is.
+[[maybe_unused]] const bool is_set_up = [] {
+  // The kernels' library knows nothing of torch, whose errors these are.
+  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
+  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
+    if (c10::cuda::device_count() == 0) return std::nullopt;
+    return device_of(device < 0 ? c10::cuda::current_device() : device).machine;
+  });
+  return true;
+}();
+
+}  // namespace
+
 Device& device_of(int index) {
+  // Never destroyed, as the driver may be gone before the process is.
   static auto* devices = new std::array<Device, most_devices>;
   TORCH_CHECK(index < most_devices, "fused: at most ", most_devices, " devices, got ", index);
   auto& device = (*devices)[index];
@@ -69,8 +71,8 @@ Device& device_of(int index) {
                  "TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor);
     }
     device.arch = properties->major * 10 + properties->minor;
-    device.hopper = hopper::available(device.arch);
-    device.small = kernels::have_small_products();
+    device.has_hopper_products = hopper::available(device.arch);
+    device.has_small_products = kernels::have_small_products();
     // NVIDIA's own recommendation.
     device.workspace_limit = int64_t{properties->major >= 9 ? 32 : 4} << 20;
     device.machine = {{model_of(index), lt_version(), driver_version()}, 0};
@@ -81,52 +83,22 @@ Device& device_of(int index) {
   return device;
 }
 
-[[maybe_unused]] const bool is_set_up = [] {
-  // The kernels' library knows nothing of torch, whose errors these are.
-  kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
-  plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
-    if (c10::cuda::device_count() == 0) return std::nullopt;
-    return machine_of(device < 0 ? c10::cuda::current_device() : device);
-  });
-  return true;
-}();
-
-}  // namespace
-
-std::optional<gemm::Type> gemm_type(c10::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return gemm::Type::f64;
-    case at::kFloat:
-      return gemm::Type::f32;
-    case at::kHalf:
-      return gemm::Type::f16;
-    case at::kBFloat16:
-      return gemm::Type::bf16;
-    default:
-      return std::nullopt;
-  }
+gemm::Type gemm_type(c10::ScalarType type) {
+  const auto* const it = std::ranges::find(types, type);
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(it != std::end(types));
+  return static_cast<gemm::Type>(it - types);
 }
 
-c10::ScalarType scalar_type(gemm::Type type) {
-  constexpr c10::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
-  return types[static_cast<int>(type)];
-}
-
-bool has_code_for(int device) { return device_of(device).has_code; }
-
-bool has_hopper_products(int device) { return device_of(device).hopper; }
+c10::ScalarType scalar_type(gemm::Type type) { return types[static_cast<int>(type)]; }
 
 bool multiplies_as_torch(const at::Tensor& like) {
-  if (!has_code_for(like.get_device())) return false;
+  if (!device_of(like.get_device()).has_code) return false;
   return like.scalar_type() != at::kFloat || !internals::float32_is_bf16x9();
 }
 
-cublasLtHandle_t lt_handle(int device) { return device_of(device).handle; }
-
 gemm::Available available(const gemm::PassProblem& problem) {
   const auto& device = device_of(problem.matmul.device);
-  return {lt_version(), device.hopper, device.small};
+  return {lt_version(), device.has_hopper_products, device.has_small_products};
 }
 
 gemm::Settings gemm_settings(int device, gemm::Type type) {
@@ -139,8 +111,7 @@ gemm::Settings gemm_settings(int device, gemm::Type type) {
       internals::float32_products(at::Float32Backend::CUDA) == at::Float32Precision::TF32) {
     result.math = gemm::Math::tf32;
   }
-  // Sums in 16 bits are never asked for, so of the reduced-precision switches only the one that
-  // forbids splitting altogether is left to obey.
+  // Sums in 16 bits are never asked for, so that only the switch against splitting is left to obey.
   auto& context = at::globalContext();
   const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
                          : type == gemm::Type::bf16
@@ -157,9 +128,5 @@ at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, std::optional<c1
   return at::Tensor(
       at::detail::empty_cuda(sizes, type.value_or(like.scalar_type()), like.device(), format));
 }
-
-const plans::Machine& machine_of(int device) { return device_of(device).machine; }
-
-std::mutex& measuring(int device) { return device_of(device).measuring; }
 
 }  // namespace fused::cuda

@@ -6,8 +6,6 @@
 #include "gemm/choice.h"
 #include "plans/registry.h"
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cublasLt.h>
@@ -17,41 +15,34 @@
 
 namespace fused::cuda {
 
-std::optional<gemm::Type> gemm_type(c10::ScalarType type);
+gemm::Type gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
 
-// One handle per device, for all threads: cuBLASLt's calls are thread-safe.
-cublasLtHandle_t lt_handle(int device);
+// What is found out of a device once, at its first use, with a warning where it has no code.
+struct Device {
+  std::once_flag once;
+  cublasLtHandle_t handle = nullptr;  // for all threads: cuBLASLt's calls are thread-safe
+  int arch = 0;
+  int64_t workspace_limit = 0;
+  bool has_code = false, has_hopper_products = false, has_small_products = false;
+  plans::Machine machine;
+  std::mutex measuring;  // held meanwhile; not of all devices, as one may be waiting for another
+};
+Device& device_of(int index);
 
-// Of products, on the problem's device.
 gemm::Available available(const gemm::PassProblem& problem);
 
-// Whether our kernels were compiled for the device; a warning, once, where they were not.
-bool has_code_for(int device);
-
-// Whether those of hopper/ were built, and run there.
-bool has_hopper_products(int device);
-
-// Whether they were, and fp32 is not to be multiplied in a way that only torch knows.
+// Tells whether our kernels serve, and fp32 is not multiplied in a way that only torch knows.
 bool multiplies_as_torch(const at::Tensor& like);
 
-// PyTorch's own switches (TF32, split-K), as they are now.
+// Reads PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
 
-// What plans of this device are valid for.
-const plans::Machine& machine_of(int device);
-
-// Held while something is measured on the device. One each: who measures waits for the device, and
-// what that is busy with may itself wait for another device.
-std::mutex& measuring(int device);
-
-// An empty tensor on the device of `like`, of its dtype if no other is given. The dispatcher's way
-// to the same takes three times as long.
+// Makes an empty tensor in a third of the time that the dispatcher takes.
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<c10::ScalarType> type = {},
                  std::optional<at::MemoryFormat> format = {});
 
-// Allocates results (core/shapes.h).
 struct Allocator : ConcreteAllocator {
   static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                           std::optional<c10::ScalarType> dtype = {}) {
@@ -59,8 +50,7 @@ struct Allocator : ConcreteAllocator {
   }
 };
 
-// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs, and given back to
-// the stream's pool at once.
+// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes)
@@ -72,8 +62,7 @@ class Workspace {
   at::DataPtr data_;
 };
 
-// Memory that PyTorch's allocator knows nothing of: its statistics, which users read, stay as they
-// were, and so do its pools.
+// Memory from the driver: the allocator's statistics, which users read, stay as they were.
 class DriverMemory {
  public:
   explicit DriverMemory(int64_t bytes) {
@@ -87,8 +76,7 @@ class DriverMemory {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
     static_cast<void>(cudaFree(data_));
   }
-  DriverMemory(const DriverMemory&) = delete;
-  DriverMemory& operator=(const DriverMemory&) = delete;
+  DriverMemory& operator=(DriverMemory&&) = delete;
 
   char* data() const { return static_cast<char*>(data_); }
 

@@ -6,15 +6,13 @@
 #include "cuda/kernels/passes.h"
 #include "cuda/runtime/device.h"
 
-#include <ATen/Functions.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/from_blob.h>
 
 namespace fused::cuda {
 namespace {
 
-// A pass's matrices as what ATen's functions work on. The tensors own nothing.
-// The device is given, or it would be asked for.
+// A pass's matrices for ATen's functions. The device is given, or it would be asked for.
 Tensor as_tensor(const PassCall& call, void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
                  std::optional<gemm::Type> type = {}) {
   const auto& matmul = call.problem.matmul;
@@ -31,7 +29,7 @@ Tensor as_tensor(const Matrix& m, const PassCall& call, std::optional<gemm::Type
                    {m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1}, type);
 }
 
-// Along the features: of a weight gradient, [features, in], they are the rows.
+// The bias runs along the features: the rows of a weight gradient, [features, in].
 Tensor bias_tensor(const PassCall& call) {
   const bool rows = call.problem.pass == gemm::Pass::wgrad;
   return as_tensor(call, call.bias, {rows ? call.result.rows : call.result.cols}, {1});
@@ -71,7 +69,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
       explain::append("own Hopper kernel");
       return true;
     case Provider::cublaslt:
-      if (matmul(lt_handle(p.matmul.device), plan.matmul, *plan.descriptors, plan.algorithm,
+      if (matmul(device_of(p.matmul.device).handle, plan.matmul, *plan.descriptors, plan.algorithm,
                  operands_of(call, strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
         return false;
       }
@@ -101,7 +99,7 @@ void own_small(const PassCall& call, kernels::SmallGradients* deferred, cudaStre
   if (deferred == nullptr) kernels::small_backward(alone, stream);
 }
 
-// As measuring compares them, for which all have their plans.
+// Runs the layers by their plans, which all have when measuring compares them.
 bool run_layers(const PassCall& call, cudaStream_t stream) {
   return std::ranges::all_of(*call.layers, [stream](const PassCall& layer) {
     auto* plan = take_plan(layer.problem);
@@ -113,22 +111,11 @@ bool run_layers(const PassCall& call, cudaStream_t stream) {
 
 // ---- gated layers ------------------------------------------------------------------------------
 
-// Of the result's size, with rows of unit stride.
 Tensor values_of(const PassCall& call, const void* data, int64_t ld) {
   return as_tensor(call, const_cast<void*>(data), {call.result.rows, call.result.cols}, {ld, 1});
 }
 
-// What both of our kernels read.
-void describe(kernels::Gating& args, const PassCall& call, const void* up, int64_t ld_up) {
-  args.activation = call.problem.activation;
-  args.type = call.problem.matmul.type;
-  args.rows = call.result.rows, args.cols = call.result.cols;
-  args.gate = call.aux.data, args.ld_gate = call.aux.ld;
-  args.up = up, args.ld_up = ld_up;
-}
-
-// Pre-activations that nobody keeps have to be somewhere between two steps: how much they take, or
-// 0 where none are needed, and the call with them.
+// Tells how many bytes the pre-activations between two steps take, which nobody keeps; 0: none.
 int64_t missing_preactivations(const PassCall& call, const Strategy& strategy) {
   const bool missing = call.problem.pass == Pass::glu && call.aux.data == nullptr &&
                        gemm::has_step(strategy, Step::matmul_up);
@@ -142,10 +129,9 @@ PassCall with_preactivations(const PassCall& call, void* memory, int64_t bytes) 
   return own;
 }
 
-// h of the pre-activations, in call.aux and call.up.
 void own_glu(const PassCall& call) {
-  kernels::Gating args;
-  describe(args, call, call.up.preactivation, call.aux.ld);
+  auto args = gating_of(call.problem.activation, call.problem.matmul.type, call.aux,
+                        {.ld = call.aux.ld, .data = call.up.preactivation});
   args.hidden = call.result.data;
   explain::append("own gating kernel");
   kernels::gating_forward(args, at::cuda::getCurrentCUDAStream());
@@ -159,10 +145,12 @@ void aten_glu(const PassCall& call) {
               values_of(call, call.up.preactivation, call.aux.ld));
 }
 
-// The gradients of gate and up, and h again, in place of the gradient of h.
+// Puts the gradients of gate and up, and h again, in place of the gradient of h.
 void own_gating(const PassCall& call) {
-  kernels::GatingBackward args;
-  describe(args, call, call.gating.up, call.gating.ld_up);
+  const auto& gating = call.gating;
+  kernels::GatingBackward args{
+      gating_of(call.problem.activation, call.problem.matmul.type, call.aux,
+                {.ld = gating.ld_up, .data = const_cast<void*>(gating.up)})};
   args.grad = call.result.data, args.ld_grad = call.result.ld;
   args.grad_gate = call.result.data, args.grad_up = call.gating.grad_up;
   args.ld_result = call.result.ld;
@@ -186,7 +174,15 @@ void aten_gating(const PassCall& call) {
 }
 
 }  // namespace
-
+kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& gate,
+                          const Matrix& up) {
+  kernels::Gating args;
+  args.activation = activation, args.type = type;
+  args.rows = gate.rows, args.cols = gate.cols;
+  args.gate = gate.data, args.ld_gate = gate.ld;
+  args.up = up.data, args.ld_up = up.ld;
+  return args;
+}
 kernels::SmallProduct small_product(const PassCall& call) {
   const auto& p = call.problem;
   kernels::SmallProduct product;

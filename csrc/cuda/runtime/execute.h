@@ -1,7 +1,5 @@
 #pragma once
 
-// A pass done by a plan: the matrix product and the steps around it.
-
 #include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
@@ -12,20 +10,22 @@
 namespace fused::cuda {
 
 // Runs the steps of `plan`; false where the product does not run, and nothing after it has then.
-// A gradient that our small kernels make is left in `deferred`, if there is one, to share a launch
-// with the layer's other one.
+// Leaves a gradient for our small kernels in `deferred`, if given, to share a launch with the
+// layer's other.
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
              kernels::SmallGradients* deferred = nullptr);
 
-// The pass as our kernels for small networks have it.
 kernels::SmallProduct small_product(const PassCall& call);
 
-// matrix's column sums; act'(saved) · grad and its column sums. Either of dz and sums may be null;
-// dz, contiguous rows, may be grad itself.
+kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& gate,
+                          const Matrix& up);
+
+// Computes act'(saved) · grad and its column sums; of no activation the sums alone. Either of dz
+// and sums may be null; dz, contiguous rows, may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
               gemm::Type type, void* dz, void* sums);
 
-// The gradients of a gated layer's pass; results may take the gradient's place.
+// Computes the gradients of a gated layer's pass; results may take the gradient's place.
 void gating_pass(kernels::GatingBackward args);
 
 }  // namespace fused::cuda

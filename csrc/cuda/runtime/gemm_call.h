@@ -1,14 +1,9 @@
 #pragma once
 
-// From tensors to the call of a pass.
-
 #include "core/check.h"
 #include "core/policy.h"
 #include "cuda/runtime/device.h"
 #include "gemm/pass_call.h"
-
-#include <ATen/Context.h>
-#include <ATen/core/Tensor.h>
 
 namespace fused::cuda {
 
@@ -26,7 +21,6 @@ inline void* data_of(const Tensor& tensor) {
   return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
 }
 
-// [*, cols] -> [rows, cols]
 inline Operand rows_of(const Tensor& tensor) {
   const auto dim = tensor.dim();
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -53,7 +47,6 @@ inline Operand rows_of(const Tensor& tensor) {
   return {{rows, cols, cols, false, copy.data_ptr()}, copy};
 }
 
-// The same of unit stride, as our own kernels read them.
 inline Operand plain_rows(const Tensor& tensor) {
   auto operand = rows_of(tensor);
   if (!operand.matrix.transposed) return operand;
@@ -63,15 +56,14 @@ inline Operand plain_rows(const Tensor& tensor) {
   return operand;
 }
 
-// Dense, and where every kernel of cuBLASLt can read it: whatever the address, its heuristic offers
-// some that read two elements at a time. Undefined where there is none.
+// Makes a dense bias where every kernel of cuBLASLt can read it: its heuristic offers some,
+// whatever the address, that read two elements at a time. Undefined where there is none.
 inline Tensor bias_for_epilogue(const OptionalTensor& bias) {
   if (!bias || !bias->defined()) return {};
   auto dense = bias->contiguous();
   return gemm::is_aligned(dense.const_data_ptr()) ? dense : dense.clone();
 }
 
-// Contiguous [*, cols] as [rows, cols].
 inline Matrix matrix_of(const Tensor& result) {
   const auto cols = result.size(-1);
   return {cols == 0 ? 0 : result.numel() / cols, cols, std::max(cols, int64_t{1}), false,
@@ -89,13 +81,11 @@ inline PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, co
   return call;
 }
 
-// Completes the call: the matrices and the bias are set, and `problem` holds the pass, the
-// activation, what is kept, and whether the product is added and in fp32.
+// Completes a call whose matrices, bias, pass, activation, and what is kept and added, are set.
 inline void complete(PassCall& call, gemm::Type type, int device) {
   const bool has_aux = call.aux.data != nullptr;
-  // A mask's leading dimension counts bits. A single row has no stride to speak of.
-  // Whoever makes an aux buffer for the library pads it; a tensor of one row that was saved in some
-  // other way has nothing behind its end.
+  // A mask's leading dimension counts bits. A single row has no stride; who makes it for the
+  // library pads it, while one saved in some other way has nothing behind its end.
   const auto keeps = call.problem.keeps;
   const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
   const int64_t ld_aux = !has_aux                       ? 0

@@ -1,7 +1,6 @@
 #pragma once
 
-// A pass made ready to run, per thread. This is all that a call needs once everything is decided:
-// one lookup, no lock.
+// A thread's passes ready to run: one lookup, and no lock, once everything is decided.
 
 #include "cuda/runtime/cublaslt.h"
 #include "gemm/pass_problem.h"
@@ -20,8 +19,7 @@ using gemm::PassProblem, gemm::Strategy;
 struct Plan {
   const Strategy* strategy;
   std::string remark;  // why it is not the strategy that the rule names, for explain
-  // Of the matrix product, where cuBLASLt does it. Descriptors carry pointers while they run, so
-  // every thread has its own.
+  // Of cuBLASLt's product; descriptors carry pointers, so that every thread has its own.
   Problem matmul;
   std::optional<Descriptors> descriptors;
   Algorithm algorithm;
@@ -43,7 +41,7 @@ inline auto& thread_plans() {
   return mine.plans;
 }
 
-// This thread's plan for a call, of those that are left; nullptr where there is none.
+// Takes this thread's plan, nullptr where there is none left.
 inline Plan* take_plan(const PassProblem& problem) {
   auto& known = thread_plans();
   const auto it = known.find(problem);
@@ -56,8 +54,7 @@ inline Plan* take_plan(const PassProblem& problem) {
   return plan;
 }
 
-// Nothing is remembered, and nullptr given, where another generation of plans has begun since
-// (plans::generation).
+// Remembers nothing where another generation of plans has begun since.
 inline Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation) {
   constexpr size_t plans_kept = 8192;
   auto& known = thread_plans();

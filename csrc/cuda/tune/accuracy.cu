@@ -11,13 +11,11 @@ using gemm::Keeps, gemm::Matrix, gemm::Pass;
 using kernels::Accumulator, kernels::narrow, kernels::widen, kernels::with_type;
 using plans::TrialErrors;
 
-// ---- launches, random numbers, sums -------------------------------------------------------------
-
 constexpr int warp = 32;
 constexpr int threads = 256;
 constexpr int most_blocks = 4096;
 
-// A thread for each piece of work, or several pieces for each (for_all).
+// Launches a thread for each piece of work, or for several (for_all).
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t work, cudaStream_t stream,
             const Arguments&... arguments) {
@@ -41,13 +39,13 @@ __device__ uint64_t scatter(uint64_t i) {  // splitmix64
   return i ^ i >> 31;
 }
 
-// One of each of `samples` equal parts, so that none comes twice.
+// Draws one of each of `samples` equal parts, so that none comes twice.
 __device__ int64_t drawn(int64_t sample, int64_t samples, int64_t total) {
   const int64_t begin = sample * total / samples, end = (sample + 1) * total / samples;
   return begin + static_cast<int64_t>(scatter(sample) % static_cast<uint64_t>(end - begin));
 }
 
-// Of numbers that are not negative, the order is that of their bits.
+// Compares the bits, which have the order of numbers that are not negative.
 __device__ void raise(double* to, double at_least) {
   atomicMax(reinterpret_cast<unsigned long long*>(to), __double_as_longlong(at_least));
 }
@@ -82,7 +80,6 @@ __device__ double value(const Matrix& m, int64_t row, int64_t col) {
   return widen(*element<T>(m, row, col));
 }
 
-// Of the result.
 template <typename T>
 __device__ double result_of(const TrialData& d, int64_t row, int64_t col) {
   const auto& result = d.call.result;
@@ -103,7 +100,6 @@ __device__ double activated(Activation activation, double z) {
   });
 }
 
-// act'
 __device__ double slope_of(Activation activation, double at) {
   return with_activation(activation, [at](auto constant) {
     return kernels::activation_gradient<decltype(constant)::value, false>(1.0, at);
@@ -131,7 +127,7 @@ __global__ void spread_kernel(Matrix mask, Matrix values) {
   });
 }
 
-// The first, the middle and the last of so many.
+// Marks are in the first line, the middle one and the last.
 constexpr int most_lines = 3;
 __device__ int64_t line_of(int i, int64_t lines) { return i * (lines - 1) / (most_lines - 1); }
 
@@ -149,18 +145,22 @@ __global__ void put_kernel(Matrix matrix, bool columns, double value) {
 
 // ---- exact results -----------------------------------------------------------------------------
 
-__device__ int64_t row_of(const TrialData& d, int64_t cell) { return cell / d.call.result.cols; }
-__device__ int64_t col_of(const TrialData& d, int64_t cell) { return cell % d.call.result.cols; }
+struct Cell {
+  int64_t row, col;
+};
+__device__ Cell cell_of(const TrialData& d, int sample, int samples) {
+  const auto& result = d.call.result;
+  const int64_t cell = drawn(sample, samples, result.rows * result.cols);
+  return {cell / result.cols, cell % result.cols};
+}
 __device__ Activation activation_of(const TrialData& d) { return d.call.problem.activation; }
 __host__ __device__ bool is_forward(const TrialData& d) {
   return gemm::is_forward(d.call.problem.pass);
 }
-// Whether the pass keeps, or finds, ReLU's bits.
 __device__ bool is_mask(const TrialData& d) {
   return d.call.problem.keeps == Keeps::mask || d.call.problem.keeps == Keeps::bits;
 }
-// A backward's column sums, if they are wanted, and whether they are of its result, which may be
-// summed before it is rounded.
+// A backward may sum its result before that is rounded.
 __device__ const void* sums_of(const TrialData& d) { return is_forward(d) ? nullptr : d.call.bias; }
 __device__ bool sums_results(const TrialData& d) { return d.call.problem.pass != Pass::wgrad; }
 
@@ -168,7 +168,6 @@ struct Sum {
   double value, scale;
 };
 
-// By a warp.
 template <typename T>
 __device__ Sum exact_sum(const Matrix& left, const Matrix& right, const void* bias, int64_t row,
                          int64_t col, int lane) {
@@ -182,13 +181,11 @@ __device__ Sum exact_sum(const Matrix& left, const Matrix& right, const void* bi
   return {sum_over_warp(sum) + added, sum_over_warp(magnitude) + fabs(added)};
 }
 
-// A warp for each sample.
 template <typename T>
 __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
   const int sample = (blockIdx.x * blockDim.x + threadIdx.x) / warp, lane = threadIdx.x % warp;
   if (sample >= samples) return;
-  const int64_t cell = drawn(sample, samples, d.call.result.rows * d.call.result.cols);
-  const int64_t row = row_of(d, cell), col = col_of(d, cell);
+  const auto [row, col] = cell_of(d, sample, samples);
   const auto& c = d.call;
   const auto sum = exact_sum<T>(c.left, c.right, is_forward(d) ? c.bias : nullptr, row, col, lane);
   const double before = c.problem.matmul.adds ? result_of<T>(d, row, col) : 0;
@@ -201,7 +198,7 @@ __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// An activation at z: its value, and how fast it changes there, or, where z is near a bend, beside.
+// An activation at z: its value, and how fast it changes there, or beside where z is near a bend.
 struct Curve {
   double value, slope;
 };
@@ -215,7 +212,6 @@ __device__ Curve curve(const TrialData& d, double z, double magnitude) {
   return {activated(activation_of(d), z), slope};
 }
 
-// Of sum · act'(at).
 __device__ double gradient_unit(const TrialData& d, double slope, double sum, double magnitude) {
   return unit_of_gradient(d.unit, d.of_sum ? 1 : slope, sum, magnitude);
 }
@@ -282,8 +278,7 @@ template <typename T>
 __global__ void elements_kernel(TrialData d, int samples, const Exact* exact, TrialErrors* errors) {
   const int sample = blockIdx.x * blockDim.x + threadIdx.x;
   if (sample >= samples) return;
-  const int64_t cell = drawn(sample, samples, d.call.result.rows * d.call.result.cols);
-  const int64_t row = row_of(d, cell), col = col_of(d, cell);
+  const auto [row, col] = cell_of(d, sample, samples);
   if (is_forward(d)) {
     add_forward<T>(d, row, col, exact[sample], errors);
   } else if (d.call.gating.up != nullptr) {
@@ -314,7 +309,7 @@ __global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   if (sums_results(d)) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
-// Where act' is 0, whatever else is multiplied; elsewhere it is by chance alone.
+// act' is 0 there whatever else is multiplied, elsewhere by chance alone.
 template <typename T>
 __device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
   if (d.call.aux.data == nullptr || activation_of(d) == Activation::none) return false;
@@ -322,7 +317,7 @@ __device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
   return slope_of(activation_of(d), value<T>(d.call.aux, row, col)) == 0;
 }
 
-// Whether a mark of the operand did not reach what is made of this element.
+// Tells whether a mark of the operand did not reach what is made of this element.
 template <typename T>
 __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64_t col) {
   using enum Operand;
@@ -380,11 +375,9 @@ void fill(gemm::Type type, void* data, int64_t count, double amplitude, bool pos
   });
 }
 
-void fill_bits(void* data, int64_t bytes, uint64_t seed, cudaStream_t stream) {
-  launch(fill_bits_kernel, bytes, stream, static_cast<uint8_t*>(data), bytes, seed);
-}
-
-void spread_bits(gemm::Type type, const Matrix& mask, const Matrix& values, cudaStream_t stream) {
+void fill_bits(gemm::Type type, const Matrix& mask, int64_t bytes, const Matrix& values,
+               uint64_t seed, cudaStream_t stream) {
+  launch(fill_bits_kernel, bytes, stream, static_cast<uint8_t*>(mask.data), bytes, seed);
   with_type(type, [&](auto element) {
     launch(spread_kernel<decltype(element)>, values.rows * values.cols, stream, mask, values);
   });

@@ -1,6 +1,6 @@
 #pragma once
 
-// Several ways to do the same, timed beside each other on the current stream.
+// Ways to do the same, timed beside each other on the current stream.
 
 #include "plans/select.h"
 
@@ -18,25 +18,20 @@
 
 namespace fused::cuda::tune {
 
-// Microseconds since it was made.
-class Clock {
- public:
-  double operator()() const {
-    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin_)
-        .count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
+// Makes a clock of microseconds from now on.
+inline auto start_clock() {
+  return [begin = std::chrono::steady_clock::now()] {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration<double, std::micro>(now - begin).count();
+  };
+}
 
 class Stopwatch {
  public:
   static constexpr double failed = std::numeric_limits<double>::infinity();
-  // Below so many microseconds the CPU cannot keep up, and its time counts as well.
+  // The CPU cannot keep up below so many microseconds, and its time counts as well.
   static constexpr double launch_bound = 20;
 
-  // `run` launches a way, and says whether it runs.
   Stopwatch(size_t ways, std::function<bool(size_t way)> run) : run_(std::move(run)), best_(ways) {}
 
   // The first time loads a way's kernels.
@@ -48,16 +43,16 @@ class Stopwatch {
     }
   }
 
-  // What a call of each of these costs, in microseconds; infinity where it fails.
+  // Gives the microseconds that a call of each costs; infinity where it fails.
   std::vector<double> round(const std::vector<size_t>& ways) {
     constexpr int64_t sleep_cycles = 20000;  // some 12 us, as long as launching takes at most
     std::vector<Lap> laps(ways.size());
     for (size_t n = 0; n < ways.size(); ++n) {
       auto& lap = laps[n];
-      // While the device sleeps, the launches queue up: its time is its own, not the CPU's.
+      // The launches queue up while the device sleeps, so that its time is not the CPU's.
       at::cuda::sleep(repeats_ * sleep_cycles);
       lap.begin.record(stream_);
-      const Clock clock;
+      const auto clock = start_clock();
       for (int r = 0; r < repeats_; ++r) lap.ran = lap.ran && once(ways[n]);
       lap.host = clock() / repeats_;
       lap.end.record(stream_);
@@ -74,7 +69,6 @@ class Stopwatch {
     return costs;
   }
 
-  // The best lap of a way.
   struct Times {
     double device = failed, host = failed;
   };
@@ -99,12 +93,11 @@ class Stopwatch {
   int repeats_ = 1;
 };
 
-// plans::choose by those times. It ends with the budget, counted from the clock's beginning, or
-// after as long as so many calls of the incumbent take if that is less, so that measuring is worth
-// its time sooner.
+// Chooses by those times, until the budget is used up or so many calls of the incumbent would be
+// over, so that measuring is worth its time sooner.
 inline std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
-                                            const Clock& clock, double budget_us, double calls,
-                                            const plans::Judge& judge) {
+                                            const plans::Clock& clock, double budget_us,
+                                            double calls, const plans::Judge& judge) {
   plans::TuningRules rules;
   if (field.incumbent < field.eligible.size()) {
     constexpr double least = 5e3;

@@ -15,13 +15,11 @@ using plans::Decision, plans::KnownPass, plans::Verdict;
 constexpr const char* no_algorithm = "no valid algorithm is known";
 constexpr const char* its_trial_failed = "its trial failed";
 
-// ---- the rule ----------------------------------------------------------------------------------
-
 const Strategy& rule_of(const PassProblem& problem) {
   return *gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
 }
 
-// The strategies that may be taken where nothing has been measured, the rule's first.
+// Lists the strategies that may be taken unmeasured, the rule's first.
 std::vector<const Strategy*> in_order(const PassProblem& problem) {
   std::vector<const Strategy*> order{&rule_of(problem)};
   for (const auto& s : gemm::strategies) {
@@ -47,7 +45,7 @@ bool is_of_file(const std::optional<Decision>& decision) {
   return decision && decision->origin == Decision::Origin::file;
 }
 
-// A decision made ready for this very problem; nothing where its algorithm cannot serve it.
+// Makes a decision ready for this very problem; nothing where its algorithm cannot serve it.
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   auto plan = plan_for(call, *decision.strategy, decision.algorithm);
   const auto& rule = rule_of(call.problem);
@@ -57,16 +55,12 @@ std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   return plan;
 }
 
-// The last resort, and why for explain.
 std::optional<Plan> fallback_plan(const PassProblem& problem, const char* why) {
   const auto& fallback = gemm::fallback_of(problem.pass);
   if (gemm::objection(problem, fallback, available(problem))) return std::nullopt;
   return Plan{&fallback, not_taken(problem, rule_of(problem), why), {}, {}, {}, {}};
 }
 
-// ---- outside a capture -------------------------------------------------------------------------
-
-// One plan in the making.
 class Maker {
  public:
   Maker(const PassCall& call, const PassProblem& bucket)
@@ -93,8 +87,8 @@ class Maker {
     return fallback_plan(problem_, no_algorithm);
   }
 
-  // What was measured for the bucket, now if need be, or its neighbour's for a while; nothing where
-  // the rule is to decide.
+  // Takes what was measured for the bucket, now if need be, or a while its neighbour's; nothing
+  // where the rule is to decide.
   std::optional<Decision> by_timing() {
     const auto known = measured_and_sound();
     if (problem_.deterministic) return is_of_file(known) ? known : std::nullopt;
@@ -114,7 +108,7 @@ class Maker {
     return measured ? measured : later();
   }
 
-  // A plan from a file is judged before its first use, and forgotten where it is not sound.
+  // Judges a file's plan before its first use, and forgets it where it is not sound.
   std::optional<Decision> measured_and_sound() {
     const auto known = plans::measured(bucket_);
     if (!is_of_file(known) || judge(*known) == Verdict::sound) return known;
@@ -142,9 +136,9 @@ class Maker {
     });
   }
 
-  // The first strategy that applies and is sound; eager's own way where none can be told to be.
+  // Takes the first strategy that applies and is sound, eager's own where none can be told to be.
   std::optional<Decision> by_rule() {
-    const char* reason = nullptr;  // of the rule's strategy, which is the first
+    const char* reason = nullptr;  // of the rule's strategy, the first
     for (const auto* strategy : in_order(problem_)) {
       Found found;
       const auto* objection = gemm::objection(problem_, *strategy, available(problem_));
@@ -162,8 +156,7 @@ class Maker {
     return eager;
   }
 
-  // The strategy with the first algorithm that the library offers for it and that is sound, or why
-  // there is none.
+  // A strategy with its first sound algorithm, or why there is none.
   struct Found {
     std::optional<Decision> decision;
     const char* reason = no_algorithm;
@@ -198,7 +191,7 @@ class Maker {
   plans::CallsLeft calls_left_;  // of the plan
 };
 
-// Whatever fails on the way: the call goes on by the plain way, and the plan is made later.
+// The call goes on by the plain way whatever fails, and the plan is made later.
 std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem& bucket) {
   try {
     // Loading kernels and waiting for the stream would end a capture in another thread.
@@ -213,9 +206,7 @@ std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem
   }
 }
 
-// ---- inside a capture --------------------------------------------------------------------------
-
-// Trying would end the capture: what is known of the bucket, and of a file what has been judged.
+// Gives what is known of the bucket, of a file what has been judged: trying would end the capture.
 std::optional<Decision> known_in_capture(const PassCall& call, const PassProblem& bucket) {
   auto known = plans::passes().read(bucket, [](const KnownPass& known) { return known.decision; });
   if (is_of_file(known) && !is_eager(call.problem, *known->strategy) &&
@@ -235,17 +226,14 @@ std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem&
   return fallback_plan(call.problem, "unknown while capturing");
 }
 
-// ---- either way --------------------------------------------------------------------------------
-
-// While a stream captures nothing may be searched for.
+// Nothing may be searched for while a stream captures.
 bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-// Makes and remembers this thread's plan, or makes one for this call alone; nullptr where there is
-// no way.
+// Remembers this thread's plan, or makes one for this call alone; nullptr where there is no way.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
-  const auto& machine = machine_of(call.problem.matmul.device);
+  const auto& machine = device_of(call.problem.matmul.device).machine;
   plans::adopt(machine);
   const auto bucket = gemm::bucket_of(call.problem, machine.first_equal_device);
   const auto generation = plans::generation();
@@ -261,15 +249,11 @@ Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
   return for_this_call ? &*for_this_call : nullptr;
 }
 
-// This thread's plan, or one for this call only.
 Plan* plan_of(const PassCall& call, std::optional<Plan>& for_this_call) {
   if (auto* known = take_plan(call.problem)) return known;
-  if (!is_capturing()) {
+  if (!is_capturing() && call.layers != nullptr) {
     const explain::Quiet nothing_shown;
-    if (call.layers != nullptr) {
-      for (const auto& layer : *call.layers)
-        run(layer);  // by their plans, with which it is compared
-    }
+    for (const auto& layer : *call.layers) run(layer);  // makes their plans, for the comparison
   }
   return make_plan(call, for_this_call);
 }
@@ -290,7 +274,7 @@ bool run(const PassCall& call, kernels::SmallGradients* deferred) {
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   const Workspace workspace(plan->algorithm.workspace);
   if (execute(call, *plan, workspace.data(), stream, deferred)) return true;
-  // Checked beforehand, so this is a want of memory or the like: the plan stays, this call goes on.
+  // The product was checked beforehand, so that memory or the like is short: the plan stays.
   TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
                   call.problem.matmul, "); eager's way is taken");
   for_this_call = fallback_plan(call.problem, "it failed");

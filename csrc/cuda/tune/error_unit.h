@@ -1,7 +1,7 @@
 #pragma once
 
-// In what an element's error is counted: what rounding costs there, so that an error counts as much
-// where the activation is flat. Arithmetic only, for host and device.
+// The unit of an element's error: what rounding costs there, so that an error counts as much where
+// the activation is flat. For host and device.
 
 #include "gemm/problem.h"
 
@@ -21,14 +21,14 @@ struct Roundoff {
 
 constexpr double magnitude_of(double x) { return x < 0 ? -x : x; }
 
-// Of `value` = act(z), of a z that is summed of terms of that magnitude, Σ|aₖbₖ| + |bias|.
+// The unit of `value` = act(z), z summed of terms of that magnitude, Σ|aₖbₖ| + |bias|.
 constexpr double unit_of_value(const Roundoff& u, double value, double slope, double z,
                                double magnitude) {
   return u.of_type * (magnitude_of(slope) * magnitude + magnitude_of(value)) +
          u.of_functions * magnitude_of(z);
 }
 
-// Of sum · slope, where the slope is act' of a number that is given.
+// The unit of sum · slope, where the slope is act' of a number that is given.
 constexpr double unit_of_gradient(const Roundoff& u, double slope, double sum, double magnitude) {
   return u.of_type * magnitude_of(slope) * magnitude + u.of_functions * magnitude_of(sum);
 }

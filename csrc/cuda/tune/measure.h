@@ -1,7 +1,7 @@
 #pragma once
 
-// Which strategy and algorithm is the fastest for a pass, on this very device: timed on the call's
-// own operands, and judged on synthetic ones.
+// Which strategy and algorithm is the fastest for a pass on this device: timed on the call's own
+// operands, judged on synthetic ones.
 
 #include "cuda/tune/contest.h"
 #include "cuda/tune/trial.h"
@@ -20,7 +20,7 @@ namespace {  // of decide.cpp alone
 using plans::Decision;
 
 constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
-// What loading the kernels of a contest may take of the budget.
+// Loading a contest's kernels may take this share of the budget.
 constexpr double share_at_first = 0.5, share_around = 0.25;
 
 struct Candidate {
@@ -38,8 +38,8 @@ Candidate candidate(const PassCall& call, const Strategy& strategy, const Algori
   return {std::move(plan), decision};
 }
 
-// Everything worth trying, eager's way among it. The user who asked for the library's own epilogues
-// gets no other strategy, and eager's for comparison.
+// Lists everything worth trying. Who asked for the library's own epilogues gets no other strategy,
+// and eager's for comparison.
 std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_rule) {
   std::vector<Candidate> result;
   for (const auto& strategy : gemm::strategies) {
@@ -54,7 +54,6 @@ std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_r
   return result;
 }
 
-// What the call's problem may be measured for, in microseconds.
 double budget_for(const PassCall& call) {
   const auto& g = call.problem.matmul;
   const double operations = 2.0 * static_cast<double>(g.m) * static_cast<double>(g.n) *
@@ -62,7 +61,8 @@ double budget_for(const PassCall& call) {
   return plans::budget() * 1e3 * plans::share_of_budget(operations);
 }
 
-// Other configurations of the algorithm that has won, and itself; nothing where there are none.
+// Lists other configurations of the algorithm that has won, and itself; nothing where there are
+// none.
 std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
   std::vector<Candidate> result;
   if (winner.strategy->provider != Provider::cublaslt) return result;
@@ -77,7 +77,7 @@ std::vector<Candidate> candidates_around(const PassCall& call, const Decision& w
   return result;
 }
 
-// Eager's own way; where ATen has none (a bit mask), the number of candidates.
+// Finds eager's own way, or the number of candidates where ATen has none (a bit mask).
 size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
   const auto& eager = gemm::eager_of(call.problem, available(call.problem));
   const bool sound = eager.role == gemm::Role::eager || eager.role == gemm::Role::eager_fallback;
@@ -106,35 +106,34 @@ void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwa
   }
 }
 
-// The winner of a contest; nothing where there is too little memory, or nobody sound.
+// Gives the winner, nothing where there is too little memory, or nobody sound.
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
                                 const Decision& incumbent, Trial& trial, double calls, double share,
                                 const char* what) {
-  const Clock clock;
+  const auto clock = start_clock();
   int64_t bytes = 1;
   for (const auto& c : candidates) bytes = std::max(bytes, c.plan.algorithm.workspace);
   const DriverMemory workspace(bytes);
   if (workspace.data() == nullptr) return std::nullopt;
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
-  // On the call's own operands, into its own results, which the call itself writes afterwards.
+  // The call itself writes its results again afterwards.
   Stopwatch stopwatch(candidates.size(), [&](size_t i) {
     return execute(call, candidates[i].plan, workspace.data(), stream);
   });
 
   const size_t yardstick = yardstick_of(call, candidates);
   plans::Candidates field{{}, index_of(candidates, incumbent, yardstick), yardstick};
-  // Those that must be timed come first, in case that loading all kernels takes too long.
+  // Those that must be timed come first, as loading all kernels may take too long.
+  const auto is_needed = [&](size_t i) { return i == field.incumbent || i == yardstick; };
   std::vector<size_t> order(candidates.size());
   std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_partition(order,
-                                [&](size_t i) { return i == field.incumbent || i == yardstick; });
+  std::ranges::stable_partition(order, is_needed);
   field.eligible.resize(candidates.size());
   for (const size_t i : order) {
-    const bool needed = i == field.incumbent || i == yardstick;
     const bool wanted =
         !call.problem.library_only || candidates[i].decision.strategy == incumbent.strategy;
     const bool in_time = clock() < share * budget_for(call);
-    field.eligible[i] = (wanted && (needed || in_time) && stopwatch.once(i));
+    field.eligible[i] = wanted && (is_needed(i) || in_time) && stopwatch.once(i);
   }
   const auto choice = fastest(field, stopwatch, clock, budget_for(call), calls,
                               [&](size_t i) { return trial.judge(candidates[i].decision); });
@@ -154,8 +153,7 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   return decision;
 }
 
-// The call on fewer tokens, where a run of all would take longer than several milliseconds: which
-// way is the fastest does not change any more.
+// Cuts the tokens where a run of all takes several milliseconds, as the fastest way stays the same.
 PassCall shortened(const PassCall& call) {
   const auto& matmul = call.problem.matmul;
   const double operations = size_of(matmul.type) == 2 ? 2e12 : 2e11;
@@ -174,13 +172,12 @@ PassCall shortened(const PassCall& call) {
   return own;
 }
 
-// The winner, remembered under `bucket`; nothing where it could not be found out now (too little
-// memory), and the step then goes on by rule. The call's results are written over; for the rest
-// nothing but time passes for the caller: random numbers, the allocator's statistics and the order
-// of the stream are as if it had not been called.
+// Remembers the winner under `bucket`; nothing where memory was too short, and the rule decides.
+// Only the call's results are written over: random numbers, the allocator's statistics and the
+// order of the stream stay as they were.
 std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket,
                                 const std::optional<Decision>& by_rule, Trial& trial) {
-  const std::lock_guard lock(measuring(whole.problem.matmul.device));
+  const std::lock_guard lock(device_of(whole.problem.matmul.device).measuring);
   if (const auto known = plans::measured(bucket)) return known;  // by another thread
   const explain::Quiet nothing_shown;
 
@@ -204,8 +201,7 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
     plans::log("not measured, by rule: " + plans::summary(bucket, incumbent));
     return std::nullopt;
   }
-  // Beyond what the heuristic offers, around what has won; not worth it where launching is what
-  // takes the time.
+  // The heuristic does not offer all; not worth it where launching takes the time.
   if (decision->microseconds > Stopwatch::launch_bound) {
     auto around = candidates_around(call, *decision);
     if (!around.empty()) {

@@ -19,16 +19,12 @@ namespace {  // of decide.cpp alone
 
 using plans::Verdict;
 
-// ---- algorithms --------------------------------------------------------------------------------
-
-// cuBLASLt's that may serve a strategy: offered by its heuristic, or around a good one.
-
 bool is_own_product(const Strategy& strategy) {
   return strategy.provider == Provider::own && gemm::has_step(strategy, Step::matmul);
 }
 
-// What is offered for the strategy's product, best guess first, by the library at most so many. An
-// empty algorithm stands for those that leave nothing to choose.
+// Offers the library's algorithms for the product, best guess first, and orders for our own; an
+// empty one stands for nothing to choose.
 std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most) {
   if (is_own_product(strategy)) {
     std::vector<Algorithm> orders(std::size(gemm::hopper::orders));
@@ -40,7 +36,7 @@ std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& stra
   if (strategy.provider != Provider::cublaslt) return {Algorithm()};
   const auto matmul = gemm::matmul_of(call.problem, strategy);
   Descriptors descriptors(matmul);
-  return heuristic_algorithms(lt_handle(matmul.device), matmul, descriptors,
+  return heuristic_algorithms(device_of(matmul.device).handle, matmul, descriptors,
                               operands_of(call, strategy), most);
 }
 
@@ -50,11 +46,11 @@ std::vector<Algorithm> algorithms_around(const PassCall& call, const Strategy& s
   const auto matmul = gemm::matmul_of(call.problem, strategy);
   Descriptors descriptors(matmul);
   descriptors.set_pointers(operands_of(call, strategy));
-  return neighbours(lt_handle(matmul.device), matmul, descriptors, algorithm, most);
+  return neighbours(device_of(matmul.device).handle, matmul, descriptors, algorithm, most);
 }
 
-// A plan ready for this very call; nothing where the strategy or the algorithm cannot serve it.
-// Launches nothing and may be called while a stream captures.
+// Makes a plan for this very call, without launching, as a stream may capture; nothing where the
+// strategy or the algorithm cannot serve it.
 std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
                              const Algorithm& algorithm) {
   if (gemm::objection(call.problem, strategy, available(call.problem))) return std::nullopt;
@@ -68,29 +64,25 @@ std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
   plan.descriptors.emplace(plan.matmul);
   plan.descriptors->set_pointers(operands_of(call, strategy));
   const auto valid =
-      checked(lt_handle(plan.matmul.device), plan.matmul, *plan.descriptors, algorithm);
+      checked(device_of(plan.matmul.device).handle, plan.matmul, *plan.descriptors, algorithm);
   if (!valid) return std::nullopt;
   plan.algorithm = *valid;
   return plan;
 }
-
-// ---- errors and verdicts -----------------------------------------------------------------------
 
 void log_refusal(const plans::Decision& decision, const std::string& why) {
   if (plans::verbosity() < 2) return;
   plans::log(std::string("  refused ") + decision.strategy->name + ": " + why);
 }
 
-// The trial of one problem: operands of a fixed seed at both ends of its bucket, exact results,
-// eager's errors; made when the first verdict is asked for that is not known yet. Used by one
-// thread; results, the allocator's statistics and the random state are as if it had not been.
+// Tries a problem at both ends of its bucket, in one thread. Results, the allocator's statistics
+// and the random state stay as they were.
 class Trial {
  public:
-  // `bucket`: under which its verdicts are known.
+  // `bucket` is the key of its verdicts.
   Trial(const PassCall& call, const PassProblem& bucket) : call_(call), bucket_(bucket) {}
 
-  // Known for the process from then on, unless memory was too short. No error of what is tried gets
-  // out.
+  // Remembers the verdict for the process, unless memory was too short. No error gets out.
   Verdict judge(const plans::Decision& decision) {
     if (call_.layers != nullptr) return judge_layers(decision);
     if (const auto verdict = known(decision)) return *verdict;
@@ -110,7 +102,6 @@ class Trial {
     return verdict;
   }
 
-  // Launches nothing.
   std::optional<Verdict> known(const plans::Decision& decision) const {
     return plans::passes().read(bucket_, [&](const plans::KnownPass& known) {
       const auto it = known.verdicts.find({decision.strategy, decision.algorithm.bytes});
@@ -118,7 +109,6 @@ class Trial {
     });
   }
 
-  // Whether memory was too short for some verdict.
   bool lacked_memory() const { return lacked_memory_; }
 
  private:
@@ -127,14 +117,13 @@ class Trial {
     explicit Errors(const PassCall& call)
         : operands_(call), exact_known_(TrialOperands::most_ends * TrialOperands::most_seeds) {}
 
-    // Eager's errors, once; nothing where it does not run. A bias that is no dense vector, or
-    // another number of tokens, may spare its product a rounding before the bias: the better way
-    // counts.
+    // Gives eager's errors, nothing where it does not run. A strided bias, or another number of
+    // tokens, may spare its product a rounding, so that the better way counts.
     const std::optional<TrialErrors>& reference() {
       if (!reference_known_) {
         reference_known_ = true;
         reference_errors_ = errors_of_eager(/*bias_is_matrix=*/false);
-        const auto& call = operands_.ends().front().call;
+        const auto& call = operands_.ends.front().call;
         if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
           const auto other = errors_of_eager(/*bias_is_matrix=*/true);
           if (other && (!reference_errors_ ||
@@ -150,7 +139,7 @@ class Trial {
       const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
         auto plan = plan_for(end.call, *decision.strategy, decision.algorithm);
         if (!plan) return std::nullopt;
-        return execute(end.call, *plan, operands_.workspace(), operands_.stream());
+        return execute(end.call, *plan, operands_.workspace, operands_.stream);
       };
       const auto* strategy = decision.strategy;
       return errors_of(run, strategy, &TrialOperands::End::call, /*with_marks=*/true);
@@ -158,31 +147,29 @@ class Trial {
 
    private:
     std::optional<TrialErrors> errors_of_eager(bool bias_is_matrix) {
-      const auto& problem = operands_.ends().front().eager.problem;
+      const auto& problem = operands_.ends.front().eager.problem;
       Plan plan{&gemm::eager_of(problem, available(problem)), {}, {}, {}, {}, {}};
       const auto run = [&](const TrialOperands::End& end) -> std::optional<bool> {
         auto call = end.eager;
         call.bias_is_matrix = bias_is_matrix;
-        return execute(call, plan, nullptr, operands_.stream());
+        return execute(call, plan, nullptr, operands_.stream);
       };
       return errors_of(run, plan.strategy, &TrialOperands::End::eager, /*with_marks=*/false);
     }
 
-    // Pooled over the seeds and the ends; nothing where it fails at one of them, or cannot be
-    // launched
-    // (`run` gives nothing) at one that is needed. An end at which the strategy is never taken is
-    // left out.
+    // Pools over seeds and ends; nothing where it fails at one, or `run` gives nothing at one that
+    // is needed. Ends that the strategy never serves are left out.
     template <typename Run>
     std::optional<TrialErrors> errors_of(const Run& run, const Strategy* strategy,
                                          PassCall TrialOperands::End::* which, bool with_marks) {
-      const auto stream = operands_.stream();
-      auto* errors = operands_.errors();
+      const auto stream = operands_.stream;
+      auto* errors = operands_.errors;
       C10_CUDA_CHECK(cudaMemsetAsync(errors, 0, sizeof(TrialErrors), stream));
-      for (size_t e = 0; e < operands_.ends().size(); ++e) {
-        const auto& end = operands_.ends()[e];
+      for (size_t e = 0; e < operands_.ends.size(); ++e) {
+        const auto& end = operands_.ends[e];
         const auto& problem = (end.*which).problem;
         if (gemm::objection(problem, *strategy, available(problem))) continue;
-        for (int64_t seed = 0; seed < operands_.seeds(); ++seed) {
+        for (int64_t seed = 0; seed < operands_.seeds; ++seed) {
           operands_.prepare(end, seed);
           const auto* known = exact_of(e, seed);
           const auto ran = run(end);
@@ -200,11 +187,11 @@ class Trial {
       return ran ? std::optional(found) : std::nullopt;
     }
 
-    // NaN in each operand, one after the other, and +inf in a bias. Of the library's own epilogues,
-    // where they are asked for, only NaN in what is multiplied first.
+    // Puts NaN in each operand, one after the other, and +inf in a bias. The library's own
+    // epilogues promise no more than NaN in what is multiplied first.
     template <typename Run>
     bool add_lost_marks(const TrialOperands::End& end, const Run& run) {
-      const auto stream = operands_.stream();
+      const auto stream = operands_.stream;
       for (const auto& read : TrialOperands::reads_of(end.call)) {
         for (const bool infinite : {false, true}) {
           const Mark mark{read.operand, infinite};
@@ -213,27 +200,25 @@ class Trial {
           put(mark, end.call.problem.matmul.type, read.matrix, stream);
           operands_.renew_result(end.call, /*seed=*/0);
           if (!run(end).value_or(false)) return false;
-          add_lost(mark, described(end.call), operands_.errors(), stream);
+          add_lost(mark, described(end.call), operands_.errors, stream);
         }
         operands_.fill_again(read, /*seed=*/0);
       }
       return true;
     }
 
-    // What the library does behind a product is as it is, where its epilogues are asked for.
-    bool is_library_only() const { return operands_.ends().front().call.problem.library_only; }
+    // The library's epilogues, where they are asked for, are as they are.
+    bool is_library_only() const { return operands_.ends.front().call.problem.library_only; }
     TrialData described(const PassCall& call) const {
-      auto data = describe(call);
-      data.of_sum = is_library_only();
-      return data;
+      const auto& matmul = call.problem.matmul;
+      return {call, Roundoff(matmul.type), sign_error(matmul), is_library_only()};
     }
 
-    // Computed once, from operands that are there.
     const Exact* exact_of(size_t end, int64_t seed) {
       const size_t index = end * TrialOperands::most_seeds + seed;
       auto* values = operands_.exact(end, seed);
       if (!exact_known_[index]) {
-        exact_values(described(operands_.ends()[end].call), values, operands_.stream());
+        exact_values(described(operands_.ends[end].call), values, operands_.stream);
       }
       exact_known_[index] = true;
       return values;
@@ -245,7 +230,7 @@ class Trial {
     std::optional<TrialErrors> reference_errors_;
   };
 
-  // A kernel that makes all layers does to each what the strategy of its name does to one alone.
+  // A kernel of all layers does to each what the strategy of its name does to one alone.
   Verdict judge_layers(const plans::Decision& decision) {
     plans::Decision alone;
     alone.strategy = gemm::find_strategy(gemm::Pass::fprop, decision.strategy->name);

@@ -1,7 +1,5 @@
 #pragma once
 
-// The synthetic operands of a trial, in memory of its own.
-
 #include "cuda/hopper/hopper.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/gemm_call.h"
@@ -23,7 +21,7 @@ using plans::TrialErrors;
 int64_t stored_rows(const Matrix& m) { return m.transposed ? m.cols : m.rows; }
 int64_t stored_cols(const Matrix& m) { return m.transposed ? m.rows : m.cols; }
 
-// As many rows of the result as take a fraction of a millisecond, on a GPU of today.
+// Limits the rows of the result to a fraction of a millisecond on a GPU of today.
 int64_t rows_enough(const PassCall& call) {
   const double operations = size_of(call.problem.matmul.type) == 2 ? 1e11 : 1e10;
   const double per_row = 2.0 * static_cast<double>(call.result.cols) *
@@ -36,7 +34,7 @@ struct Count {
   bool needed;
 };
 
-// The token counts at the ends of the problem's bucket that its strides hold.
+// Gives the token counts at the ends of the bucket that the problem's strides hold.
 std::vector<Count> bucket_ends(const PassCall& call) {
   const bool inner = call.problem.pass == Pass::wgrad;
   const auto tokens = gemm::tokens_of(call.problem);
@@ -53,7 +51,7 @@ std::vector<Count> bucket_ends(const PassCall& call) {
   return {{low, false}, {usual, true}, {high, true}};
 }
 
-// A stride that the matrix's alignment is kept by, though fewer of its columns are used.
+// Keeps the matrix's alignment in a shorter stride.
 void shorten(Matrix& matrix) {
   constexpr int64_t unit = 256;
   const int64_t needed = (stored_cols(matrix) + unit - 1) / unit * unit + matrix.ld % unit;
@@ -76,13 +74,12 @@ PassCall resized(const PassCall& call, int64_t tokens, int64_t most_rows) {
   return own;
 }
 
-// Of a sum whose products are exact, as a part of the sum of their magnitudes; generously.
+// Bounds a sum whose products are exact, generously, as a part of the sum of their magnitudes.
 double sign_error(const gemm::Problem& matmul) {
   if (matmul.type == gemm::Type::f64) return 0x1p-46;
   return matmul.math == gemm::Math::tf32 ? 0x1p-8 : 0x1p-17;
 }
 
-// Of the random numbers of a seed.
 uint64_t first_of(int64_t seed) { return (static_cast<uint64_t>(seed) + 1) << 40; }
 
 int64_t bytes_of(const Matrix& m, int64_t element) { return stored_rows(m) * m.ld * element; }
@@ -90,7 +87,6 @@ int64_t bytes_of_result(const PassCall& call) {
   return bytes_of(call.result, size_of(gemm::result_type(call.problem.matmul)));
 }
 
-// Bytes of aux for rows of the result, and of its elements.
 int64_t aux_bytes(const PassCall& call) {
   if (call.aux.data == nullptr) return 0;
   const auto& p = call.problem;
@@ -100,31 +96,29 @@ int64_t aux_bytes(const PassCall& call) {
   return call.aux.rows * row;
 }
 
-// A pass at both ends of its bucket of token counts; of a sum over tokens the lower one is tried as
-// an odd number, which split sums do not take, and as a usual one. Rows of the result beyond what a
-// fraction of a millisecond computes are left out: what happens to an element does not depend on
-// them.
+// A pass at both ends of its bucket; the lower one of a sum over tokens is tried as an odd number,
+// too, which split sums do not take. Rows beyond a fraction of a millisecond are left out, as no
+// element depends on them.
 class TrialOperands {
  public:
   static constexpr int64_t most_ends = 3, most_seeds = 16;
 
-  // The problem at one end.
   struct End {
     PassCall call;   // operands and results in the trial's memory
     PassCall eager;  // the same as ATen can do it: with a dense aux, and none that is a mask
     bool needed;     // whether who cannot be launched there is out
   };
 
-  explicit TrialOperands(const PassCall& call) : stream_(at::cuda::getCurrentCUDAStream()) {
+  explicit TrialOperands(const PassCall& call) {
     const auto ends_of_bucket = bucket_ends(call);
     const auto enough = rows_enough(call);
     const auto largest = resized(call, ends_of_bucket.back().tokens, enough);
     const auto take_common = [&](Arena& arena) {
       exact_ = static_cast<Exact*>(
           arena.take(most_ends * most_seeds * most_samples * int64_t{sizeof(Exact)}));
-      errors_ = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
+      errors = static_cast<TrialErrors*>(arena.take(sizeof(TrialErrors)));
       const auto of_library = largest.problem.matmul.workspace_limit;
-      workspace_ = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
+      workspace = arena.take(std::max(of_library, hopper::workspace_bytes(largest.problem)));
     };
     Arena counted;
     take_common(counted);
@@ -138,26 +132,20 @@ class TrialOperands {
     for (const auto& [tokens, needed] : ends_of_bucket) {
       const auto at_end = resized(call, tokens, enough);
       const auto& matmul = at_end.problem.matmul;
-      if (!ends_.empty() && matmul == ends_.back().call.problem.matmul) break;
+      if (!ends.empty() && matmul == ends.back().call.problem.matmul) break;
       Arena arena = common;
-      ends_.push_back(place(at_end, needed, arena));
+      ends.push_back(place(at_end, needed, arena));
       elements += std::min<int64_t>(at_end.result.rows * at_end.result.cols, most_samples);
     }
-    seeds_ = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
+    seeds = std::clamp<int64_t>((most_samples + elements - 1) / elements, 1, most_seeds);
   }
 
-  const std::vector<End>& ends() const { return ends_; }
-  int64_t seeds() const { return seeds_; }  // so that enough elements are seen
-  c10::cuda::CUDAStream stream() const { return stream_; }
-
-  // An operand, and the range of the numbers that it is filled with.
   struct Read {
     Operand operand;
     Matrix matrix;
     double amplitude;
     bool positive = false;
   };
-  // All but a bit mask.
   static std::vector<Read> reads_of(const PassCall& call) {
     // Sums of a spread of about 1, where the activations curve.
     const double weights = 3 / std::sqrt(static_cast<double>(std::max<int64_t>(call.left.cols, 1)));
@@ -179,15 +167,15 @@ class TrialOperands {
     return all;
   }
 
-  // Operands of a seed, and NaN in the results.
+  // Fills the operands, and the results with NaN: what is not written is not taken for the work of
+  // the one before.
   void prepare(const End& end, int64_t seed) const {
     const auto& call = end.call;
     const int64_t element = size_of(call.problem.matmul.type);
     const bool forward = gemm::is_forward(call.problem.pass);
     for (const auto& read : reads_of(call)) fill_again(read, seed);
-    // NaN everywhere: what is not written is not taken for the work of the one before.
     const auto spoil = [this](void* data, int64_t bytes) {
-      if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream_));
+      if (data != nullptr) C10_CUDA_CHECK(cudaMemsetAsync(data, 0xff, bytes, stream));
     };
     renew_result(call, seed);
     if (forward) {
@@ -199,37 +187,40 @@ class TrialOperands {
     spoil(call.gating.grad_up, bytes_of(call.result, element));
     spoil(call.gating.hidden, call.result.rows * call.result.cols * element);
     if (call.problem.keeps != Keeps::mask) return;
-    fill_bits(call.aux.data, aux_bytes(call), first_of(seed), stream_);
-    spread_bits(call.problem.matmul.type, call.aux, end.eager.aux, stream_);
+    fill_bits(call.problem.matmul.type, call.aux, aux_bytes(call), end.eager.aux, first_of(seed),
+              stream);
   }
 
   void fill_again(const Read& read, int64_t seed) const {
-    const auto type = ends_.front().call.problem.matmul.type;
+    const auto type = ends.front().call.problem.matmul.type;
     fill(type, read.matrix.data, bytes_of(read.matrix, 1), read.amplitude, read.positive,
-         first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream_);
+         first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream);
   }
 
-  // NaN, or what the product is added to.
+  // Puts there NaN, or what the product is added to.
   void renew_result(const PassCall& call, int64_t seed) const {
     const auto bytes = bytes_of_result(call);
     if (!call.problem.matmul.adds) {
-      C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream_));
+      C10_CUDA_CHECK(cudaMemsetAsync(call.result.data, 0xff, bytes, stream));
       return;
     }
     const auto type = gemm::result_type(call.problem.matmul);
     fill(type, call.result.data, bytes / size_of(type), 1, /*positive=*/false,
-         first_of(seed) + (uint64_t{15} << 36), stream_);
+         first_of(seed) + (uint64_t{15} << 36), stream);
   }
 
-  // Room for an end's exact results, for errors, and for algorithms.
   Exact* exact(size_t end, int64_t seed) const {
     return exact_ + (static_cast<int64_t>(end) * most_seeds + seed) * most_samples;
   }
-  TrialErrors* errors() const { return errors_; }
-  void* workspace() const { return workspace_; }
+
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  std::vector<End> ends;
+  int64_t seeds = 1;              // so that enough elements are seen
+  TrialErrors* errors = nullptr;  // on the device
+  void* workspace = nullptr;      // for algorithms
 
  private:
-  // Hands out parts of a piece of memory; of none it only counts the bytes.
+  // Hands out parts of a piece of memory; without one it only counts the bytes.
   struct Arena {
     char* memory = nullptr;
     int64_t bytes = 0;
@@ -242,12 +233,11 @@ class TrialOperands {
     }
   };
 
-  // Gives an end of the problem, of these sizes, its places.
+  // Gives an end its places, no better aligned than the user's.
   End place(PassCall call, bool needed, Arena& arena) {
     const auto& p = call.problem;
     const auto& matmul = p.matmul;
     const int64_t element = size_of(matmul.type), result_element = size_of(result_type(matmul));
-    // No better aligned than the user's.
     const auto take = [&](int64_t bytes, bool is_aligned = true) {
       return arena.take(bytes, is_aligned ? 16 : element);
     };
@@ -290,22 +280,11 @@ class TrialOperands {
     return {call, eager, needed};
   }
 
-  c10::cuda::CUDAStream stream_;
-  // From the driver, or else from PyTorch's allocator, which may hold all that there is.
+  // Torch's allocator may hold all that the driver had.
   std::optional<DriverMemory> memory_;
   std::optional<Workspace> instead_;
   Exact* exact_ = nullptr;
-  TrialErrors* errors_ = nullptr;
-  void* workspace_ = nullptr;
-  std::vector<End> ends_;
-  int64_t seeds_ = 1;
 };
-
-// A pass for the kernels of the trial.
-TrialData describe(const PassCall& call) {
-  const auto& matmul = call.problem.matmul;
-  return {call, Roundoff(matmul.type), sign_error(matmul)};
-}
 
 }  // namespace
 }  // namespace fused::cuda::tune
