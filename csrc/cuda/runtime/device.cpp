@@ -85,7 +85,7 @@ Device& device_of(int index) {
 
 gemm::Type gemm_type(c10::ScalarType type) {
   const auto* const it = std::ranges::find(types, type);
-  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(it != std::end(types));
+  TORCH_INTERNAL_ASSERT(it != std::end(types));
   return static_cast<gemm::Type>(it - types);
 }
 
