@@ -167,7 +167,7 @@ def compiled(backend: str) -> Callable:
                 eager, want = want, step(make(plain), x, plain, True)
                 if want.raised is not None or not is_same(want, eager):
                     # torch.compile alone changes the model: its counters ran in tracing too, say.
-                    return is_same(got, want)
+                    return False
                 assert_same(got, want, f"compiled by {backend}")
         return want.raised is None
 
@@ -264,7 +264,7 @@ def check(tree: Tree, system: str | None = None) -> int:
         assert_runs_the_same(model, plain, tree.x, "fused")
         tried = SYSTEMS[system](model, plain, tree.x) if system else True
         tfl.unfuse_(model)
-        if system not in ("again", "float32"):
+        if tried and system not in ("again", "float32"):  # which leave the two out of step
             assert_runs_the_same(model, plain, tree.x, "after unfuse_")
         kinds = [[(n, type(m).__name__) for n, m in all_modules(net)] for net in (model, plain)]
         assert kinds[0] == kinds[1] and not tfl.is_fused(model)

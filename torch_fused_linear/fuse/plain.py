@@ -68,14 +68,17 @@ MODULES = {
 PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
 KNOWN = tuple(MODULES)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
-UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
-    *((Tensor, name, vars(Tensor).get(name)) for name in (*METHODS, "pow", "__pow__")),
-    (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
-    (torch, "relu", torch.relu),  # which F.relu calls
+FUNCTIONS_CALLED = (
+    (torch, "relu", torch.relu),  # by F.relu
     *(
         (F, name, getattr(F, name))
         for name in ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
     ),
+)
+UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
+    *((Tensor, name, vars(Tensor).get(name)) for name in (*METHODS, "pow", "__pow__")),
+    (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
+    *FUNCTIONS_CALLED,
 )
 
 
@@ -116,8 +119,11 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
-    if is_dynamo_compiling() or is_exporting():  # which do, for a while
-        return True
+    if is_dynamo_compiling() or is_exporting():  # which exchange nn.Module's own for a while
+        base = nn.Module
+        called = cls.__call__ is base.__call__ and cls._call_impl is base._call_impl
+        known = called and cls.forward is forward
+        return known and all(getattr(owner, name) is f for owner, name, f in FUNCTIONS_CALLED)
     known = cls.forward is forward and cls.__call__ is CALL and cls._call_impl is CALL_IMPL
     return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
 
