@@ -28,7 +28,6 @@ class Row {
   ~Row();
   Row& operator=(Row&&) = delete;
 
-  // Reports nothing of it: what was tried here is done elsewhere.
   void drop() { dropped_ = true; }
 
   const char* const op;

@@ -8,7 +8,6 @@
 
 namespace fused::gemm::hopper {
 
-// One block's part of the result at a time.
 inline constexpr int64_t tile_features = 128, tile_tokens = 128;
 
 // Below, one product of a stacked weight and the pass behind it are as fast.

@@ -68,19 +68,13 @@ inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-struct Settings {
+struct Problem {
   int device = 0;
   int arch = 0;  // compute capability, 90 for 9.0
-  Math math = Math::full;
-  SplitK split_k = SplitK::allowed;
-  int64_t workspace_limit = 0;
-
-  bool operator==(const Settings&) const = default;
-};
-
-struct Problem : Settings {
   Epilogue epilogue = Epilogue::identity;
   Type type = Type::f32;
+  Math math = Math::full;
+  SplitK split_k = SplitK::allowed;
   bool transpose_a = false;
   bool transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
@@ -88,6 +82,7 @@ struct Problem : Settings {
   // As is_aligned says; without it no better than the type itself.
   bool aligned_a = true, aligned_b = true, aligned_d = true;
   bool aligned_bias = true, aligned_aux = true;
+  int64_t workspace_limit = 0;
   bool to_f32 = false;  // the result, whatever the operands are
   bool adds = false;    // to what is there
 
@@ -105,6 +100,14 @@ struct Algorithm {
 
 inline Type result_type(const Problem& p) { return p.to_f32 ? Type::f32 : p.type; }
 
+struct Settings {
+  int device = 0;
+  int arch = 0;
+  Math math = Math::full;
+  SplitK split_k = SplitK::allowed;
+  int64_t workspace_limit = 0;
+};
+
 // Makes left · right = result, row-major as in torch, cuBLASLt's column-major problem: a row-major
 // matrix read by columns is its transpose, so that it computes resultᵀ = rightᵀ · leftᵀ. Hence
 // right is operand A, left is B, m counts features (of bias and aux), n tokens, and an operand
@@ -112,10 +115,14 @@ inline Type result_type(const Problem& p) { return p.to_f32 ? Type::f32 : p.type
 inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Matrix& result,
                               Epilogue epilogue, Type type, const void* bias, const void* aux,
                               int64_t ld_aux, const Settings& settings) {
-  Problem problem{settings};
+  Problem problem;
+  problem.device = settings.device;
+  problem.arch = settings.arch;
   problem.epilogue = epilogue;
   problem.type = type;
-  if (type != Type::f32) problem.math = Math::full;
+  problem.math = type == Type::f32 ? settings.math : Math::full;
+  problem.split_k = settings.split_k;
+  problem.workspace_limit = settings.workspace_limit;
   problem.transpose_a = right.transposed;
   problem.transpose_b = left.transposed;
   problem.m = result.cols;

@@ -32,7 +32,6 @@ PyObject* own(PyObject* owner, PyObject* name) {
   return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
 }
 
-// Tells whether nobody watches every module, nor has put other functions into torch.
 bool torch_is_plain() {
   for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(global_hooks); ++k) {
     if (PyDict_GET_SIZE(PyTuple_GET_ITEM(global_hooks, k)) != 0) return false;

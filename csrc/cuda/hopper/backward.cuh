@@ -31,6 +31,8 @@ struct Backward {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-using backward = Backward<type, activation, transposed>;
+cudaError_t backward(const Product& product) {
+  return Backward<type, activation, transposed>::run(product);
+}
 
 }  // namespace fused::cuda::hopper

@@ -49,8 +49,13 @@ struct Forward {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-using forward = Forward<type, activation, transposed, false>;
+cudaError_t forward(const Product& product) {
+  return Forward<type, activation, transposed, false>::run(product);
+}
+
 template <gemm::Type type, Activation activation, bool transposed>
-using saving_forward = Forward<type, activation, transposed, true>;
+cudaError_t saving_forward(const Product& product) {
+  return Forward<type, activation, transposed, true>::run(product);
+}
 
 }  // namespace fused::cuda::hopper

@@ -81,6 +81,8 @@ struct Gating {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-using gating = Gating<type, activation, transposed>;
+cudaError_t gating(const Product& product) {
+  return Gating<type, activation, transposed>::run(product);
+}
 
 }  // namespace fused::cuda::hopper

@@ -277,6 +277,8 @@ struct Glu {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-using glu = Glu<type, activation, transposed>;
+cudaError_t glu(const Product& product) {
+  return Glu<type, activation, transposed>::run(product);
+}
 
 }  // namespace fused::cuda::hopper

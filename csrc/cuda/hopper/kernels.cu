@@ -17,7 +17,7 @@ Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE, FUSED_TRANSPOSED>(
     if constexpr (act == Activation::none || (gated && act == Activation::relu)) {
       return nullptr;
     } else {
-      return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>::run;
+      return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>;
     }
   });
 }

@@ -130,7 +130,6 @@ Chunks chunks_of(const GatingBackward& args) {
                    /*cluster=*/false);
 }
 
-// Calls fn(element, activation), both as constants; there is always an activation.
 template <typename Fn>
 void with_both(const Gating& args, const Fn& fn) {
   with_type(args.type, [&](auto element) {

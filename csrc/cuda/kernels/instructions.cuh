@@ -30,7 +30,6 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
-// Finds the same place of shared memory in another block of the cluster.
 template <typename T>
 __device__ T* in_block(T* shared, unsigned rank) {
 #if __CUDA_ARCH__ >= 900

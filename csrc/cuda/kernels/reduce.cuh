@@ -32,7 +32,6 @@ __device__ void sum_over_y(A (&sums)[width], A* shared) {
   }
 }
 
-// Adds up all threads of the block, a power of two. The sum is left with thread 0.
 template <typename A>
 __device__ A sum_over_block(A sum, A* shared) {
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -125,7 +124,6 @@ struct Chunks {
   }
 };
 
-// Counts the blocks along the rows that run at once.
 inline int64_t blocks_in_wave(int64_t blocks, int64_t vectors_per_row, dim3 block) {
   return std::max<int64_t>(1, blocks / ((vectors_per_row + block.x - 1) / block.x));
 }

@@ -296,7 +296,6 @@ class SmallBlock {
   __device__ T* aux() const { return static_cast<T*>(p.aux) + row * p.ld_aux + col; }
   __device__ bool aux_in_vectors() const { return in_vectors<T>(p.aux, p.ld_aux, p.cols, width); }
 
-  // Loads the bias, or what act' is read from, while the product is computed.
   __device__ void load_around(Row& to) const {
 #pragma unroll
     for (int j = 0; j < width; ++j) to[j] = 0.0f;
@@ -307,7 +306,6 @@ class SmallBlock {
     }
   }
 
-  // Multiplies the block's rows from first_row on, into parts in shared memory.
   __device__ void multiply(int first_row) {
     const int warp = threadIdx.x / 32, part = warp % Shape::split;
     const int warp_row = warp / Shape::split * tile;

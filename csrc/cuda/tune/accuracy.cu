@@ -15,7 +15,6 @@ constexpr int warp = 32;
 constexpr int threads = 256;
 constexpr int most_blocks = 4096;
 
-// Launches a thread for each piece of work, or for several (for_all).
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t work, cudaStream_t stream,
             const Arguments&... arguments) {
@@ -317,7 +316,6 @@ __device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
   return slope_of(activation_of(d), value<T>(d.call.aux, row, col)) == 0;
 }
 
-// Tells whether a mark of the operand did not reach what is made of this element.
 template <typename T>
 __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64_t col) {
   using enum Operand;

@@ -42,10 +42,8 @@ struct Mark {
 void put(const Mark& mark, gemm::Type type, const gemm::Matrix& matrix, cudaStream_t stream);
 
 void exact_values(const TrialData& data, Exact* exact, cudaStream_t stream);
-// Adds the errors of the sampled elements, and of some sums, to *errors on the device.
 void add_errors(const TrialData& data, const Exact* exact, plans::TrialErrors* errors,
                 cudaStream_t stream);
-// Counts the elements that a mark was to reach and did not.
 void add_lost(const Mark& mark, const TrialData& data, plans::TrialErrors* errors,
               cudaStream_t stream);
 

@@ -18,7 +18,6 @@
 
 namespace fused::cuda::tune {
 
-// Makes a clock of microseconds from now on.
 inline auto start_clock() {
   return [begin = std::chrono::steady_clock::now()] {
     const auto now = std::chrono::steady_clock::now();

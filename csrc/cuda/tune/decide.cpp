@@ -45,7 +45,6 @@ bool is_of_file(const std::optional<Decision>& decision) {
   return decision && decision->origin == Decision::Origin::file;
 }
 
-// Makes a decision ready for this very problem; nothing where its algorithm cannot serve it.
 std::optional<Plan> prepare(const PassCall& call, const Decision& decision) {
   auto plan = plan_for(call, *decision.strategy, decision.algorithm);
   const auto& rule = rule_of(call.problem);

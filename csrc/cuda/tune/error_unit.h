@@ -28,7 +28,6 @@ constexpr double unit_of_value(const Roundoff& u, double value, double slope, do
          u.of_functions * magnitude_of(z);
 }
 
-// The unit of sum · slope, where the slope is act' of a number that is given.
 constexpr double unit_of_gradient(const Roundoff& u, double slope, double sum, double magnitude) {
   return u.of_type * magnitude_of(slope) * magnitude + u.of_functions * magnitude_of(sum);
 }

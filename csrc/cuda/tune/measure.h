@@ -106,7 +106,6 @@ void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwa
   }
 }
 
-// Gives the winner, nothing where there is too little memory, or nobody sound.
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
                                 const Decision& incumbent, Trial& trial, double calls, double share,
                                 const char* what) {

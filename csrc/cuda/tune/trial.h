@@ -79,7 +79,6 @@ void log_refusal(const plans::Decision& decision, const std::string& why) {
 // and the random state stay as they were.
 class Trial {
  public:
-  // `bucket` is the key of its verdicts.
   Trial(const PassCall& call, const PassProblem& bucket) : call_(call), bucket_(bucket) {}
 
   // Remembers the verdict for the process, unless memory was too short. No error gets out.

@@ -197,7 +197,6 @@ class TrialOperands {
          first_of(seed) + (static_cast<uint64_t>(read.operand) << 36), stream);
   }
 
-  // Puts there NaN, or what the product is added to.
   void renew_result(const PassCall& call, int64_t seed) const {
     const auto bytes = bytes_of_result(call);
     if (!call.problem.matmul.adds) {
