@@ -88,9 +88,12 @@ def test_dropout_in_place_before_relu():
 @pytest.mark.parametrize("owner, name", PATCHED, ids=lambda p: getattr(p, "__name__", p))
 @pytest.mark.parametrize("make", [ByMethod, Gated, chain, dropped])
 def test_functions_that_are_exchanged_later_are_seen(make, owner, name):
+    """In compiled code too, as far as torch.compile and export see them in the plain model."""
     model, plain = pair(make)
     with patched(owner, name):
         assert_runs_the_same(model, plain, X[0], f"another {name}")
+        for system in ("compile eager", "export"):
+            SYSTEMS[system](model, plain, X[0])
 
 
 @pytest.mark.parametrize("name", ["forward", "_call_impl"])

@@ -119,12 +119,13 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
-    if is_dynamo_compiling() or is_exporting():  # which exchange nn.Module's own for a while
+    if is_dynamo_compiling():  # which has methods of its own in nn.Module and Tensor
         base = nn.Module
-        called = cls.__call__ is base.__call__ and cls._call_impl is base._call_impl
-        known = called and cls.forward is forward
+        known = cls.__call__ is base.__call__ and cls._call_impl is base._call_impl
+        known = known and cls.forward is forward
         return known and all(getattr(owner, name) is f for owner, name, f in FUNCTIONS_CALLED)
-    known = cls.forward is forward and cls.__call__ is CALL and cls._call_impl is CALL_IMPL
+    call = nn.Module.__call__ if is_exporting() else CALL  # export wraps it for a while
+    known = cls.forward is forward and cls.__call__ is call and cls._call_impl is CALL_IMPL
     return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
 
 
