@@ -2,7 +2,7 @@
 
 `make gpu-test` calls it. The gate of speed (gpu_gate.py) follows; `--bench-json FILE` keeps its
 numbers. Further arguments go to pytest; what they were is in the record. Outcomes are kept as they
-come: after an interruption the same command goes on where it was.
+come: a later run on the same tree does what is missing, and the last one writes the record.
 """
 
 import argparse
@@ -82,13 +82,15 @@ def append(path, line):
         file.write("\n" + json.dumps(line))  # what was cut off before stays a line of its own
 
 
-def outcomes(path, tree=None):
-    """What an earlier run found; if `tree` is given, only on that tree."""
+def outcomes(path, tree=None, kind="test"):
+    """What earlier runs found; if `tree` is given, only on that tree. Or the runs themselves."""
     if not path.exists():
         return []
     head, *lines = path.read_text().split("\n")
     whole = [json.loads(line) for line in lines if line.endswith("}")]
-    return whole if tree in (None, json.loads(head)["tree"]) else []
+    return (
+        [line for line in whole if kind in line] if tree in (None, json.loads(head)["tree"]) else []
+    )
 
 
 def summary(tests):
@@ -142,6 +144,9 @@ def main(arguments):
     if not before:
         OUTCOMES.parent.mkdir(exist_ok=True)
         OUTCOMES.write_text(json.dumps({"tree": tree}))
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    versions = doctor.versions()
+    append(OUTCOMES, {"run": now, "devices": versions["devices"], "arguments": arguments})
     # In a process of its own: a GPU fault can take the interpreter with it.
     command = [sys.executable, "-m", "pytest", "-p", plugin.stem, *arguments]
     environment = os.environ | {"PYTHONPATH": str(plugin.parent)}
@@ -150,14 +155,13 @@ def main(arguments):
         exit_code = 0  # the run before had them all
     if exit_code not in (0, pytest.ExitCode.TESTS_FAILED):
         return f"gpu_record: pytest ended with {exit_code}; the same command goes on from there."
-    date, outcome = datetime.datetime.now(datetime.timezone.utc), summary(outcomes(OUTCOMES))
     record = {
-        "date": date.isoformat(timespec="seconds"),
-        **doctor.versions(),
+        "date": now,
+        **versions,
         "library": _library.build_info(),
         "tree_hash": tree,
-        "arguments": arguments,
-        **outcome,
+        "runs": outcomes(OUTCOMES, kind="run"),
+        **summary(outcomes(OUTCOMES)),
         "speed": {"measured": 0, "worst_ratios": {}, "below": ["not yet measured"]},
     }
     if tree_hash() != tree:
