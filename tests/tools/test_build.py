@@ -656,7 +656,10 @@ def test_the_record_speaks_for_the_files_that_git_would_commit():
 
 
 @pytest.mark.parametrize("workers", [(), ("-n2",)])
-def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption(tmp_path, workers):
+def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption(
+    tmp_path, workers, monkeypatch
+):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this very run
     (tmp_path / "test_it.py").write_text(
         "import os, pytest\n"
         "def test_good(): pass\n"
