@@ -107,7 +107,7 @@ def overlaps_collectives() -> bool:
 
 def forget_compiled() -> None:
     """Has torch.compile trace anew: it does not look whether functions that it traced through have
-    other code."""
+    other code, nor, on Python 3.13, always for attributes of modules."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset_code_caches()
 

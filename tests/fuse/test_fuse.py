@@ -221,7 +221,11 @@ class Outer(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Loop, Outer])
-def test_compiled_models_are_compiled_again(make):
+@pytest.mark.parametrize("stays", [False, True], ids=["alone", "beside a fused one"])
+def test_compiled_models_are_compiled_again(make, stays):
+    other = make()  # whose fused code stays in the class
+    if stays:
+        tfl.fuse_(other)
     for is_inside in (False, True):
         model, x, ran = make(), X[0], []
 

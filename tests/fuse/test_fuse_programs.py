@@ -89,11 +89,15 @@ def test_compiled(name, library):
         found.append(fused_targets(graph.graph))
         return graph.forward
 
+    def assert_right(model, plain, backend):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(*X), plain(*X))
+
     model, plain = (m.eval() for m in pair(library, name))
-    skip_unless_taken(lambda p: torch.compile(p, backend="eager", fullgraph=True)(*X), plain)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(3):
-        torch.testing.assert_close(compiled(*X), plain(*X))
+    # Torch's own graphs count wrongly on Python 3.13.
+    skip_unless_taken(lambda p: assert_right(p, copy.deepcopy(p), "eager"), plain)
+    assert_right(model, plain, backend)
     assert found[0] == PROGRAMS[name].operators
 
 

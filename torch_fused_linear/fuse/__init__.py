@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _library
 from .._arguments import Memory, check
+from .._torch_internals import forget_compiled
 from .model import frozen_reason
 from .plain import MARK
 from .plan import Plan
@@ -123,6 +124,7 @@ def unfuse_(model: nn.Module) -> None:
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, nn.Module)}
     if not any(MARK in vars(module) for module in objects if type(module) in kinds):
         put_back()
+    forget_compiled()
 
 
 def _check_module(who: str, module: object) -> None:

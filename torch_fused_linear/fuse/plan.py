@@ -9,6 +9,7 @@ from types import FunctionType
 
 from torch import nn
 
+from .._torch_internals import forget_compiled
 from . import families, plain
 from .model import FUSED, Chain, Element, Model, functions_of, is_sequential, pass_over
 from .places import Place, blocks, drops
@@ -277,6 +278,8 @@ class Plan:
         for place in places if memory == "low" else ():
             for layer in place.layers if place.memory_pays else ():
                 vars(layer)[MARK] = memory
+        if places:
+            forget_compiled()
         return report
 
 

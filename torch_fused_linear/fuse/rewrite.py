@@ -14,7 +14,6 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from .._torch_internals import forget_compiled
 from . import in_code, plain
 from .runs import Product, is_torch_chunk
 from .source import ORIGINALS, Text, codes_in, functions_in
@@ -77,8 +76,6 @@ def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
             ORIGINALS.setdefault(text.function, text.code)
             _rewritten[text.function] = wanted[text]
             text.function.__code__ = code
-        if codes:
-            forget_compiled()
 
 
 def put_back() -> None:
@@ -88,7 +85,6 @@ def put_back() -> None:
             function.__code__ = code
         ORIGINALS.clear()
         _rewritten.clear()
-        forget_compiled()
 
 
 def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
