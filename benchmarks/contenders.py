@@ -62,7 +62,7 @@ def eager(case: Case, data: Operands) -> Network:
 
 def ours(case: Case, data: Operands, memory: str = "default") -> Network:
     act, (*hidden, last) = activation_of(case), data.layers
-    options = {"memory": memory, **act.options}
+    options = dict(act.options) if memory == "default" else {"memory": memory, **act.options}
     if hidden:
         layer = FUSED_LAYERS[act.operator]
         fused = (layer.from_linear(linear, **options) for linear in hidden)

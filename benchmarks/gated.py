@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
@@ -58,18 +59,35 @@ def liger(layers: Sequence[nn.Linear], activation: str) -> nn.Module:
     return block
 
 
+def in_turns(layers: Sequence[nn.Linear]) -> list[nn.Parameter]:
+    """Weights of its own: one in which the rows of gate and up take turns, and that of down."""
+    gate, up, down = (layer.weight.detach() for layer in layers)
+    weights = (torch.stack([gate, up], 1).flatten(0, 1), down.clone())
+    return [nn.Parameter(weight, layers[0].weight.requires_grad) for weight in weights]
+
+
 def quack(layers: Sequence[nn.Linear], activation: str, tuned: bool) -> nn.Module:
-    """With weights of its own: the rows of gate and up take turns in one; `tuned`: as in rivals."""
+    """`tuned`: as in rivals."""
     from quack.mlp import MLP
 
-    gate, up, down = (layer.weight.detach() for layer in layers)
-    sizes = (gate.shape[1], gate.shape[0], down.shape[0])
-    options = {"device": gate.device, "dtype": gate.dtype, "tuned": tuned}
-    block = MLP(*sizes, activation="swiglu", **options)
-    with torch.no_grad():
-        block.fc1.weight.copy_(torch.stack([gate, up], 1).flatten(0, 1))
-        block.fc2.weight.copy_(down)
-    return block.requires_grad_(layers[0].weight.requires_grad)
+    both, down = in_turns(layers)
+    sizes = (both.shape[1], both.shape[0] // 2, down.shape[0])
+    with torch.device("meta"):
+        block = MLP(*sizes, activation="swiglu", tuned=tuned)
+    block.fc1.weight, block.fc2.weight = both, down
+    return block
+
+
+class CodaBlock(nn.Module):
+    def __init__(self, layers: Sequence[nn.Linear], activation: str) -> None:
+        from coda.kernels.functional.swiglu import linear_swiglu
+
+        super().__init__()
+        self.linear_swiglu = linear_swiglu
+        self.both, self.down = in_turns(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.linear_swiglu(x, self.both), self.down)
 
 
 BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], nn.Module]] = {
@@ -80,5 +98,6 @@ BLOCKS: dict[str, Callable[[Sequence[nn.Linear], str], nn.Module]] = {
     "liger": liger,
     "quack": partial(quack, tuned=False),
     "quack-tuned": partial(quack, tuned=True),
+    "coda": CodaBlock,
 }
-OTHERS = ("liger", "quack", "quack-tuned")  # which need a GPU
+OTHERS = ("liger", "quack", "quack-tuned", "coda")  # which need a GPU

@@ -201,7 +201,7 @@ ASKED = [
     (Case("layer", (8, 16), 4, "bf16", "gelu", "forward"), CUDA, "ours eager addmm linear mm"),
     (Case("cpu", (8, 16), 4, "bf16", "gelu", "forward"), CPU, "ours packed eager linear mm"),
     (Case("gated-memory", (16, 24, 16), 8, "bf16", "silu", "saved"), CUDA,
-     "ours fused low eager liger quack quack-tuned"),
+     "ours fused low eager liger quack quack-tuned coda"),
     (Case("gated-memory", (16, 24, 16), 8, "bf16", "silu", "saved"), CPU, "ours fused low eager"),
     (of_conv(TINY_CONVOLUTIONS[0], "step"), CPU, "ours compile+pass eager conv"),
     (of_conv(TINY_CONVOLUTIONS[0], "saved", "memory"), CPU, "ours eager"),
