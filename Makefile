@@ -29,6 +29,7 @@ endif
 ifeq ($(PYTHON),)
 PYTHON := $(VENV)/bin/python
 ENVIRONMENT := $(VENV)/ready
+ALONE := $(VENV)/torch-ready
 MODELS := $(VENV)/models-ready
 DOCS := $(VENV)/docs-ready
 WHEEL := $(VENV)/wheel-ready
@@ -36,9 +37,10 @@ HOPPER := $(VENV)/hopper-ready
 endif
 
 .PHONY: demo test test-releases test-models gpu-test certify mutants asan tsan docs build wheel
-.PHONY: environment lint format clean
+.PHONY: library environment lint format clean
 
-demo: build
+demo:
+	@$(MAKE) --no-print-directory -j2 build
 	$(PYTHON) -m examples.demo $(ARGS)
 
 # One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
@@ -91,7 +93,8 @@ docs: build $(DOCS)
 # own it is installed; elsewhere the CPU is better than nothing, and the doctor says what is missing.
 define GET_NVCC
 packages=$$($(PYTHON) -c 'import setup; print(setup.missing_nvcc())') || exit; \
-if [ -n "$$packages" ] && [ -n "$(ENVIRONMENT)" ]; then $(PIP) "$$packages"; \
+if [ -n "$$packages" ] && [ -n "$(ENVIRONMENT)" ]; then \
+  flock $(VENV) $(PIP) "$$packages"; \
 elif [ -n "$$packages" ]; then \
   echo "no fitting nvcc (pip install '$$packages'): what follows is built for the CPU only"; \
   export TORCH_FUSED_LINEAR_CUDA=0; fi
@@ -100,7 +103,10 @@ endef
 # All that tests need, where it is not there; .ci/run has it downloaded while it builds.
 environment: $(ENVIRONMENT) $(MODELS) $(DOCS) $(HOPPER)
 
-build: $(ENVIRONMENT)
+build: library $(ENVIRONMENT)
+
+# Needs no more than torch, so that with -j2 the rest is installed meanwhile.
+library: $(ALONE)
 	@$(GET_NVCC); $(PYTHON) setup.py -q build_ext --inplace
 
 # For the torch at hand, or all of TORCH; torch's and CUDA's libraries stay outside.
@@ -141,7 +147,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # pip says what it downloads; unpacking it takes as long again.
-PIP_INSTALL = -m pip --disable-pip-version-check install
+PIP_INSTALL = -m pip --disable-pip-version-check install --no-compile
 PIP = $(PYTHON) $(PIP_INSTALL)
 LINES = sed -un 's/^ *Downloading /  /p; /^ERROR/,$$p'
 
@@ -149,10 +155,16 @@ $(sort .venv/bin/python $(VENV)/bin/python):
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	python3 -m venv $(@:/bin/python=)
 
-$(VENV)/ready: requirements.txt | $(VENV)/bin/python
+PINNED = $(or $(REQUIRED),$(shell grep '^torch==' requirements.txt))
+$(VENV)/torch-ready: requirements.txt | $(VENV)/bin/python
 	@echo 'installing torch, and what build, tests and demo need: 5 GB, of which pip downloads 3'
-	$(VENV)/bin/python $(PIP_INSTALL) $(REQUIRED) \
-	  -r <(grep -v $(if $(REQUIRED),'^torch==','^$$') requirements.txt) | $(LINES)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(PINNED) \
+	  $$(grep '^setuptools==' requirements.txt) | $(LINES)
+	@touch $@
+
+$(VENV)/ready: requirements.txt | $(VENV)/torch-ready
+	flock $(VENV) $(VENV)/bin/python $(PIP_INSTALL) \
+	  -r <(echo $(PINNED); grep -v '^torch==' requirements.txt) | $(LINES)
 	@touch $@
 
 # The newest that fit another torch than the pinned one.

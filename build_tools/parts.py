@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 import compiling
@@ -38,8 +39,8 @@ HOPPER_UNITS = list(itertools.product(KINDS, ("bf16", "f16"), ("false", "true"))
 # They need instructions that only this target has. 2908 is about CUTLASS's own lambdas. Without
 # NDEBUG the tensor cores wait after each instruction.
 HOPPER_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-diag-suppress=2908", "-O3", "-DNDEBUG"]
-# Seconds that a file takes, with torch's headers precompiled or without.
-QUICK, SLOW, HOPPER_SECONDS = 12, 16, 100
+# Seconds that a file takes: of the host's kernels, of others, of several in one, of Hopper's.
+QUICK, SLOW, JOINED, HOPPER_SECONDS = 12, 16, 20, 100
 
 
 @dataclass
@@ -137,6 +138,21 @@ def units(paths, command, build, seconds, after=None):
     return [Unit(p, made(p), tuple(command), seconds, after) for p in paths]
 
 
+def joined(paths, command, build, after=None):
+    """A unit for each folder, as torch's headers take longer than most files; nodes, which name
+    their parts alike, stay alone."""
+    nodes = [path for path in paths if path.stem.endswith("_node")]
+    others = [path.relative_to(CSRC) for path in paths if path not in nodes]
+    made = units(nodes, command, build, QUICK, after)
+    folder_of_file = attrgetter("parent")
+    for folder, names in itertools.groupby(sorted(others, key=folder_of_file), folder_of_file):
+        source = build / "joined" / f"{'_'.join(folder.parts) or 'top'}.cpp"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("".join(f'#include "{name.as_posix()}"\n' for name in names))
+        made.append(Unit(source, source.with_suffix(".o"), tuple(command), JOINED, after))
+    return made
+
+
 # --- the parts --------------------------------------------------------------------------------
 
 
@@ -197,7 +213,7 @@ def operators(torch: Torch, toolkit, debug, why, jobs):
             made = units(paths, command, build, SLOW)
         else:
             command += ["-include", str(header.made.with_suffix(""))]
-            made = [header, *units(paths, command, build, QUICK, header)]
+            made = [header, *joined(paths, command, build, header)]
         names = ["c10", "torch_cpu", "torch", *["c10_cuda", "torch_cuda"] * (toolkit is not None)]
         flags = [*torch.libraries(names), *cxx_runtime(), *torch.openmp]
         if toolkit:
@@ -222,7 +238,7 @@ def direct(torch: Torch, toolkit, debug):
         command = [*cxx_command(torch, debug), *headers_of(torch, None), *as_system([include])]
         build = build_folder(torch, toolkit, debug) / sysconfig.get_config_var("SOABI")
         names = ["c10", "torch_cpu", "torch", "torch_python"]
-        return units(paths, command, build, SLOW), [*torch.libraries(names), *cxx_runtime()]
+        return joined(paths, command, build), [*torch.libraries(names), *cxx_runtime()]
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return Part(f"{folder_of(torch)}/_direct{suffix}", {"torch": torch.version}, paths, how)

@@ -301,6 +301,19 @@ def test_other_compilers_go_without(tmp_path):
     assert precompiled.unit([str(other)], tmp_path, False, 2) is None
 
 
+def test_folders_that_are_compiled_as_one_lose_no_file(tmp_path):
+    paths = parts.sources(*(f"{room}/*.cpp" for room in [*parts.ROOMS, *parts.CUDA_ROOMS]))
+    units = parts.joined(paths, [], tmp_path)
+    joined = [unit.source for unit in units if tmp_path in unit.source.parents]
+    names = re.findall(r'#include "(.+)"', "".join(source.read_text() for source in joined))
+    alone = [unit.source for unit in units if unit.source not in joined]
+    assert sorted([*(parts.CSRC / name for name in names), *alone]) == paths
+    assert all(path.stem.endswith("_node") for path in alone)
+    assert len({unit.made for unit in units}) == len(units) < len(paths) / 2
+    (some,) = (unit for unit in units if "plans" in unit.source.stem)
+    assert parts.CSRC / "plans" / "registry.cpp" in compiling.included(some.source)
+
+
 # --- torch --------------------------------------------------------------------------------------
 
 
