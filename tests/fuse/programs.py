@@ -438,6 +438,12 @@ return self.silu(gate) * up + rest
 # the_same_half: - | does not show
 gate, up = self.both(x).chunk(2, -1)
 return self.fc3(self.silu(gate) * gate) + up.sum()
+
+# chunks_of_what_a_layer_reads: - | does not show
+h = self.both(x)
+y = self.fc1(h[:, :6])
+gate, up = h.chunk(2, -1)
+return self.fc3(self.silu(gate) * up) + y
 '''
 
 HEADER = '''"""Programs of a test."""

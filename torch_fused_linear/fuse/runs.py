@@ -175,7 +175,7 @@ def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None,
         return None, None
     reads[node] = start
     target = start.targets[0]
-    if isinstance(target, ast.Name):
+    if isinstance(target, ast.Name) and target.id == node.id:
         return start.value, None
     names = [getattr(t, "id", "") for t in getattr(target, "elts", [])]
     is_pair = len({*names}) == len(names) == 2 and all(names)
