@@ -236,8 +236,6 @@ csrc/python/plain.cpp: tests/fuse/test_fuse_later.py
 torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_programs.py
 # a layer that waits for what changes its input
 -is_sole = is_sole and scope.may_wait(read, {read: start})
-
-torch_fused_linear/fuse/syntax.py: tests/fuse/test_fuse_programs.py
 # a call before an activation ignored
 -            and self._comes_first(node, part)
 # a read in a loop's next turn
@@ -316,8 +314,6 @@ torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_trees.py
 # another read of a gate ignored
 -    if not is_sole or not scope
 +    if not scope
-
-torch_fused_linear/fuse/syntax.py: tests/fuse/test_fuse_trees.py
 # a statement between them ignored
 -            and all(s in origins.values() or passes(s) for s in since)
 """

@@ -18,9 +18,8 @@ from . import plain
 from .families import NAMES
 from .plain import hooks_objection
 from .resolve import Resolver, named
-from .runs import Product
+from .runs import Product, Step, step_of
 from .source import Text, Unreadable, code_of, names, place_of, unwrapped
-from .syntax import Step, step_of
 
 FUSED = (FusedMLP, FusedGatedMLP)
 
@@ -43,19 +42,12 @@ class Element:
     def where(self) -> str:
         return "" if self.text is None else self.text.place(self.step.node)
 
-    def options(self) -> dict:
-        """The constants that are given beside the tensor; the rest is known when it runs."""
-        return {k: v for k, v in self.step.options().items() if not isinstance(v, ast.AST)}
-
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
         """What each of its values is as an activation, or as one that is plain now."""
-        found = [(value, self.options()) for value in self.values]
-        return [
-            None
-            if is_plain and plain.activation_objection(*given)
-            else plain.activation_kind(*given)
-            for given in found
-        ]
+        options, _ = self.step.options()
+        refused = [is_plain and plain.activation_objection(v, options) for v in self.values]
+        kinds = [plain.activation_kind(value, options) for value in self.values]
+        return [None if reason else kind for kind, reason in zip(kinds, refused)]
 
     def of(self, test: Callable[[object], bool]) -> list[Any]:
         return [*filter(test, self.values)]
@@ -120,7 +112,7 @@ class Model:
             is_method = step.callee is None
             values = [plain.called_in(step.node)] if is_method else resolver.values(step.callee)
             forms = step.forms if isinstance(step, Product) else ()
-            parts = [[element(s) for s in (form.act, *form.layers)] for form in forms]
+            parts = [[*map(element, form.steps)] for form in forms]
             return Element(module, values, step, text, parts)
 
         chains = [[element(step) for step in run] for run in text.runs]

@@ -28,8 +28,8 @@ from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import families, parallel
 from .families import ACTIVATIONS, CONV1D, full_name
+from .runs import METHODS as METHOD_NAMES
 from .source import called_by
-from .syntax import METHODS as METHOD_NAMES
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_fused"

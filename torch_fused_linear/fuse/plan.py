@@ -70,7 +70,8 @@ class Plan:
             if kind == "relu" and end == i + 1 and is_squared(chain[end:], layers):
                 steps, kind = chain[i : end + 2], "relu2"
             sets, _ = self._sets(steps, [layers], objection)
-            if any(isinstance(value, ast.AST) for value in activation.step.options().values()):
+            _, is_all_known = activation.step.options()
+            if not is_all_known:
                 kind = kind.partition("_")[0]
             self._add(steps, sets, kind)
 
@@ -104,7 +105,7 @@ class Plan:
         if isinstance(layers[0], nn.Conv2d) and "relu" not in kinds:
             return f"{type(found[0]).__name__}: a convolution can be fused with ReLU only"
         if kinds == {None}:
-            return plain.activation_objection(found[0], activation.options())
+            return plain.activation_objection(found[0], activation.step.options()[0])
         if drops(steps[1:-1]) and "relu" not in kinds:
             return "a dropout that acts in training stands before the activation"
         return None

@@ -14,7 +14,6 @@ from types import FunctionType, ModuleType
 from torch import nn
 
 from .source import Text
-from .syntax import dotted
 
 ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
 CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
@@ -33,39 +32,48 @@ class Resolver:
         self.assigned: dict[str, list[ast.expr | None]]
         self.assigned = {name: [None] for name in arguments - {text.self_name}}
         for node in ast.walk(text.node):
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._assign(target, node.value)
-            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-                self._assign(node.target, node.value)
-            elif isinstance(node, (ast.For, ast.comprehension)):
-                self._assign(node.target, ast.Starred(node.iter))
-            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                self.assigned.setdefault(node.id, [])
+            match node:
+                case ast.Assign(targets, value):
+                    for target in targets:
+                        self._assign(target, value)
+                case ast.AnnAssign(target, value=value) | ast.NamedExpr(target, value):
+                    self._assign(target, value)
+                case ast.For(target, each) | ast.comprehension(target, each):
+                    self._assign(target, ast.Starred(each))
+                case ast.Name(name, ast.Store() | ast.Del()):
+                    self.assigned.setdefault(name, [])
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
-        if isinstance(target, ast.Name) and value is not None:
-            self.assigned.setdefault(target.id, []).append(value)
-        elif isinstance(target, ast.Tuple):
-            for k, part in enumerate(target.elts):
-                if isinstance(value, ast.Starred):
-                    self._assign(part, _part_of_each(value, k, len(target.elts)))
-                elif isinstance(value, ast.Tuple) and k < len(value.elts):
-                    self._assign(part, value.elts[k])
+        match target, value:
+            case ast.Name(name), ast.expr():
+                self.assigned.setdefault(name, []).append(value)
+            case ast.Tuple(parts), ast.Tuple(values):
+                for part, given in zip(parts, values):
+                    self._assign(part, given)
+            case ast.Tuple(parts), ast.Starred(each):
+                is_zip = isinstance(each, ast.Call) and getattr(each.func, "id", "") == "zip"
+                is_apart = is_zip and len(each.args) == len(parts)
+                for k, part in enumerate(parts):
+                    self._assign(part, ast.Starred(each.args[k]) if is_apart else value)
 
     def values(self, node: ast.expr) -> list[object]:
         """What it may be; empty if that is not known."""
-        if isinstance(node, ast.Name):
-            return self._name(node.id)
-        if isinstance(node, ast.Starred):
-            return self._each(node.value)
-        if isinstance(node, ast.Attribute):
-            return self._attributes(node.value, node.attr)
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        if not isinstance(node, ast.Subscript):
-            return []
-        return [v for held in self.values(node.value) for v in _part(held, node.slice)]
+        match node:
+            case ast.Name(name):
+                return self._name(name)
+            case ast.Starred(value):
+                return self._each(value)
+            case ast.Attribute(value, name):
+                return self._attributes(value, name)
+            case ast.Subscript(value, index):
+                return [v for held in self.values(value) for v in _part(held, index)]
+            case ast.Call(ast.Name("getattr"), [value, ast.Constant(name)]):
+                return self._attributes(value, str(name))
+            case ast.Call(ast.Name("getattr"), [value, _]):
+                return self._each(value)
+            case ast.Call(ast.Attribute(value, name), []) if name in CHILDREN:
+                return self._children(value)
+        return []
 
     def _name(self, name: str) -> list[object]:
         if name == self.text.self_name:
@@ -88,19 +96,10 @@ class Resolver:
         """What it yields, one by one; all that may come, which is enough to know."""
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
             return [v for argument in node.args for v in self._each(argument)]
-        return self._call(node) if isinstance(node, ast.Call) else self._children(node)
+        return (self.values if isinstance(node, ast.Call) else self._children)(node)
 
     def _children(self, node: ast.expr) -> list[object]:
         return [v for held in self.values(node) for v in children(held).values()]
-
-    def _call(self, node: ast.Call) -> list[object]:
-        if dotted(node.func) == ["getattr"] and len(node.args) == 2:
-            base, name = node.args
-            is_known = isinstance(name, ast.Constant)
-            return self._attributes(base, str(name.value)) if is_known else self._each(base)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in CHILDREN and not node.args:
-            return self._children(node.func.value)
-        return []
 
     def _attributes(self, node: ast.expr, name: str) -> list[object]:
         """Without running a property."""
@@ -108,13 +107,6 @@ class Resolver:
             name = f"_{self.text.class_name.lstrip('_')}{name}"
         found = [_attribute(base, name) for base in self.values(node)]
         return [value for value in found if value is not None]
-
-
-def _part_of_each(each: ast.Starred, k: int, number: int) -> ast.Starred:
-    """One part of what is unpacked in each turn; of all parts, where no zip tells them apart."""
-    node = each.value
-    is_zip = isinstance(node, ast.Call) and dotted(node.func) == ["zip"]
-    return ast.Starred(node.args[k]) if is_zip and len(node.args) == number else each
 
 
 def _part(held: object, index: ast.expr) -> list[object]:

@@ -15,9 +15,8 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from . import in_code, plain
-from .runs import Product, is_torch_chunk
+from .runs import Product, Step, halved, step_of
 from .source import ORIGINALS, Text, codes_in, functions_in
-from .syntax import Step, step_of
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
@@ -41,8 +40,8 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     if isinstance(steps[0], Product):
         for form in steps[0].forms:
             found[number[form.node]] = "product" if len(steps) > 1 else "last_product"
-            found |= {number[layer.node]: "step" for layer in form.layers}
-            found[number[form.act.node]] = "later"
+            found |= {number[step.node]: "step" for step in form.steps}
+            found[number[form.steps[0].node]] = "later"
             if form.halves is not None:
                 found[number[form.halves]] = "halves"
     for step, after in itertools.pairwise(steps):
@@ -115,14 +114,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if role := self.roles.get(node):
-            is_method = (
-                not is_torch_chunk(node) if role == "halves" else step_of(node).callee is None
-            )
-            if is_method:
-                node.args[:0] = [_name(f"method_{node.func.attr}"), node.func.value]
-            else:
-                node.args.insert(0, node.func)
-            node.func = _name(role)
+            data = halved(node) if role == "halves" else step_of(node).data
+            is_method = data is getattr(node.func, "value", None)
+            called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
+            node.func, node.args = _name(role), [*called, *node.args]
         return self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:

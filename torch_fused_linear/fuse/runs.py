@@ -9,55 +9,253 @@ call. Such a sequence of calls is a *run*. It may begin with a *product*, a gate
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import NamedTuple
 
-from .syntax import (
-    WHOLE,
-    Run,
-    Scope,
-    Step,
-    assignment,
-    dotted,
-    is_condition,
-    is_harmless,
-    mentions,
-    step_of,
+METHODS = ("relu", "relu_", "square")
+# What an expression may be made of that runs between a layer and its activation.
+HARMLESS = (
+    *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.IfExp),
+    *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
 )
-
+WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
+INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 INNER_FUNCTIONS = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+BRANCHES = (ast.excepthandler, ast.match_case)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of one tensor."""
+
+    node: ast.expr
+    callee: ast.expr | None  # None for ``h.relu()``, ``h.pow(2)`` and ``h ** 2``
+    data: ast.expr  # the tensor
+    # Nobody else sees what the step before returned, and nothing that matters runs in between.
+    is_sole: bool = True
+    guard: ast.If | None = None  # the ``if`` under which it comes
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the tensor is all that is given."""
+        return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it is written like a square; ``torch.square`` may still be another function."""
+        if isinstance(self.node, ast.BinOp):
+            return isinstance(self.node.op, ast.Pow)
+        name = getattr(self.node, "func", None)
+        return getattr(name, "attr", getattr(name, "id", "")) in ("square", "pow")
+
+    def options(self) -> tuple[dict[str, object], bool]:
+        """The constants that are given by name beside the tensor, and whether that is all."""
+        keywords = [k for k in getattr(self.node, "keywords", []) if k.arg != "input"]
+        known = {k.arg: k.value.value for k in keywords if isinstance(k.value, ast.Constant)}
+        return known, len(known) == len(keywords)
+
+
+Run = tuple[Step, ...]
+
+
+def step_of(node: ast.AST | None) -> Step | None:
+    match node:
+        case ast.BinOp(data, ast.Pow(), ast.Constant(int(2))):
+            return Step(node, None, data)
+        case ast.Call(ast.Attribute(data, name), [], []):
+            return Step(node, None, data) if name in METHODS else None
+        case ast.Call(ast.Attribute(data, "pow"), [ast.Constant(int(2)), *others], keywords):
+            return None if others or keywords else Step(node, None, data)
+        case ast.Call(callee, [data, *others], keywords) | ast.Call(
+            callee, [] as others, [ast.keyword("input", data), *keywords]
+        ):
+            is_known = is_callee(callee) and is_harmless(*others, *keywords)
+            if is_known and not {k.arg for k in keywords} & {None, "input"}:
+                return None if isinstance(data, ast.Starred) else Step(node, callee, data)
+    return None
+
+
+def is_callee(node: ast.expr) -> bool:
+    """``self.a.b``, ``self.layers[i]``, ``layer`` or ``getattr(self, name)``."""
+    if isinstance(node, ast.Call):
+        return dotted(node.func) == ["getattr"] and len(node.args) == 2
+    return is_harmless(node) and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """``a.b.c`` as its parts; empty if it is not of this kind."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return [*before, node.attr] if before else []
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def is_harmless(*nodes: ast.AST) -> bool:
+    return all(isinstance(n, HARMLESS) for node in nodes for n in ast.walk(node))
+
+
+def is_condition(node: ast.AST) -> bool:
+    """Harmless: a layer may wait while it is asked."""
+    if isinstance(node, ast.Call) and dotted(node.func) == ["len"]:
+        return is_harmless(*node.args) and not node.keywords
+    return isinstance(node, HARMLESS) and all(map(is_condition, ast.iter_child_nodes(node)))
+
+
+def mentions(node: ast.AST, name: str) -> list[ast.Name]:
+    return [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
+
+
+def assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
+    """The name that is assigned, if it is one, and the value."""
+    match statement:
+        case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+            return name, value
+    return None, None
+
+
+def passes(statement: ast.AST) -> bool:
+    """Whether a layer may wait while the statement runs, which changes only names."""
+    if not isinstance(statement, ast.Assign):
+        return isinstance(statement, ast.Pass) or is_docstring(statement)
+    targets = [part for t in statement.targets for part in getattr(t, "elts", [t])]
+    return all(isinstance(t, ast.Name) for t in targets) and is_harmless(statement.value)
+
+
+def is_docstring(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class Scope:
+    """One function, in its syntax tree and as the code that runs."""
+
+    def __init__(self, node: ast.AST, code: CodeType) -> None:
+        self.node, self.code = node, code
+        self.parents = {c: p for p in ast.walk(node) for c in ast.iter_child_nodes(p)}
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What `node` is in, the nearest first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        return next(p for p in self.around(node) if isinstance(p, ast.stmt))
+
+    def before(self, statement: ast.AST) -> list[ast.AST]:
+        """What stands before it in its block, the nearest first."""
+        for block in vars(self.parents[statement]).values():
+            if isinstance(block, list) and statement in block:
+                return block[: block.index(statement)][::-1]
+        return []
+
+    def guard_of(self, read: ast.Name) -> ast.If | None:
+        """The ``if`` that begins with what reads the name, if a layer may wait for its answer."""
+        part = self.statement_of(read)
+        outer = self.parents[part]
+        if isinstance(outer, ast.If) and part is outer.body[0] and is_condition(outer.test):
+            return None if mentions(outer.test, read.id) else outer
+        return None
+
+    def origin(self, read: ast.Name) -> ast.AST | None:
+        """The last statement of the block that mentions the name before it is read there, or in
+        the first statement of an ``if``."""
+        part = self.guard_of(read) or self.statement_of(read)
+        return next((s for s in self.before(part) if mentions(s, read.id)), None)
+
+    def may_wait(self, node: ast.expr, origins: Mapping[ast.Name, ast.AST]) -> bool:
+        """Whether what gives values to the names may run when `node`, which reads them, does."""
+        if not origins:
+            return True
+        part = self.statement_of(node)
+        before = self.before((isinstance(node, ast.Name) and self.guard_of(node)) or part)
+        since = before[: max(map(before.index, origins.values()))]
+        hidden = {*self.code.co_varnames} - {*self.code.co_cellvars}  # from other functions
+        return (
+            isinstance(part, WHOLE)
+            and self._comes_first(node, part)
+            and all(s in origins.values() or passes(s) for s in since)
+            and hidden.issuperset(read.id for read in origins)
+        )
+
+    def _comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
+        """Whether the statement `part` calls nothing before `node`, and `node` once in any case."""
+        around = list(self.around(node))
+        if any(isinstance(p, INNER) for p in around[: around.index(part)]):
+            return False
+        own, here = {*ast.walk(node), *around}, (node.lineno, node.col_offset)
+        return all(
+            (n.lineno, n.col_offset) >= here or n in own
+            for n in ast.walk(part)
+            if isinstance(n, CALLS)
+        )
+
+    def takes_locals(self) -> bool:
+        """Whether the function takes all its local names together, begun calls among them."""
+        nodes = list(ast.walk(self.node))
+        given = {n.func for n in nodes if isinstance(n, ast.Call) and n.args}
+        return any(
+            n.id in ("locals", "eval", "exec") or (n.id in ("vars", "dir") and n not in given)
+            for n in nodes
+            if isinstance(n, ast.Name)
+        )
+
+    def is_read_by(self, name: str, start: ast.AST, reads: Container[ast.Name]) -> bool:
+        """Whether only these nodes see what the statement `start` assigns to `name`."""
+        return not any(
+            self._reaches(start, n)
+            for n in mentions(self.node, name)
+            if n not in reads
+            if not isinstance(n.ctx, ast.Store) or isinstance(self.parents[n], ast.AugAssign)
+        )
+
+    def _reaches(self, start: ast.AST, read: ast.Name) -> bool:
+        """Whether what the statement `start` assigns may be what `read` sees: not if a statement
+        that must run before `read` assigns the same name, unless `start` lies between them."""
+        around = list(self.around(read))
+        loops = [p for p in self.around(start) if isinstance(p, LOOPS)]
+        is_before = (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset)
+        if is_before and not any(p in loops for p in around):
+            return False
+        for inner in around[:-1]:
+            between = [inner]
+            for statement in self.before(inner):
+                is_other = statement is not start and assignment(statement)[0] == read.id
+                if is_other and not any(start in ast.walk(s) for s in between):
+                    return False
+                between.append(statement)
+        return True
+
+
+# --- one call after another ---------------------------------------------------------------------
 
 
 def runs_of(scope: Scope) -> list[Run]:
     """Those of a function, but not of functions in it."""
     found: dict[ast.expr, Run] = {}  # by the last call
-    body = [] if isinstance(scope.node, ast.Lambda) else scope.node.body
-    for statement in _statements(body):
+    for statement in [] if isinstance(scope.node, ast.Lambda) else scope.node.body:
         for run in _runs_in(scope, statement):
             run = _joined(scope, found, run)
             found[run[-1].node] = run
     return list(found.values())
 
 
-def _statements(block: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in block:
-        yield statement
-        if not isinstance(statement, INNER_FUNCTIONS):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(statement, field, []))
-            for part in getattr(statement, "handlers", getattr(statement, "cases", [])):
-                yield from _statements(part.body)
-
-
 def _runs_in(scope: Scope, node: ast.AST) -> Iterator[Run]:
-    """Runs in the expressions of a statement, or in part of an expression."""
+    """Runs in a statement or part of one, in the order of the text."""
     steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), node)
     product = product_of(scope, source)
     if product or steps:
         yield (product, *steps) if product else steps
-    for part in [source] if steps and not product else ast.iter_child_nodes(source):
-        if not isinstance(part, (ast.stmt, ast.Lambda, ast.excepthandler, ast.match_case)):
+    parts = [source] if steps and not product else ast.iter_child_nodes(source)
+    for part in source.body if isinstance(source, BRANCHES) else parts:
+        is_inner = isinstance(part, ast.stmt) and isinstance(source, INNER_FUNCTIONS)
+        if not is_inner and not isinstance(part, ast.Lambda):
             yield from _runs_in(scope, part)
 
 
@@ -80,7 +278,9 @@ def _joined(scope: Scope, found: dict[ast.expr, Run], run: Run) -> Run:
     if [n for n in mentions(part, name) if isinstance(n.ctx, ast.Load)] != [read]:
         return run
     guard = scope.guard_of(read)
-    is_sole = assignment(part)[0] == name and not scope.goes_on(part)  # it takes the name over
+    is_sole = assignment(part)[0] == name and not (  # it takes the name over
+        any(type(p).__name__ in GUARDED for p in scope.around(part))
+    )
     if guard is None and not is_sole:
         is_sole = scope.is_read_by(name, start, {read})
     is_sole = is_sole and scope.may_wait(read, {read: start})
@@ -95,8 +295,8 @@ class Form(NamedTuple):
     """One product of two factors."""
 
     node: ast.BinOp
-    act: Step
-    layers: tuple[Step, ...]  # the one before the activation and the other, or the one for both
+    # The activation, the layer before it and the other, or the activation and one for both.
+    steps: tuple[Step, ...]
     halves: ast.Call | None  # makes two of that one's result, ``h.chunk(2, -1)``
     reads: dict[ast.Name, ast.AST]  # names between the calls, and what gives them their values
 
@@ -135,13 +335,14 @@ def _form(scope: Scope, node: ast.AST | None) -> Form | None:
         rest, other_half = _origin(scope, other, reads)
         if half is None and other_half is None:
             gate, up = step_of(value), step_of(rest)
-            if _is_bare(gate) and _is_bare(up) and _is_same(gate.data, up.data):
-                return Form(node, act, (gate, up), None, reads)
+            is_one = _is_bare(gate) and _is_bare(up) and is_harmless(gate.data)
+            if is_one and ast.dump(gate.data) == ast.dump(up.data):
+                return Form(node, (act, gate, up), None, reads)
         elif value is rest and {half, other_half} == {0, 1} and (data := halved(value)):
             layer, part = _origin(scope, data, reads)
             gate = step_of(layer) if part is None else None
             if _is_bare(gate):
-                return Form(node, act, (gate,), value, reads)
+                return Form(node, (act, gate), value, reads)
     return None
 
 
@@ -149,20 +350,14 @@ def _is_bare(step: Step | None) -> bool:
     return step is not None and step.is_bare and len(step.node.args) == 1
 
 
-def _is_same(one: ast.expr, other: ast.expr) -> bool:
-    return is_harmless(one) and ast.dump(one) == ast.dump(other)
-
-
-def is_torch_chunk(node: ast.Call) -> bool:
-    return dotted(node.func) == ["torch", "chunk"]
-
-
 def halved(node: ast.AST | None) -> ast.expr | None:
     """The tensor of ``h.chunk(2, dim=-1)`` or ``torch.chunk(h, 2, dim=-1)``."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "chunk":
-        return None
-    data, *given = [*([] if is_torch_chunk(node) else [node.func.value]), *node.args, None]
-    return data if is_harmless(*given[:-1], *node.keywords) else None
+    match node:
+        case ast.Call(ast.Attribute(ast.Name("torch"), "chunk"), [data, *given], names) | ast.Call(
+            ast.Attribute(data, "chunk"), given, names
+        ) if is_harmless(*given, *names):
+            return data
+    return None
 
 
 def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None, int | None]:
@@ -171,12 +366,11 @@ def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None,
     if not isinstance(node, ast.Name):
         return node, None
     start = None if scope.guard_of(node) else scope.origin(node)
-    if not isinstance(start, ast.Assign) or len(start.targets) != 1:
-        return None, None
     reads[node] = start
-    target = start.targets[0]
-    if isinstance(target, ast.Name) and target.id == node.id:
-        return start.value, None
-    names = [getattr(t, "id", "") for t in getattr(target, "elts", [])]
-    is_pair = len({*names}) == len(names) == 2 and all(names)
-    return (start.value, names.index(node.id)) if is_pair and node.id in names else (None, None)
+    match start:
+        case ast.Assign([ast.Name(node.id)], value):
+            return value, None
+        case ast.Assign([ast.expr(elts=[ast.Name(one), ast.Name(two)])], value):
+            is_half = one != two and node.id in (one, two)
+            return (value, [one, two].index(node.id)) if is_half else (None, None)
+    return None, None

@@ -11,12 +11,10 @@ from types import CodeType, FunctionType
 
 from torch.compiler import is_dynamo_compiling
 
-from .runs import runs_of
-from .syntax import Run, Scope, dotted, is_docstring, step_of
+from .runs import Run, Scope, dotted, is_docstring, runs_of, step_of
 
-FUTURE = 0  # what `from __future__ import` sets in a code's flags
-for _feature in __future__.all_feature_names:
-    FUTURE |= getattr(__future__, _feature).compiler_flag
+# What `from __future__ import` sets in a code's flags.
+FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 # The code, as the user wrote it, of functions that have been rewritten.
 ORIGINALS: weakref.WeakKeyDictionary[FunctionType, CodeType] = weakref.WeakKeyDictionary()
 # The name, part by part, and the options of what a function calls that does nothing else.
@@ -159,17 +157,18 @@ def _recipe(function: FunctionType) -> Recipe | None:
         text = Text(function)
     except Unreadable:
         return None
-    returned = text.node.body
-    if isinstance(returned, list):
-        *before, last = returned
-        is_one = isinstance(last, ast.Return) and all(map(is_docstring, before))
-        returned = last.value if is_one and isinstance(text.node, ast.FunctionDef) else None
+    match text.node:
+        case ast.Lambda(body=returned):
+            before = []
+        case ast.FunctionDef(body=[*before, ast.Return(returned)]):
+            pass
+        case _:
+            return None
     step = step_of(returned)
     if step is None or step.callee is None or len(step.node.args) != 1:
         return None
-    path, options = dotted(step.callee), step.options()
+    path, (options, is_constant) = dotted(step.callee), step.options()
     is_argument = text.code.co_varnames == (getattr(step.data, "id", None),)
-    is_constant = not any(isinstance(value, ast.AST) for value in options.values())
     is_global = bool(path) and path[0] in text.code.co_names
     is_known = is_argument and text.code.co_argcount == 1 and is_constant and is_global
-    return (path, options) if is_known else None
+    return (path, options) if is_known and all(map(is_docstring, before)) else None
