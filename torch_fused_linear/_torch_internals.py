@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -141,6 +142,10 @@ def script_graphs(module: ScriptModule) -> Iterator[Graph]:
 
 # --- distributed tensors ------------------------------------------------------------------------
 
+_OTHER_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_OTHER_HOOKS += ("_forward_pre_hooks_with_kwargs",)
+_HOOK_OF_DISTRIBUTE_MODULE = "torch.distributed.tensor._api", "distribute_module.<locals>.<lambda>"
+
 
 def dtensor() -> tuple[ModuleType, ModuleType, ModuleType]:
     """What DTensor's rules for operators are written with: collectives, schemas, strategies."""
@@ -158,23 +163,20 @@ def handle_on_dtensors(operator: OpOverload, handler: Callable) -> None:
     DTensor._op_dispatcher._custom_op_handlers[operator] = handler
 
 
-def is_distributed_module(module: nn.Module) -> bool:
-    """Whether ``distribute_module`` has been given the module."""
-    return "_distribute_module_applied" in module.__dict__
-
-
-def given_to_distribute_module(hook: Callable, name: str) -> Any:
-    """The argument of ``distribute_module`` that a hook calls, None if the hook is not its own."""
-    if type(hook) is not FunctionType:
+def parallel_plan(layer: nn.Module) -> tuple[str, Iterable] | None:
+    """The style of tensor parallelism whose two hooks are all that a layer has, and the layouts of
+    the output."""
+    own, styles = layer.__dict__, sys.modules.get("torch.distributed.tensor.parallel.style")
+    if "_distribute_module_applied" not in own or any(map(own.get, _OTHER_HOOKS)):
         return None
-    made_by = hook.__module__, hook.__qualname__
-    if made_by != ("torch.distributed.tensor._api", "distribute_module.<locals>.<lambda>"):
-        return None
-    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or ()))
-    return held[name].cell_contents if name in held else None
-
-
-def prepares_output(function: Callable, style: str) -> bool:
-    """Whether it is what a plan of tensor parallelism, by its name, does after a layer."""
-    styles = sys.modules.get("torch.distributed.tensor.parallel.style")
-    return styles is not None and function is getattr(styles, style)._prepare_output_fn
+    hooks = [*own["_forward_pre_hooks"].values()], [*own["_forward_hooks"].values()]
+    given: dict[str, Any] = {}  # to distribute_module, whose hooks call it
+    for hook in hooks[0] + hooks[1] if styles and [*map(len, hooks)] == [1, 1] else ():
+        made_by = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+        if type(hook) is FunctionType and made_by == _HOOK_OF_DISTRIBUTE_MODULE:
+            given |= zip(hook.__code__.co_freevars, (c.cell_contents for c in hook.__closure__))
+    output = given.get("output_fn") if given.get("input_fn") else None
+    for style in ("ColwiseParallel", "RowwiseParallel") if type(output) is partial else ():
+        if output.func is getattr(styles, style)._prepare_output_fn:
+            return style, output.args[0]
+    return None

@@ -12,11 +12,10 @@ from torch import nn
 from .. import _library
 from .._arguments import Memory, check
 from .._torch_internals import forget_compiled
-from .model import frozen_reason
+from .model import frozen_reason, named
 from .plain import MARK
 from .plan import Plan
 from .report import Report
-from .resolve import named
 from .rewrite import put_back
 
 __all__ = ["fuse_", "is_fused", "unfuse_"]

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
+from .._torch_internals import parallel_plan
 from ..activations import ACTIVATIONS
 from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN
-from . import parallel, plain
+from . import plain
 from .plain import METHODS, dropped_share, memory_of, plain_kind
 
 
@@ -85,7 +86,14 @@ def last(function, /, *args, **named):
 def end(h):
     """What a begun call, or a half of one, would have returned; anything else as it is."""
     if is_a(Half, h):
-        return _half(h)
+        _, cell, number, behind = h
+        if len(cell) != 2:
+            begun, chunk, args, named = cell
+            cell[:] = chunk(end(begun), *args, **named)
+        value = cell[number]
+        for _, function, more, options in behind:
+            value = function(value, *more, **options)
+        return value
     if not is_a(Begun, h):
         return h
     layer, behind = h[1], h[5]
@@ -145,8 +153,10 @@ def _as_one(kind, h) -> Tensor | None:
     is_convolution = type(layer) is nn.Conv2d
     if kind is None or (kind != "relu" and (behind or is_convolution)):
         return None
-    if type(weight) not in PLAIN and not parallel.has_whole_sums(layer):
-        return None
+    if type(weight) not in PLAIN:
+        style, layouts = parallel_plan(layer)
+        if style != "ColwiseParallel" or any(layout.is_partial() for layout in layouts):
+            return None  # which is no whole sum yet
     if is_convolution:
         result = FusedConv2dReLU.forward(layer, input)
     else:
@@ -160,11 +170,14 @@ def _as_one(kind, h) -> Tensor | None:
 
 
 def _run(operator, h, **options):
-    """An operator in the place of the begun call's layer."""
+    """An operator in the place of the begun call's layer; of one under a plan of tensor parallelism
+    between its hooks, which distribute the input and give the output its layout."""
     _, layer, input, weight, bias, _ = h
     if type(weight) in PLAIN:
         return operator(input, weight, bias, **options)
-    return parallel.between_hooks(layer, operator, input, weight, bias, **options)
+    (before,), (after,) = layer._forward_pre_hooks.values(), layer._forward_hooks.values()
+    prepared = before(layer, (input,))
+    return after(layer, (prepared,), operator(prepared, weight, bias, **options))
 
 
 # --- gated layers -------------------------------------------------------------------------------
@@ -256,18 +269,6 @@ def _down(layer, h) -> Tensor | None:
         return None
     tensors = x, gate, up, held[0], gate_bias, up_bias, held[1]
     return gated_mlp(*tensors, activation=activation, memory=memory)
-
-
-def _half(h):
-    """What a half of a begun call's result would have been."""
-    _, cell, number, behind = h
-    if len(cell) != 2:
-        begun, chunk, args, named = cell
-        cell[:] = chunk(end(begun), *args, **named)
-    value = cell[number]
-    for _, function, more, options in behind:
-        value = function(value, *more, **options)
-    return value
 
 
 def _is_in_place(function, options) -> bool:

@@ -37,12 +37,8 @@ ACTIVATIONS = {
     "transformers.activations.AccurateGELUActivation": "gelu_tanh",
 }
 # Modules whose classes are activations, fused or not: what is left alone gets a reason.
-ACTIVATION_LIBRARIES = (
-    "torch.nn.modules.activation",
-    "torch_fused_linear.activations",
-    "timm.layers.activations",
-    "transformers.activations",
-)
+ACTIVATION_LIBRARIES = {"torch.nn.modules.activation"}
+ACTIVATION_LIBRARIES |= {name.rpartition(".")[0] for name in ACTIVATIONS}
 REFUSALS = {
     "QuickGELU": "it is x·sigmoid(1.702x), not GELU",
     "QuickGELUActivation": "it is x·sigmoid(1.702x), not GELU",

@@ -1,12 +1,18 @@
-"""The modules of a model, and the chains of calls in their code."""
+"""The modules of a model, and the chains of calls in their code.
+
+What an expression in the code stands for is found for one module and at this moment. It decides
+what is worth a call of ours, and what the report says; not what that call does.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,11 +23,13 @@ from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
 from .plain import hooks_objection
-from .resolve import Resolver, named
-from .runs import Product, Step, step_of
-from .source import Text, Unreadable, code_of, names, place_of, unwrapped
+from .runs import Product, Step, runs_of, step_of
+from .source import Text, Unreadable, code_of, codes_in, place_of, unwrapped
 
 FUSED = (FusedMLP, FusedGatedMLP)
+ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
+CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
+MOST_NAMES = 7  # that stand for one another
 
 
 @dataclass(eq=False)
@@ -40,7 +48,7 @@ class Element:
 
     @property
     def where(self) -> str:
-        return "" if self.text is None else self.text.place(self.step.node)
+        return f"{self.text.code.co_filename}:{self.step.node.lineno}" if self.text else ""
 
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
         """What each of its values is as an activation, or as one that is plain now."""
@@ -51,9 +59,6 @@ class Element:
 
     def of(self, test: Callable[[object], bool]) -> list[Any]:
         return [*filter(test, self.values)]
-
-    def is_activation(self) -> bool:
-        return bool(self.of(plain.is_activation))
 
     def is_square(self) -> bool:
         if self.step.callee is None or not self.step.is_square:
@@ -73,7 +78,7 @@ class Model:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}  # why a module was not entered
         self.unread: dict[nn.Module, tuple[str, str]] = {}  # why code is not believed, and where
-        self._text = cache(Text)
+        self._text, self._runs = cache(Text), cache(runs_of)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
         self.names = {id(module): path for path, module in named(root)}  # of frozen ones too
@@ -85,9 +90,8 @@ class Model:
             self.frozen[path] = f"{cls.__name__} {reason}"
         elif module not in self.paths:
             self.paths[module] = path
-            for name, child in module._modules.items():
-                if child is not None:
-                    self._visit(child, f"{path}.{name}" if path else name)
+            for name, child in children(module).items():
+                self._visit(child, f"{path}.{name}" if path else name)
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         is_one = isinstance(module, FUSED) or self._is_inner(module)
@@ -95,7 +99,7 @@ class Model:
             return
         for function in functions_of(type(module)):
             if function is nn.Sequential.forward:
-                if walks_children(module):
+                if type(module).__iter__ is nn.Sequential.__iter__:
                     yield self._flatten(module)
             elif self._mentions_activation(module, function):
                 yield from self.read(module, function)
@@ -115,8 +119,8 @@ class Model:
             parts = [[*map(element, form.steps)] for form in forms]
             return Element(module, values, step, text, parts)
 
-        chains = [[element(step) for step in run] for run in text.runs]
-        if text.scope.takes_locals():
+        chains = [[element(step) for step in run] for run in self._runs(text)]
+        if text.takes_locals():
             if any(e.of(plain.is_layer) for chain in chains for e in chain):
                 reason = f"{function.__qualname__} takes all its local names together"
                 self.unread.setdefault(module, (reason, place_of(function.__code__)))
@@ -124,8 +128,8 @@ class Model:
         return chains
 
     def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
-        code = code_of(function)
-        for name in names(code) | set(code.co_freevars):
+        codes = codes_in(code_of(function))
+        for name in {name for code in codes for name in code.co_names + codes[0].co_freevars}:
             held = vars(module).get(name, module._modules.get(name))
             inner = held._modules.values() if isinstance(held, nn.Module) else ()  # as block.act
             found = (held, function.__globals__.get(name), *inner)
@@ -180,12 +184,8 @@ def is_sequential(module: object) -> bool:
     """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
     if not isinstance(module, nn.Sequential) or type(module).__hash__ is None:
         return False
-    return type(module).forward is nn.Sequential.forward and walks_children(module)
-
-
-def walks_children(module: nn.Sequential) -> bool:
-    """Whether nn.Sequential's forward means its children, one by one."""
-    return type(module).__iter__ is nn.Sequential.__iter__
+    names = "forward", "__iter__"
+    return all(getattr(type(module), n) is getattr(nn.Sequential, n) for n in names)
 
 
 def pass_over(chain: Chain, start: int) -> int:
@@ -193,3 +193,157 @@ def pass_over(chain: Chain, start: int) -> int:
     while start < len(chain) and chain[start].of(plain.is_passed):
         start += 1
     return start
+
+
+# --- what an expression stands for --------------------------------------------------------------
+
+
+class Resolver:
+    """Of one method of one module."""
+
+    def __init__(self, owner: nn.Module, text: Text) -> None:
+        self.owner = owner
+        # A private name gets the name of the class around the function before it.
+        self.class_name = text.function.__qualname__.rpartition(".")[0].rpartition(".")[2]
+        self.scopes = (cells(text.function), text.function.__globals__, vars(builtins))
+        self.open: list[str] = []  # names that are being looked up
+        by_position = [*text.node.args.posonlyargs, *text.node.args.args]
+        self.self_name = by_position[0].arg if by_position else ""
+        arguments = {a.arg for a in ast.walk(text.node.args) if isinstance(a, ast.arg)}
+        # What is given to each local name: ``*x`` for one of what x yields, None for an argument.
+        self.assigned: dict[str, list[ast.expr | None]]
+        self.assigned = {name: [None] for name in arguments - {self.self_name}}
+        for node in ast.walk(text.node):
+            match node:
+                case ast.Assign(targets, value):
+                    for target in targets:
+                        self._assign(target, value)
+                case ast.AnnAssign(target, value=value) | ast.NamedExpr(target, value):
+                    self._assign(target, value)
+                case ast.For(target, each) | ast.comprehension(target, each):
+                    self._assign(target, ast.Starred(each))
+                case ast.Name(name, ast.Store() | ast.Del()):
+                    self.assigned.setdefault(name, [])
+
+    def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+        match target, value:
+            case ast.Name(name), ast.expr():
+                self.assigned.setdefault(name, []).append(value)
+            case ast.Tuple(parts), ast.Tuple(values):
+                for part, given in zip(parts, values):
+                    self._assign(part, given)
+            case ast.Tuple(parts), ast.Starred(each):
+                is_zip = isinstance(each, ast.Call) and getattr(each.func, "id", "") == "zip"
+                is_apart = is_zip and len(each.args) == len(parts)
+                for k, part in enumerate(parts):
+                    self._assign(part, ast.Starred(each.args[k]) if is_apart else value)
+
+    def values(self, node: ast.expr) -> list[object]:
+        """What it may be; empty if that is not known."""
+        match node:
+            case ast.Name(name):
+                return self._name(name)
+            case ast.Starred(value):
+                return self._each(value)
+            case ast.Attribute(value, name):
+                return self._attributes(value, name)
+            case ast.Subscript(value, index):
+                return [v for held in self.values(value) for v in _part(held, index)]
+            case ast.Call(ast.Name("getattr"), [value, ast.Constant(name)]):
+                return self._attributes(value, str(name))
+            case ast.Call(ast.Name("getattr"), [value, _]):
+                return self._each(value)
+            case ast.Call(ast.Attribute(value, name), []) if name in CHILDREN:
+                return self._children(value)
+        return []
+
+    def _name(self, name: str) -> list[object]:
+        if name == self.self_name:
+            return [self.owner]
+        if name not in self.assigned:
+            return [scope[name] for scope in self.scopes if name in scope][:1]
+        if name in self.open or len(self.open) == MOST_NAMES:
+            return []
+        found = []
+        self.open.append(name)
+        for value in self.assigned[name]:
+            if value is None:  # an argument: any layer that we have
+                found += [module for path, module in named(self.owner) if path]
+            else:
+                found += self.values(value)
+        self.open.pop()
+        return found
+
+    def _each(self, node: ast.expr) -> list[object]:
+        """What it yields, one by one; all that may come, which is enough to know."""
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
+            return [v for argument in node.args for v in self._each(argument)]
+        return (self.values if isinstance(node, ast.Call) else self._children)(node)
+
+    def _children(self, node: ast.expr) -> list[object]:
+        return [v for held in self.values(node) for v in children(held).values()]
+
+    def _attributes(self, node: ast.expr, name: str) -> list[object]:
+        """Without running a property."""
+        if self.class_name and name.startswith("__") and not name.endswith("__"):
+            name = f"_{self.class_name.lstrip('_')}{name}"
+        found = [_attribute(base, name) for base in self.values(node)]
+        return [value for value in found if value is not None]
+
+
+def _part(held: object, index: ast.expr) -> list[object]:
+    """What an index, or any index where it is no constant, takes out of it."""
+    found = children(held)
+    try:
+        key = ast.literal_eval(index)
+    except ValueError:
+        return list(found.values())
+    if isinstance(key, int):
+        return list(found.values())[key:][:1] if -len(found) <= key else []
+    return [found[key]] if isinstance(key, str) and key in found else []
+
+
+def _attribute(base: object, name: str) -> object:
+    if isinstance(base, ModuleType):
+        return vars(base).get(name)
+    if not isinstance(base, nn.Module):
+        return None
+    for held in (vars(base), base._modules):
+        if name in held:
+            return held[name]
+    found = inspect.getattr_static(type(base), name, None)
+    found = getattr(found, "__func__", found)  # a function may be a staticmethod
+    return found if callable(found) and not isinstance(found, type) else None
+
+
+def cells(function: FunctionType) -> dict[str, object]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # is filled later
+            found[name] = None
+    return found
+
+
+def named(
+    module: nn.Module, path: str = "", seen: set | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """``named_modules``, of modules that cannot be hashed too."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in children(module).items():
+        yield from named(child, f"{path}.{name}" if path else name, seen)
+
+
+def children(held: object) -> dict[object, object]:
+    """What a module, a list or a dictionary holds."""
+    if isinstance(held, nn.Module):
+        held = held._modules
+    elif isinstance(held, (list, tuple)):
+        held = dict(enumerate(held))
+    items = held.items() if isinstance(held, dict) else ()
+    return {key: value for key, value in items if value is not None}

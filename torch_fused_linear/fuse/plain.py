@@ -23,11 +23,12 @@ from .._torch_internals import (
     HOOKS,
     function_modes,
     has_any_global_hook,
+    parallel_plan,
 )
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
-from . import families, parallel
-from .families import ACTIVATIONS, CONV1D, full_name
+from . import families
+from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .runs import METHODS as METHOD_NAMES
 from .source import called_by
 
@@ -56,8 +57,7 @@ FUNCTIONS = (
     (F.relu, "relu", "inplace"),
     (F.gelu, "gelu", "approximate"),
     (F.silu, "silu", "inplace"),
-    *((function, "relu", "") for function in (torch.relu, torch.relu_)),
-    *((METHODS[name], "relu", "") for name in ("relu", "relu_")),
+    *((f, "relu", "") for f in (torch.relu, torch.relu_, METHODS["relu"], METHODS["relu_"])),
 )
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
@@ -68,12 +68,10 @@ MODULES = {
 PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
 KNOWN = tuple(MODULES)
 CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
+CALLED = ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
 FUNCTIONS_CALLED = (
     (torch, "relu", torch.relu),  # by F.relu
-    *(
-        (F, name, getattr(F, name))
-        for name in ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
-    ),
+    *((F, name, getattr(F, name)) for name in CALLED),
 )
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, vars(Tensor).get(name)) for name in (*METHODS, "pow", "__pow__")),
@@ -100,10 +98,16 @@ def learn(value: object) -> None:
         MODULES.setdefault(cls, (kind, cls.forward))
 
 
+def is_spread(layer: nn.Module) -> bool:
+    """Whether its hooks are those of ``ColwiseParallel`` or ``RowwiseParallel``, and no others."""
+    is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
+    return is_linear and parallel_plan(layer) is not None
+
+
 def hooks_objection(module: nn.Module) -> str | None:
     """Where somebody watches the module or has replaced its forward."""
     own = module.__dict__
-    for kind in HOOKS[2:] if parallel.is_spread(module) else HOOKS:
+    for kind in HOOKS[2:] if is_spread(module) else HOOKS:
         if own.get(kind):
             return f"has {kind.strip('_').replace('_', ' ')}"
     if "forward" in own or "_call_impl" in own:
@@ -127,13 +131,6 @@ def is_untouched(cls: type, forward: object) -> bool:
     call = nn.Module.__call__ if is_exporting() else CALL  # export wraps it for a while
     known = cls.forward is forward and cls.__call__ is call and cls._call_impl is CALL_IMPL
     return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
-
-
-def plain_modes() -> bool:
-    """Whether no function mode of somebody else wants to see torch's own calls."""
-    if is_dynamo_compiling():
-        return True
-    return all(type(mode).__module__.startswith("torch.") for mode in function_modes())
 
 
 def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
@@ -165,11 +162,12 @@ def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         return None
     weight, bias = held["weight"], held["bias"]
     tensors = (weight,) if bias is None else (weight, bias)
-    if parallel.is_spread(layer):
+    if is_spread(layer):
         is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
     else:
         is_known = all(type(t) in PLAIN for t in tensors)
-    if not is_known or not plain_modes():
+    modes = [] if is_dynamo_compiling() else function_modes()  # others' want to see torch's calls
+    if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
         return None
     # another library's layer has its weight transposed; the operators take any strides
     return (weight if cls in (nn.Linear, nn.Conv2d) else weight.t()), bias
@@ -182,8 +180,7 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         if function is known:
             if options and options.keys() != {option}:
                 return None
-            approximate = options["approximate"] if options and kind == "gelu" else "none"
-            return name_of_gelu(approximate) if kind == "gelu" else kind
+            return name_of_gelu((options or {}).get(option, "none")) if kind == "gelu" else kind
     if options:
         return None
     if isinstance(function, nn.Module):
@@ -227,17 +224,15 @@ def is_square(function: object, more: tuple = ()) -> bool:
 
 def dropped_share(function: object, args: tuple, kwargs: dict) -> float | None:
     """What share of its input it drops now; None if it is neither dropout nor identity."""
+    cls = type(function) if isinstance(function, nn.Module) else nn.Module
     if function is F.dropout:
         p, training, inplace = _dropout_arguments(*args, **kwargs)
-    elif isinstance(function, nn.Module) and type(function) in PASSED:
-        cls = type(function)
-        if is_watched(function) or not is_untouched(cls, PASSED[cls]):
-            return None
-        if cls is nn.Identity:
-            return 0
-        p, training, inplace = function.p, function.training, function.inplace
-    else:
+    elif cls not in PASSED or is_watched(function) or not is_untouched(cls, PASSED[cls]):
         return None
+    elif cls is nn.Identity:
+        return 0
+    else:
+        p, training, inplace = function.p, function.training, function.inplace
     # in place torch draws other numbers, and the backward needs what the operator returned
     if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
         return None
@@ -268,9 +263,8 @@ def is_layer(value: object) -> bool:
 
 def is_activation(value: object) -> bool:
     if isinstance(value, nn.Module):
-        return (
-            isinstance(value, KNOWN) or type(value).__module__ in families.ACTIVATION_LIBRARIES
-        ) and not isinstance(value, nn.MultiheadAttention)
+        is_known = isinstance(value, KNOWN) or type(value).__module__ in ACTIVATION_LIBRARIES
+        return is_known and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in families.ACTIVATION_FUNCTIONS):
         return True
     return callable(value) and activation_kind(value) is not None
@@ -278,9 +272,7 @@ def is_activation(value: object) -> bool:
 
 def is_passed(value: object) -> bool:
     """Whether it is a dropout or nothing at all, which may stand between or after."""
-    return value is F.dropout or (
-        type(value) in (nn.Dropout, nn.Identity) and not hooks_objection(value)
-    )
+    return value is F.dropout or (type(value) in PASSED and not hooks_objection(value))
 
 
 def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
@@ -295,7 +287,7 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     if reason := hooks_objection(layer):
         return reason
     weight = layer._parameters.get("weight")
-    may_be_distributed = is_sharded or parallel.is_spread(layer)
+    may_be_distributed = is_sharded or is_spread(layer)
     is_distributed = may_be_distributed and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"

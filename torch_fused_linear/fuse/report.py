@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections import Counter
@@ -94,8 +93,11 @@ class Report:
             ("", "first layer", "in", "before  ⇒  after"): fused,
             ("", "left alone", "because", "at"): skipped,
         }
-        found = [["", *table(head, counted(rows))] for head, rows in tables.items() if rows]
-        return "\n".join(itertools.chain([title], *found))
+        lines = [title]
+        for head, rows in tables.items():
+            counted = [(f"{count} ×", *row) for row, count in Counter(rows).items()]
+            lines += ["", *table(head, counted)] if rows else []
+        return "\n".join(lines)
 
 
 def number(found: list, word: str) -> str:
@@ -105,8 +107,3 @@ def number(found: list, word: str) -> str:
 def numberless(path: str) -> str:
     """The path with a star for the number of a layer: such layers are alike."""
     return re.sub(r"(?<=[._])\d+(?=\.)", "*", path)
-
-
-def counted(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each row once, and before it how often it was there."""
-    return [(f"{count} ×", *row) for row, count in Counter(rows).items()]

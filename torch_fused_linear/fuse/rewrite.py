@@ -34,22 +34,17 @@ _lock = threading.Lock()
 
 def roles_of(text: Text, steps: list[Step]) -> Roles:
     """Those of calls that become one."""
-    number = text.numbers
-    found = {number[step.node]: "step" for step in steps[:-1]}
-    found[number[steps[-1].node]] = "last"
-    if isinstance(steps[0], Product):
-        for form in steps[0].forms:
-            found[number[form.node]] = "product" if len(steps) > 1 else "last_product"
-            found |= {number[step.node]: "step" for step in form.steps}
-            found[number[form.steps[0].node]] = "later"
-            if form.halves is not None:
-                found[number[form.halves]] = "halves"
+    found = {step.node: "step" for step in steps[:-1]} | {steps[-1].node: "last"}
+    for form in steps[0].forms if isinstance(steps[0], Product) else ():
+        found |= {step.node: "step" for step in form.steps}
+        found[form.node] = "product" if len(steps) > 1 else "last_product"
+        found |= {form.steps[0].node: "later", form.halves: "halves"}
     for step, after in itertools.pairwise(steps):
         if after.is_square and step is not steps[0]:
-            found[number[step.node]] = "later"
+            found[step.node] = "later"
         if after.guard is not None and isinstance(after.data, ast.Name):
-            found[number[after.guard]] = after.data.id
-    return found
+            found[after.guard] = after.data.id
+    return {k: found[node] for k, node in enumerate(ast.walk(text.node)) if node in found}
 
 
 def united(one: Roles, other: Roles) -> Roles:
@@ -101,7 +96,8 @@ def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
                 node.body.insert(0, ast.increment_lineno(look_for_mark, node.lineno))
         ast.fix_missing_locations(tree)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
-        found |= {text: codes[text.key][0] for text in texts}
+        by_key = {(code.co_name, code.co_firstlineno): code for code in codes}
+        found |= {text: by_key[text.key] for text in texts}
     return found
 
 

@@ -200,11 +200,9 @@ class Scope:
         """Whether the function takes all its local names together, begun calls among them."""
         nodes = list(ast.walk(self.node))
         given = {n.func for n in nodes if isinstance(n, ast.Call) and n.args}
-        return any(
-            n.id in ("locals", "eval", "exec") or (n.id in ("vars", "dir") and n not in given)
-            for n in nodes
-            if isinstance(n, ast.Name)
-        )
+        names = {n.id for n in nodes if isinstance(n, ast.Name) and n not in given}
+        names |= {n.id for n in given if isinstance(n, ast.Name)} - {"vars", "dir"}
+        return not names.isdisjoint(("locals", "eval", "exec", "vars", "dir"))
 
     def is_read_by(self, name: str, start: ast.AST, reads: Container[ast.Name]) -> bool:
         """Whether only these nodes see what the statement `start` assigns to `name`."""
@@ -248,7 +246,9 @@ def runs_of(scope: Scope) -> list[Run]:
 
 def _runs_in(scope: Scope, node: ast.AST) -> Iterator[Run]:
     """Runs in a statement or part of one, in the order of the text."""
-    steps, source = _unnest(node) if isinstance(node, ast.expr) else ((), node)
+    steps, source = (), node
+    while (step := step_of(source)) is not None:  # the innermost is the first
+        steps, source = (step, *steps), step.data
     product = product_of(scope, source)
     if product or steps:
         yield (product, *steps) if product else steps
@@ -257,15 +257,6 @@ def _runs_in(scope: Scope, node: ast.AST) -> Iterator[Run]:
         is_inner = isinstance(part, ast.stmt) and isinstance(source, INNER_FUNCTIONS)
         if not is_inner and not isinstance(part, ast.Lambda):
             yield from _runs_in(scope, part)
-
-
-def _unnest(value: ast.expr) -> tuple[Run, ast.expr]:
-    """``self.b(self.a(x))`` as its steps, the first first, and ``x``."""
-    steps: list[Step] = []
-    while (step := step_of(value)) is not None:
-        steps.append(step)
-        value = step.data
-    return tuple(steps[::-1]), value
 
 
 def _joined(scope: Scope, found: dict[ast.expr, Run], run: Run) -> Run:
@@ -334,20 +325,22 @@ def _form(scope: Scope, node: ast.AST | None) -> Form | None:
         value, half = _origin(scope, act.data, reads)
         rest, other_half = _origin(scope, other, reads)
         if half is None and other_half is None:
-            gate, up = step_of(value), step_of(rest)
-            is_one = _is_bare(gate) and _is_bare(up) and is_harmless(gate.data)
-            if is_one and ast.dump(gate.data) == ast.dump(up.data):
+            gate, up = _bare_step(value), _bare_step(rest)
+            is_one = gate and up and ast.dump(gate.data) == ast.dump(up.data)
+            if is_one and is_harmless(gate.data):
                 return Form(node, (act, gate, up), None, reads)
         elif value is rest and {half, other_half} == {0, 1} and (data := halved(value)):
             layer, part = _origin(scope, data, reads)
-            gate = step_of(layer) if part is None else None
-            if _is_bare(gate):
+            gate = _bare_step(layer) if part is None else None
+            if gate is not None:
                 return Form(node, (act, gate), value, reads)
     return None
 
 
-def _is_bare(step: Step | None) -> bool:
-    return step is not None and step.is_bare and len(step.node.args) == 1
+def _bare_step(node: ast.AST | None) -> Step | None:
+    """A call of a tensor that is given by position, and of nothing else."""
+    step = step_of(node)
+    return step if step is not None and step.is_bare and step.node.args else None
 
 
 def halved(node: ast.AST | None) -> ast.expr | None:

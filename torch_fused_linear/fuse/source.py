@@ -6,12 +6,12 @@ import __future__
 import ast
 import linecache
 import weakref
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import CodeType, FunctionType
 
 from torch.compiler import is_dynamo_compiling
 
-from .runs import Run, Scope, dotted, is_docstring, runs_of, step_of
+from .runs import Scope, dotted, is_docstring, step_of
 
 # What `from __future__ import` sets in a code's flags.
 FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
@@ -26,12 +26,12 @@ class Unreadable(Exception):
     """Says why the source of a function cannot be had, or believed."""
 
 
-class Text:
+class Text(Scope):
     """The text of a function, where it is, and what is in it."""
 
     def __init__(self, function: FunctionType) -> None:
-        self.function, self.code = function, code_of(function)
-        name, path = function.__qualname__, self.code.co_filename
+        self.function, code = function, code_of(function)
+        name, path = function.__qualname__, code.co_filename
         # linecache knows the cells of notebooks too
         linecache.checkcache(path)
         lines = linecache.getlines(path, function.__globals__)
@@ -40,45 +40,20 @@ class Text:
                 f"there is no source of {name}, which takes a file or a cell of a notebook; layers "
                 "of this package need none"
             )
-        self.file = "".join(lines), path, self.code.co_flags & FUTURE
+        self.file = "".join(lines), path, code.co_flags & FUTURE
         try:
             nodes, codes = index(*self.file)
         except (SyntaxError, ValueError) as error:
             raise Unreadable(f"the source of {name} does not compile") from error
-        self.key = self.code.co_name, self.code.co_firstlineno
-        if len(nodes.get(self.key, ())) != 1 or self.code not in codes.get(self.key, ()):
+        self.key = code.co_name, code.co_firstlineno
+        if len(nodes.get(self.key, ())) != 1 or code not in codes:
             raise Unreadable(
                 f"the code of {name} is not what is in the file; it was changed since it was "
                 "loaded, or made by other code"
             )
-        (self.node,) = nodes[self.key]
+        super().__init__(*nodes[self.key], code)
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{name} has type parameters")
-        self.scope = Scope(self.node, self.code)
-
-    @property
-    def class_name(self) -> str:
-        """Of what is around it: a class's name is put before private ones."""
-        return self.function.__qualname__.rpartition(".")[0].rpartition(".")[2]
-
-    @property
-    def self_name(self) -> str:
-        """Its first argument's; empty if it has none by position."""
-        arguments = self.node.args
-        first = [*arguments.posonlyargs, *arguments.args][:1]
-        return first[0].arg if first else ""
-
-    @cached_property
-    def numbers(self) -> dict[ast.AST, int]:
-        """By which number a node is found again in another tree of the same text."""
-        return {node: k for k, node in enumerate(ast.walk(self.node))}
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        return runs_of(self.scope)
-
-    def place(self, node: ast.AST) -> str:
-        return f"{self.code.co_filename}:{node.lineno}"
 
 
 def functions_in(tree: ast.AST) -> dict[tuple[str, int], list[ast.AST]]:
@@ -92,25 +67,16 @@ def functions_in(tree: ast.AST) -> dict[tuple[str, int], list[ast.AST]]:
 
 
 @lru_cache(maxsize=32)
-def index(source: str, path: str, flags: int) -> tuple[dict, dict]:
+def index(source: str, path: str, flags: int) -> tuple[dict, list[CodeType]]:
     """The functions of a file, and their code."""
     codes = codes_in(compile(source, path, "exec", flags, dont_inherit=True))
     return functions_in(ast.parse(source)), codes
 
 
-def codes_in(code: CodeType) -> dict[tuple[str, int], list[CodeType]]:
-    """A file's code and that of all functions in it, by name and first line."""
-    found: dict[tuple[str, int], list] = {}
-    waiting = [code]
-    while waiting:
-        code = waiting.pop()
-        found.setdefault((code.co_name, code.co_firstlineno), []).append(code)
-        waiting += inner_codes(code)
-    return found
-
-
-def inner_codes(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+def codes_in(code: CodeType) -> list[CodeType]:
+    """It and that of all functions in it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [code, *(each for constant in inner for each in codes_in(constant))]
 
 
 def code_of(function: FunctionType) -> CodeType:
@@ -123,11 +89,6 @@ def unwrapped(function: object) -> FunctionType | None:
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
-
-
-def names(code: CodeType) -> set[str]:
-    """The names of all attributes and globals that a function and those in it mention."""
-    return set(code.co_names).union(*map(names, inner_codes(code)))
 
 
 def place_of(code: CodeType) -> str:
