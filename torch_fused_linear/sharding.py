@@ -24,9 +24,6 @@ from .activations import ACTIVATIONS, OPERATORS
 _MASK_BITS = 128
 
 
-_library = torch.library.Library("fused", "IMPL")
-
-
 @dataclass(frozen=True)
 class Rule:
     """The dimensions of an operator's tensors; ``*`` are all leading ones of the first."""
@@ -37,68 +34,55 @@ class Rule:
     added: tuple[str, ...] = ()  # arguments added to a result, a part of a partial sum as well
 
 
-_LAYER = {"input": "*i", "weight": "oi", "bias": "o"}
-_BACKWARD = {"grad_output": "*o", "input": "*i", "weight": "oi", "saved": "*o"}
-_GATED = {"input": "*i", "gate": "hi", "up": "hi", "gate_bias": "h", "up_bias": "h"}
+def _rule(text: str, shardable: str, *added: str) -> Rule:
+    """A rule as the table has it: ``argument:dimensions -> result:dimensions/sum``."""
+    inputs, outputs = ([part.split(":") for part in side.split()] for side in text.split("->"))
+    results = {name: tuple(f"{of}/".split("/")[:2]) for name, of in outputs}
+    return Rule(dict(inputs), results, shardable, added)
+
+
+_LAYER = "input:*i weight:oi bias:o"
+_BACKWARD = "grad_output:*o input:*i weight:oi saved:*o"
+_GATED = "input:*i gate:hi up:hi gate_bias:h up_bias:h"
 _IMAGE = "*o"  # neighbouring pixels meet in a convolution
-_GRADIENTS = {"grad_weight": ("oi", "*"), "grad_bias": ("o", "*")}
+_GRADIENTS = "grad_weight:oi/* grad_bias:o/*"
 
 RULES = {
-    "linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),
+    "linear": _rule(f"{_LAYER} -> :*o/i", "*oi", "bias"),
     # An activation needs the whole sum, so that the inputs are not sharded.
-    **dict.fromkeys(OPERATORS, Rule(_LAYER, {"": ("*o", "")}, "*o")),
-    "_linear_aux": Rule(_LAYER, {"output": ("*o", ""), "saved": ("*o", "")}, "*o"),
-    "_linear_relu_bits": Rule(_LAYER, {"output": ("*o", ""), "mask": ("*o", "")}, "*o"),
-    "_relu_mask": Rule({"output": "*o"}, {"mask": ("*o", "")}, "*o"),
-    "_activation_backward": Rule(
-        {"grad_output": "*o", "saved": "*o"},
-        {"grad_preactivation": ("*o", ""), "grad_bias": ("o", "*")},
-        "*o",
+    **dict.fromkeys(OPERATORS, _rule(f"{_LAYER} -> :*o", "*o")),
+    "_linear_aux": _rule(f"{_LAYER} -> output:*o saved:*o", "*o"),
+    "_linear_relu_bits": _rule(f"{_LAYER} -> output:*o mask:*o", "*o"),
+    "_relu_mask": _rule("output:*o -> mask:*o", "*o"),
+    "_activation_backward": _rule(
+        "grad_output:*o saved:*o -> grad_preactivation:*o grad_bias:o/*", "*o"
     ),
-    "_linear_backward": Rule(_BACKWARD, {"grad_input": ("*i", "o"), **_GRADIENTS}, "*oi"),
+    "_linear_backward": _rule(f"{_BACKWARD} -> grad_input:*i/o {_GRADIENTS}", "*oi"),
     # act' of the layer before is linear in the gradient: it may be applied to a partial sum.
-    "_linear_backward_across": Rule(
-        {**_BACKWARD, "previous_saved": "*i"},
-        {
-            "grad_previous_preactivation": ("*i", "o"),
-            **_GRADIENTS,
-            "grad_previous_bias": ("i", "*o"),
-        },
+    "_linear_backward_across": _rule(
+        f"{_BACKWARD} previous_saved:*i -> grad_previous_preactivation:*i/o {_GRADIENTS} "
+        "grad_previous_bias:i/*o",
         "*oi",
     ),
-    "linear_glu": Rule(_GATED, {"": ("*h", "")}, "*h"),
+    "linear_glu": _rule(f"{_GATED} -> :*h", "*h"),
     # Column, then row: what is between is never gathered.
-    "gated_mlp": Rule(
-        {**_GATED, "down": "oh", "down_bias": "o"}, {"": ("*o", "h")}, "*ho", added=("down_bias",)
+    "gated_mlp": _rule(f"{_GATED} down:oh down_bias:o -> :*o/h", "*ho", "down_bias"),
+    "_linear_glu_aux": _rule(
+        f"{_GATED} -> output:*h gate_preactivation:*h up_preactivation:*h", "*h"
     ),
-    "_linear_glu_aux": Rule(
-        _GATED,
-        dict.fromkeys(("output", "gate_preactivation", "up_preactivation"), ("*h", "")),
+    "_glu": _rule("gate:*h up:*h -> :*h", "*h"),
+    "_glu_backward": _rule(
+        "grad_output:*h gate:*h up:*h -> "
+        "grad_gate:*h grad_up:*h grad_gate_bias:h/* grad_up_bias:h/* output:*h",
         "*h",
     ),
-    "_glu": Rule({"gate": "*h", "up": "*h"}, {"": ("*h", "")}, "*h"),
-    "_glu_backward": Rule(
-        {"grad_output": "*h", "gate": "*h", "up": "*h"},
-        {
-            "grad_gate": ("*h", ""),
-            "grad_up": ("*h", ""),
-            "grad_gate_bias": ("h", "*"),
-            "grad_up_bias": ("h", "*"),
-            "output": ("*h", ""),
-        },
-        "*h",
+    "conv2d_relu": _rule("input:*chw weight:ocxy bias:o -> :*ohw", _IMAGE),
+    "_channels_relu_backward": _rule(
+        "grad_output:*ohw output:*ohw -> grad_preactivation:*ohw grad_bias:o/*", _IMAGE
     ),
-    "conv2d_relu": Rule(
-        {"input": "*chw", "weight": "ocxy", "bias": "o"}, {"": ("*ohw", "")}, _IMAGE
-    ),
-    "_channels_relu_backward": Rule(
-        {"grad_output": "*ohw", "output": "*ohw"},
-        {"grad_preactivation": ("*ohw", ""), "grad_bias": ("o", "*")},
-        _IMAGE,
-    ),
-    "_conv2d_backward": Rule(
-        {"grad_output": "*ohw", "input": "*chw", "weight": "ocxy"},
-        {"grad_input": ("*chw", "o"), "grad_weight": ("ocxy", "*"), "grad_bias": ("o", "*")},
+    "_conv2d_backward": _rule(
+        "grad_output:*ohw input:*chw weight:ocxy -> "
+        "grad_input:*chw/o grad_weight:ocxy/* grad_bias:o/*",
         _IMAGE,
     ),
 }
@@ -182,7 +166,9 @@ def _register_rules() -> None:
         strategies.register_op_strategy(op, info)(strategy)
     _torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
     subclasses.know(DTensor, collectives.AsyncCollectiveTensor)
-    _library.impl("_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect")
+    subclasses.kernels.impl(
+        "_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect"
+    )
 
 
 def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:

@@ -43,15 +43,7 @@ def _begin(operator: str, input: Tensor, weight: Tensor, **arguments: str) -> No
         report.note(operator, input, weight, "(no kernel: tensor subclass)")
 
 
-def layer(
-    operator: str,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    approximate: str = "tanh",
-    memory: str = "default",
-) -> Tensor:
+def layer(operator, input, weight, bias=None, *, approximate="tanh", memory="default") -> Tensor:
     """Of ``linear`` and the operators with an activation; ``approximate`` is of GELU alone."""
     _begin(operator, input, weight, approximate=approximate, memory=memory)
     output = F.linear(input, weight, bias)
@@ -66,25 +58,17 @@ def mlp(input, weights, biases, activation="relu", *, memory="default") -> Tenso
     return F.linear(input, weights[-1], biases[-1])
 
 
-def linear_glu(
-    input,
-    gate,
-    up=None,
-    gate_bias=None,
-    up_bias=None,
-    *,
-    activation="silu",
-    memory="default",
-    operator="linear_glu",
+def glu(
+    name, input, gate, up=None, gate_bias=None, up_bias=None, *, activation="silu", memory="default"
 ) -> Tensor:
     if up is None and up_bias is not None:
-        raise ValueError(f"{operator}: up_bias must be None without up: gate_bias is both")
+        raise ValueError(f"{name}: up_bias must be None without up: gate_bias is both")
     if up is None and (gate.dim() != 2 or gate.shape[0] % 2):
         raise ValueError(
-            f"{operator}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
+            f"{name}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
             f"got {list(gate.shape)}"
         )
-    _begin(operator, input, gate, activation=activation, memory=memory)
+    _begin(name, input, gate, activation=activation, memory=memory)
     z = F.linear(input, gate, gate_bias)
     first, second = z.chunk(2, -1) if up is None else (z, F.linear(input, up, up_bias))
     return ACTIVATIONS[activation](first) * second
@@ -93,7 +77,7 @@ def linear_glu(
 def gated_mlp(
     input, gate, up, down, gate_bias=None, up_bias=None, down_bias=None, **options
 ) -> Tensor:
-    hidden = linear_glu(input, gate, up, gate_bias, up_bias, operator="gated_mlp", **options)
+    hidden = glu("gated_mlp", input, gate, up, gate_bias, up_bias, **options)
     return F.linear(hidden, down, down_bias)
 
 
@@ -112,9 +96,10 @@ def _if_foreign(compute, *args, **kwargs) -> Tensor | None:
     return None
 
 
-_library = torch.library.Library("fused", "IMPL")
+kernels = torch.library.Library("fused", "IMPL")
 COMPUTES = {name: partial(layer, name) for name in ("linear", *OPERATORS)}
-COMPUTES |= {f.__name__: f for f in (mlp, linear_glu, gated_mlp, conv2d_relu)}
+COMPUTES |= {"linear_glu": partial(glu, "linear_glu")}
+COMPUTES |= {f.__name__: f for f in (mlp, gated_mlp, conv2d_relu)}
 for _name, _compute in COMPUTES.items():
     # Called by C++, by this key and no other.
-    _library.impl(f"_if_foreign_{_name}", partial(_if_foreign, _compute), "BackendSelect")
+    kernels.impl(f"_if_foreign_{_name}", partial(_if_foreign, _compute), "BackendSelect")

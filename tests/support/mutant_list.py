@@ -207,8 +207,8 @@ torch_fused_linear/nn/mlp.py: tests/nn
 
 torch_fused_linear/sharding.py: tests/distributed
 # a partial sum with the bias on each device
--"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi", added=("bias",)),
-+"linear": Rule(_LAYER, {"": ("*o", "i")}, "*oi"),
+-"linear": _rule(f"{_LAYER} -> :*o/i", "*oi", "bias"),
++"linear": _rule(f"{_LAYER} -> :*o/i", "*oi"),
 
 torch_fused_linear/onnx.py: tests/integration
 # the wrong GELU in ONNX
