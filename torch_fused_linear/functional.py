@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from . import subclasses
 from ._arguments import Activation, Approximate, Memory
@@ -37,11 +37,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         RuntimeError: shapes, dtypes or devices do not fit: as torch's own function raises it.
         NotImplementedError: torch's own has no kernel for a dtype or layout either.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear(input, weight, bias)
-        if result is not None:
-            return result
-    return _dispatched("linear", input, weight, bias)
+    if is_compiling() or (y := direct.linear(input, weight, bias)) is None:
+        y = _dispatched("linear", input, weight, bias)
+    return y
 
 
 def linear_relu(
@@ -70,11 +68,9 @@ def linear_relu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear_relu(input, weight, bias, memory)
-        if result is not None:
-            return result
-    return _dispatched("linear_relu", input, weight, bias, memory=memory)
+    if is_compiling() or (y := direct.linear_relu(input, weight, bias, memory)) is None:
+        y = _dispatched("linear_relu", input, weight, bias, memory=memory)
+    return y
 
 
 def linear_gelu(
@@ -112,12 +108,12 @@ def linear_gelu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear_gelu(input, weight, bias, approximate, memory)
-        if result is not None:
-            return result
-    how = {"approximate": approximate, "memory": memory}
-    return _dispatched("linear_gelu", input, weight, bias, **how)
+    if (
+        is_compiling()
+        or (y := direct.linear_gelu(input, weight, bias, approximate, memory)) is None
+    ):
+        y = _dispatched("linear_gelu", input, weight, bias, approximate=approximate, memory=memory)
+    return y
 
 
 def linear_silu(
@@ -144,11 +140,9 @@ def linear_silu(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear_silu(input, weight, bias, memory)
-        if result is not None:
-            return result
-    return _dispatched("linear_silu", input, weight, bias, memory=memory)
+    if is_compiling() or (y := direct.linear_silu(input, weight, bias, memory)) is None:
+        y = _dispatched("linear_silu", input, weight, bias, memory=memory)
+    return y
 
 
 def linear_relu2(
@@ -176,11 +170,9 @@ def linear_relu2(
         RuntimeError, NotImplementedError: as :func:`linear`.
         ValueError: ``memory`` is neither of these.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear_relu2(input, weight, bias, memory)
-        if result is not None:
-            return result
-    return _dispatched("linear_relu2", input, weight, bias, memory=memory)
+    if is_compiling() or (y := direct.linear_relu2(input, weight, bias, memory)) is None:
+        y = _dispatched("linear_relu2", input, weight, bias, memory=memory)
+    return y
 
 
 def mlp(
@@ -222,11 +214,9 @@ def mlp(
         ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
             of these.
     """
-    if not is_dynamo_compiling():
-        result = direct.mlp(input, weights, biases, activation, memory)
-        if result is not None:
-            return result
-    return _dispatched("mlp", input, weights, biases, activation, memory=memory)
+    if is_compiling() or (y := direct.mlp(input, weights, biases, activation, memory)) is None:
+        y = _dispatched("mlp", input, weights, biases, activation, memory=memory)
+    return y
 
 
 def linear_glu(
@@ -273,12 +263,10 @@ def linear_glu(
         ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` cannot
             be halved or ``up_bias`` is given.
     """
-    if not is_dynamo_compiling():
-        result = direct.linear_glu(input, gate, up, gate_bias, up_bias, activation, memory)
-        if result is not None:
-            return result
     tensors = (input, gate, up, gate_bias, up_bias)
-    return _dispatched("linear_glu", *tensors, activation=activation, memory=memory)
+    if is_compiling() or (y := direct.linear_glu(*tensors, activation, memory)) is None:
+        y = _dispatched("linear_glu", *tensors, activation=activation, memory=memory)
+    return y
 
 
 def gated_mlp(
@@ -319,14 +307,10 @@ def gated_mlp(
     Raises:
         RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
     """
-    if not is_dynamo_compiling():
-        result = direct.gated_mlp(
-            input, gate, up, down, gate_bias, up_bias, down_bias, activation, memory
-        )
-        if result is not None:
-            return result
     tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
-    return _dispatched("gated_mlp", *tensors, activation=activation, memory=memory)
+    if is_compiling() or (y := direct.gated_mlp(*tensors, activation, memory)) is None:
+        y = _dispatched("gated_mlp", *tensors, activation=activation, memory=memory)
+    return y
 
 
 def conv2d_relu(
@@ -367,13 +351,10 @@ def conv2d_relu(
         TypeError: ``stride``, ``padding`` or ``dilation`` is no number: ``padding='same'`` is for
             the layer, :class:`FusedConv2dReLU`.
     """
-    stride, padding = _pair("stride", stride), _pair("padding", padding)
-    dilation = _pair("dilation", dilation)
-    if not is_dynamo_compiling():
-        result = direct.conv2d_relu(input, weight, bias, stride, padding, dilation, groups)
-        if result is not None:
-            return result
-    return _dispatched("conv2d_relu", input, weight, bias, stride, padding, dilation, groups)
+    pairs = _pair("stride", stride), _pair("padding", padding), _pair("dilation", dilation)
+    if is_compiling() or (y := direct.conv2d_relu(input, weight, bias, *pairs, groups)) is None:
+        y = _dispatched("conv2d_relu", input, weight, bias, *pairs, groups)
+    return y
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
