@@ -82,11 +82,8 @@ def _writes(node: Node, schema: torch.FunctionSchema) -> bool:
 def _named(node: Node, schemas: list[torch.FunctionSchema]) -> dict[str, Any] | None:
     """The arguments by name, as any of the schemas or the function itself has them."""
     if node.op == "call_method" or (schemas and not inspect.isfunction(node.target)):
-        return {
-            **{s.arguments[k].name: v for s in schemas for k, v in enumerate(node.args)
-               if k < len(s.arguments)},
-            **node.kwargs,
-        }  # fmt: skip
+        given = {a.name: value for s in schemas for a, value in zip(s.arguments, node.args)}
+        return given | node.kwargs
     try:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     except TypeError:  # a call that fails

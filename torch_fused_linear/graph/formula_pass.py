@@ -4,7 +4,6 @@ It works on the graph of forward and backward together, before it is parted in t
 chooses what of a formula it keeps for the backward and what it computes again.
 """
 
-import logging
 import operator
 from collections import Counter
 from typing import Any
@@ -17,9 +16,8 @@ from .._torch_internals import trace_in_aten, unset_fake_temporarily
 from ..activations import ACTIVATIONS
 from ..report import note
 from . import criterion
-from .identity import CountingPass, in_words
+from .identity import CountingPass
 
-logger = logging.getLogger("torch_fused_linear")
 _aten, _fused = torch.ops.aten, torch.ops.fused
 
 
@@ -53,9 +51,7 @@ class FormulaPass(CountingPass):
                 note(name, values[0], values[-1], "written out in a compiled graph")
             _replace(graph, node, formula, given)
             counts[name] += 1
-        self.written_out.update(counts)
-        if counts:
-            logger.info("written out in a graph: %s", in_words(counts))
+        self.count(self.written_out, counts, "written out in a graph")
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -101,10 +97,8 @@ def linear_aux(input, weight, bias, activation):
 def _is_read_anyway(node, given) -> bool:
     """As by dropout, whose pass may as well begin with the activation."""
     output = _result(node, 0)
-    # ReLU's bits are no tensor of ATen's
-    return (
-        given["activation"] != "relu" and output is not None and criterion.feeds_pointwise(output)
-    )
+    is_in_aten = given["activation"] != "relu" and output is not None  # ReLU's bits are not
+    return is_in_aten and criterion.feeds_pointwise(output)
 
 
 def _gradient(grad, saved, activation):

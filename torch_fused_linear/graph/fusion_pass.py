@@ -7,7 +7,6 @@ A convolution with its ReLU becomes one operator as well, where that is asked fo
 """
 
 import copy
-import logging
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ from .._torch_internals import HigherOrderOperator, overlaps_collectives
 from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
 from .criterion import convolution_pays
-from .identity import CountingPass, in_words
+from .identity import CountingPass
 
-logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
 
 
@@ -61,9 +59,7 @@ class FusionPass(CountingPass):
             counts.update(rewrite.run_convolutions())
         if counts and graph.owning_module is not None:
             self._bodies[graph.owning_module] = before, counts
-        self.replaced.update(counts)
-        if counts:
-            logger.info("put into a graph: %s", in_words(counts))
+        self.count(self.replaced, counts, "put into a graph")
 
     def _put_back_bodies(self, graph: Graph) -> None:
         """Undoes the pass in graphs that this one gives to scan, cond and their like, which make
@@ -129,18 +125,17 @@ class _Rewrite:
 
     def run_gated(self) -> Iterator[str]:
         for node in list(self.graph.nodes):
-            found = matching_gated.find_gated(node)
-            if found and not self.may_join(found.nodes) and found.down:
-                found = matching_gated.without_down(found)
-            if found and self.may_join(found.nodes):
-                yield self.replace_gated(found)
+            for found in matching_gated.find_gated(node):
+                if self.may_join(found.nodes):
+                    yield self.replace_gated(found)
+                    break
 
     def run_convolutions(self) -> Iterator[str]:
         for node in list(self.graph.nodes):
-            found = matching_conv.find_conv_relu(node)
-            joins = found and self.in_one_mode([found.convolution, found.relu])
+            relu, operands = matching_conv.find_relu_of_conv(node) or (None, ())
+            joins = relu and self.in_one_mode([node, relu])
             if joins and convolution_pays(matching.value(node)):
-                yield self.replace_convolution(found)
+                yield self.replace_convolution(node, relu, operands)
 
     # ---- what there is ----
 
@@ -296,11 +291,11 @@ class _Rewrite:
             part.meta = {"example_value": fake}
         return parts
 
-    def replace_convolution(self, found: matching_conv.ConvReLU) -> str:
-        with self.graph.inserting_before(found.convolution):
-            new = self.call(_fused.conv2d_relu.default, found.operands, found.convolution)
-        self.replace(found.relu, new)
-        self.erase([found.convolution, found.relu])
+    def replace_convolution(self, convolution: Node, relu: Node, operands: tuple) -> str:
+        with self.graph.inserting_before(convolution):
+            new = self.call(_fused.conv2d_relu.default, operands, convolution)
+        self.replace(relu, new)
+        self.erase([convolution, relu])
         return "conv2d_relu"
 
     def replace(self, old: Node, new: Node) -> None:

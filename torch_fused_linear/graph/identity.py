@@ -1,5 +1,6 @@
 """By what the compiler's caches know our passes."""
 
+import logging
 from collections import Counter
 from functools import cache
 from hashlib import sha256
@@ -8,6 +9,7 @@ from pathlib import Path
 from .. import _library, activations
 from .._torch_internals import custom_graph_pass
 
+logger = logging.getLogger("torch_fused_linear")
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file__))
 
 
@@ -29,6 +31,13 @@ class CountingPass(custom_graph_pass()):
     def uuid(self) -> str:
         return f"{type(self).__name__}{self.options} {fingerprint()}"
 
+    def count(self, total: Counter[str], counts: Counter[str], what: str) -> None:
+        """Adds to what was counted so far, and logs it."""
+        total.update(counts)
+        if counts:
+            each = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            logger.info("%s: %s", what, each)
+
     def __reduce__(self):
         # The caches pickle the configuration, the pass in it: equal passes must give equal bytes,
         # whatever they have counted.
@@ -41,7 +50,3 @@ class CountingPass(custom_graph_pass()):
 
 def _restore(cls: type[CountingPass], options: tuple, uuid: str) -> CountingPass:
     return cls(*options)
-
-
-def in_words(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))

@@ -1,7 +1,5 @@
 """Recognises a convolution and the ReLU after it in a graph of torch calls, before autograd."""
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import Node
 
@@ -12,17 +10,8 @@ from .spellings import arguments, kind
 _conv2d_relu = torch.ops.fused.conv2d_relu.default
 
 
-@dataclass
-class ConvReLU:
-    """`convolution` and `relu` are the nodes, `operands` what our operator takes."""
-
-    convolution: Node
-    relu: Node
-    operands: tuple
-
-
-def find_conv_relu(node: Node) -> ConvReLU | None:
-    """The convolution that the node is, with its ReLU, if our operator can stand in its place."""
+def find_relu_of_conv(node: Node) -> tuple[Node, tuple] | None:
+    """The ReLU of the convolution that the node is, and what our operator takes in their place."""
     args = arguments(node) if kind(node) == "conv2d" else None
     activation = find_activation(node)
     if args is None or "weight" not in args or activation is None or activation.name != "relu":
@@ -37,7 +26,7 @@ def find_conv_relu(node: Node) -> ConvReLU | None:
         return None
     if not has_kernel([*fakes, result]) or not _keeps_strides(fakes, geometry, result):
         return None
-    return ConvReLU(node, activation.nodes[-1], (*tensors, *geometry))
+    return activation.nodes[-1], (*tensors, *geometry)
 
 
 def _geometry(args: dict, weight: FakeTensor | None) -> tuple | None:

@@ -21,21 +21,21 @@ class Gated:
     down: Linear | None = None  # takes the result, and is all that does
 
 
-def find_gated(node: Node) -> Gated | None:
-    """The gated layer whose product the node is."""
+def find_gated(node: Node) -> list[Gated]:
+    """The gated layer whose product the node is, before it the block with the layer after it."""
     if kind(node) != "mul" or node.kwargs or len(node.args) != 2:
-        return None
+        return []
     for activated, up in (node.args, node.args[::-1]):
         if not isinstance(activated, Node) or not isinstance(up, Node) or activated is up:
-            return None
+            return []
         same_type = matching.dtype_of(activated) == matching.dtype_of(up) == matching.dtype_of(node)
         if not same_type or len(activated.users) != 1 or len(up.users) != 1:
             continue
         found = _of_factors(activated, up)
         if found:
             found.nodes.append(node)
-            return _with_down(found, node)
-    return None
+            return [*_with_down(found, node), found]
+    return []
 
 
 def _of_factors(activated: Node, up: Node) -> Gated | None:
@@ -82,16 +82,9 @@ def _of_halves(z: Node, up: Node, name: str, activated: Node) -> Gated | None:
     return Gated([*layer.nodes, both, z, up, activated], name, layer, None, indices == (0, 1))
 
 
-def _with_down(found: Gated, node: Node) -> Gated:
+def _with_down(found: Gated, node: Node) -> list[Gated]:
     user = only_user(node)
     down = find_linear(user) if user is not None else None
     if down and down.input is node and down.weight is not node and not own_activation(user):
-        found.down = down
-        found.nodes += down.nodes
-    return found
-
-
-def without_down(found: Gated) -> Gated:
-    """The gated layer alone."""
-    nodes = found.nodes[: -len(found.down.nodes)]
-    return replace(found, nodes=nodes, down=None)
+        return [replace(found, nodes=[*found.nodes, *down.nodes], down=down)]
+    return []
