@@ -102,12 +102,6 @@ def onednn_path() -> str:
     return ", ".join(["float32", *(name for name, supported in half.items() if supported())])
 
 
-def cublaslt_path(built_cuda: str | None) -> str:
-    if built_cuda is None:
-        return "not built"
-    return "available" if torch.cuda.is_available() else "built, but there is no CUDA device"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     # There is nothing to choose; --help says what is done, anything else is an error.
     argparse.ArgumentParser(
@@ -138,14 +132,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("Hopper", f"{'with' if built['hopper'] else 'without'} our own kernels")
     say("calls", calls_path())
     say("oneDNN", onednn_path())
-    say("cuBLASLt", cublaslt_path(built["cuda"]))
+    has_gpu = torch.cuda.is_available()
+    usable = "available" if has_gpu else "built, but there is no CUDA device"
+    say("cuBLASLt", usable if built["cuda"] else "not built")
 
-    unused = built["cuda"] is None and torch.cuda.is_available()
+    unused = built["cuda"] is None and has_gpu
     if unused:
         say("cuda", "a GPU is here that this build does not use: FAILED")
         say("to build", _library.how_to_rebuild())
     working = not unused
-    for device in ["cpu", *["cuda"] * (built["cuda"] is not None and torch.cuda.is_available())]:
+    for device in ["cpu", *["cuda"] * (built["cuda"] is not None and has_gpu)]:
         try:
             error = largest_error(device)
             verdict = f"largest error {error:g}: {'OK' if error == 0 else 'FAILED'}"

@@ -59,7 +59,6 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
 
 
 def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
-    fused = torch.ops.fused
     write = _Operators(onnxscript, has_gelu)
     writers = {name: write.layer(name) for name in OPERATORS}
     writers |= {"linear": write.linear, "mlp": write.mlp, "conv2d_relu": write.conv2d_relu}
@@ -68,18 +67,15 @@ def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
     types = {"Tensor": tensor, "Optional[Tensor]": tensor | None, "str": str, "int": int}
     types |= {"List[Tensor]": Sequence[tensor], "List[Optional[Tensor]]": Sequence[tensor | None]}
     types |= {"List[int]": Sequence[int]}
-    table = {}
-    for name, writer in writers.items():
-        op = getattr(fused, name).default
-        table[op] = _with_annotations(writer, op._schema.arguments, types)
-    return table
+    ops = {name: getattr(torch.ops.fused, name).default for name in writers}
+    return {op: _with_annotations(writers[name], op, types) for name, op in ops.items()}
 
 
-def _with_annotations(writer: Callable, arguments, types: dict[str, Any]) -> Callable:
+def _with_annotations(writer: Callable, op, types: dict[str, Any]) -> Callable:
     """The exporter tells tensors from attributes by the signature, whose annotations must be
     objects."""
     parameters = []
-    for argument in arguments:
+    for argument in op._schema.arguments:
         default = argument.default_value if argument.has_default_value() else Parameter.empty
         kind, type_ = Parameter.POSITIONAL_OR_KEYWORD, types[str(argument.type)]
         parameters.append(Parameter(argument.name, kind, default=default, annotation=type_))

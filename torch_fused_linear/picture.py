@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import sub
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -77,7 +77,9 @@ def draw_blocks(path: str | PathLike, patterns: dict) -> None:
     if not patterns:
         axes.text(0.3, height / 2, "nothing was fused", color=INK, va="center")
     for k, ((before, after), blocks) in enumerate(patterns.items()):
-        draw_pattern(axes, 0.45 + 3 * ROW * k, before, after, caption(blocks))
+        kinds = list(dict.fromkeys(block.kind for block in blocks))
+        shown = ", ".join(kinds[:3]) + (" ..." if len(kinds) > 3 else "")
+        draw_pattern(axes, 0.45 + 3 * ROW * k, before, after, f"{len(blocks)} × {shown}")
     # letters stay letters: searchable, and small
     from matplotlib import rc_context
 
@@ -85,30 +87,22 @@ def draw_blocks(path: str | PathLike, patterns: dict) -> None:
         figure.savefig(path)
 
 
-def caption(blocks: list) -> str:
-    kinds = list(dict.fromkeys(block.kind for block in blocks))
-    shown = ", ".join(kinds[:3]) + (" ..." if len(kinds) > 3 else "")
-    return f"{len(blocks)} × {shown}"
-
-
 def draw_pattern(
     axes: Axes, top: float, before: tuple[str, ...], after: tuple[str, ...], title: str
 ) -> None:
     axes.text(0.3, top, title, color=INK, fontsize=11, fontweight="bold", va="center")
-    lines = {"before": top + 0.75, "after": top + 0.75 + ROW}
-    for name, y in lines.items():
+    rows = {"before": zip(before, range(len(before)), repeat(1))}
+    rows["after"] = ((name, *span) for name, span in zip(after, spans(before, after)))
+    for k, (name, boxes) in enumerate(rows.items()):
+        y = top + 0.75 + ROW * k
         axes.text(0.3, y, name, color=FAINT, fontsize=9, va="center")
-    ends = [draw_box(axes, name, column, 1, lines["before"]) for column, name in enumerate(before)]
-    join(axes, ends, lines["before"])
-    ends = [
-        draw_box(axes, operator, column, span, lines["after"])
-        for operator, (column, span) in zip(after, spans(before, after))
-    ]
-    join(axes, ends, lines["after"])
+        ends = [draw_box(axes, *box, y) for box in boxes]
+        for (_, start), (end, _) in pairwise(ends):
+            axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
     for k, (operator, follower) in enumerate(pairwise(after)):
         is_apart = "Dropout" in (operator, follower)  # in training
         if not is_apart and not operator.startswith(GATED):
-            hand_over(axes, ends[k], ends[k + 1], lines["after"], operator)
+            hand_over(axes, ends[k], ends[k + 1], y, operator)
 
 
 def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -148,11 +142,6 @@ def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tup
     colour = "white" if fused else INK
     axes.text(x + width / 2, y, operator, color=colour, fontsize=9.5, ha="center", va="center")
     return x, x + width
-
-
-def join(axes: Axes, ends: list[tuple[float, float]], y: float) -> None:
-    for (_, start), (end, _) in pairwise(ends):
-        axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
 
 
 def hand_over(

@@ -198,8 +198,8 @@ torch_fused_linear/graph/collectives.py: tests/graph tests/distributed
 
 torch_fused_linear/nn/taking_over.py: tests/nn
 # a layer's hooks lost when it is taken over
--    *HOOKS,
-+    *HOOKS[:-1],
+-_HOOKS = (*HOOKS, "
++_HOOKS = (*HOOKS[:-1], "
 
 torch_fused_linear/nn/mlp.py: tests/nn
 # a chain's hooks passed by

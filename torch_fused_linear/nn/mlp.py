@@ -132,30 +132,24 @@ class FusedMLP(nn.Sequential):
         return nn.Sequential(*self).train(self.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            if not self._runs_as_one():
-                return super().forward(input)
-            if torch.jit.is_tracing():
-                raise RuntimeError(
-                    "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list "
-                    "of optional tensors. Script it, torch.jit.script(mlp), alone or as a part of "
-                    "the model that is traced, or trace mlp.to_sequential(), which is not fused"
-                )
-            # What TorchScript runs below, without asking every activation for a weight.
-            layers = list(self._modules.values())[::2]
-            return mlp(
-                input,
-                [layer.weight for layer in layers],
-                [layer.bias for layer in layers],
-                self.activation,
-                memory=self.memory,
-            )
         weights: list[Tensor] = []
         biases: list[Tensor | None] = []
-        for module in self:
-            if hasattr(module, "weight"):
-                weights.append(module.weight)
-                biases.append(module.bias)
+        if torch.jit.is_scripting():
+            for module in self:
+                if hasattr(module, "weight"):
+                    weights.append(module.weight)
+                    biases.append(module.bias)
+        elif not self._runs_as_one():
+            return super().forward(input)
+        elif torch.jit.is_tracing():
+            raise RuntimeError(
+                "FusedMLP: torch.jit.trace cannot record fused::mlp, whose biases are a list of "
+                "optional tensors. Script it, torch.jit.script(mlp), alone or as a part of the "
+                "model that is traced, or trace mlp.to_sequential(), which is not fused"
+            )
+        else:  # without asking every activation for a weight
+            layers = list(self._modules.values())[::2]
+            weights, biases = [m.weight for m in layers], [m.bias for m in layers]
         return mlp(input, weights, biases, self.activation, memory=self.memory)
 
     def extra_repr(self) -> str:

@@ -8,13 +8,8 @@ from torch.nn.parameter import is_lazy
 from .._torch_internals import HOOKS
 
 _Layer = TypeVar("_Layer", bound=nn.Module)
-_HOOKS = (
-    *HOOKS,
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_HOOKS = (*HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks")
+_HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None:
