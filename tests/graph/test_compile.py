@@ -1,11 +1,8 @@
 """torch.compile: one graph, the same numbers, no recompiling over batch sizes."""
 
-import shutil
-
 import pytest
 import torch
-from fusion import fresh_dynamo  # noqa: F401
-from inductor import quick_to_compile
+from inductor import has_compiler, quick_to_compile
 from layers import step
 from networks import NETWORKS, batch, network
 from numerics import assert_same, run
@@ -61,7 +58,7 @@ def test_inductor(name, device):
     """The default backend, which rewrites strides and reuses buffers."""
     if device.type == "cuda":
         pytest.importorskip("triton")
-    elif not (shutil.which("g++") or shutil.which("c++")):
+    elif not has_compiler:
         pytest.skip("needs a C++ compiler")
     model = network(name, device)
     compiled = torch.compile(lambda x: model(x * 2).sin(), fullgraph=True)

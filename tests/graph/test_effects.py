@@ -10,8 +10,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion import check, fresh_dynamo, images, tensors  # noqa: F401
-from helpers import one_thread  # noqa: F401
+from fusion import check, images, tensors
 from torch import nn
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves, tree_map_only

@@ -2,16 +2,14 @@
 
 import copy
 import inspect
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from fusion import fresh_dynamo, recording_backend, results  # noqa: F401
-from helpers import one_thread  # noqa: F401
-from inductor import quick_to_compile
+from fusion import recording_backend, results
+from inductor import needs_compiler, quick_to_compile
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -24,9 +22,6 @@ from torch_fused_linear.graph import criterion, formula_pass
 from torch_fused_linear.graph.formula_pass import FormulaPass
 
 H200 = 4.4e12  # bytes a second
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"
-)
 
 
 @pytest.fixture

@@ -1,12 +1,8 @@
 """The pass in the default compiler: options, modes, kernels, caches."""
 
-import shutil
-
-import pytest
 import torch
 from fusion import results
-from helpers import one_thread  # noqa: F401
-from inductor import quick_to_compile
+from inductor import needs_compiler, quick_to_compile
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -30,7 +26,7 @@ class Network(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler")
+@needs_compiler
 def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
     """Compiled in an empty cache, found there by an equal pass, and not by another one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

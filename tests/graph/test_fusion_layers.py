@@ -1,15 +1,21 @@
-"""Which layers and chains the pass over compiled graphs finds, and which it leaves alone."""
+"""What the pass over compiled graphs finds: layers, chains, gated layers and blocks, images."""
 
 import operator
+from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion import chain, check, fresh_dynamo, tanh_formula, tensors  # noqa: F401
-from helpers import one_thread  # noqa: F401
+from fusion import chain, check, conv_relu, images, results, tanh_formula, tensors
+from operators import ODD
+from torch import nn
 
 import torch_fused_linear as tfl
+from torch_fused_linear.graph import matching_conv
 from torch_fused_linear.graph.fusion_pass import FusionPass
+
+# --- layers --------------------------------------------------------------------------------------
 
 
 def turned(x):
@@ -47,21 +53,6 @@ FLAT_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_and_activation(name):
-    """The two GELUs differ by far more than what is allowed here."""
-    replaced = {"linear_gelu" if "gelu" in name else "linear_relu": 1}
-    in_all = name in ("F.linear, F.relu", "matmul and sum", "gelu of a view", "through views")
-    for lead in [(5,), (2, 3), ()] if in_all else [(2, 3)]:
-        torch._dynamo.reset()
-        check(LAYERS[name], tensors(*lead)[:3], **replaced)
-
-
-@pytest.mark.parametrize("name", FLAT_LAYERS)
-def test_layer_of_matrices(name):
-    check(FLAT_LAYERS[name], tensors(5)[:3], linear_relu=1)
-
-
 def under_another_mode(x, w, b):
     z = F.linear(x, w, b)
     with torch.no_grad():
@@ -94,25 +85,6 @@ NOT_LAYERS = {
     "a weight for each batch": lambda x, w, b: (x @ w.t().expand(2, 6, 8)).relu(),
     "a vector for a weight": lambda x, w, b: F.linear(x, w[0]).relu(),
 }
-
-
-@pytest.mark.parametrize("name", NOT_LAYERS)
-def test_what_is_no_layer_is_left_alone(name):
-    check(NOT_LAYERS[name], tensors(5)[:3])
-
-
-def test_other_dtypes_are_left_alone():
-    check(LAYERS["F.linear, F.relu"], tensors(5, dtype=torch.int64)[:3])
-
-
-def test_tensor_subclasses_are_left_alone():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    x, w, b, *_ = (TwoTensor(t.detach(), t.detach().clone()) for t in tensors(5))
-    backend = tfl.compile_backend("aot_eager")
-    compiled = torch.compile(LAYERS["F.linear, F.relu"], backend=backend)
-    torch.testing.assert_close(compiled(x, w, b).a, F.relu(F.linear(x, w, b)).a)
-    assert not backend.replaced
 
 
 # --- chains --------------------------------------------------------------------------------------
@@ -148,63 +120,245 @@ def under_different_modes(x, w, b, v, c):
     return F.linear(hidden, v, c)
 
 
-CHAINS = {
-    "two": (chain, {"mlp": 1}),
-    "no bias": (lambda x, w, b, v, c: F.linear(F.gelu(F.linear(x, w)), v), {"mlp": 1}),
-    "through dropout that does nothing": (
-        lambda x, w, b, v, c: F.linear(F.dropout(F.relu(x @ w.t()), 0.5, training=False), v),
-        {"mlp": 1},
+MLP = {
+    "two": chain,
+    "no bias": lambda x, w, b, v, c: F.linear(F.gelu(F.linear(x, w)), v),
+    "through dropout that does nothing": lambda x, w, b, v, c: F.linear(
+        F.dropout(F.relu(x @ w.t()), 0.5, training=False), v
     ),
-    "three with shared weights": (
-        lambda x, w, b, v, c: F.linear(chain(x, w, b, v, c).relu(), w, b),
-        {"mlp": 1},
+    "three, shared weights": lambda x, w, b, v, c: F.linear(chain(x, w, b, v, c).relu(), w, b),
+    "an activation behind": lambda *args: chain(*args).relu(),
+    "reshaped and back": lambda x, w, b, v, c: F.linear(
+        F.relu(F.linear(x, w, b).view(-1)).view(5, 8), v, c
     ),
-    "an activation behind": (lambda *args: chain(*args).relu(), {"mlp": 1}),
+    "our own layers": lambda x, w, b, v, c: tfl.linear(tfl.linear_relu(x, w, b), v, c),
+    "our own GELU behind": lambda x, w, b, v, c: tfl.linear_gelu(tfl.linear_gelu(x, w, b), v, c),
+    "our own ReLU behind": lambda x, w, b, v, c: tfl.linear_relu(tfl.linear_relu(x, w, b), v, c),
+}
+FIRST_ALONE = {
+    "other rows behind": lambda x, w, b, v, c: F.linear(
+        F.linear(x, w, b).relu().view(5, 1, 8), v, c
+    ),
+    "other features behind": lambda x, w, b, v, c: F.linear(
+        F.linear(x, w, b).relu().view(10, 4), v[:, :4], c
+    ),
+    "dropout": lambda x, w, b, v, c: F.linear(F.dropout(F.linear(x, w, b).relu(), 0.5), v, c),
+    "the hidden tensor is used": hidden_used,
+    "the hidden tensor is the weight, too": hidden_is_the_weight,
+    "layers under different modes": under_different_modes,
+}
+MIXED = {
     "two activations": (
         lambda x, w, b, v, c: F.linear(F.gelu(chain(x, w, b, v, c)), w),
         {"linear_relu": 1, "mlp": 1},
     ),
-    "reshaped and back": (
-        lambda x, w, b, v, c: F.linear(F.relu(F.linear(x, w, b).view(-1)).view(5, 8), v, c),
-        {"mlp": 1},
-    ),
-    "other rows behind": (
-        lambda x, w, b, v, c: F.linear(F.linear(x, w, b).relu().view(5, 1, 8), v, c),
-        {"linear_relu": 1},
-    ),
-    "other features behind": (
-        lambda x, w, b, v, c: F.linear(F.linear(x, w, b).relu().view(10, 4), v[:, :4], c),
-        {"linear_relu": 1},
-    ),
-    "dropout": (
-        lambda x, w, b, v, c: F.linear(F.dropout(F.linear(x, w, b).relu(), 0.5), v, c),
-        {"linear_relu": 1},
-    ),
-    "our own layers": (
-        lambda x, w, b, v, c: tfl.linear(tfl.linear_relu(x, w, b), v, c),
-        {"mlp": 1},
-    ),
-    "our own activation behind": (
-        lambda x, w, b, v, c: tfl.linear_gelu(tfl.linear_gelu(x, w, b), v, c),
-        {"mlp": 1},
-    ),
-    "our own ReLU behind": (
-        lambda x, w, b, v, c: tfl.linear_relu(tfl.linear_relu(x, w, b), v, c),
-        {"mlp": 1},
-    ),
     "our own layer alone": (lambda x, w, b, v, c: tfl.linear_relu(x, w, b).sin(), {}),
-    "the hidden tensor is used": (hidden_used, {"linear_relu": 1}),
-    "the hidden tensor is the weight, too": (hidden_is_the_weight, {"linear_relu": 1}),
     "chains of chains": (chain_of_a_chain, {"mlp": 3, "linear_relu": 1}),
     "results as weights": (gives_weights, {"linear_relu": 2}),
-    "layers under different modes": (under_different_modes, {"linear_relu": 1}),
+}
+CHAINS = {name: (function, {"mlp": 1}) for name, function in MLP.items()} | MIXED
+CHAINS |= {name: (function, {"linear_relu": 1}) for name, function in FIRST_ALONE.items()}
+
+
+# --- gated layers and blocks ----------------------------------------------------------------------
+
+GATES = {"silu": F.silu, "relu": torch.relu, "gelu_tanh": nn.GELU("tanh"), "gelu_erf": F.gelu}
+
+
+class Block(nn.Module):
+    def __init__(self, form, act=F.silu, bias=True):
+        super().__init__()
+        self.gate, self.up = nn.Linear(6, 8, bias), nn.Linear(6, 8, bias)
+        self.both, self.down = nn.Linear(6, 16, bias), nn.Linear(8, 5, bias)
+        self.form, self.act = form, act
+
+    def forward(self, x):
+        return self.form(self, x)
+
+
+def used_twice(m, x):
+    hidden = m.act(m.gate(x)) * m.up(x)
+    return m.down(hidden) + hidden.sum()
+
+
+def gate_read_elsewhere(m, x):
+    gate = m.gate(x)
+    return m.down(m.act(gate) * m.up(x)) + gate.sum()
+
+
+def chunks(m, x, number=2, dim=-1):
+    return m.both(x).chunk(number, dim)
+
+
+def chunks_of_rows(m, x):
+    a, b = chunks(m, torch.cat([x, x]), dim=0)
+    return m.act(a) * b
+
+
+def product_first(m, x):
+    return m.down(m.act(m.gate(x)) * m.up(x))
+
+
+def chunked(m, x):
+    return (lambda gate, up: m.down(m.act(gate) * up))(*chunks(m, x))
+
+
+BLOCKS = {
+    "product first": product_first,
+    "up first": lambda m, x: (lambda up: m.down(up * m.act(m.gate(x))))(m.up(x)),
+    "chunked": chunked,
+    "chunked, up first": lambda m, x: (lambda up, gate: m.down(up * m.act(gate)))(
+        *torch.chunk(m.both(x), 2, dim=2)
+    ),
+    "ours inside": lambda m, x: m.down(tfl.linear_silu(x, m.gate.weight, m.gate.bias) * m.up(x)),
+}
+NO_BLOCKS = {
+    "a layer alone": (lambda m, x: (m.act(m.gate(x)) * m.up(x)).tanh(), {"linear_glu": 1}),
+    "used twice": (used_twice, {"linear_glu": 1}),
+    "a gate read elsewhere": (gate_read_elsewhere, {}),
+    "another input": (lambda m, x: m.down(m.act(m.gate(x)) * m.up(x + 1)), {"linear_silu": 1}),
+    "three chunks": (lambda m, x: (lambda a, b, _: m.act(a) * b)(*chunks(m, x, 3)), {}),
+    "chunks of rows": (chunks_of_rows, {}),
+    "the same half": (lambda m, x: (lambda a, b: m.act(a) * a + b)(*chunks(m, x)), {}),
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_chain(name):
-    function, replaced = CHAINS[name]
-    check(function, tensors(5), **replaced)
+# --- convolutions --------------------------------------------------------------------------------
+
+# The ways to write ReLU are those behind linear layers.
+SPELLINGS = {
+    "F": conv_relu,
+    "torch.relu_": lambda x, w, b: torch.relu_(torch.conv2d(x, w, b)),
+    "in-place methods": lambda x, w, b: torch.conv2d(x, w, b).relu_(),
+    "ATen": lambda x, w, b: torch.ops.aten.relu(torch.ops.aten.conv2d(x, w, b)),
+    "by name": lambda x, w, b: F.relu(input=F.conv2d(weight=w, input=x, bias=b, padding=1)),
+    "no bias": lambda x, w, b: F.relu(F.conv2d(x, w)) + b[:, None, None],
+    "all options": lambda x, w, b: F.relu(F.conv2d(x, w[:, :2], b, (2, 1), [1, 2], 2, 2)),
+    "one number in a list": lambda x, w, b: F.relu(F.conv2d(x, w, b, [2], (1,))),
+    "valid": lambda x, w, b: F.relu(F.conv2d(x, w, b, padding="valid")),
+    "same": lambda x, w, b: F.relu(F.conv2d(x, w, b, padding="same", dilation=(2, 1))),
+    "weight and image in one": lambda x, w, b: F.relu(F.conv2d(w, w, b)) + x.sum(),
+}
+
+
+MODULES = {
+    # The image has its padding already; the convolution itself has none.
+    "reflect": (
+        nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), nn.ReLU()),
+        {"conv2d_relu": 1},
+    ),
+    "two": (
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 1), nn.ReLU(True)),
+        {"conv2d_relu": 2},
+    ),
+    "ours": (tfl.FusedConv2dReLU(4, 6, 3), {}),
+    "normalised": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), {}),
+    "1-D": (nn.Sequential(nn.Flatten(2), nn.Conv1d(4, 6, 3), nn.ReLU()), {}),
+    "transposed": (nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.ReLU()), {}),
+}
+
+
+def rectified_in_place_and_used(x, w, b):
+    z = F.conv2d(x, w, b)
+    return F.relu(z, inplace=True) + z
+
+
+def under_no_grad_in_part(x, w, b):
+    with torch.no_grad():
+        z = F.conv2d(x, w, b)
+    return F.relu(z) * b.sum() * w.sum() * x.sum()
+
+
+def written_before_relu(x, w, b):
+    z = F.conv2d(x, w, b)
+    z.mul_(-1)
+    return F.relu(z)
+
+
+def relu_outside_of_autocast(x, w, b):
+    """Its operand is bf16 all the same, but the mode has changed in between."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = F.conv2d(x, w, b)
+    return F.relu(z)
+
+
+LEFT_ALONE = {
+    "a second use": lambda x, w, b: (lambda z: F.relu(z) + z)(F.conv2d(x, w, b)),
+    "a second use of what is rectified in place": rectified_in_place_and_used,
+    "gradients of one part only": under_no_grad_in_part,
+    "written in between": written_before_relu,
+    "autocast of one part only": relu_outside_of_autocast,
+    "uneven padding": lambda x, w, b: F.relu(F.conv2d(x, w[..., :2], b, padding="same")),
+    "another activation": lambda x, w, b: F.gelu(F.conv2d(x, w, b)),
+    "no activation": lambda x, w, b: F.conv2d(x, w, b),
+    "flattened first": lambda x, w, b: F.relu(F.conv2d(x, w, b).flatten(1)),
+}
+
+
+# --- the rows, run -------------------------------------------------------------------------------
+
+
+def flat(**options):
+    return tensors(5, **options)[:3]
+
+
+def vectors():
+    return [torch.randn(2, 3, 6, requires_grad=True)]
+
+
+IN_ALL = ("F.linear, F.relu", "matmul and sum", "gelu of a view", "through views")
+TRACED, CONV = {"backend": "aot_eager"}, {"conv": True}
+BLOCK, ONE = {**TRACED, "gated_mlp": 1}, {**CONV, "conv2d_relu": 1}
+
+
+def rows():
+    """A name, the function or what makes it, its arguments, and how: options, what is replaced."""
+    for name, function in LAYERS.items():
+        # the two GELUs differ by far more than what is allowed here
+        how = {"linear_gelu" if "gelu" in name else "linear_relu": 1}
+        for lead in [(5,), (2, 3), ()] if name in IN_ALL else [(2, 3)]:
+            yield f"{name} {lead}", function, lambda lead=lead: tensors(*lead)[:3], how
+    for name, function in FLAT_LAYERS.items():
+        yield name, function, flat, {"linear_relu": 1}
+    for name, function in NOT_LAYERS.items():
+        yield name, function, flat, {}
+    yield "integers", LAYERS["F.linear, F.relu"], partial(flat, dtype=torch.int64), {}
+    for name, (function, how) in CHAINS.items():
+        yield f"chain, {name}", function, partial(tensors, 5), how
+    gated = {name: (form, BLOCK) for name, form in BLOCKS.items()} | NO_BLOCKS
+    for name, (form, how) in gated.items():
+        for bias in (True, False):
+            yield f"gated, {name}, {bias}", partial(Block, form, bias=bias), vectors, TRACED | how
+    for name, act in GATES.items():
+        for form in (product_first, chunked):
+            yield f"{form.__name__} {name}", partial(Block, form, act), vectors, BLOCK
+    yield "dynamic tokens", partial(Block, chunked), vectors, {**BLOCK, "dynamic": True}
+    for name, function in SPELLINGS.items():
+        for last in (False, True) if name in ("F", "all options", "same") else (False,):
+            yield f"conv, {name}, {last}", function, partial(images, 2, last=last), ONE
+    for name, (model, how) in MODULES.items():
+        yield f"conv, {name}", model, lambda: images(2)[:1], {**TRACED, **CONV, **how}
+    for name, function in LEFT_ALONE.items():
+        yield f"conv, {name}", function, partial(images, 2), CONV
+    yield "conv, integers", conv_relu, partial(images, 2, dtype=torch.long), CONV
+
+
+@pytest.mark.parametrize("function, make, how", [pytest.param(*r, id=n) for n, *r in rows()])
+def test_what_is_replaced(function, make, how):
+    check(function() if isinstance(function, partial) else function, make(), **how)
+
+
+# --- more of layers and chains -------------------------------------------------------------------
+
+
+def test_tensor_subclasses_are_left_alone():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x, w, b, *_ = (TwoTensor(t.detach(), t.detach().clone()) for t in tensors(5))
+    backend = tfl.compile_backend("aot_eager")
+    compiled = torch.compile(LAYERS["F.linear, F.relu"], backend=backend)
+    torch.testing.assert_close(compiled(x, w, b).a, F.relu(F.linear(x, w, b)).a)
+    assert not backend.replaced
 
 
 def calls_of_chain(function):
@@ -259,3 +413,66 @@ def test_what_keeps_an_activation_apart():
     assert replaced(lambda graph: None) == {"linear_relu": 1}
     assert replaced(lambda graph: graph.call_function(torch.get_num_threads)) == {}
     assert replaced(lambda graph: None, torch.float64) == {}
+
+
+# --- more of convolutions ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtypes(dtype):
+    args = images(2, dtype=dtype)
+    backend = tfl.compile_backend("eager", conv=True)
+    compiled = torch.compile(conv_relu, fullgraph=True, backend=backend)
+    for got, want in zip(results(compiled, args), results(conv_relu, args), strict=True):
+        level = 8 * torch.finfo(dtype).eps * float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=level)
+    assert backend.replaced == {"conv2d_relu": 1}
+
+
+def test_every_geometry():
+    cases = [op.case(dtype=torch.float32).leaves() for op in ODD.values()]
+
+    def function(*leaves):
+        given = iter(leaves)
+        return torch.cat([op.eager(*islice(given, 3)).flatten() for op in ODD.values()])
+
+    leaves = [t for leaves in cases for t in leaves]
+    check(function, leaves, conv=True, conv2d_relu=len(ODD))
+
+
+def test_a_result_of_other_strides_is_left_alone(monkeypatch):
+    """What comes after may view it: our result must lie in memory as eager's does."""
+    real = matching_conv._conv2d_relu
+    monkeypatch.setattr(matching_conv, "_conv2d_relu", lambda *a: real(*a).contiguous())
+    check(conv_relu, images(2, last=True), conv=True)
+
+
+def test_only_where_it_is_asked_for():
+    for backend in (tfl.compile_backend("eager"), tfl.compile_backend("eager", conv=False)):
+        torch._dynamo.reset()
+        torch.compile(conv_relu, backend=backend)(*images(2))
+        assert not backend.replaced
+    key = "pre_grad_custom_pass"
+    assert [tfl.compile_options(conv=conv)[key].conv for conv in (False, True)] == [False, True]
+    assert tfl.compile_options()[key].conv is False
+
+
+def test_beside_linear_layers():
+    def function(x, w, b, v, c):
+        hidden = F.relu(F.conv2d(F.relu(F.conv2d(x, w, b)), w.transpose(0, 1))).flatten(1)
+        return F.linear(F.relu(F.linear(hidden, v, c)), v.t())
+
+    args = [*images(2), torch.randn(5, 24, requires_grad=True), torch.randn(5).requires_grad_()]
+    check(function, args, conv=True, conv2d_relu=2, mlp=1)
+
+
+def test_any_size_of_batch_and_image():
+    backend = tfl.compile_backend("aot_eager", conv=True)
+    function = SPELLINGS["all options"]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    _, w, b = images(2)
+    for size in ((2, 4, 9, 8), (3, 4, 11, 12), (5, 4, 8, 13)):
+        args = [torch.randn(size, requires_grad=True), w, b]
+        got, want = results(compiled, args), results(function, args)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    assert backend.replaced == {"conv2d_relu": 1}, "one graph for all"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import one_thread  # noqa: F401
 from model_families import SMALL, hugging_face
 from torch import nn
 
@@ -74,7 +73,6 @@ def step(call, model, x):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_graph_for_every_length(name):
-    torch._dynamo.reset()
     make, replaced = MODELS[name]
     model = make()
     # In eval mode nn.TransformerEncoderLayer is one operator of torch's; in training some versions

@@ -8,18 +8,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion import (  # noqa: F401
+from fusion import (
     chain,
     check,
     conv_relu,
-    fresh_dynamo,
     images,
     recording_backend,
     results,
     tanh_formula,
     tensors,
 )
-from helpers import one_thread  # noqa: F401
 from torch import nn
 
 import torch_fused_linear as tfl

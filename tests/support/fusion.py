@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
@@ -10,11 +9,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import torch_fused_linear as tfl
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
 
 
 def tensors(*lead, dtype=torch.float32):

@@ -1,8 +1,13 @@
 """Inductor set up to compile little, quickly."""
 
 import contextlib
+import shutil
 
+import pytest
 from torch._inductor import config, cpu_vec_isa
+
+has_compiler = any(map(shutil.which, ("g++", "c++")))
+needs_compiler = pytest.mark.skipif(not has_compiler, reason="needs a C++ compiler")
 
 
 @contextlib.contextmanager
