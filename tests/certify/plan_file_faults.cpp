@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include "faults.cpp"
-#include "plans/plan_file.h"
 
 #include <cstdio>
 #include <filesystem>
@@ -14,22 +13,6 @@
 #include <string>
 
 namespace {
-
-const MadeFor here{"GPU A", library, "580.65"};
-
-Entries entries_of(int count) {
-  Entries entries;
-  for (int i = 1; i <= count; ++i) {
-    auto p = problem_of(Pass::fprop, Activation::relu);
-    p.matmul.m = 8 * i;
-    Decision d;
-    d.origin = Decision::Origin::file;
-    d.strategy = find_strategy(p.pass, "epilogue");
-    d.algorithm.bytes[0] = static_cast<uint64_t>(i);
-    entries.emplace_back(p, d);
-  }
-  return entries;
-}
 
 long open_files() {
   const std::filesystem::directory_iterator all("/proc/self/fd");

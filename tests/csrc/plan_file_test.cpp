@@ -16,17 +16,6 @@
 
 namespace {
 
-// ---- decisions ---------------------------------------------------------------------------------
-
-Decision decision(const PassProblem& p, const char* strategy, uint64_t mark = 7) {
-  Decision d;
-  d.origin = Decision::Origin::measured;
-  d.strategy = find_strategy(p.pass, strategy);
-  for (size_t i = 0; i < d.algorithm.bytes.size(); ++i) d.algorithm.bytes[i] = mark << (8 * i);
-  d.algorithm.workspace = 4096, d.microseconds = 12.5, d.eager_microseconds = 20;
-  return d;
-}
-
 // ---- the store ---------------------------------------------------------------------------------
 
 using Numbers = plans::Store<int, plans::Known<int, int, Verdict>, std::hash<int>>;
@@ -177,20 +166,6 @@ TEST(text_that_is_no_decision) {
 }
 
 // ---- files -------------------------------------------------------------------------------------
-
-const MadeFor here{"GPU A", library, "580.65"};
-
-Entries entries_of(int count, int64_t first = 1) {
-  Entries entries;
-  for (int64_t i = first; i < first + count; ++i) {
-    auto p = problem_of(Pass::fprop, Activation::relu);
-    p.matmul.m = 8 * i;
-    auto d = decision(p, "epilogue", i);
-    d.origin = Decision::Origin::file;
-    entries.emplace_back(p, d);
-  }
-  return entries;
-}
 
 void write_plans(const char* path, const Entries& entries, bool merge = false,
                  const MadeFor& made_for = here) {

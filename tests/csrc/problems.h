@@ -1,9 +1,10 @@
 #pragma once
 
-// Pass problems for the tests of plans, and which strategies apply to them.
+// Pass problems for the tests of plans, which strategies apply to them, and decisions of them.
 
 #include "gemm/choice.h"
 #include "plans/decisions.h"
+#include "plans/plan_file.h"
 
 #include <vector>
 
@@ -81,4 +82,27 @@ inline bool applies(const PassProblem& p, const Strategy& s) {
 }
 inline bool applies(const PassProblem& p, const char* name) {
   return applies(p, *find_strategy(p.pass, name));
+}
+
+inline Decision decision(const PassProblem& p, const char* strategy, uint64_t mark = 7) {
+  Decision d;
+  d.origin = Decision::Origin::measured;
+  d.strategy = find_strategy(p.pass, strategy);
+  for (size_t i = 0; i < d.algorithm.bytes.size(); ++i) d.algorithm.bytes[i] = mark << (8 * i);
+  d.algorithm.workspace = 4096, d.microseconds = 12.5, d.eager_microseconds = 20;
+  return d;
+}
+
+inline const MadeFor here{"GPU A", library, "580.65"};
+
+inline Entries entries_of(int count, int64_t first = 1) {
+  Entries entries;
+  for (int64_t i = first; i < first + count; ++i) {
+    auto p = problem_of(Pass::fprop, Activation::relu);
+    p.matmul.m = 8 * i;
+    auto d = decision(p, "epilogue", i);
+    d.origin = Decision::Origin::file;
+    entries.emplace_back(p, d);
+  }
+  return entries;
 }
