@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+from helpers import one_thread  # noqa: F401
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 from fused_models import Snapshot, assert_fuses, chain, operators, results
-from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 from torch.nn.utils import parametrize

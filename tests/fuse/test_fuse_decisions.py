@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_models import decides  # noqa: F401
-from helpers import one_thread  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrizations
 

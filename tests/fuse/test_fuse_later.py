@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_models import Block, Gated, chain, operators
-from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 from torch.ao import quantization
-from tree_changes import CHANGES, PATCHED, apply, global_hooks, patched
+from tree_changes import PATCHED, patched
 from tree_compare import SYSTEMS, assert_runs_the_same
 
 import torch_fused_linear as tfl
@@ -47,33 +46,6 @@ def dropped():
 
 
 FORMS = (chain, Block, Gated, Halves)
-
-
-@pytest.mark.parametrize("make", FORMS)
-@pytest.mark.parametrize("name", CHANGES)
-def test_any_order(name, make):
-    """Each kind of change that the generated trees are given, alone."""
-    for seed in range(6):
-        torch.manual_seed(0)
-        model = make().double()
-        plain = copy.deepcopy(model)
-        is_first = seed % 2 == 0
-        if not is_first:
-            tfl.fuse_(model)
-        for net in (model, plain):
-            apply([(name, seed)], net)
-        if is_first:
-            tfl.fuse_(model)
-        assert_runs_the_same(model, plain, X[0], f"seed {seed}")
-        for system in ("script", "export", "compile eager") if make is chain and seed == 1 else ():
-            SYSTEMS[system](model, plain, X[0])
-
-
-@pytest.mark.parametrize("make", FORMS)
-def test_hooks_on_all_modules_see_the_calls_in_the_order_in_which_they_are_written(make):
-    model, plain = pair(make)
-    with global_hooks():
-        assert_runs_the_same(model, plain, X[0], "hooks on all")
 
 
 def test_dropout_in_place_before_relu():

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_models import Block, operators, results, unmark_all
-from helpers import one_thread  # noqa: F401
+from processes import python
 from stacks import assert_same
 from torch import nn
 
@@ -348,7 +348,4 @@ def test_a_file_is_loaded_in_a_fresh_process(library, tmp_path, is_edited):
     if is_edited:
         text = SOURCE.replace("# the first", "# another").replace("torch.relu(", "F.relu(")
         (tmp_path / "of_a_user.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", LOAD, tmp_path)

@@ -1,13 +1,16 @@
 """fuse_ on blocks of real models: the same outputs and gradients, as many blocks as there are."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
-from fused_models import assert_contract_in, assert_fuses, gated, results
-from helpers import one_thread  # noqa: F401
+import zoo_check
+from fused_models import assert_contract_in, assert_fuses, cast, gated, results
 from model_families import FAMILIES, SMALL, TOKENS, encoder, hugging_face
+from model_zoo import wrong
 from stacks import assert_same
 from torch import nn
 
@@ -100,57 +103,33 @@ def test_a_stack_of_encoder_layers_keeps_its_fast_path():
 
 # --- gated ----------------------------------------------------------------------------------------
 
-SIZES = {
-    **{k: v for k, v in SMALL.items() if not k.endswith("prob")},
-    **{"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 4},
-}
-T5 = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-T5 |= {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}
-MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-IMAGES = {"image_size": 8, "patch_size": 4}
-MODERN = {"cls_token_id": 1, "sep_token_id": 1, "attention_dropout": 0.0, "mlp_dropout": 0.0}
 SILU, TANH, ERF = (f"gated_mlp ({act})" for act in ("SiLU", "GELU (tanh)", "GELU (erf)"))
-GLU = "linear_glu (GELU (tanh))"
-ALIKE = "Llama Mistral Ministral Qwen2 Qwen3 Olmo Olmo2 StableLm Granite Cohere SmolLM3 Helium"
-# Name of the model, what else its configuration is given, and what is found.
+ALIKE = "llama mistral qwen2 qwen3 olmo olmo2 stablelm granite cohere smollm3 helium exaone4"
+# Models of the zoo, and what is found in each of their blocks.
 GATED = {
-    **{name: ({}, [SILU]) for name in ALIKE.split()},
-    **{name: ({}, [TANH]) for name in ("Gemma", "Gemma2", "Gemma3Text")},
-    **{name: ({}, [SILU]) for name in ("Phi3", "Glm", "Glm4")},  # gate and up in one layer
-    "Exaone4": ({}, [SILU]),
-    "ModernBert": (MODERN, [ERF]),
-    "T5": (T5, [GLU] * 2),
-    "MT5": (T5, [GLU] * 2),
-    "LongT5": (T5, [TANH] * 2),
-    "Qwen2Moe": ({**MOE, "shared_expert_intermediate_size": 12}, [SILU]),  # the shared expert
-    "Glm4Moe": ({**MOE, **ROUTED}, [SILU]),  # the layers before those with experts
-    "Dinov2": ({**IMAGES, "use_swiglu_ffn": True}, [SILU]),
-    "PixtralVision": (IMAGES, [ERF]),
+    **dict.fromkeys(ALIKE.split(), SILU),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "longt5"), TANH),
+    **dict.fromkeys(("phi3", "glm", "glm4"), SILU),  # gate and up in one layer
+    **dict.fromkeys(("modernbert", "pixtral"), ERF),
+    **dict.fromkeys(("t5", "mt5"), "linear_glu (GELU (tanh))"),
+    "qwen2_moe": SILU,  # the shared expert
+    "glm4_moe": SILU,  # the layers before those with experts
+    "dinov2": SILU,
 }
-IDS = torch.arange(3, 9).reshape(2, 3)
+T5 = {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
+CHANGES = {"t5": T5, "longt5": T5, "dinov2": {"use_swiglu_ffn": True}}
 X = torch.randn(2, 3, 6, dtype=torch.float64)
-
-
-def model_of(name):
-    options, found = GATED[name]
-    inputs = {"pixel_values": torch.randn(1, 3, 8, 8, dtype=torch.float64)}
-    if "image_size" not in options:
-        inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if "T5" in name else {})
-    common = {} if "T5" in name else SIZES
-    model = hugging_face(f"{name}Model", f"{name}Config", **{**common, **options})
-    torch.manual_seed(0)
-    made = model().double()
-    made.config._experts_implementation = "eager"
-    return made, inputs, found
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_gated_models_of_transformers(name):
-    fused, inputs, found = model_of(name)
+    pytest.importorskip("transformers", reason="the blocks are those of transformers")
+    fused, inputs = zoo.load(f"transformers/{name}", **CHANGES.get(name, {}))
+    inputs = cast(inputs, torch.float64)
+    fused.double().config._experts_implementation = "eager"
     plain = copy.deepcopy(fused)
     report = tfl.fuse_(fused)
-    assert gated(report) == found, report
+    assert gated(report) == [GATED[name]] * (4 if "t5" in name else 2), report
     assert_same(results(fused, inputs), results(plain, inputs))
     assert not tfl.fuse_(fused).fused
 
@@ -183,3 +162,34 @@ def test_a_convolution_or_sigmoid_in_timms_block_is_left_alone():
         plain = copy.deepcopy(fused)
         assert not gated(tfl.fuse_(fused))
         assert_same(results(fused, [x]), results(plain, [x]))
+
+
+# --- the zoo, by the check of `make test-models`, and the record of that run ----------------------
+
+RECORD = Path(__file__).with_name("model_zoo.json")
+# name: at least so many blocks
+SAMPLE = {
+    "timm/test_vit": 1,
+    "timm/resnetv2_18": 0,
+    "timm/swiftformer_xs": 0,
+    "timm/gmlp_ti16_224": 0,
+    "transformers/clip": 0,
+    "transformers/wav2vec2": 1,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_is_the_same_before_and_after(name):
+    pytest.importorskip(name.split("/")[0], reason="the model is theirs")
+    record = zoo_check.check(name, steps=True)
+    assert "skipped" not in record, record
+    assert not wrong(record) and record["step"] is True, record
+    assert record["blocks"] >= SAMPLE[name], record
+
+
+def test_the_record_has_no_wrong_result():
+    record = json.loads(RECORD.read_text())
+    assert [r for r in record["models"] if wrong(r)] == []
+    compared = [r for r in record["models"] if r.get("forward") is True]
+    assert len(compared) >= 0.6 * len(record["models"])
+    assert all(r["skipped"] for r in record["models"] if r not in compared)

@@ -8,7 +8,6 @@ import types
 import pytest
 import torch
 from fused_models import Gated, Snapshot, operators, results
-from helpers import one_thread  # noqa: F401
 from stacks import assert_same
 from torch import nn
 from torch.nn import functional as F

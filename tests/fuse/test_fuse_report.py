@@ -2,18 +2,16 @@
 
 import builtins
 import doctest
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
+from processes import python
 from torch import nn
 
 import torch_fused_linear as tfl
 from torch_fused_linear.picture import spans
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def block(activation=nn.ReLU):
@@ -155,6 +153,4 @@ def test_neither_libraries_nor_matplotlib_are_imported():
         "print({'matplotlib', 'timm', 'torchvision', 'transformers', 'torch._dynamo'}"
         " & set(sys.modules))"
     )
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "set()"
+    assert python("-c", code).stdout.strip() == "set()"

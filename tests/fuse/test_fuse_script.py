@@ -26,12 +26,6 @@ class Plain(Part):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Shared(Part):
-    def forward(self, x):
-        h = self.fc1(x)
-        return F.relu(h) + h
-
-
 class Written(Part):
     """The input changes between gate and up, so that they are not of one input."""
 
@@ -49,14 +43,6 @@ class Cast(Part):
         return h
 
 
-class Branch(Part):
-    def forward(self, x):
-        h = self.fc1(x)
-        if x.sum() > 0:
-            h = F.relu(h)
-        return h
-
-
 class Narrow(nn.Module):
     """Factors that torch broadcasts."""
 
@@ -70,10 +56,8 @@ class Narrow(nn.Module):
 
 FORMS = {
     Plain: ["linear_gelu", "linear"],
-    Shared: [],
     Written: ["linear_relu"],
     Cast: [],
-    Branch: [],
     Narrow: ["linear_silu"],
 }
 

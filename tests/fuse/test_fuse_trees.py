@@ -15,7 +15,6 @@ import warnings
 import pytest
 import tree_compare
 from fused_models import chain, decided_in_python
-from helpers import one_thread  # noqa: F401
 from tree_sources import has_its_file
 from trees import grow
 

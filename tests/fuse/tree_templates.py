@@ -330,19 +330,3 @@ for T4p in self.parts:
     N4a = T4p(N4a) + T4q
 """
 SIMPLE, WILD, PARTS = ([t.strip() for t in text.split("---\n")] for text in (SIMPLE, WILD, PARTS))
-
-LAYERS = {
-    "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]", "self.wide"],
-    "64": ["self.fc2", 'self._modules["fc2"]', "self.seq[-1]"],
-    "44": ["self.fc3", 'self.get_submodule("fc3")', "self.layers[0]", "self.__own", "self.__own"],
-    "66": ["self.fc4", "next(iter([self.fc4]))"],
-}
-LAYERS["44"] += ["self.first", "self.layers[-1]", 'self.branch["fc"]', "self.tied"]
-ACTIVATIONS = ["self.act", "F.relu", "F.gelu", "torch.relu", "self.act2", "nn.functional.relu"]
-RARE = ["ACT", "self.fn", "tanh_gelu", "torch.tanh", "F.relu6", "nn.ReLU()", "self.static"]
-RARE += ["F.silu", "F.leaky_relu", "torch._C._nn.gelu", "functools.partial(F.gelu)", "self.inplace"]
-CONDITIONS = ["self.training", "x.dim() > 1", "self.flag", "len(self.layers) > 1"]
-FUNCTIONS = ["F.relu", "torch.relu", "nn.GELU()", "nn.ReLU()", "nn.Tanh()", "lambda t: F.relu(t)"]
-FUNCTIONS += ['functools.partial(F.gelu, approximate="tanh")', "tanh_gelu", "LoudReLU()"]
-MODULES = ["nn.ReLU()", "nn.GELU()", 'nn.GELU("tanh")', "nn.ReLU(inplace=True)", "nn.ReLU6()"]
-MODULES = [*MODULES[:3] * 3, *MODULES, "LoudReLU()", "LoudGELU()", "nn.Identity()", "nn.SiLU()"]

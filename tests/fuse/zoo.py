@@ -52,14 +52,14 @@ def names() -> list[str]:
     return transformers_names() + timm_names()
 
 
-def load(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and keyword arguments for its forward.
+def load(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and keyword arguments for its forward; changes: of transformers' configuration.
 
     Raises:
         Exception: whatever the first way to build it, or else to run it, raised.
     """
     library, name = name.split("/", 1)
-    ways = timm_ways(name) if library == "timm" else transformers_ways(name)
+    ways = timm_ways(name) if library == "timm" else transformers_ways(name, changes)
     building: list[Exception] = []
     running: list[Exception] = []
     for make in ways:
@@ -186,7 +186,7 @@ def model_classes(config_class: type) -> list[type]:
     ]
 
 
-def transformers_ways(model_type: str) -> Iterator[Callable]:
+def transformers_ways(model_type: str, changes: dict) -> Iterator[Callable]:
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
@@ -194,7 +194,7 @@ def transformers_ways(model_type: str) -> Iterator[Callable]:
     config_class = CONFIG_MAPPING[model_type]
 
     def make(model_class, gentle):
-        values = shrunk(config_class().to_dict(), gentle)
+        values = shrunk(config_class(**changes).to_dict(), gentle)
         values.pop("model_type", None)
         config = config_class.from_dict(values)
         config.use_pretrained_backbone = False
