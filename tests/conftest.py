@@ -5,13 +5,8 @@ import os
 # Plans go by rule: quicker, and the same in every run. Tests of measuring set a budget themselves.
 os.environ.setdefault("TORCH_FUSED_LINEAR_BUDGET_MS", "0")
 
-import hypothesis
 import pytest
 import torch
-
-# Times differ too much between machines for a deadline, and a red build must be red again.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items):

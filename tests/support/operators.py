@@ -178,10 +178,13 @@ def without_kinks(op: Op, case: Case) -> Case:
 # --- the rows ------------------------------------------------------------------------------------
 
 
-def _row(label, name, activation, build, eager, shapes, **fields) -> Op:
-    """`build` makes the call of the functions of a namespace: the operators, or the package."""
-    call, function = build(torch.ops.fused), build(tfl)
-    return Op(label, name, activation, call, function, eager, shapes, **fields)
+def _row(label, name, activation, call, eager, shapes, **fields) -> Op:
+    """`call` is given the functions of a namespace first: of the operators, or of the package."""
+
+    def of(functions):
+        return lambda *tensors, **more: call(functions, *tensors, **more)
+
+    return Op(label, name, activation, of(torch.ops.fused), of(tfl), eager, shapes, **fields)
 
 
 def linear(activation: str, label: str = "", **options) -> Op:
@@ -191,11 +194,8 @@ def linear(activation: str, label: str = "", **options) -> Op:
         options["approximate"] = {"gelu_tanh": "tanh", "gelu_erf": "none"}[activation]
     act = ACTS.get(activation, lambda z: z)
 
-    def build(functions):
-        def call(x, w, b=None, **more):
-            return getattr(functions, name)(x, w, b, **options, **more)
-
-        return call
+    def call(functions, x, w, b=None, **more):
+        return getattr(functions, name)(x, w, b, **options, **more)
 
     def eager(x, w, b=None):
         return act(F.linear(x, w, b))
@@ -203,7 +203,7 @@ def linear(activation: str, label: str = "", **options) -> Op:
     def shapes(lead, i, o):
         return [(*lead, i), (o, i), (o,)]
 
-    return _row(label or activation, name, activation, build, eager, shapes, product=F.linear)
+    return _row(label or activation, name, activation, call, eager, shapes, product=F.linear)
 
 
 # How gate and up are given. "halves" are two views of one weight, gate first.
@@ -234,15 +234,12 @@ def gated(
         last = biases[each] if down and biases else None
         return x, weights, ends, biases[:each], last
 
-    def build(functions):
-        def call(*tensors, **more):
-            x, weights, ends, biases, last = split(tensors)
-            given = (*_gate_and_up(form, weights), *ends, *_gate_and_up(form, biases))
-            given += (last,) if down else ()
-            how = {"activation": activation, **options, **more}
-            return getattr(functions, name)(x, *given, **how)
-
-        return call
+    def call(functions, *tensors, **more):
+        x, weights, ends, biases, last = split(tensors)
+        given = (*_gate_and_up(form, weights), *ends, *_gate_and_up(form, biases))
+        given += (last,) if down else ()
+        how = {"activation": activation, **options, **more}
+        return getattr(functions, name)(x, *given, **how)
 
     def eager(*tensors):
         x, weights, ends, biases, last = split(tensors)
@@ -261,7 +258,7 @@ def gated(
         return [(*lead, i), *weights, *biases]
 
     label = f"{'block' if down else 'glu'} {form} {activation}{_suffix(options)}"
-    return _row(label, name, activation, build, eager, shapes, biases=each + down)
+    return _row(label, name, activation, call, eager, shapes, biases=each + down)
 
 
 def mlp(activation: str, layers: int, widths: Sequence[int] = (), **options) -> Op:
@@ -271,11 +268,8 @@ def mlp(activation: str, layers: int, widths: Sequence[int] = (), **options) -> 
         weights = tensors[1 : layers + 1]
         return tensors[0], list(weights), list(tensors[layers + 1 :]) or [None] * layers
 
-    def build(functions):
-        def call(*tensors, **more):
-            return functions.mlp(*split(tensors), activation, **options, **more)
-
-        return call
+    def call(functions, *tensors, **more):
+        return functions.mlp(*split(tensors), activation, **options, **more)
 
     def eager(*tensors):
         x, weights, biases = split(tensors)
@@ -289,7 +283,7 @@ def mlp(activation: str, layers: int, widths: Sequence[int] = (), **options) -> 
         return [(*lead, i), *weights, *((n,) for n in sizes[1:])]
 
     label = f"mlp {activation} of {layers}{_suffix(options)}"
-    return _row(label, "mlp", activation, build, eager, shapes, biases=layers)
+    return _row(label, "mlp", activation, call, eager, shapes, biases=layers)
 
 
 def stack(activation: str, layers: int, widths: Sequence[int] = (), **options) -> Op:
@@ -297,19 +291,15 @@ def stack(activation: str, layers: int, widths: Sequence[int] = (), **options) -
     output to, the next."""
     chain, layer = mlp(activation, layers, widths), linear(activation, **options)
 
-    def build(functions):
+    def call(functions, x, *parameters):
         hidden = layer.call if functions is torch.ops.fused else layer.function
-
-        def call(x, *parameters):
-            weights, biases = parameters[:layers], parameters[layers:] or [None] * layers
-            for w, b in zip(weights[:-1], biases[:-1]):
-                x = hidden(x, w, b)
-            return functions.linear(x, weights[-1], biases[-1])
-
-        return call
+        weights, biases = parameters[:layers], parameters[layers:] or [None] * layers
+        for w, b in zip(weights[:-1], biases[:-1]):
+            x = hidden(x, w, b)
+        return functions.linear(x, weights[-1], biases[-1])
 
     label = f"stack {activation} of {layers}{_suffix(options)}"
-    return _row(label, layer.name, activation, build, chain.eager, chain.shapes, biases=layers)
+    return _row(label, layer.name, activation, call, chain.eager, chain.shapes, biases=layers)
 
 
 def pair(form: str, activation: str, hidden: int | None = None, **options) -> Op:
@@ -317,17 +307,13 @@ def pair(form: str, activation: str, hidden: int | None = None, **options) -> Op
     block, first = gated(form, activation, True, hidden), gated(form, activation, **options)
     each = first.biases
 
-    def build(functions):
+    def call(functions, x, *tensors):
         glu = first.call if functions is torch.ops.fused else first.function
-
-        def call(x, *tensors):
-            weights, down, biases = tensors[:each], tensors[each], tensors[each + 1 :]
-            return functions.linear(glu(x, *weights, *biases[:each]), down, *biases[each:])
-
-        return call
+        weights, down, biases = tensors[:each], tensors[each], tensors[each + 1 :]
+        return functions.linear(glu(x, *weights, *biases[:each]), down, *biases[each:])
 
     label = f"pair {form} {activation}{_suffix(options)}"
-    return _row(label, first.name, activation, build, block.eager, block.shapes, biases=each + 1)
+    return _row(label, first.name, activation, call, block.eager, block.shapes, biases=each + 1)
 
 
 def conv(
@@ -345,11 +331,8 @@ def conv(
     """A convolution, whose sizes are those of the row."""
     geometry = (stride, padding, dilation, groups)
 
-    def build(functions):
-        def call(x, w, b=None):
-            return functions.conv2d_relu(x, w, b, *geometry)
-
-        return call
+    def call(functions, x, w, b=None):
+        return functions.conv2d_relu(x, w, b, *geometry)
 
     def product(x, w, b=None):
         return F.conv2d(x, w, b, *geometry)
@@ -361,7 +344,7 @@ def conv(
         images = () if batch is None else (batch,)
         return [(*images, channels, *size), (out, channels // groups, *kernel), (out,)]
 
-    return _row(label, "conv2d_relu", "relu", build, eager, shapes, product=product)
+    return _row(label, "conv2d_relu", "relu", call, eager, shapes, product=product)
 
 
 def _suffix(options: dict) -> str:
