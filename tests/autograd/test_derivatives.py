@@ -4,27 +4,11 @@ import contextlib
 import itertools
 import warnings
 
+import operators as ops
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from numerics import assert_same, run
-from operators import (
-    CONV,
-    EVERY,
-    LINEAR,
-    OPS,
-    Case,
-    every_op,
-    gated,
-    linear,
-    mlp,
-    op_param,
-    pair,
-    policy_param,
-    rows,
-    stack,
-    without_kinks,
-)
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -35,30 +19,30 @@ import torch_fused_linear as tfl
 SIZES = [((2,), True), ((2,), False), ((), True), ((1, 2), True)]
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 def test_first_and_second_order(policy, op, device):
-    fast = {"fast_mode": op not in OPS or policy != "auto"}
-    for lead, bias in SIZES if op in OPS or policy == "auto" else SIZES[:1]:
+    fast = {"fast_mode": op not in ops.OPS or policy != "auto"}
+    for lead, bias in SIZES if op in ops.OPS or policy == "auto" else SIZES[:1]:
         leaves = op.smooth_case(lead, 3, 4, device=device, bias=bias).leaves()
         with tfl.set_policy(policy):
             assert gradcheck(op.call, leaves, **fast)
             assert gradgradcheck(op.call, leaves, **fast)
 
 
-@every_op
+@ops.every_op
 def test_forward_mode_and_batches(op, device):
     case = op.smooth_case((2,), 3, 4, device=device)
     ways = ("forward_ad", "batched_grad", "batched_forward_grad", "undefined_grad")
-    if op is CONV:  # torch's own convolution has no batched forward mode
+    if op is ops.CONV:  # torch's own convolution has no batched forward mode
         ways = ways[:2] + ways[3:]
     options = {f"check_{way}": True for way in ways}
     assert gradcheck(op.call, case.leaves(), fast_mode=True, **options)
-    options = {"check_batched_grad": True, "check_fwd_over_rev": op in (*OPS, CONV)}
+    options = {"check_batched_grad": True, "check_fwd_over_rev": op in (*ops.OPS, ops.CONV)}
     assert gradgradcheck(op.call, case.leaves(), fast_mode=True, **options)
 
 
-@every_op
+@ops.every_op
 def test_of_inputs_by_columns(op, device):
     case = op.smooth_case((2, 3), 4, 5, device=device)
     leaves = [t.mT.contiguous().mT if t.dim() > 1 else t for t in case.inputs]
@@ -80,7 +64,7 @@ def second(call, case, wanted=None):
     return [*first, *torch.autograd.grad(total, leaves, **options)]
 
 
-@every_op
+@ops.every_op
 def test_second_order_of_every_input_and_pair(op, device):
     """That of an upper weight alone reaches the layers below it."""
     case = op.smooth_case((3,), 4, 5, device=device, seed=1)
@@ -92,15 +76,15 @@ def test_second_order_of_every_input_and_pair(op, device):
             assert_same(ours, eager, f"{op!r} {wanted}")
 
 
-@op_param
+@ops.op_param
 def test_second_order_of_narrow_types(op, device):
-    case = without_kinks(op, op.case((6,), 8, 9, torch.bfloat16, device))
+    case = ops.without_kinks(op, op.case((6,), 8, 9, torch.bfloat16, device))
     for ours, eager in zip(second(op.call, case, (0, 1)), second(op.eager, case, (0, 1))):
         assert ours.dtype == torch.bfloat16
         torch.testing.assert_close(ours, eager, rtol=0.1, atol=0.05 * eager.abs().max().item())
 
 
-@every_op
+@ops.every_op
 def test_batches_that_are_differentiated_again(op, device):
     case = op.smooth_case((2,), 3, 4, device=device)
     results = []
@@ -117,7 +101,7 @@ def test_batches_that_are_differentiated_again(op, device):
 
 
 @pytest.mark.parametrize("policy", ["auto", "cublaslt", "eager"])
-@rows([op for op in EVERY if op.label in ("relu", "relu low")])
+@ops.rows([op for op in ops.EVERY if op.label in ("relu", "relu low")])
 def test_of_zeros(op, policy, device):
     """ReLU's second derivative is zeros, and not nothing at all."""
     case, results = op.smooth_case(device=device), []
@@ -130,7 +114,9 @@ def test_of_zeros(op, policy, device):
     assert_same(*results)
 
 
-@rows([mlp(a, 4, (4, 4, 4), memory=m) for a in ("relu", "gelu_tanh") for m in ("default", "low")])
+@ops.rows(
+    [ops.mlp(a, 4, (4, 4, 4), memory=m) for a in ("relu", "gelu_tanh") for m in ("default", "low")]
+)
 @pytest.mark.parametrize("frozen", [(), (2,), (1, 2)], ids=str)
 @pytest.mark.parametrize("upper", [(4, 7), (6,)], ids=["weight and bias", "bias"])
 def test_third_order_through_the_layers_below(upper, frozen, op, device):
@@ -149,12 +135,12 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
     assert_same(*results, exact=1e-11)
 
 
-@rows(
+@ops.rows(
     [
-        *(stack("gelu_tanh", 2, memory=memory) for memory in ("default", "low")),
-        pair("apart", "silu"),
-        gated("apart", "silu", down=True),
-        mlp("gelu_tanh", 3),
+        *(ops.stack("gelu_tanh", 2, memory=memory) for memory in ("default", "low")),
+        ops.pair("apart", "silu"),
+        ops.gated("apart", "silu", down=True),
+        ops.mlp("gelu_tanh", 3),
     ]
 )
 @pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
@@ -198,8 +184,8 @@ def scalar(fn):
 MAPPED = {"input": {0}, "weight": {1}, "both": {0, 1}, "all": set(range(9))}
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 @pytest.mark.parametrize("which", MAPPED)
 def test_vmap(which, policy, op, device):
     """Over tokens, over weights (an ensemble), over all; equal to a loop, and no slow fallback."""
@@ -248,7 +234,7 @@ TRANSFORMS = {
 }
 
 
-@every_op
+@ops.every_op
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transform(name, op, device):
     case = op.smooth_case((2,), 3, 4, device=device, bias="biases" not in name)
@@ -260,10 +246,10 @@ def test_transform(name, op, device):
                 assert_both(op, lambda fn: TRANSFORMS[name](fn, args), *args)
 
 
-@every_op
+@ops.every_op
 def test_autograd_around_vmap(op, device):
     case = op.smooth_case((2,), 3, 4, device=device)
-    batch = Case([torch.stack([case.x, -case.x]), *case.inputs[1:]], torch.stack([case.g] * 2))
+    batch = ops.Case([torch.stack([case.x, -case.x]), *case.inputs[1:]], torch.stack([case.g] * 2))
 
     def mapped(call):
         return lambda x, *rest: vmap(lambda t: call(t, *rest))(x)
@@ -271,15 +257,17 @@ def test_autograd_around_vmap(op, device):
     assert_same(run(mapped(op.call), batch), run(mapped(op.eager), batch))
 
 
-@rows([op for op in OPS[1:] if op.name != "linear_silu"])  # whose backward has no forward mode
+@ops.rows(
+    [op for op in ops.OPS[1:] if op.name != "linear_silu"]
+)  # whose backward has no forward mode
 def test_a_tangent_that_meets_a_gradient_of_a_fused_consumer(op, device):
     """Two roots: one hands over, the other one's gradient is a dual number."""
     case, results = op.case(device=device), []
-    w2 = linear("none").case((1,), 5, 6, device=device).w.requires_grad_()
+    w2 = ops.linear("none").case((1,), 5, 6, device=device).w.requires_grad_()
     for fused in (True, False):
         leaves = [*case.leaves(), w2]
         y = (op.call if fused else op.eager)(*leaves[:3])
-        z = (LINEAR.call if fused else LINEAR.eager)(y, w2)
+        z = (ops.LINEAR.call if fused else ops.LINEAR.eager)(y, w2)
         with fwAD.dual_level():
             dual = fwAD.make_dual(y.detach().sin(), y.detach().cos())
             found = torch.autograd.grad([z, y], leaves, [z.detach().sin(), dual])

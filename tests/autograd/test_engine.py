@@ -1,24 +1,10 @@
 """What the nodes owe torch's engine: which gradients, when, to whom, and what an error is."""
 
+import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
 from numerics import assert_bits, assert_same, run
-from operators import (
-    CONV,
-    EVERY,
-    GELU_TANH,
-    LINEAR,
-    OPS,
-    RELU,
-    every_op,
-    gated,
-    mlp,
-    op_param,
-    policy_param,
-    rows,
-    subsets,
-)
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -32,17 +18,17 @@ HALF = torch.float16
 # --- which gradients -----------------------------------------------------------------------------
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 def test_only_wanted_gradients_come_back(policy, op, device):
     """By requires_grad, by backward(inputs=...) and by autograd.grad, each as eager has it."""
     kinds = [((2,), torch.float64, True), ((2,), torch.float64, False)]
-    if op in OPS:
+    if op in ops.OPS:
         kinds += [((), torch.float32, True), ((5,), torch.bfloat16, True), ((2, 3), HALF, True)]
     for lead, dtype, bias in kinds:
         case = op.smooth_case(lead, 4, 5, dtype, device, bias)
         want = run(op.eager, case)[1:]
-        for wanted in subsets(len(case.inputs)):
+        for wanted in ops.subsets(len(case.inputs)):
             expected = [g if r else None for g, r in zip(want, wanted)]
             with tfl.set_policy(policy):
                 leaves = case.leaves(wanted)
@@ -73,7 +59,7 @@ def backward_steps(call, case, wanted=None):
 
 def test_what_runs_in_a_blocks_backward():
     """One pass over memory; dx of two products is one sum; nothing for what is frozen."""
-    op = gated("apart", "silu", down=True, hidden=8)
+    op = ops.gated("apart", "silu", down=True, hidden=8)
     case = op.case((5,), 6, 4)
     names = ["x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
@@ -87,7 +73,7 @@ def test_what_runs_in_a_blocks_backward():
     assert "mm" not in steps("gate", "up")
     assert steps("down_bias") == ["_linear_backward"]
     for form in ("stacked", "halves"):
-        op = gated(form, "silu", down=True, hidden=8)
+        op = ops.gated(form, "silu", down=True, hidden=8)
         case = op.case((5,), 6, 4)
         leaves = case.leaves()
         y = op.call(*leaves)
@@ -99,7 +85,7 @@ def test_what_runs_in_a_blocks_backward():
 
 
 def test_below_the_lowest_layer_with_anything_to_do_no_step_runs(device):
-    op = mlp("relu", 4)
+    op = ops.mlp("relu", 4)
     case = op.case((3,), 4, 8, device=device)
     upper = [False] * 3 + [True, True] + [False] * 4
     names = [name for name, _ in backward_steps(op.call, case, upper)]
@@ -108,7 +94,7 @@ def test_below_the_lowest_layer_with_anything_to_do_no_step_runs(device):
     assert across == ["_linear_backward_across"] * 3 + ["_linear_backward"]
 
 
-@every_op
+@ops.every_op
 def test_arguments_are_left_alone(op, device):
     case = op.case((5,), 7, 9, torch.float32, device)
     tensors = [*case.inputs, case.g]
@@ -121,8 +107,8 @@ def test_arguments_are_left_alone(op, device):
 # --- again, differentiable, not at all -----------------------------------------------------------
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 def test_a_graph_that_is_kept_and_then_freed(policy, op, device):
     case = op.smooth_case((2,), device=device)
     with tfl.set_policy(policy):
@@ -140,15 +126,15 @@ def test_a_graph_that_is_kept_and_then_freed(policy, op, device):
 
 
 def test_a_second_head_whose_producer_was_freed(device):
-    case = GELU_TANH.case(device=device)
-    y = GELU_TANH.call(*case.leaves())
-    heads = [LINEAR.call(y, case.w.mT.contiguous()).sum() for _ in range(2)]
+    case = ops.GELU_TANH.case(device=device)
+    y = ops.GELU_TANH.call(*case.leaves())
+    heads = [ops.LINEAR.call(y, case.w.mT.contiguous()).sum() for _ in range(2)]
     heads[0].backward()
     with pytest.raises(RuntimeError, match="a second time"):
         heads[1].backward()
 
 
-@every_op
+@ops.every_op
 def test_inference_mode(op, device):
     case = op.smooth_case((2,), device=device)
     leaves, want = case.leaves(), op.eager(*case.inputs)
@@ -170,7 +156,7 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-@every_op
+@ops.every_op
 def test_a_consumer_may_return_no_gradient(op, device):
     leaves = op.smooth_case((2,), device=device).leaves()
     (_NoGradient.apply(op.call(*leaves)).sum() + leaves[0].sum()).backward()
@@ -181,7 +167,7 @@ def test_a_consumer_may_return_no_gradient(op, device):
 # --- hooks, nodes --------------------------------------------------------------------------------
 
 
-@every_op
+@ops.every_op
 def test_hooks_see_the_true_gradient(op, device):
     """dL/dy and not dL/dz, on tensors and nodes, also between two of our layers."""
     case = op.smooth_case((2,), device=device)
@@ -201,34 +187,34 @@ def test_hooks_see_the_true_gradient(op, device):
         last(middle, weight.cos()).square().sum().backward()
         return [*seen, middle.grad, *(leaf.grad for leaf in leaves)]
 
-    assert_same(watched(op.call, LINEAR.call), watched(op.eager, LINEAR.eager))
+    assert_same(watched(op.call, ops.LINEAR.call), watched(op.eager, ops.LINEAR.eager))
 
 
 def test_names_of_nodes():
-    for op in OPS:
+    for op in ops.OPS:
         assert op.call(*op.case().leaves()).grad_fn.name() == f"FusedLinear_{op!r}_Backward"
     for op, name in (
-        (gated("apart", "silu"), "FusedLinearGlu_silu_Backward"),
-        (gated("apart", "relu", down=True), "FusedGatedMlp_relu_Backward"),
-        (mlp("relu", 2), "FusedMlpBackward"),
-        (CONV, "FusedConv2dReluBackward"),
+        (ops.gated("apart", "silu"), "FusedLinearGlu_silu_Backward"),
+        (ops.gated("apart", "relu", down=True), "FusedGatedMlp_relu_Backward"),
+        (ops.mlp("relu", 2), "FusedMlpBackward"),
+        (ops.CONV, "FusedConv2dReluBackward"),
     ):
         assert op.call(*op.case().leaves()).grad_fn.name() == name
 
 
-@rows(OPS[1:])
+@ops.rows(ops.OPS[1:])
 def test_a_node_that_a_hook_calls_by_hand(op, device):
     """It is not the node that the engine runs, and has neither that one's edges nor its notes."""
     case, got = op.case(device=device), []
     leaves = case.leaves()
     y = op.call(*leaves)
-    out = LINEAR.call(op.call(*leaves), leaves[1].mT)
+    out = ops.LINEAR.call(op.call(*leaves), leaves[1].mT)
     out.register_hook(lambda _: got.extend(y.grad_fn(case.g)))
     out.sum().backward()
     assert_same(got, run(op.eager, case)[1:])
 
 
-@op_param
+@ops.op_param
 def test_a_node_called_outside_the_engine_can_be_differentiated(op, device):
     case = op.case(device=device)
     leaves, g = case.leaves(), case.g.clone().requires_grad_()
@@ -242,7 +228,7 @@ def test_a_node_called_outside_the_engine_can_be_differentiated(op, device):
 @pytest.mark.parametrize("label", ["silu", "glu apart silu", "block apart silu", "mlp relu of 3"])
 def test_a_sparse_gradient_arrives(label):
     """Torch's own backward takes it where its operators do; here its values count."""
-    (op,) = (op for op in EVERY if op.label == label)
+    (op,) = (op for op in ops.EVERY if op.label == label)
     case, results = op.case((4,), 5, 5), []
     for sparse in (True, False):
         leaves = case.leaves()
@@ -255,7 +241,7 @@ def test_a_sparse_gradient_arrives(label):
 # --- writes to what is kept ----------------------------------------------------------------------
 
 
-@every_op
+@ops.every_op
 def test_a_write_to_what_is_kept_is_torchs_error(op, device):
     """And to what is not kept, the biases, it is none, but up's where its product is made again."""
     case = op.smooth_case((2,), device=device)
@@ -273,13 +259,13 @@ def test_a_write_to_what_is_kept_is_torchs_error(op, device):
                 torch.autograd.grad(y, leaves, case.g)
 
 
-@every_op
+@ops.every_op
 def test_a_write_to_the_output(op, device):
     """ReLU reads it again, unless it keeps bits; for the rest it is as any other tensor."""
     case = op.smooth_case((2,), device=device)
     leaves = case.leaves()
     y = op.call(*leaves)
-    if op in (RELU, CONV):
+    if op in (ops.RELU, ops.CONV):
         with torch.no_grad():
             y.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -289,7 +275,7 @@ def test_a_write_to_the_output(op, device):
         assert_same(torch.autograd.grad(y.mul_(2), leaves, case.g), want)
 
 
-@rows([mlp(activation, 3, (4, 4)) for activation in ("relu", "gelu_tanh")])
+@ops.rows([ops.mlp(activation, 3, (4, 4)) for activation in ("relu", "gelu_tanh")])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_write_to_what_is_not_needed(create_graph, op, device):
     """The lowest weight, where only the upper layers' gradients are asked for."""
@@ -314,7 +300,7 @@ def cast(weight):
 
 @pytest.mark.parametrize("change", [put_another, cast])
 @pytest.mark.parametrize("frozen", [False, True])
-@rows([op for op in EVERY if op is not CONV and "up first" not in op.label])
+@ops.rows([op for op in ops.EVERY if op is not ops.CONV and "up first" not in op.label])
 def test_another_tensor_put_into_a_weight_is_not_read(op, frozen, change):
     def gradients(call, lead):
         case = op.case(lead, 8, 8, bias=False)
@@ -333,8 +319,8 @@ def test_another_tensor_put_into_a_weight_is_not_read(op, frozen, change):
 # --- what is saved passes through hooks ----------------------------------------------------------
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 def test_saved_tensors_elsewhere(policy, op, device):
     """All that is saved passes through the hooks (offloading, compression), and is asked for once
     in a backward; halves that were moved are neighbours no longer."""
@@ -359,7 +345,7 @@ def test_saved_tensors_elsewhere(policy, op, device):
             assert max(asked) == times
 
 
-@every_op
+@ops.every_op
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint(reentrant, op, device):
     case = op.smooth_case((2,), device=device)

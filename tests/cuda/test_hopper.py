@@ -5,16 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import two_layers
 from plan_files import run_forced
 from steps import encode_mask
-from two_layers import (
-    ACTIVATIONS,
-    Block,
-    apart,
-    assert_as_exact,
-    assert_near_eagers,
-    assert_same_bits_again,
-)
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -54,7 +47,7 @@ def forced(step, folder, order=0):
     return run_forced(step, folder, "hopper", is_ours, order)
 
 
-class GatedBlock(Block):
+class GatedBlock(two_layers.Block):
     """A gated layer, in a form, and one after it."""
 
     def __init__(self, tokens, i, h, o, dtype, activation, form="apart"):
@@ -73,7 +66,7 @@ class GatedBlock(Block):
         *first, down = weights
         halves = first if self.form == "apart" else first[0].chunk(2)
         gate, up = (F.linear(x, half) for half in halves)
-        return F.linear(ACTIVATIONS[self.activation](gate) * up, down)
+        return F.linear(two_layers.ACTIVATIONS[self.activation](gate) * up, down)
 
 
 SIZES = [
@@ -104,25 +97,25 @@ def assert_laid_out_as_leaves(block, grads):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 @pytest.mark.parametrize("bias, by_columns", [(True, False), (False, False), (True, True)])
 def test_steps_are_as_exact_as_eager(activation, dtype, bias, by_columns, tmp_path):
-    make = partial(Block, dtype=dtype, activation=activation, bias=bias)
+    make = partial(two_layers.Block, dtype=dtype, activation=activation, bias=bias)
     for block, order in cases(make, by_columns):
         got, paths = forced(block.step, tmp_path, order)
         assert KERNEL in paths[-2] and (activation == "relu" or KERNEL in paths[0]), paths
-        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        two_layers.assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
         if by_columns:
             assert_laid_out_as_leaves(block, got[1:])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
-    for block, order in cases(partial(Block, dtype=dtype, activation=activation), False):
+    for block, order in cases(partial(two_layers.Block, dtype=dtype, activation=activation), False):
         got, paths = forced(block.inference, tmp_path, order)
         assert paths == [KERNEL]
-        assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+        two_layers.assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
 def of_bits(block):
@@ -142,10 +135,10 @@ def forced_bits(block, folder, order=0):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_bits_of_relu(bias, dtype, tmp_path):
-    make = partial(Block, dtype=dtype, activation="relu", bias=bias)
+    make = partial(two_layers.Block, dtype=dtype, activation="relu", bias=bias)
     for block, order in cases(make, False):
         y, _ = forced_bits(block, tmp_path, order)
-        assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
+        two_layers.assert_as_exact([y], block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
 def with_values(block, value):
@@ -159,23 +152,23 @@ def with_values(block, value):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.0, 1e-7])
 def test_bits_of_numbers_that_a_comparison_may_get_wrong(value, dtype, tmp_path):
-    block = with_values(Block(133, 64, 136, 64, dtype, "relu"), value)
+    block = with_values(two_layers.Block(133, 64, 136, 64, dtype, "relu"), value)
     y, _ = forced_bits(block, tmp_path)
     want = F.relu(F.linear(block.x, block.weights[0], block.biases[0]))
     assert torch.equal(y.isnan(), want.isnan())
 
 
 def test_bits_of_rows_apart_and_of_many_tokens(tmp_path):
-    block = Block(70_001, 72, 264, 8, torch.bfloat16, "relu")
-    block.x = apart(block.x)
+    block = two_layers.Block(70_001, 72, 264, 8, torch.bfloat16, "relu")
+    block.x = two_layers.apart(block.x)
     y, bits = forced_bits(block, tmp_path)
     assert bits.shape == (70_001, 48) and y.count_nonzero() > y.numel() // 4
-    assert_same_bits_again(partial(of_bits, block), [y, bits])
+    two_layers.assert_same_bits_again(partial(of_bits, block), [y, bits])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_layer_of_low_memory_has_the_gradients_that_its_output_gives(dtype):
-    block = Block(8192, 128, 512, 64, dtype, "relu")
+    block = two_layers.Block(8192, 128, 512, 64, dtype, "relu")
     leaves = [block.x, block.weights[0], block.biases[0]]
     grad = torch.randn(8192, 512, device="cuda").to(dtype)
     with plans.budget(0), tfl.explain() as report:
@@ -186,11 +179,11 @@ def test_a_layer_of_low_memory_has_the_gradients_that_its_output_gives(dtype):
     wide = [t.detach().double().requires_grad_() for t in leaves]
     want = torch.autograd.grad(F.linear(*leaves), leaves, let_through)
     exact = torch.autograd.grad(F.linear(*wide), wide, let_through.double())
-    assert_as_exact(got, want, exact)
+    two_layers.assert_as_exact(got, want, exact)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
+@pytest.mark.parametrize("activation", [name for name in two_layers.ACTIVATIONS if name != "relu"])
 @pytest.mark.parametrize("form", ["apart", "stacked"])
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_steps_of_gated_blocks_are_as_exact_as_eager(by_columns, form, activation, dtype, tmp_path):
@@ -198,7 +191,7 @@ def test_steps_of_gated_blocks_are_as_exact_as_eager(by_columns, form, activatio
     for block, order in cases(make, by_columns):
         got, paths = forced(block.step, tmp_path, order)
         assert paths.count(KERNEL) == (2 if len(block.x) >= LEAST_TOKENS else 1), paths
-        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        two_layers.assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
         if by_columns:
             assert_laid_out_as_leaves(block, got[1:])
 
@@ -206,12 +199,12 @@ def test_steps_of_gated_blocks_are_as_exact_as_eager(by_columns, form, activatio
 def plain_glu(x, weight, bias, activation, form):
     z = F.linear(x, weight, bias)
     gate, up = z.chunk(2, -1)
-    h = ACTIVATIONS[activation](gate) * up
+    h = two_layers.ACTIVATIONS[activation](gate) * up
     return [h, z] if form == "stacked" else [h, gate, up]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
+@pytest.mark.parametrize("activation", [name for name in two_layers.ACTIVATIONS if name != "relu"])
 @pytest.mark.parametrize("form", ["apart", "stacked"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_path):
@@ -220,7 +213,7 @@ def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_p
     sizes = [(512, 8, 8), (513, 136, 72), (640, 64, 128), (1003, 520, 1032), (4097, 256, 200)]
     for number, (tokens, inner, hidden) in enumerate(sizes):
         torch.manual_seed(number)
-        x = apart(torch.randn(tokens, inner, device="cuda").to(dtype))
+        x = two_layers.apart(torch.randn(tokens, inner, device="cuda").to(dtype))
         weight = (torch.randn(2 * hidden, inner, device="cuda") / inner**0.5).to(dtype)
         biases = torch.randn(2 * hidden, device="cuda").to(dtype) if bias else None
         both, halves = (weight, None), weight.chunk(2)
@@ -238,7 +231,7 @@ def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_p
             eager, exact = (plain_glu(*t, activation, form) for t in ((x, weight, biases), wide))
             count = len(exact) if keeps else 1
             assert len(kept) == count
-            assert_as_exact(kept, eager[:count], exact[:count])
+            two_layers.assert_as_exact(kept, eager[:count], exact[:count])
 
 
 @pytest.mark.parametrize("form", ["apart", "stacked"])
@@ -247,7 +240,7 @@ def test_a_gated_block_whose_last_layer_is_frozen(form, tmp_path):
     block.weights[-1].requires_grad_(False)
     got, paths = forced(block.step, tmp_path)
     assert paths.count(KERNEL) == 2, paths
-    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+    two_layers.assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -258,25 +251,25 @@ def test_gates_that_are_not_finite(value, tmp_path):
         block.grad[9, 3] = value
     got, paths = forced(block.step, tmp_path)
     assert paths.count(KERNEL) == 2, paths
-    assert_near_eagers(got, block)
+    two_layers.assert_near_eagers(got, block)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_rows_apart_and_at_offsets(activation, tmp_path):
-    block = Block(300, 136, 264, 72, torch.bfloat16, activation)
+    block = two_layers.Block(300, 136, 264, 72, torch.bfloat16, activation)
     want = block.plain(torch.float64)
-    block.x, block.grad = apart(block.x).requires_grad_(), apart(block.grad)
+    block.x, block.grad = two_layers.apart(block.x).requires_grad_(), two_layers.apart(block.grad)
     got, paths = forced(block.step, tmp_path)
     assert KERNEL in paths[-2]
-    assert_as_exact(got, block.plain(torch.bfloat16), want)
+    two_layers.assert_as_exact(got, block.plain(torch.bfloat16), want)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
-    block = with_values(Block(133, 64, 136, 64, torch.bfloat16, activation), value)
+    block = with_values(two_layers.Block(133, 64, 136, 64, torch.bfloat16, activation), value)
     got, _ = forced(block.step, tmp_path)
-    assert_near_eagers(got, block)
+    two_layers.assert_near_eagers(got, block)
     if value == 0:
         # ReLU's gradient at exactly 0 is 0.
         assert activation != "relu" or not got[1][5].any()
@@ -284,7 +277,7 @@ def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
 
 def test_padding_takes_nothing_of_an_infinite_weight(tmp_path):
     """Tokens beyond the last are zeros in the last tile, and 0 times infinity is NaN."""
-    block = Block(130, 64, 64, 64, torch.bfloat16, "relu")
+    block = two_layers.Block(130, 64, 64, 64, torch.bfloat16, "relu")
     with torch.no_grad():
         block.x.fill_(-1)
         block.weights[0].fill_(1)
@@ -295,21 +288,21 @@ def test_padding_takes_nothing_of_an_infinite_weight(tmp_path):
     assert not got[4].any(), "the first bias's gradient"
 
 
-@pytest.mark.parametrize("kind", [Block, GatedBlock])
+@pytest.mark.parametrize("kind", [two_layers.Block, GatedBlock])
 def test_same_bits_again_in_other_streams_and_captured(kind, tmp_path):
     block = kind(1003, 520, 1032, 136, torch.bfloat16, "gelu_erf")
     first, _ = forced(block.step, tmp_path)
-    assert_same_bits_again(block.step, first)
+    two_layers.assert_same_bits_again(block.step, first)
 
 
 def test_more_than_two_to_the_31_elements(tmp_path):
     if torch.cuda.mem_get_info()[0] < 40e9:  # other tests may hold the rest
         pytest.skip("needs 40 GB")
     few, many, h = 2048, 140 * 1024, 16384
-    small = Block(few, 64, h, 64, torch.bfloat16, "gelu_erf")
+    small = two_layers.Block(few, 64, h, 64, torch.bfloat16, "gelu_erf")
     forced(small.step, tmp_path)
     with torch.no_grad():
-        block = Block(1, 64, h, 64, torch.bfloat16, "gelu_erf")
+        block = two_layers.Block(1, 64, h, 64, torch.bfloat16, "gelu_erf")
         block.weights, block.biases = small.weights, small.biases
         block.x = small.x.detach().repeat(many // few, 1).requires_grad_()
         block.grad = small.grad.repeat(many // few, 1)
@@ -328,7 +321,7 @@ def test_bits_of_more_than_two_to_the_31_elements(tmp_path):
     if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("needs 20 GB")
     few, many, h = 2048, 140 * 1024, 16384
-    small = Block(few, 64, h, 64, torch.bfloat16, "relu")
+    small = two_layers.Block(few, 64, h, 64, torch.bfloat16, "relu")
     want_y, want_bits = forced_bits(small, tmp_path)
     assert many * h > 2**31
     operands = small.x.repeat(many // few, 1), small.weights[0], small.biases[0]

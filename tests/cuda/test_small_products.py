@@ -4,17 +4,10 @@ import itertools
 
 import pytest
 import torch
+import two_layers
 from captures import captured
 from numerics import assert_bits
 from plan_files import run_forced
-from two_layers import (
-    ACTIVATIONS,
-    Block,
-    apart,
-    assert_as_exact,
-    assert_near_eagers,
-    assert_same_bits_again,
-)
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -69,33 +62,33 @@ def assert_all_ours(paths, count, sums=0, chains=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chains", ["layers", "small"])
 def test_steps_are_as_exact_as_eager(chains, activation, dtype, bias, tmp_path):
     products, in_one = (4, 1) if chains == "small" else (6, 0)
     for sizes in SIZES_WITH[bias]:
-        block = Block(*sizes, dtype, activation, bias)
+        block = two_layers.Block(*sizes, dtype, activation, bias)
         got, paths = forced(block.step, tmp_path, chains)
         assert_all_ours(paths, products, chains=in_one)
-        assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+        two_layers.assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_inference_is_as_exact_as_eager(activation, dtype, tmp_path):
     for sizes in SIZES:
-        block = Block(*sizes, dtype, activation)
+        block = two_layers.Block(*sizes, dtype, activation)
         got, paths = forced(block.inference, tmp_path)
         assert paths == [KERNEL]
-        assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
+        two_layers.assert_as_exact(got, block.plain(dtype, 1), block.plain(torch.float64, 1))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_a_single_number(activation, tmp_path):
     """Where eager is exact by luck, ours need not be."""
     for dtype in DTYPES:
-        block = Block(1, 1, 1, 1, dtype, activation)
+        block = two_layers.Block(1, 1, 1, 1, dtype, activation)
         got, paths = forced(block.step, tmp_path)
         assert_all_ours(paths, 6)
         for a, b, c in zip(got, block.plain(dtype), block.plain(torch.float64)):
@@ -107,46 +100,46 @@ def test_a_single_number(activation, tmp_path):
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("gap, offset", list(itertools.product([0, 3, 8], [0, 1, 8])))
 def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
-    block = Block(130, 40, 24, 17, dtype, "relu")
-    block.place(lambda t: apart(t, gap, offset))
+    block = two_layers.Block(130, 40, 24, 17, dtype, "relu")
+    block.place(lambda t: two_layers.apart(t, gap, offset))
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6, sums=int(gap > 0))  # whose weight's gradient is a transpose
-    assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
+    two_layers.assert_as_exact(got, block.plain(dtype), block.plain(torch.float64))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_operands_that_are_copied_first(activation, tmp_path):
     """What waits for a launch that is shared must still be there when it comes."""
-    block = Block(130, 40, 24, 16, torch.bfloat16, activation)
+    block = two_layers.Block(130, 40, 24, 16, torch.bfloat16, activation)
     block.place(lambda t: torch.stack([t, torch.zeros_like(t)], -1)[..., 0])
     got, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6, sums=1)
-    assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
-    assert_same_bits_again(block.step, got)
+    two_layers.assert_as_exact(got, block.plain(torch.bfloat16), block.plain(torch.float64))
+    two_layers.assert_same_bits_again(block.step, got)
 
 
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_what_is_not_finite_and_exact_zeros(activation, value, dtype, tmp_path):
-    block = Block(100, 40, 24, 16, dtype, activation)
+    block = two_layers.Block(100, 40, 24, 16, dtype, activation)
     with torch.no_grad():
         block.x[3, 5] = block.weights[1][2, 1] = value
         block.x[7] = 0
         block.biases[0][4] = 0
     got, _ = forced(block.step, tmp_path)
-    assert_near_eagers(got, block)
+    two_layers.assert_near_eagers(got, block)
 
 
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 def test_same_bits_again_in_other_streams_and_captured(dtype, tmp_path):
-    block = Block(256, 64, 64, 64, dtype, "gelu_tanh")
+    block = two_layers.Block(256, 64, 64, 64, dtype, "gelu_tanh")
     first, paths = forced(block.step, tmp_path)
     assert_all_ours(paths, 6)
-    assert_same_bits_again(block.step, first)
+    two_layers.assert_same_bits_again(block.step, first)
 
 
-class Deep(Block):
+class Deep(two_layers.Block):
     """Small layers, three if no other sizes are given, whose input changes in place."""
 
     def __init__(self, count, dtype, tokens=256, sizes=(64, 64, 64, 64)):
@@ -227,7 +220,7 @@ def test_networks_in_one_launch(sizes, dtype, tmp_path):
     results, paths = forced(deep.step, tmp_path, chains="small")
     assert_all_ours(paths, 2 * len(deep.weights), chains=1)
     assert torch.equal(results[0], outputs[0])
-    assert_same_bits_again(deep.step, results)
+    two_layers.assert_same_bits_again(deep.step, results)
     one_by_one, _ = forced(deep.step, tmp_path)
     # As bytes: 0 is not -0.
     in_bytes = ([t.contiguous().view(torch.uint8) for t in r] for r in (results, one_by_one))
@@ -243,7 +236,7 @@ def test_what_a_network_does_is_measured():
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_members_of_an_ensemble_share_launches(activation, dtype, shared, tmp_path):
     torch.manual_seed(0)
     for members, tokens, i, h, o in [
@@ -270,14 +263,14 @@ def test_members_of_an_ensemble_share_launches(activation, dtype, shared, tmp_pa
         def of_torch(dtype, x=x, layers=layers, grad=grad):
             x, w, b, v, c = (t.detach().to(dtype).requires_grad_() for t in (x, *layers))
             hidden = torch.baddbmm(b[:, None], x.expand(len(w), -1, -1), w.mT)
-            y = torch.baddbmm(c[:, None], ACTIVATIONS[activation](hidden), v.mT)
+            y = torch.baddbmm(c[:, None], two_layers.ACTIVATIONS[activation](hidden), v.mT)
             return [y.detach(), *torch.autograd.grad(y, [x, w, b, v, c], grad.to(dtype))]
 
         got, paths = forced(step, tmp_path)
         ours = [path for path in paths if path]
         assert ours == [OF_ALL_MEMBERS] * 3 + ["own one-pass kernel + " + OF_ALL_MEMBERS]
-        assert_as_exact(got, of_torch(dtype), of_torch(torch.float64))
-        assert_same_bits_again(step, got)
+        two_layers.assert_as_exact(got, of_torch(dtype), of_torch(torch.float64))
+        two_layers.assert_same_bits_again(step, got)
 
 
 def test_members_that_fill_the_gpu_go_another_way():
@@ -290,5 +283,5 @@ def test_members_that_fill_the_gpu_go_another_way():
 
 @pytest.mark.parametrize("tokens, dtype", [(256, torch.float64), (513, torch.bfloat16)], ids=str)
 def test_fp64_and_more_tokens_go_another_way(tokens, dtype, tmp_path):
-    _, paths = forced(Block(tokens, 64, 64, 64, dtype, "relu").step, tmp_path)
+    _, paths = forced(two_layers.Block(tokens, 64, 64, 64, dtype, "relu").step, tmp_path)
     assert not any(KERNEL in path for path in paths), paths

@@ -4,34 +4,12 @@ import copy
 import itertools
 import weakref
 
+import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import GatedBlock, sequential, step
 from numerics import assert_same
-from operators import (
-    ACTS,
-    DTYPES,
-    EVERY,
-    FORMS,
-    GELU_TANH,
-    LINEAR,
-    LOW,
-    ODD,
-    OPS,
-    RELU,
-    SILU,
-    Op,
-    every_op,
-    gated,
-    mlp,
-    op_param,
-    pair,
-    policy_param,
-    rows,
-    stack,
-    subsets,
-)
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from watching import Calls, Storages, kept_bytes, saved_bytes
@@ -42,31 +20,31 @@ TOKENS, INPUTS, HIDDEN, OUTPUTS = 64, 128, 256, 128  # multiples of 128: no padd
 WIDTHS = (HIDDEN, 128, 384)  # of chains
 BOTH = ("default", "low")
 WIDE = [
-    *OPS,
-    *LOW,
+    *ops.OPS,
+    *ops.LOW,
     *(
-        gated(f, a, d, HIDDEN)
-        for f, a, d in zip(FORMS * 2, [*ACTS, "silu", "relu", "silu"], [0, 1] * 4)
+        ops.gated(f, a, d, HIDDEN)
+        for f, a, d in zip(ops.FORMS * 2, [*ops.ACTS, "silu", "relu", "silu"], [0, 1] * 4)
     ),
-    *(gated("apart", "silu", d, HIDDEN, memory="low") for d in (False, True)),
-    *(mlp(a, 4, WIDTHS, memory=m) for a, m in itertools.product(ACTS, BOTH)),
-    *(stack("silu", 4, WIDTHS, memory=m) for m in BOTH),
-    stack("relu", 4, WIDTHS),  # with low memory its bits come beside outputs that are kept
-    pair("apart", "silu", memory="low"),
-    ODD["block"],
-    ODD["groups"],
+    *(ops.gated("apart", "silu", d, HIDDEN, memory="low") for d in (False, True)),
+    *(ops.mlp(a, 4, WIDTHS, memory=m) for a, m in itertools.product(ops.ACTS, BOTH)),
+    *(ops.stack("silu", 4, WIDTHS, memory=m) for m in BOTH),
+    ops.stack("relu", 4, WIDTHS),  # with low memory its bits come beside outputs that are kept
+    ops.pair("apart", "silu", memory="low"),
+    ops.ODD["block"],
+    ops.ODD["groups"],
 ]
 
 
-def case_of(op: Op, dtype=torch.float32, device="cpu", bias=True):
+def case_of(op: ops.Op, dtype=torch.float32, device="cpu", bias=True):
     return op.case((TOKENS,), INPUTS, OUTPUTS, dtype, device, bias)
 
 
 # --- never more than eager -----------------------------------------------------------------------
 
 
-@rows(WIDE)
-@policy_param
+@ops.rows(WIDE)
+@ops.policy_param
 def test_no_more_than_eager(policy, op, device):
     """For every subset of wanted gradients: a frozen weight needs no input kept, and so on. Also as
     hooks on saved tensors see it. The library's bits of ReLU come beside the outputs of a chain."""
@@ -75,7 +53,7 @@ def test_no_more_than_eager(policy, op, device):
         is_chain = op.activation == "relu" and policy == "cublaslt" and op.name != "conv2d_relu"
         bits = sum(TOKENS * n // 8 for n in WIDTHS) if is_chain and op.product is None else 0
         is_thorough = policy == "auto" or op.product is not None
-        for wanted in subsets(len(case.inputs))[1 if is_thorough else -1 :]:
+        for wanted in ops.subsets(len(case.inputs))[1 if is_thorough else -1 :]:
             leaves = case.leaves(wanted)
             for measure in (lambda call, t=leaves: saved_bytes(lambda: call(*t), t[1:]),
                             lambda call, t=leaves: kept_bytes(lambda: call(*t))):  # fmt: skip
@@ -84,7 +62,7 @@ def test_no_more_than_eager(policy, op, device):
                 assert ours <= measure(op.eager) + bits, f"{op!r} {dtype} {wanted}"
 
 
-@op_param
+@ops.op_param
 def test_nor_under_autocast(op, device):
     leaves = case_of(op, device=device).leaves()
 
@@ -96,8 +74,8 @@ def test_nor_under_autocast(op, device):
     assert ours <= eager
 
 
-@every_op
-@policy_param
+@ops.every_op
+@ops.policy_param
 def test_nothing_without_a_gradient(policy, op, device):
     """No gradient wanted: what keeps something does not run, and the output has no history."""
     case = op.case((5,), 16, 24, torch.float32, device)
@@ -113,7 +91,7 @@ def test_nothing_without_a_gradient(policy, op, device):
         assert not [name for name in calls.names if "aux" in name or "backward" in name]
 
 
-@every_op
+@ops.every_op
 def test_a_backward_frees_what_was_kept(op, device):
     """A leak would show as growth over steps."""
     case = op.case((5,), 16, 24, torch.float32, device)
@@ -124,7 +102,7 @@ def test_a_backward_frees_what_was_kept(op, device):
     assert watch() is None, "the output is part of a reference cycle"
 
 
-@rows([gated(form, "silu", True, 192, memory=m) for form in FORMS for m in BOTH])
+@ops.rows([ops.gated(form, "silu", True, 192, memory=m) for form in ops.FORMS for m in BOTH])
 def test_a_step_takes_no_more_than_eagers_at_its_peak(op, device):
     """The pre-activations go before the weights' gradients come, unless the graph is kept."""
     case = op.case((96,), 64, 64, torch.float32, device)
@@ -147,19 +125,22 @@ H, W = TOKENS * HIDDEN, TOKENS * OUTPUTS
 C = TOKENS * sum(WIDTHS)
 # The operator, and how many elements and how many bits are kept of what it allocates.
 EXACT = [
-    *((op, W, 0) for op in OPS[1:]),
-    (LINEAR, 0, 0),
-    (LOW[0], 0, W),  # ReLU's bits
-    *((op, W, 0) for op in LOW[1:]),
-    *((gated(f, "silu", True, HIDDEN), 2 * H, 0) for f in FORMS),
-    *((gated(f, "silu", True, HIDDEN, memory="low"), (1 + (f == "stacked")) * H, 0) for f in FORMS),
-    *((gated(f, "silu"), 2 * W, 0) for f in FORMS),
-    *((mlp(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ACTS),
-    *((mlp(a, 4, WIDTHS, memory="low"), C, 0) for a in ACTS),
-    *((stack(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ACTS),
-    *((stack(a, 4, WIDTHS, memory="low"), C, 0) for a in ACTS if a != "relu"),
-    (stack("relu", 4, WIDTHS, memory="low"), C, C),  # which the next layers keep anyway
-    (ODD["block"], 4 * 16 * 8 * 8, 0),
+    *((op, W, 0) for op in ops.OPS[1:]),
+    (ops.LINEAR, 0, 0),
+    (ops.LOW[0], 0, W),  # ReLU's bits
+    *((op, W, 0) for op in ops.LOW[1:]),
+    *((ops.gated(f, "silu", True, HIDDEN), 2 * H, 0) for f in ops.FORMS),
+    *(
+        (ops.gated(f, "silu", True, HIDDEN, memory="low"), (1 + (f == "stacked")) * H, 0)
+        for f in ops.FORMS
+    ),
+    *((ops.gated(f, "silu"), 2 * W, 0) for f in ops.FORMS),
+    *((ops.mlp(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ops.ACTS),
+    *((ops.mlp(a, 4, WIDTHS, memory="low"), C, 0) for a in ops.ACTS),
+    *((ops.stack(a, 4, WIDTHS), (1 + (a != "relu")) * C, 0) for a in ops.ACTS),
+    *((ops.stack(a, 4, WIDTHS, memory="low"), C, 0) for a in ops.ACTS if a != "relu"),
+    (ops.stack("relu", 4, WIDTHS, memory="low"), C, C),  # which the next layers keep anyway
+    (ops.ODD["block"], 4 * 16 * 8 * 8, 0),
 ]
 
 
@@ -171,8 +152,8 @@ def test_bytes(op, elements, bits, device):
 
 
 def test_bytes_of_a_pair(device):
-    for form, memory, frozen in itertools.product(FORMS, BOTH, (False, True)):
-        op = pair(form, "silu", memory=memory)
+    for form, memory, frozen in itertools.product(ops.FORMS, BOTH, (False, True)):
+        op = ops.pair(form, "silu", memory=memory)
         case = op.case((TOKENS,), 16, 23, torch.float32, device, bias=False)
         leaves = case.leaves([not (frozen and t is case.inputs[-1]) for t in case.inputs])
         tensors = 3 if memory == "default" and not frozen else 2  # the output, which may be unread
@@ -181,32 +162,32 @@ def test_bytes_of_a_pair(device):
 
 def test_bytes_of_a_chain_under_hooks(device):
     """The operator for a chain keeps its promise where hooks are asked as well."""
-    op = mlp("silu", 4, WIDTHS, memory="low")
+    op = ops.mlp("silu", 4, WIDTHS, memory="low")
     leaves = case_of(op, device=device).leaves()
     assert saved_bytes(lambda: op.call(*leaves), leaves[1:]) == (C + TOKENS * INPUTS) * 4
 
 
 def test_the_librarys_bits_and_bits_of_narrow_rows(device):
-    leaves = case_of(RELU, device=device).leaves()
+    leaves = case_of(ops.RELU, device=device).leaves()
     with tfl.set_policy("cublaslt"):
-        assert saved_bytes(lambda: RELU.call(*leaves), leaves) == W // 8
-    for dtype in DTYPES:  # a row of bits takes 16 bytes at least
-        leaves = RELU.case((TOKENS,), 8, 4, dtype, device).leaves()
-        kept = kept_bytes(lambda t=leaves: LOW[0].call(*t))
+        assert saved_bytes(lambda: ops.RELU.call(*leaves), leaves) == W // 8
+    for dtype in ops.DTYPES:  # a row of bits takes 16 bytes at least
+        leaves = ops.RELU.case((TOKENS,), 8, 4, dtype, device).leaves()
+        kept = kept_bytes(lambda t=leaves: ops.LOW[0].call(*t))
         assert kept == TOKENS * min(16, 4 * dtype.itemsize)
 
 
 def test_every_kind_of_layer_can_be_the_next(device):
     """Beside the pre-activation that is lent it keeps what is its own; torch's keeps its input."""
-    x, w, b = case_of(SILU, device=device).leaves()
-    hidden = LOW[2].call
-    for after, own in ((LINEAR.call, 0), (RELU.call, 1), (GELU_TANH.call, 1), (LOW[1].call, 1),
-                       (LINEAR.eager, 1)):  # fmt: skip
-        assert kept_bytes(lambda f=after: f(hidden(x, w, b), w, b)) == (1 + own) * W * 4
+    x, w, b = case_of(ops.SILU, device=device).leaves()
+    hidden = ops.LOW[2].call
+    assert kept_bytes(lambda: ops.LINEAR.call(hidden(x, w, b), w, b)) == W * 4
+    for after in (ops.RELU.call, ops.GELU_TANH.call, ops.LOW[1].call, ops.LINEAR.eager):
+        assert kept_bytes(lambda f=after: f(hidden(x, w, b), w, b)) == 2 * W * 4
 
 
 def test_relu_in_a_chain_keeps_bits_beside_frozen_weights_only(device):
-    op, default = (mlp("relu", 4, WIDTHS, memory=m) for m in ("low", "default"))
+    op, default = (ops.mlp("relu", 4, WIDTHS, memory=m) for m in ("low", "default"))
     case = case_of(op, device=device)
     leaves = case.leaves([k != 3 for k in range(9)])
     with tfl.plans.budget(0):  # a mask and an output have plans of their own
@@ -219,7 +200,7 @@ def test_relu_in_a_chain_keeps_bits_beside_frozen_weights_only(device):
 # --- no product is done twice --------------------------------------------------------------------
 
 
-@rows([*EVERY, *ODD.values()])
+@ops.rows([*ops.EVERY, *ops.ODD.values()])
 def test_flops_are_eagers(op, device):
     """By torch's count, whatever is wanted: what low memory computes again is no product, but up's
     of a block."""
@@ -233,14 +214,14 @@ def test_flops_are_eagers(op, device):
                 y.backward(case.g)
         return counter.get_total_flops()
 
-    for wanted in subsets(len(case.inputs)):
+    for wanted in ops.subsets(len(case.inputs)):
         ours, eager = count(op.call, wanted), count(op.eager, wanted)
         again = 2 * 5 * 8 * 17 if op.label == "block apart silu low" and any(wanted[:6]) else 0
         assert eager <= ours <= eager + again and eager > 0, f"{op!r} {wanted}"
 
 
 def test_flops_of_what_only_policies_call():
-    x, w, b = LINEAR.case((10,), 8, 16).inputs
+    x, w, b = ops.LINEAR.case((10,), 8, 16).inputs
     y, mask = x @ w.t(), [False, False, False]
     for operator, *args in (
         (torch.ops.fused._linear_aux, x, w, b, "relu"),

@@ -1,18 +1,10 @@
 """Autocast: the user's dtype, as torch's own layers have it, with weights cast once."""
 
+import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
 from numerics import assert_same
-from operators import (
-    EVERY,
-    LINEAR,
-    OPS,
-    Case,
-    every_op,
-    rows,
-    without_kinks,
-)
 from steps import STEPS
 from torch.utils._pytree import tree_leaves
 from watching import Calls
@@ -24,11 +16,13 @@ ERRORS = (RuntimeError, ValueError, TypeError)
 
 def case_in(low, op, device):
     """fp32, with kinks as wide as the rounding of what is computed in."""
-    case = without_kinks(op, op.case((5,), 16, 24, low, device))
-    return Case([t.float() for t in op.case((5,), 16, 24, torch.float32, device).inputs], case.g)
+    case = ops.without_kinks(op, op.case((5,), 16, 24, low, device))
+    return ops.Case(
+        [t.float() for t in op.case((5,), 16, 24, torch.float32, device).inputs], case.g
+    )
 
 
-@every_op
+@ops.every_op
 @low_param
 def test_dtype_values_and_gradients_are_those_of_torchs_layers(low, op, device):
     """Gradients come back in the dtype of the parameters, whether asked for inside or outside."""
@@ -50,7 +44,7 @@ def test_dtype_values_and_gradients_are_those_of_torchs_layers(low, op, device):
         torch.testing.assert_close(a, b, rtol=level, atol=level * (1 + b.abs().max().item()))
 
 
-@every_op
+@ops.every_op
 def test_nested_regions(op, device):
     inputs = op.case((5,), 16, 24, torch.float32, device).inputs
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -65,7 +59,7 @@ def test_nested_regions(op, device):
     assert op.call(*inputs).dtype == torch.float32
 
 
-@every_op
+@ops.every_op
 def test_mixed_dtypes_are_fine_only_inside(op, device):
     """fp32 parameters with bf16 activations: what a network under autocast looks like."""
     x, *parameters = op.case((5,), 16, 24, torch.float32, device).inputs
@@ -81,7 +75,7 @@ def test_mixed_dtypes_are_fine_only_inside(op, device):
         op.call(half, *parameters)
 
 
-@every_op
+@ops.every_op
 def test_double_and_the_other_kind_of_device_are_left_alone(op, device):
     wide = op.case((5,), 16, 24, torch.float64, device).inputs
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -97,7 +91,7 @@ def test_double_and_the_other_kind_of_device_are_left_alone(op, device):
         torch.set_autocast_enabled(other, before)
 
 
-@rows([op for op in EVERY if op.name not in ("linear_glu", "gated_mlp")])
+@ops.rows([op for op in ops.EVERY if op.name not in ("linear_glu", "gated_mlp")])
 def test_a_parameter_is_cast_once_per_region(op, device):
     """The cast of a parameter is cached for the whole region; that of an activation is not."""
     leaves = op.case((5,), 16, 24, torch.float32, device).leaves()
@@ -114,7 +108,7 @@ def test_a_parameter_is_cast_once_per_region(op, device):
     for shape in alike:
         assert shapes.count(shape) == alike.count(shape)
     assert shapes.count(tuple(x.shape)) == 3
-    if op in OPS:  # and shared with torch's own layers
+    if op in ops.OPS:  # and shared with torch's own layers
         assert casts(op.call, F.linear).count(tuple(leaves[1].shape)) == 1
 
 
@@ -130,7 +124,7 @@ def test_steps_keep_the_dtypes_they_are_given(name, place, device):
         return tree_leaves(args[2] if name == "_weight_gradient" else given)
 
     for size in (8, 512):
-        case = LINEAR.case((size,), size, size, torch.float32, place)
+        case = ops.LINEAR.case((size,), size, size, torch.float32, place)
         given = [list(STEPS[name](case.x, case.w, case.b, case.g)) for _ in "ab"]
         for (args, _), (again, _) in list(zip(*given))[:: 1 if size == 8 else 4]:
             want = results(args)

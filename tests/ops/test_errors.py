@@ -9,22 +9,10 @@ import contextlib
 import itertools
 import warnings
 
+import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import (
-    CHAINS,
-    CONV,
-    ERRORS,
-    GATED,
-    LINEAR,
-    OPS,
-    conv,
-    mlp,
-    op_param,
-    policy_param,
-    rows,
-)
 from watching import operators_of
 
 import torch_fused_linear as tfl
@@ -112,7 +100,7 @@ ON_META = [name for name in ARGUMENTS if not name.startswith(("nested", "sparse"
 def thinned(names, modes):
     """Every operator with gradients; else the product alone, and one of the activations."""
     for k, (name, mode) in enumerate(itertools.product(names, modes)):
-        for op in OPS if mode == "gradients" else (LINEAR, OPS[1 + k % 5]):
+        for op in ops.OPS if mode == "gradients" else (ops.LINEAR, ops.OPS[1 + k % 5]):
             yield pytest.param(name, mode, op, id=f"{name}-{mode}-{op}")
 
 
@@ -140,7 +128,7 @@ def outcome(function, args, grad):
         total = y.to_dense().abs().sum() if total is None else total
         leaves = [a for a in args if a is not None and a.requires_grad]
         return [y, *torch.autograd.grad(total, leaves)]
-    except ERRORS as error:
+    except ops.ERRORS as error:
         return error
 
 
@@ -206,10 +194,10 @@ def test_on_the_meta_device(name, mode, op):
         assert (real[0].shape, real[0].stride()) == (ours[0].shape, ours[0].stride())
 
 
-@op_param
+@ops.op_param
 def test_compiled(op):
     names = ["weight [in]", "integers", "bias [1]", "bias [rows, out]"]
-    name = names[OPS.index(op) % len(names)]
+    name = names[ops.OPS.index(op) % len(names)]
     args = TAKEN[name]()
     torch._dynamo.reset()
     compiled = torch.compile(op.call, backend="aot_eager", fullgraph=True)
@@ -218,8 +206,8 @@ def test_compiled(op):
 
 
 @pytest.mark.cuda
-@policy_param
-@op_param
+@ops.policy_param
+@ops.op_param
 @pytest.mark.parametrize("wrong", ["in_features", "weight 3-D", "bias too long", "bias's dtype"])
 def test_words_on_a_gpu(wrong, op, policy, cuda):
     make, shown = REFUSED[wrong]
@@ -229,7 +217,7 @@ def test_words_on_a_gpu(wrong, op, policy, cuda):
             assert_words(outcome(op.call, args, grad), op.name, shown)
 
 
-@rows([*OPS, *GATED, *CHAINS, CONV])
+@ops.rows([*ops.OPS, *ops.GATED, *ops.CHAINS, ops.CONV])
 def test_mixed_devices(op, device):
     inputs = op.case(dtype=FLOAT, device=device).inputs
     for other in {"meta", "cpu"} - {device.type}:
@@ -260,7 +248,7 @@ OPTIONS = {  # the operator or step, its arguments, the error and its words
        for text in ("none", "tanh")},
     "activation of the layer before": ("_linear_backward_across", (*PREVIOUS, "gelu", False), {},
                                        ValueError, f"previous_activation {CHOICES}, got 'gelu'"),
-    **{f"{name}: {words}": (name, args, {}, ERRORS, f"got.*{words}") for name, args, words in (
+    **{f"{name}: {words}": (name, args, {}, ops.ERRORS, f"got.*{words}") for name, args, words in (
         ("_activation_backward", (G, Y, "swish", True), "swish"),
         ("_activation_backward", (G, Y[:2], "relu", True), "2, 6"),
         ("_activation_backward", (G, Y.double(), "relu", True), "Double"),
@@ -332,13 +320,13 @@ DEEP = {  # input, weights, biases; the layer that is to blame and what is said 
 @pytest.mark.parametrize("name", DEEP)
 def test_a_chain_does_as_torch_does(name, mode):
     x, weights, biases, shown = DEEP[name]
-    op = mlp("relu", len(weights))
+    op = ops.mlp("relu", len(weights))
     outcome_beside_torchs(op, [x, *weights, *biases], mode, name, shown)
 
 
 def test_gated_layers_that_no_kernel_takes():
     wide = [a.to(COMPLEX) for a in (X, W, V)]
-    with pytest.raises(ERRORS):
+    with pytest.raises(ops.ERRORS):
         fused.linear_glu(*wide, activation="gelu_erf")  # torch has none either
     want = F.silu(wide[0] @ wide[1].t()) * F.linear(wide[0], wide[2])
     torch.testing.assert_close(fused.linear_glu(*wide), want)
@@ -389,7 +377,7 @@ def test_convolution_does_as_torch_does(name, mode, device):
     if change and device.type == "cuda":
         pytest.skip("of the CPU")
     tensors = [a if a is None else change(a) if change else a.to(device) for a in tensors]
-    op = conv(**geometry)
+    op = ops.conv(**geometry)
     torchs = outcome_beside_torchs(op, tensors, mode, name, shown)
     assert isinstance(torchs, Exception) or shown is None
     if shown:
@@ -414,5 +402,5 @@ REASONS = {
 @pytest.mark.parametrize("grad", [False, True])
 def test_explain_says_why(grad, name):
     args = TAKEN[name]()
-    ran = operators_of(lambda: outcome(OPS[1].function, args, grad), "operator", "path")
+    ran = operators_of(lambda: outcome(ops.OPS[1].function, args, grad), "operator", "path")
     assert ran == [("linear_relu", f"(no kernel: {REASONS[name]}) + PyTorch's own (not fused)")]

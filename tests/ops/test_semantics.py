@@ -3,28 +3,10 @@
 import itertools
 import math
 
+import operators as ops
 import pytest
 import torch
 from numerics import assert_same, run, with_inference
-from operators import (
-    ACTS,
-    EVERY,
-    GELU_ERF,
-    GELU_TANH,
-    LINEAR,
-    LOW_DTYPES,
-    OPS,
-    POLICIES,
-    RELU,
-    SILU,
-    Case,
-    channels_last,
-    conv,
-    dtype_param,
-    every_op,
-    rows,
-    without_kinks,
-)
 
 import torch_fused_linear as tfl
 
@@ -50,8 +32,8 @@ def assert_same_bits(ours, eager, label=""):
 # --- NaN, infinities, zero -----------------------------------------------------------------------
 
 
-@dtype_param
-@rows([LINEAR, RELU])
+@ops.dtype_param
+@ops.rows([ops.LINEAR, ops.RELU])
 @pytest.mark.parametrize("where", ["input", "bias", "weight", "grad_output"])
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_special_values(size, where, op, dtype, device):
@@ -78,12 +60,12 @@ def test_special_values(size, where, op, dtype, device):
         else:
             x[::2, 0] = -1.0
             g = column(values, dtype, device).repeat(1, width)
-        case = Case([x, w, b], g)
+        case = ops.Case([x, w, b], g)
         ours, eager = with_inference(op.call, case), with_inference(op.eager, case)
         assert_same_bits(ours, eager, f"{where} {n}x{depth}->{width}")
 
 
-@every_op
+@ops.every_op
 def test_nan_goes_where_it_goes_in_eager(op, device):
     """From every input and the gradient, in both directions, all else staying equal."""
     for where in range(len(op.case().inputs) + 1):
@@ -97,12 +79,12 @@ def test_nan_goes_where_it_goes_in_eager(op, device):
         assert_same([t.nan_to_num() for t in ours], [t.nan_to_num() for t in eager])
 
 
-@dtype_param
+@ops.dtype_param
 @pytest.mark.parametrize("layout", ["", "xw"])
 @pytest.mark.parametrize("where", [0, 1, 2, 3])
 def test_nan_in_a_convolution(where, layout, dtype, device):
-    op = conv(channels=8, out=16, padding=(1, 1))
-    case = without_kinks(op, channels_last(op.case(dtype=dtype, device=device), layout))
+    op = ops.conv(channels=8, out=16, padding=(1, 1))
+    case = ops.without_kinks(op, ops.channels_last(op.case(dtype=dtype, device=device), layout))
     tensor = (*case.inputs, case.g)[where]
     tensor[(0,) * tensor.dim()] = NAN
     for ours, eager in zip(with_inference(op.call, case), with_inference(op.eager, case)):
@@ -112,10 +94,10 @@ def test_nan_in_a_convolution(where, layout, dtype, device):
 
 def test_zero_times_infinity_is_nan(device):
     """A library may skip products with 0; torch does not, and neither may we."""
-    for dtype in LOW_DTYPES:
+    for dtype in ops.LOW_DTYPES:
         x = torch.tensor([[0.0, 1.0]], dtype=dtype, device=device)
         w = torch.tensor([[INF, 1.0]], dtype=dtype, device=device)
-        for op in OPS:
+        for op in ops.OPS:
             assert op.call(x, w).isnan().all(), (op, dtype)
             assert op.call(x.repeat(256, 80), w.repeat(128, 80)).isnan().all(), (op, dtype, "large")
 
@@ -125,18 +107,18 @@ def test_fp16_overflow_is_that_of_an_fp32_accumulator(device):
     half = {"dtype": torch.float16, "device": device}
     x = torch.tensor([[300.0] * 2], **half)
     w = torch.tensor([[300.0, -300.0], [300.0, 300.0], [-300.0, -300.0]], **half)
-    for op, last in ((LINEAR, -INF), (RELU, 0.0)):
+    for op, last in ((ops.LINEAR, -INF), (ops.RELU, 0.0)):
         assert torch.equal(op.call(x, w), torch.tensor([[0.0, INF, last]], **half)), op
     # gradients that overflow fp16 become inf, as in eager, and not NaN
-    case = Case([x, w.abs()], torch.full((1, 3), 6e4, **half))
-    for ours, eager in zip(run(LINEAR.call, case), run(LINEAR.eager, case)):
+    case = ops.Case([x, w.abs()], torch.full((1, 3), 6e4, **half))
+    for ours, eager in zip(run(ops.LINEAR.call, case), run(ops.LINEAR.eager, case)):
         assert torch.equal(ours.isinf(), eager.isinf()) and not ours.isnan().any()
 
 
 # --- ReLU at exactly zero ------------------------------------------------------------------------
 
 
-@dtype_param
+@ops.dtype_param
 def test_relu_gradient_at_exactly_zero(dtype, device):
     """torch's rule by default; the mask's rule, as documented, under the policy 'cublaslt', handed
     over or not."""
@@ -146,24 +128,24 @@ def test_relu_gradient_at_exactly_zero(dtype, device):
         b = torch.zeros(width, dtype=dtype, device=device)
         g = torch.full((4, width), 3.0, dtype=dtype, device=device)
         eye = torch.eye(width, dtype=dtype, device=device)
-        for policy, slope in zip(POLICIES, (0.0, 1.0, 0.0), strict=True):
+        for policy, slope in zip(ops.POLICIES, (0.0, 1.0, 0.0), strict=True):
             with tfl.set_policy(policy), tfl.handover(on):
                 y, dx, dw, db = run(
-                    lambda *t, e=eye: LINEAR.call(RELU.call(*t), e), Case([x, w, b], g)
+                    lambda *t, e=eye: ops.LINEAR.call(ops.RELU.call(*t), e), ops.Case([x, w, b], g)
                 )
-                assert_same(run(RELU.call, Case([x, w, b], g)), [y, dx, dw, db])
+                assert_same(run(ops.RELU.call, ops.Case([x, w, b], g)), [y, dx, dw, db])
             assert not y.any()
             assert torch.equal(db, torch.full_like(b, 12 * slope)), policy
             assert torch.equal(dw, torch.full_like(w, 12 * slope)), policy
             assert torch.equal(dx, (3 * slope * w.sum(0)).expand(4, 2)), policy
 
 
-@dtype_param
-@rows([op for op in EVERY if op.activation == "relu" and op.label != "mlp relu of 1"])
+@ops.dtype_param
+@ops.rows([op for op in ops.EVERY if op.activation == "relu" and op.label != "mlp relu of 1"])
 def test_nothing_passes_where_all_is_zero(op, dtype, device):
     """Every policy and layout: the gradient at exactly 0 is 0 for all that ReLU was applied to."""
     for layout in ("", "xw") if op.name == "conv2d_relu" else ("",):
-        case = channels_last(op.case(dtype=dtype, device=device, bias=False), layout)
+        case = ops.channels_last(op.case(dtype=dtype, device=device, bias=False), layout)
         case.x.zero_()
         for result in run(op.call, case)[:2]:
             assert not result.any()
@@ -172,8 +154,8 @@ def test_nothing_passes_where_all_is_zero(op, dtype, device):
 # --- the activations at their edges --------------------------------------------------------------
 
 
-@dtype_param
-@rows([GELU_TANH, GELU_ERF, SILU])
+@ops.dtype_param
+@ops.rows([ops.GELU_TANH, ops.GELU_ERF, ops.SILU])
 def test_smooth_activations_at_the_edges(op, dtype, device):
     """0, NaN, +inf and large magnitudes as in eager (-inf is 0 * inf: eager's own NaN or 0)."""
     big = 1e4 if dtype != torch.float16 else 1e3
@@ -194,14 +176,14 @@ def test_smooth_activations_at_the_edges(op, dtype, device):
     torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("activation", ACTS)
+@pytest.mark.parametrize("activation", ops.ACTS)
 def test_gates_at_the_edges(activation, device):
     """Of an infinity's row every product with 0 is NaN: one number at a time."""
     one = torch.ones(1, 1, dtype=torch.float64, device=device)
     for value in (NAN, INF, -INF, -200.0, 200.0, 0.0, -0.0):
         x = one * value
         got = tfl.linear_glu(x, one, one, activation=activation)
-        torch.testing.assert_close(got, ACTS[activation](x) * x, equal_nan=True)
+        torch.testing.assert_close(got, ops.ACTS[activation](x) * x, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows_, features", [(513, 64), (3, 32768)])
@@ -213,6 +195,6 @@ def test_the_last_row_is_as_in_torch(rows_, features):
     fused = torch.ops.fused
     forward = fused._glu(both, None, "gelu_erf")
     backward = fused._glu_backward(up, both, None, "gelu_erf", [True, False, False, False, True])
-    want = GELU_ERF.act(gate) * up
+    want = ops.GELU_ERF.act(gate) * up
     grad_gate = torch.ops.aten.gelu_backward(up * up, gate)
     assert_same_bits([forward, backward[4], backward[0][:, :features]], [want, want, grad_gate])

@@ -144,7 +144,7 @@ def add_checked(
     truth: Tensor,
     size: float,
     where: str,
-    slack: int = 1,
+    slack: float = 1,
 ) -> None:
     """Adds the errors of one result to the tally, held to the looser bound of one case at once;
     fp64 is held to its rounding level instead."""
