@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from fresh_process import IMPORTS, LOAD_LIBRARY, python
+from fresh_process import LOAD_LIBRARY, python
 from layers import step
 from networks import NETWORKS, OPERATORS, batch, network
 from numerics import assert_same
@@ -66,7 +66,7 @@ def test_save_and_load_in_a_fresh_process(how, name, tmp_path):
     assert len(list(program.parameters())) == count - 2
     program.save(str(tmp_path / "model.pt"))
     torch.save({"x": x, "want": want[:count]}, tmp_path / "data.pt")
-    code = "\n".join([IMPORTS, LOAD_LIBRARY, FRESH])
+    code = f"{LOAD_LIBRARY}\n{FRESH}"
     done = python(code, tmp_path / "model.pt", tmp_path / "data.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"equal {count}\n"
@@ -75,7 +75,7 @@ def test_save_and_load_in_a_fresh_process(how, name, tmp_path):
 def test_a_process_without_the_library_is_told_the_operator(tmp_path):
     """The words are torch's, which reads the model before anything of ours could speak."""
     torch.jit.script(network("vectors")).save(str(tmp_path / "model.pt"))
-    done = python("\n".join([IMPORTS, FRESH]), tmp_path / "model.pt", "none", cwd=tmp_path)
+    done = python(FRESH, tmp_path / "model.pt", "none", cwd=tmp_path)
     assert done.returncode == 1
     assert "Unknown builtin op: fused::linear_relu" in done.stderr
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from processes import ROOT, run  # noqa: F401
+from processes import run
 
 import torch_fused_linear as tfl
 
@@ -11,6 +11,7 @@ LIBRARY = tfl.library_path()
 
 def python(code, *args, cwd=None, **variables):
     """Runs it in a fresh process, which finds the package only if the code says where it is."""
+    code = f"import sys, torch\n{code}"
     # Inductor need not find out what the compiler can do, only to load something.
     variables = {"TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
     return run(sys.executable, "-c", code, *map(str, args), cwd=cwd, code=None, **variables)
@@ -35,5 +36,3 @@ LET_GO = """
 import time
 time.sleep(0.2)
 """
-
-IMPORTS = "import sys, torch"
