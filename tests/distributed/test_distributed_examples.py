@@ -1,12 +1,13 @@
-"""The examples and the benchmark, in two processes that are started as torchrun starts them."""
+"""The examples and the benchmark, in two processes of torchrun's."""
 
 import json
 import re
+import sys
 
 import pytest
 import torch.distributed as dist
 from bench_records import ROOT
-from ranks import run_script
+from processes import run
 
 from benchmarks.pages.__main__ import render
 from benchmarks.pages.results import by_machine
@@ -21,13 +22,19 @@ SAYS = {
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
+def said_by_the_first(script, *arguments):
+    command = ["timeout", "240", sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--local-ranks-filter=0", script, *arguments]
+    return run(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1").stdout
+
+
 def test_there_are_examples():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "together"}
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_example(name, tmp_path):
-    said = run_script(EXAMPLES / f"{name}.py", 2, tmp_path)
+def test_example(name):
+    said = said_by_the_first(EXAMPLES / f"{name}.py")
     assert SAYS[name] in said
     losses = re.findall(r"loss (\S+), in a single process (\S+)", said)
     assert len(losses) == 5
@@ -39,7 +46,7 @@ def test_benchmark(tmp_path):
     file = tmp_path / "numbers.json"
     script = ROOT / "benchmarks" / "distributed.py"
     only = ("--only", "DDP", "FSDP2, 4 micro-batches", "TP + sequence parallel")
-    said = run_script(script, 2, tmp_path, "--tiny", "--blocks", "1", "--json", str(file), *only)
+    said = said_by_the_first(script, "--tiny", "--blocks", "1", "--json", file, *only)
     cases = [result["case"] for result in json.loads(file.read_text())["results"]]
     assert len(cases) == 6 and {case["ranks"] for case in cases} == {2}
     table = render("several GPUs", by_machine([file])).splitlines()[2:]

@@ -1,13 +1,9 @@
 """A group of processes that lives for a session and runs what tests ask of all of its ranks."""
 
-import contextlib
 import datetime
 import importlib
 import os
 import queue
-import runpy
-import socket
-import sys
 import time
 import traceback
 
@@ -82,48 +78,6 @@ class Ranks:
         for process in self.processes:
             process.join()
         self.processes = []
-
-
-def run_script(path, size: int, folder, *arguments: str, seconds: float = SECONDS) -> str:
-    """What the first of `size` processes says that run a script as torchrun does."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    said = [folder / f"rank{rank}.txt" for rank in range(size)]
-    processes = []
-    for rank in range(size):
-        args = (str(path), arguments, rank, size, port, str(said[rank]))
-        processes.append(_context().Process(target=_run_script, args=args, daemon=True))
-        processes[-1].start()
-    end = time.monotonic() + seconds
-    while any(p.exitcode is None for p in processes) and time.monotonic() < end:
-        if any(p.exitcode for p in processes):  # the others would wait for it
-            break
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
-        process.join()
-    texts = [file.read_text() if file.exists() else "" for file in said]
-    assert [process.exitcode for process in processes] == [0] * size, "\n".join(texts)
-    return texts[0]
-
-
-def _run_script(path: str, arguments, rank: int, size: int, port: int, said: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="localhost")
-    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_PORT=str(port))
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(path))
-    with (
-        open(said, "w") as file,
-        contextlib.redirect_stdout(file),
-        contextlib.redirect_stderr(file),
-    ):
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except BaseException:
-            traceback.print_exc()
-            raise
 
 
 def _serve(rank: int, size: int, backend: str, store: str, tasks, answers) -> None:
