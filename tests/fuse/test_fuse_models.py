@@ -104,10 +104,10 @@ def test_a_stack_of_encoder_layers_keeps_its_fast_path():
 # --- gated ----------------------------------------------------------------------------------------
 
 SILU, TANH, ERF = (f"gated_mlp ({act})" for act in ("SiLU", "GELU (tanh)", "GELU (erf)"))
-ALIKE = "llama mistral qwen2 qwen3 olmo olmo2 stablelm granite cohere smollm3 helium exaone4"
+ALIKE = "llama mistral ministral qwen2 qwen3 olmo olmo2 stablelm granite cohere smollm3 helium"
 # Models of the zoo, and what is found in each of their blocks.
 GATED = {
-    **dict.fromkeys(ALIKE.split(), SILU),
+    **dict.fromkeys([*ALIKE.split(), "exaone4"], SILU),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "longt5"), TANH),
     **dict.fromkeys(("phi3", "glm", "glm4"), SILU),  # gate and up in one layer
     **dict.fromkeys(("modernbert", "pixtral"), ERF),
@@ -118,6 +118,7 @@ GATED = {
 }
 T5 = {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
 CHANGES = {"t5": T5, "longt5": T5, "dinov2": {"use_swiglu_ffn": True}}
+CHANGES["ministral"] = {"head_dim": 16}
 X = torch.randn(2, 3, 6, dtype=torch.float64)
 
 
