@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-from helpers import one_thread, run_python  # noqa: F401
+from helpers import one_thread  # noqa: F401
 from numerics import assert_same, run
 from operators import mlp, rows, stack
+from processes import run_python
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread, run_python  # noqa: F401
+from helpers import one_thread  # noqa: F401
 from numerics import (
     Tally,
     add_checked,
@@ -20,6 +20,7 @@ from numerics import (
     with_inference,
 )
 from operators import DTYPES, GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, op_param, without_kinks
+from processes import run_python
 from steps import encode_mask
 from watching import operators_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_python
 from plan_files import file_text
+from processes import run_python
 from torch import nn
 from watching import operators_of
 

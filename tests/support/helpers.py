@@ -1,10 +1,6 @@
-"""What is no matter of operators: devices, threads and processes of tests."""
+"""What is no matter of operators: devices and threads of tests."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,14 +17,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def run_python(code: str, **variables: str | None) -> subprocess.CompletedProcess:
-    """In a process of its own, whose environment has of the library's variables these alone."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_FUSED_LINEAR_")}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    for name, value in variables.items():
-        if value is not None:
-            environment[f"TORCH_FUSED_LINEAR_{name}"] = value
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)

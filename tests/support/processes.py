@@ -11,15 +11,23 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command, cwd=ROOT, code=0, **environment):
-    """A program's output; `code` is what it must end with, None for anything."""
-    environment = {**os.environ, **environment}
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    """A program's output; `code` is what it must end with, None for anything; variables that are
+    None it does not have."""
+    variables = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
+    result = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
     assert code in (None, result.returncode), result.stdout + result.stderr
     return result
 
 
 def python(*arguments, **more):
     return run(sys.executable, *map(str, arguments), **more)
+
+
+def run_python(code, **variables):
+    """In a process of its own, whose environment has of the library's variables these alone."""
+    names = [name for name in os.environ if name.startswith("TORCH_FUSED_LINEAR_")]
+    own = dict.fromkeys(names) | {f"TORCH_FUSED_LINEAR_{n}": v for n, v in variables.items()}
+    return python("-c", code, code=None, PYTHONPATH=str(ROOT), **own)
 
 
 def script(path, text):
