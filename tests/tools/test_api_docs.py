@@ -235,32 +235,6 @@ def test_built_pages_need_no_network(built):
     assert "<math" in (built / "docs" / "api.html").read_text()
 
 
-def pieces(cell: str) -> list[str]:
-    """What a line cannot end in; code in a cell breaks anywhere."""
-    text = re.sub(r"<code.*?</code>", "", cell, flags=re.DOTALL)
-    return re.sub(r"<(?!wbr).*?>", "", text).replace("<wbr>", " ").split()
-
-
-def test_tables_fit_on_a_phone(built):
-    """What cannot break, of all columns together, has less than 60 letters, and code breaks."""
-    styles = (built / "_static" / "pages.css").read_text()
-    assert styles.count("white-space: pre-wrap") == 2, "on a phone, and on paper"
-    count = 0
-    for page in built.rglob("*.html"):
-        text = page.read_text()
-        for table in re.findall(r"<table class=.docutils.*?</table>", text, re.DOTALL):
-            rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
-            cells = [re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL) for row in rows]
-            columns = zip(*(row for row in cells if len(row) == len(cells[0])))
-            words = [[p for cell in column for p in pieces(cell)] for column in columns]
-            widest = [max(map(len, column), default=0) for column in words]
-            assert sum(widest) < 60, f"{page.name}: {widest}"
-            assert "pages.css" in text
-            count += 1
-    assert count > 30
-    assert "4096→<wbr>16384" in (built / "docs" / "measurements.html").read_text()
-
-
 def test_the_front_page_leads_on_and_every_page_is_in_the_table_of_contents(built):
     leads = re.search(r"url=([^\"]+)", (built / "index.html").read_text())
     assert (built / leads[1]).exists()

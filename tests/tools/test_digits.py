@@ -16,7 +16,7 @@ from mnist_files import write_idx, write_mnist
 
 from examples.digits import data as digits_data
 from examples.digits import pictures
-from examples.digits.networks import CLASSES, build_networks, sigmoid_loss
+from examples.digits.networks import CLASSES, sigmoid_loss
 
 
 @pytest.mark.parametrize("suffixes", [("", ".gz"), (".gz", "")])
@@ -60,14 +60,6 @@ def test_missing_mnist_says_how_to_get_it(tmp_path: Path) -> None:
     assert "download=True" in message and str(tmp_path) in message
 
 
-def test_networks_start_equal_and_are_separate() -> None:
-    fused, plain = build_networks([64, 30, 10], 1234)
-    for mine, other in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, other) and mine.data_ptr() != other.data_ptr()
-    x = torch.randn(5, 64)
-    torch.testing.assert_close(fused(x), plain(x))
-
-
 def cut(raw: bytes) -> bytes:
     return raw[:-100]
 
@@ -99,27 +91,6 @@ def test_mnist_files_that_do_not_fit_together(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- pictures
-
-
-def test_misread_images_come_first_and_are_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.axes import Axes
-
-    titles: list[tuple[str, str]] = []
-
-    def spy(self: Axes, label: str, *args: object, **options: object) -> None:
-        titles.append((label, str(options.get("color"))))
-
-    monkeypatch.setattr(Axes, "set_title", spy)
-    true = np.arange(60) % 10
-    predicted = true.copy()
-    predicted[[7, 50]] = 1
-    images = np.random.default_rng(0).random((60, 8, 8))
-    pictures.draw_predictions(tmp_path / "grid.png", "title", images, predicted, true)
-    assert len(titles) == 40
-    assert [label for label, _ in titles[:3]] == ["read 1, is 7", "read 1, is 0", "read 0, is 0"]
-    assert [color == pictures.WRONG for _, color in titles[:3]] == [True, True, False]
 
 
 def test_pictures_of_very_little_and_of_nonsense(tmp_path: Path) -> None:

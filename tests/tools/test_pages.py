@@ -9,7 +9,6 @@ from bench_records import ROOT, record_of
 
 from benchmarks import results
 from benchmarks.cases import Case
-from benchmarks.convolutions import CONVOLUTIONS
 from benchmarks.pages.__main__ import CHART, main, render
 from benchmarks.pages.results import by_machine
 
@@ -23,9 +22,6 @@ HEADER |= {"driver": "580", "date": "2026-01-02T03:04:05+00:00"}
 LATER = {**HEADER, "date": "2026-03-02T03:04:05+00:00"}
 FORWARD = Case("layer", (768, 3072), 8192, "bf16", "relu", "forward")
 STEP = replace(FORWARD, mode="step")
-GPT = Case("models", (8, 16), 128, "bf16", "gelu", "step", "GPT")
-CONV = replace(CONVOLUTIONS[5], groups=2)
-OF_CONV = Case("conv", (128, 128), 32, "bf16", "relu", "forward", conv=CONV)
 LAYERS = [
     record_of(FORWARD, ours=50, eager=65),
     record_of(STEP, **{"ours": 200, "eager": 250, "compile": 300, "max_autotune": 260}),
@@ -54,36 +50,6 @@ def test_tables_say_what_the_results_say(tables):
     assert "2 of 5 measurements of layers and blocks are more than 2% slower" in text
     assert "| layer: 768→3072, 64, fp16, gelu, step, ours | 100 µs | 90.0 µs | 0.90 |" in text
     assert "| ffn: 8→32→8, 8192, bf16, relu, step, `FusedMLP` | 4.0 µs | 2.0 µs | 0.50 |" in text
-
-
-def test_models_have_a_table_of_their_own(tables):
-    """With their own run's date; ours beside what each is compared with."""
-    whole = record_of(GPT, **{"fused": 50, "eager": 60, "compile": 55, "compile+pass": 44})
-    whole.replaced = {"fused": 12, "compile+pass": 11}
-    models, layers = tables((HEADER, LAYERS), (LATER, [whole])).split("## Blocks and layers")
-    assert "2026-01-02" in layers and "of 5 measurements" in layers and "GPT" not in layers
-    assert "2026-03-02" in models and "None of 2 measurements of whole models" in models
-    assert "| GPT, gelu | 8×16 | step | 60.0 µs | 50.0 µs | 1.20 | 12 |" in models
-    assert "| GPT, gelu | 8×16 | step | 55.0 µs | 44.0 µs | 1.25 | 11 |" in models
-    del whole.numbers["compile"], whole.numbers["compile+pass"], whole.replaced["compile+pass"]
-    text = tables((HEADER, LAYERS), (LATER, [whole]))
-    assert "| 50.0 µs | 1.20 | 12 |" in text and "| compile | with our pass |" not in text
-
-
-def test_convolutions_have_a_table_of_their_own(tables):
-    records = [
-        record_of(OF_CONV, ours=50, eager=60),
-        record_of(replace(OF_CONV, mode="step"), ours=100, eager=110, compile=120),
-        record_of(replace(OF_CONV, dtype="fp32"), ours=10, eager=9),
-    ]
-    layers, convolutions = tables((HEADER, LAYERS + records)).split("## Convolutions")
-    shape = "128→128 3x3 stride 2 groups 2 @56 NHWC"
-    assert OF_CONV.shape == shape
-    assert "of 5 measurements" in layers and "128→128" not in layers
-    assert f"| {shape} | 32 | relu | 50.0 µs | 60.0 µs | 1.20 |" in convolutions
-    assert f"| {shape} | 32 | relu | 100 µs | 110 µs | 1.10 | 1.20 |" in convolutions
-    assert "1 of 3 measurements of convolutions is" in convolutions
-    assert f"| conv: {shape}, 32, fp32, relu, forward, ours | 10.0 µs" in convolutions
 
 
 def test_later_results_replace_earlier_ones_but_for_who_took_part_before(tables):
@@ -132,23 +98,3 @@ def test_a_page_without_a_place_is_refused(copies, capsys):
     before = page.read_text()
     assert run() == 2 and "places for" in capsys.readouterr().err
     assert page.read_text() == before
-
-
-def test_what_to_expect(tables):
-    """A model's ratios, each of the latest run in which both took part, and the fastest way."""
-    case = Case("models", (8, 16), 128, "bf16", "gelu", "forward", "GPT-2 small")
-    step, latest = replace(case, mode="step"), {**HEADER, "date": "2026-04-02T03:04:05+00:00"}
-    first = record_of(case, **{"fused": 50, "eager": 60, "compile": 40, "compile+pass": 32})
-    second = record_of(step, **{"fused": 100, "eager": 110, "compile": 56, "compile+pass": 55})
-    files = [(HEADER, [first]), (LATER, [second])]
-    row = "| GPT-2 small, GELU (tanh) | bf16 | 1.20 | 1.25 | 1.10 | 1.02 |"
-    assert f"{row} compile, our pass |" in tables(*files, page="expect")
-    files += [(latest, [record_of(step, fused=50, eager=110)])]
-    assert "| 1.20 | 1.25 | 2.20 | 1.02 | `fuse_` |" in tables(*files, page="expect")
-
-
-def test_what_to_expect_on_a_cpu(tables):
-    cases = [Case("cpu", (64, 64), t, "fp32", "relu", "forward") for t in (1, 32, 2048)]
-    records = [record_of(c, ours=10, eager=e) for c, e in zip(cases, (11, 13, 20), strict=True)]
-    text = tables(({**HEADER, "machine": "a CPU"}, records), page="on a CPU, in short")
-    assert "| fp32 | relu | 1.20 (1.10 to 1.30) | 2.00 (2.00 to 2.00) |  |" in text
