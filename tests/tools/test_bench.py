@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import gpu_gate
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from inductor import needs_compiler
 from rival_fakes import FAKES, HEURISTICS, TUNED
 
 pytest.importorskip("tqdm")
@@ -27,10 +29,10 @@ import torch_fused_linear as tfl
 from benchmarks import __main__ as bench
 from benchmarks import contenders, first_calls, gated, operands, results, rivals
 from benchmarks.__main__ import main
-from benchmarks.cases import SUITES, Case, cases_of
+from benchmarks.cases import MODELS, SUITES, Case, cases_of, makes_sense
 from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
+from benchmarks.models import FAMILIES, Models
 from benchmarks.pages import tables
-from benchmarks.pages.chart import chart
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table
@@ -390,17 +392,6 @@ def test_lines_of_the_table_are_aligned_and_losses_marked():
     assert "1 of 2 below 0.98" in foot
 
 
-def test_a_chart_has_a_bar_for_each_number_within_its_edges():
-    rows = {"first": {"ours": 1.5, "FusedMLP": 7.25}, "second": {"ours": 0.5, "unnamed": 3.0}}
-    drawn = chart(rows, ["ours", "FusedMLP", "a"])
-    assert [text in drawn for text in (">1.50<", ">7.25<", ">0.50<", ">3.00<")] == [
-        *(True, True, True, False)
-    ]
-    bars = drawn.split("<rect")[-3:]
-    ends = [235 + float(bar.split('width="')[1].split('"')[0]) for bar in bars]
-    assert max(ends) < 700 - 40 and ">FusedMLP<" in drawn
-
-
 # -------------------------------------------------------------------------------- command line
 
 
@@ -433,7 +424,7 @@ def test_threads_and_cudnn_are_as_asked_for(tmp_path):
     assert json.loads(path.read_text())["header"]["machine"].endswith(", 2 threads")
 
 
-# The compiler, of which test_bench_models.py has a shorter look, takes most of the time.
+# The compiler, of which the tests of models have a shorter look, takes most of the time.
 @pytest.mark.parametrize(
     "without",
     [["--without", *contenders.COMPILED], pytest.param([], marks=pytest.mark.long)],
@@ -570,3 +561,117 @@ def test_only_the_worst_are_listed():
     verdict = gpu_gate.judge(records, again=None)
     assert verdict["measured"] == 30 and len(verdict["worst_ratios"]) == gpu_gate.LISTED
     assert next(iter(verdict["worst_ratios"].values())) == 1.01
+
+
+# ---------------------------------------------------------------------------- the suite `models`
+
+TINY = {case.model: case for case in cases_of("models", CPU, quick=True, dtypes=["fp32"])}
+# how many blocks are fused
+BLOCKS = {"ViT-tiny": 2, "BERT-tiny": 3, "GPT-2 tiny": 2, "OPT-tiny": 2, "LLaMA-tiny": 2}
+BLOCKS |= {"DLRM tiny": 1, "TD3 tiny": 1, "VGG-tiny": 4, "ResNet-tiny, folded": 9}
+LIBRARIES = {"ViT-tiny": "timm", "ResNet-tiny, folded": "torchvision"}
+LIBRARIES |= dict.fromkeys(("DLRM tiny", "TD3 tiny", "VGG-tiny"), "torch")
+
+
+def outcome_of_model(made: Models, name: str) -> list[torch.Tensor]:
+    """What is left of a call: the output, or all gradients."""
+    contender = made.contender(name)
+    with contender.conditions():
+        if made.case.mode == "forward":
+            return [contender.call()]
+        contender.call()
+        contender.call()  # gradients do not add up
+    own, inputs = made.copies[name], made.original[1]
+    leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [leaf.grad.clone() for leaf in (*leaves, *own.parameters()) if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["forward", "step"])
+@pytest.mark.parametrize("name", TINY)
+def test_fused_does_the_work_of_eager(name, mode):
+    pytest.importorskip(LIBRARIES.get(name, "transformers"))
+    case = replace(TINY[name], mode=mode)
+    if not makes_sense(case, CPU):
+        pytest.skip("it is for inference only")
+    made = Models(case, CPU)
+    want = outcome_of_model(made, "eager")
+    plain = copy.deepcopy(made.copies["eager"])
+    got = outcome_of_model(made, "fused")
+    assert made.replaced() == {"fused": BLOCKS[name]}
+    assert made.copies["fused"] is not made.copies["eager"]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    if mode == "step":  # of every parameter that the model uses, and of the loss as torch has it
+        assert len(want) > len(list(plain.parameters())) - 3
+        plain.zero_grad()
+        plain(*made.original[1]).backward()
+        grads = [p.grad for p in plain.parameters() if p.grad is not None]
+        torch.testing.assert_close(grads, want[-len(grads) :], rtol=1e-4, atol=1e-5)
+
+
+# In the folded network convolutions share one ReLU: the stem and two in each block.
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "mode", "ways", "count"),
+    [
+        ("DLRM tiny", "forward", ("compile", "compile+pass"), 1),
+        ("DLRM tiny", "step", ("compile", "compile+pass"), 1),
+        ("ResNet-tiny, folded", "forward", ("compile+pass",), 1 + 4 * 2),
+    ],
+)
+def test_compiled_does_the_work_of_eager(name, mode, ways, count):
+    pytest.importorskip(LIBRARIES[name])
+    made = Models(replace(TINY[name], mode=mode), CPU)
+    want = outcome_of_model(made, "eager")
+    for way in ways:
+        torch.testing.assert_close(outcome_of_model(made, way), want, rtol=1e-4, atol=1e-5)
+    assert made.replaced() == {"compile+pass": count}
+
+
+LLAMA = 16 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e6 + 2 * 8192 * 2048 / 1e6
+# millions of parameters, and how many blocks are fused
+SIZES = {"ViT-B/16": (86.6, 12), "BERT-base": (109.5, 13), "GPT-2 small": (124.4, 12)}
+SIZES |= {"OPT-125M": (125.2, 12), "LLaMA, 16 layers": (LLAMA, 16), "DLRM top MLP": (3.52, 1)}
+SIZES |= {"TD3 critic": (0.0722, 1), "VGG-16": (138.36, 14), "ResNet-50, folded": (25.53, 33)}
+OPERATORS = {"relu": "linear_relu", "gelu": "linear_gelu (tanh)", "silu": "gated_mlp (SiLU)"}
+OPERATORS["gelu-erf"] = "linear_gelu (erf)"
+
+
+@pytest.mark.parametrize(("name", "activation"), dict.fromkeys((n, a) for n, a, _ in MODELS))
+def test_each_model_is_of_its_size_and_activation(name, activation):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    pytest.importorskip("torchvision")
+    (sizes,) = {size for n, _, size in MODELS if n == name}
+    case = Case("models", sizes, 1, "bf16", activation, "forward", name)
+    with torch.device("meta"):
+        model = FAMILIES[name].make(case, FAMILIES[name].config)
+    millions, blocks = SIZES[name]
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+    report = tfl.fuse_(model)
+    assert len(report.fused) == blocks and not report.skipped
+    if name in ("VGG-16", "ResNet-50, folded"):
+        assert report.fused[0].after == ("conv2d_relu",)
+    else:
+        assert {block.after[0] for block in report.fused} == {OPERATORS[activation]}
+
+
+def test_a_missing_package_is_told_in_words(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    arguments = ["models", "--quick", "--device", "cpu", "--only", "ViT", "--only", "step"]
+    assert main(arguments) == 0, "nothing of ours has failed"
+    output = capsys.readouterr().out
+    assert "eager failed: ModuleNotFoundError: " in output and "timm" in output
+
+
+def test_memory_of_a_step():
+    """Of two blocks with 64 hidden features for each of five tokens of two images."""
+    pytest.importorskip("timm")
+    case, _ = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
+    assert case.mode == "saved", "the peak can be told of a GPU only"
+    record = measure_case(case, ["fused", "fused-low", "eager"], CPU, seconds=0)
+    assert not record.failed and record.unit == "MiB"
+    assert record.replaced == {"fused": 2, "fused-low": 2}
+    kept = {name: number.median * 2**20 for name, number in record.numbers.items()}
+    assert kept["fused"] <= kept["eager"]
+    assert kept["fused"] - kept["fused-low"] == 2 * 2 * 5 * 64 * 4
