@@ -14,7 +14,7 @@ SHELL := /bin/bash
 # Without PYTHON: the python3 at hand if it already has all we need, so that nothing is installed on
 # a machine that is ready (or has no network); otherwise an environment of our own.
 READY = import sys, importlib.util as u, importlib.metadata as m; sys.exit(not ( \
-  all(map(u.find_spec, "torch setuptools numpy sklearn matplotlib tqdm pytest hypothesis".split())) \
+  all(map(u.find_spec, "torch setuptools numpy sklearn matplotlib tqdm pytest".split())) \
   and tuple(map(int, m.version("torch").split(".")[:2])) >= (2, 11)))
 ifneq ($(filter wheel,$(MAKECMDGOALS)),)
 TORCHS := $(TORCH)
@@ -143,7 +143,7 @@ format: .venv/lint-ready
 
 clean:
 	rm -rf build dist *.egg-info torch_fused_linear/lib torch_fused_linear/include
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # pip says what it downloads; unpacking it takes as long again.

@@ -25,7 +25,6 @@ FOLDERS = ("csrc", "torch_fused_linear", "tests")
 LEFT_BEHIND = {
     "__pycache__",
     ".pytest_cache",
-    ".hypothesis",
     "include",
     "lib",
     RECORD.name,
