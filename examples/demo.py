@@ -119,7 +119,8 @@ def main(arguments: list[str] | None = None) -> dict:
     add = parser.add_argument
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the pictures")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--depth", type=int, default=12, help="blocks of the model")
+    depth = 12 if torch.cuda.is_available() else 4  # a CPU shows no more with all of them
+    add("--depth", type=int, default=depth, help="blocks of the model")
     add("--seconds", type=float, default=2.0, help="to time inference, and a training step")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
