@@ -88,7 +88,7 @@ def gated_blocks(suite: str, results: Sequence[Result]) -> list[str]:
     cases = find(results, suite=suite)
     cases.sort(key=lambda r: (r["case"]["sizes"], r["case"]["dtype"], r["case"]["tokens"]))
     columns = {name: (name,) for name in ("low", "ours", "eager", "mm", "compile")}
-    columns |= {"Liger": ("liger",), "QuACK": ("quack", "quack-tuned")}
+    columns |= {"Liger": ("liger",), "QuACK": ("quack", "quack-tuned"), "CODA": ("coda",)}
     if suite != "gated-memory":
         del columns["low"]
     measured = {name for result in cases for name in result.get("numbers", {})}
@@ -209,6 +209,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, compiled": cpu_compiled,
     "beside other libraries": beside_other_libraries,
     "gated blocks": partial(gated_blocks, "gated"),
+    "gated blocks beside CODA": partial(gated_blocks, "gated-coda"),
     "gated blocks on a CPU": partial(gated_blocks, "gated-cpu"),
     "calls of gated blocks": partial(gated_blocks, "gated-host"),
     "memory of gated blocks": partial(gated_blocks, "gated-memory"),
