@@ -35,6 +35,8 @@ class Text(Scope):
         # linecache knows the cells of notebooks too
         linecache.checkcache(path)
         lines = linecache.getlines(path, function.__globals__)
+        if not lines and hasattr(linecache, "_getlines_from_code"):  # of newer Python's terminal
+            lines = linecache._getlines_from_code(code)
         if not lines:
             raise Unreadable(
                 f"there is no source of {name}, which takes a file or a cell of a notebook; layers "
