@@ -72,8 +72,8 @@ def quack(layers: Sequence[nn.Linear], activation: str, tuned: bool) -> nn.Modul
 
     both, down = in_turns(layers)
     sizes = (both.shape[1], both.shape[0] // 2, down.shape[0])
-    with torch.device("meta"):
-        block = MLP(*sizes, activation="swiglu", tuned=tuned)
+    options = {"device": "meta", "dtype": both.dtype, "tuned": tuned}
+    block = MLP(*sizes, activation="swiglu", **options)
     block.fc1.weight, block.fc2.weight = both, down
     return block
 

@@ -61,7 +61,13 @@ class ApexMLP(nn.Module):
         return F.linear(h, self.weight2, self.bias2)
 
 
+def coda_linear_swiglu(x, both):
+    y = F.linear(x, both)
+    return F.silu(y[..., ::2]) * y[..., 1::2]
+
+
 FAKES = {
+    "coda.kernels.functional.swiglu": SimpleNamespace(linear_swiglu=coda_linear_swiglu),
     "quack.mlp": SimpleNamespace(mlp_func=quack_mlp_func, MLP=QuackMLP),
     "flash_attn.ops.fused_dense": SimpleNamespace(FusedMLP=FlashMLP),
     "apex.fused_dense": SimpleNamespace(FusedDenseGeluDense=ApexMLP),
