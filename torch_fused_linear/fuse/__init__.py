@@ -117,13 +117,13 @@ def unfuse_(model: nn.Module) -> None:
         TypeError: ``model`` is not an ``nn.Module``.
     """
     _check_module("unfuse_", model)
-    for _, module in named(model):
-        vars(module).pop(MARK, None)
+    marks = [vars(module).pop(MARK, None) for _, module in named(model)]
     objects = gc.get_objects()  # copies share marks, so no list of models would do
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, nn.Module)}
     if not any(MARK in vars(module) for module in objects if type(module) in kinds):
         put_back()
-    forget_compiled()
+    if any(mark is not None for mark in marks):
+        forget_compiled()
 
 
 def _check_module(who: str, module: object) -> None:
