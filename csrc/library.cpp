@@ -30,6 +30,7 @@ TORCH_LIBRARY(fused, m) {
   define(Conv2dBackward());
   define(MlpInOne());
   define(EnsembleLinear());
+  define(AccumulatedWeightGradient());
 
   for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
 

@@ -1,6 +1,7 @@
 """Fixtures and rules for the whole suite."""
 
 import os
+import sys
 
 # Plans go by rule: quicker, and the same in every run. Tests of measuring set a budget themselves.
 os.environ.setdefault("TORCH_FUSED_LINEAR_BUDGET_MS", "0")
@@ -34,6 +35,15 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_sums_in_graphs():
+    """Else all graphs compiled after a test of gradients that products add would look for sums."""
+    yield
+    accumulation = sys.modules.get("torch_fused_linear.accumulation")
+    if accumulation is not None:
+        accumulation._was_asked_for = False
 
 
 @pytest.fixture(autouse=True)

@@ -106,6 +106,13 @@ def overlaps_collectives() -> bool:
     return config._micro_pipeline_tp
 
 
+def runs_as_cuda_graphs() -> bool:
+    """Whether the compiler captures what it makes, as in its mode ``reduce-overhead``."""
+    from torch._inductor import config
+
+    return config.triton.cudagraphs
+
+
 def forget_compiled() -> None:
     """Has torch.compile trace anew: it does not look whether functions that it traced through have
     other code, nor, on Python 3.13, always for attributes of modules."""

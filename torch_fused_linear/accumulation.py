@@ -9,7 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ._torch_internals import forget_compiled
+
 _library = torch.library.Library("fused", "IMPL")
+_was_asked_for = False
+
+
+def was_asked_for() -> bool:
+    """Whether graphs compiled from now on have to look for sums."""
+    return _was_asked_for
 
 
 def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
@@ -70,9 +78,10 @@ class AccumulationHandle:
                 if not isinstance(child, FSDPModule):
                     yield from held_by(child)
 
+        add_held = torch.compiler.disable(self._add_held)
         for module in model.modules():
             if isinstance(module, FSDPModule):  # walked once, as forward costs time
-                add = partial(self._add_held, [*held_by(module)])
+                add = partial(add_held, [*held_by(module)])
                 self._hooks.append(module.register_forward_pre_hook(add))
 
     def _add_held(self, held: list[dict[str, Tensor]], *_: object) -> None:
@@ -100,8 +109,8 @@ def accumulate_gradients(
     :func:`explain` says why. A backward that raises loses nothing that was there.
 
     Under FSDP2 the parameters that its modules compute with are followed; with
-    ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. The graphs of ``torch.compile``
-    accumulate as torch does.
+    ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. Graphs of ``torch.compile`` with
+    :func:`compile_options` add as well; the first call has what was compiled before traced anew.
 
     Args:
         target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` among
@@ -125,6 +134,10 @@ def accumulate_gradients(
         raise ValueError(f"accumulate_gradients: into must be 'grad' or 'main_grad', got {into!r}")
     if dtype not in (None, torch.float32):
         raise ValueError(f"accumulate_gradients: dtype must be torch.float32 or None, got {dtype}")
+    global _was_asked_for
+    if not _was_asked_for:
+        _was_asked_for = True
+        forget_compiled()
     handle = AccumulationHandle(into, dtype)
     try:
         handle._add(_parameters(target))

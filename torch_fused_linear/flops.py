@@ -86,6 +86,7 @@ FORMULAS = {
     "_linear_backward": linear_backward,
     "_linear_backward_across": linear_backward_across,
     "_weight_gradient": weight_gradient,
+    "_accumulated_weight_gradient": weight_gradient,
     "_linear_glu_aux": linear_glu,
     "_glu_backward": glu_backward,
 }

@@ -1,12 +1,15 @@
 #include "autograd/accumulation.h"
 
 #include "core/explain.h"
+#include "core/shapes.h"
 #include "dispatch/operators.h"
 #include "fused_linear.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <mutex>
@@ -36,9 +39,11 @@ Weights& weights() {
   return *value;
 }
 
+bool are_any() { return weights().count.load(std::memory_order_relaxed) != 0; }
+
 Into wish_for(const Tensor& weight) {
+  if (!are_any()) return Into::none;
   auto& all = weights();
-  if (all.count.load(std::memory_order_relaxed) == 0) return Into::none;
   const std::lock_guard lock(all.mutex);
   const auto it = all.known.find(weight.unsafeGetTensorImpl());
   return it == all.known.end() ? Into::none : it->second.second;
@@ -50,12 +55,42 @@ Tensor main_grad(const Tensor& weight, bool added) {
   return dispatch::by_python<dispatch::MainGrad>(weight, added).value_or(Tensor());
 }
 
+// Whether hooks listen behind the sum.
+bool is_heard(GraphNode& accumulator) {
+  return !accumulator.post_hooks().empty() || accumulator.tensor_post_acc_grad_hooks() != nullptr;
+}
+
+// Spares the accumulator the sum with zeros that have no memory: gives it nothing, or, where it has
+// to go on to hooks, a gradient of no elements.
+class DropZeros final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit DropZeros(GraphNode& accumulator) : accumulator_(accumulator) {}
+
+  static bool is(const std::unique_ptr<FunctionPreHook>& hook) {
+    return dynamic_cast<const DropZeros*>(hook.get()) != nullptr;
+  }
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto& grad = grads[0];
+    if (!grad.defined() || !grad._is_zerotensor()) return grads;
+    if (!is_heard(accumulator_)) return {Tensor()};
+    const auto indices = at::empty({grad.dim(), 0}, grad.options().dtype(at::kLong));
+    return {at::_sparse_coo_tensor_unsafe(indices, at::empty({0}, grad.options()), grad.sizes(),
+                                          grad.options().layout(at::kSparse),
+                                          /*is_coalesced=*/true)};
+  }
+  void compiled_args(internals::CompiledNodeArgs&) const override {}  // traced, there are no zeros
+
+ private:
+  GraphNode& accumulator_;  // which holds the hook
+};
+
 // Who would see this gradient apart from the sum, or nullptr.
 const char* observer_of(GraphNode& node, GraphNode& accumulator) {
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
-  if (!accumulator.tensor_pre_hooks().empty() || !accumulator.pre_hooks().empty() ||
-      !accumulator.retains_grad_hooks().empty()) {
+  if (!accumulator.tensor_pre_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
+      !std::ranges::all_of(accumulator.pre_hooks(), DropZeros::is)) {
     return "a hook on the weight";
   }
   if (!node.post_hooks().empty()) return "a hook on the node";
@@ -84,12 +119,22 @@ const char* misfit_of(const Tensor& into, const Tensor& weight) {
   return nullptr;
 }
 
-// A gradient of no elements: the engine goes on to the hooks behind the sum.
-Tensor nothing_of(const Tensor& like) {
-  const auto indices = at::empty({like.dim(), 0}, like.options().dtype(at::kLong));
-  return at::_sparse_coo_tensor_unsafe(indices, at::empty({0}, like.options()), like.sizes(),
-                                       like.options().layout(at::kSparse),
-                                       /*is_coalesced=*/true);
+// The edge to the accumulator of the weight's memory, if that is one parameter's: the compiler may
+// have kept a view.
+std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
+  std::optional<size_t> found;
+  for (size_t i = 0; i < node.num_outputs(); ++i) {
+    const auto* accumulator =
+        dynamic_cast<const torch::autograd::AccumulateGrad*>(node.next_edge(i).function.get());
+    if (accumulator == nullptr || at::isTensorSubclassLike(accumulator->variable)) continue;
+    const auto& variable = accumulator->variable;
+    if (!variable.has_storage() || variable.const_data_ptr() != weight.const_data_ptr()) continue;
+    if (found || variable.sizes() != weight.sizes() || variable.strides() != weight.strides()) {
+      return {};
+    }
+    found = i;
+  }
+  return found;
 }
 
 }  // namespace
@@ -115,7 +160,7 @@ void set(const Tensor& weight, std::string_view text) {
 std::string get(const Tensor& weight) { return names[static_cast<int>(wish_for(weight))]; }
 
 std::optional<Target> target_of(GraphNode* node, size_t edge) {
-  if (weights().count.load(std::memory_order_relaxed) == 0 || node == nullptr) return {};
+  if (!are_any() || node == nullptr) return {};
   const bool is_running = torch::autograd::get_current_node().get() == node;
   if (!is_running || !node->task_should_compute_output(edge)) return {};
   auto* accumulator =
@@ -140,7 +185,7 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
   return {};
 }
 
-Tensor Target::add(const Tensor& grad, const Tensor& input) const {
+Tensor Target::add(const Tensor& grad, const Tensor& input, bool must_be_defined) const {
   {
     const std::lock_guard lock(internals::mutex_of(*accumulator_));
     steps::weight_gradient(grad, input, into_, adds_);
@@ -148,9 +193,37 @@ Tensor Target::add(const Tensor& grad, const Tensor& input) const {
   }
   if (!adds_) return into_;
   if (is_main_) main_grad(weight_, /*added=*/true);
-  const bool is_heard =
-      !accumulator_->post_hooks().empty() || accumulator_->tensor_post_acc_grad_hooks() != nullptr;
-  return is_heard ? nothing_of(is_main_ ? weight_ : into_) : Tensor();
+  auto& accumulator = *accumulator_;
+  if (!must_be_defined && !is_heard(accumulator)) return {};
+  if (std::ranges::none_of(accumulator.pre_hooks(), DropZeros::is)) {
+    accumulator.add_pre_hook(std::make_unique<DropZeros>(accumulator));
+  }
+  const auto options = (is_main_ ? weight_ : into_).options();
+  return grad_lies_by_columns(weight_)
+             ? at::_efficientzerotensor({weight_.size(1), weight_.size(0)}, options).t()
+             : at::_efficientzerotensor(weight_.sizes(), options);
 }
 
+namespace {
+
+Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight) {
+  const explain::Remarks remarks;
+  const KernelsOnly guard;
+  const auto node = torch::autograd::get_current_node();
+  // Another node's backward may do more with a graph's results than pass them along.
+  if (node && are_any() && internals::is_compilers(*node)) {
+    const auto edge = edge_to(weight, *node);
+    if (const auto target = edge ? target_of(node.get(), *edge) : std::nullopt) {
+      return target->add(grad, input, /*must_be_defined=*/true);
+    }
+  }
+  return std::get<1>(steps::linear_backward(
+      {grad, input, weight, std::nullopt, Activation::none, {false, true, false}}));
+}
+
+TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
+  m.impl(dispatch::AccumulatedWeightGradient::name, accumulated);
+}
+
+}  // namespace
 }  // namespace fused::autograd::accumulation

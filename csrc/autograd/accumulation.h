@@ -18,8 +18,9 @@ std::string get(const Tensor& weight);
 // Where a weight's gradient goes in this run of the engine.
 class Target {
  public:
-  // Adds gradᵀ · input. -> what the node passes along the weight's edge.
-  Tensor add(const Tensor& grad, const Tensor& input) const;
+  // Adds gradᵀ · input. -> what the node passes along the weight's edge: zeros without memory where
+  // hooks listen behind the sum, or it must be a tensor.
+  Tensor add(const Tensor& grad, const Tensor& input, bool must_be_defined = false) const;
 
  private:
   friend std::optional<Target> target_of(torch::autograd::Node*, size_t);

@@ -65,6 +65,11 @@ inline bool is_fsdps(const GraphNode& node) {
   return node.name() == "RegisterPostBackwardFunctionBackward";
 }
 
+// torch.compile's node of a compiled backward, likewise.
+inline bool is_compilers(const GraphNode& node) {
+  return node.name() == "CompiledFunctionBackward";
+}
+
 // A node's own lock, under which AccumulateGrad adds.
 inline std::mutex& mutex_of(GraphNode& node) {
   struct Open : GraphNode {

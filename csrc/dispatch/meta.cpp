@@ -87,6 +87,9 @@ TORCH_LIBRARY_IMPL(fused, Meta, m) {
   register_linear<MetaLinear>(m);
   register_gated<MetaGlu>(m);
   register_conv<MetaConv>(m);
+  m.impl(AccumulatedWeightGradient::name, [](const Tensor&, const Tensor&, const Tensor& weight) {
+    return S::grad_weight(weight, true);
+  });
 }
 
 }  // namespace fused::dispatch

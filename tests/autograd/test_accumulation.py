@@ -7,20 +7,28 @@ import threading
 
 import pytest
 import torch
+import torch._functorch.config
 from helpers import device_param
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
+from torch_fused_linear.graph import accumulated_weights
 
 WIDTHS = (6, 16, 8, 5)
+
+
+def with_our_pass(function):
+    return torch.compile(function, options=tfl.compile_options())
 
 
 class Program:
     """A network, its gradients by name, and what hooks have seen."""
 
-    def __init__(self, make, device="cpu"):
+    def __init__(self, make, device="cpu", compiled=False):
         torch.manual_seed(0)
-        self.model = make().to(device, torch.double)
+        self.call = self.model = make().to(device, torch.double)
+        if compiled:
+            self.call = with_our_pass(self.model)
         self.device = device
         self.seen = []
         self.micro_batches = 0
@@ -29,7 +37,7 @@ class Program:
         torch.manual_seed(self.micro_batches)
         self.micro_batches += 1
         x = torch.randn(9, WIDTHS[0], dtype=torch.double).to(self.device).requires_grad_()
-        return self.model(x).square().sum()
+        return self.call(x).square().sum()
 
     @property
     def weights(self):
@@ -78,10 +86,10 @@ def steps(program, count=3):
         program.loss().backward()
 
 
-def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu"):
+def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu", compiled=False):
     """Runs a program with and without; compares gradients and what was seen; and whether products
     added at all."""
-    ours, theirs = Program(make, device), Program(make, device)
+    ours, theirs = (Program(make, device, compiled=compiled) for _ in range(2))
     with tfl.accumulate_gradients(ours.model, into), tfl.explain() as report:
         scenario(ours)
     scenario(theirs)
@@ -95,8 +103,9 @@ def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu"):
 
 @device_param
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_sums_are_torchs_in_every_kind_of_layer(make, device):
-    report = run_both(steps, make, device=device)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sums_are_torchs_in_every_kind_of_layer(make, device, compiled):
+    report = run_both(steps, make, device=device, compiled=compiled)
     added = [call for call in report.calls if call.operator == "_weight_gradient"]
     assert len(added) == 2 * len(Program(make).weights)  # the first micro-batch writes
 
@@ -212,6 +221,24 @@ def frozen(before):
     return scenario
 
 
+def cleared_in_between(p):
+    for _ in range(4):
+        loss = p.loss()
+        if p.micro_batches == 3:
+            p.model.zero_grad()
+        loss.backward()
+
+
+def in_two_nodes(p):
+    """Which give the same weights gradients, in compiled programs one of them eager."""
+    for heard in (False, True):
+        for w in p.weights if heard else ():
+            getattr(w, BEHIND)(lambda w: p.seen.append(w.grad.to_dense().clone()))
+        for _ in range(2):
+            x = torch.ones(2, WIDTHS[0], dtype=torch.double)
+            (p.loss() + p.model(x).sum()).backward()
+
+
 def held(p):
     steps(p, 1)
     holders = [w.grad for w in p.weights] + [w.grad.view(-1)[:3] for w in p.weights]
@@ -245,7 +272,7 @@ def checkpointed(p):
     for use_reentrant in (False, True):
         x = torch.ones(3, WIDTHS[0], dtype=torch.double, requires_grad=True)
         for _ in range(2):
-            checkpoint(p.model, x, use_reentrant=use_reentrant).square().sum().backward()
+            checkpoint(p.call, x, use_reentrant=use_reentrant).square().sum().backward()
 
 
 def saved_tensors_on_the_cpu(p):
@@ -289,6 +316,7 @@ ADDED = {
 }
 NAMED = (retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed)
 NAMED += (saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph)
+NAMED += (cleared_in_between, in_two_nodes)
 ADDED |= {scenario.__name__: scenario for scenario in NAMED}
 APART = {  # and what explain says of it; of a formula it has no row
     "hook that changes": (
@@ -326,6 +354,82 @@ def test_as_torch_where_something_sees_the_gradient(name):
     assert not reason or f"weight's gradient apart: {reason}" in str(report)
 
 
+# ---- compiled -----------------------------------------------------------------------------------
+
+# torch does not differentiate a compiled backward; of a failure the graph knows when it has ended.
+NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle"}
+
+
+@pytest.mark.parametrize("name", sorted({*ADDED, *APART} - NOT_COMPILED))
+@torch._functorch.config.patch(donated_buffer=False)  # or graphs cannot be retained
+def test_compiled_models_as_torchs(name):
+    scenario, reason = APART.get(name) or (ADDED[name], "")
+    taken = name in ADDED or name == "hook on the node"
+    report = run_both(scenario, taken=taken, compiled=True)
+    assert not reason or f"weight's gradient apart: {reason}" in str(report)
+
+
+class Doubled(torch.autograd.Function):
+    """A layer with twice its gradient, made by a compiled function."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        def gradient(x, w, grad):
+            step = torch.ops.fused._linear_backward
+            return step(grad, x, w, None, "none", [False, True, False])[1]
+
+        return None, 2 * with_our_pass(gradient)(*ctx.saved_tensors, grad)
+
+
+def test_a_node_of_others_may_go_on_with_a_compiled_gradient():
+    x = torch.randn(3, 8, dtype=torch.double)
+    w = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
+    with tfl.accumulate_gradients(w):
+        for _ in range(2):
+            Doubled.apply(x, w).sum().backward()
+    torch.testing.assert_close(w.grad, *torch.autograd.grad(4 * (x @ w.t()).sum(), w))
+
+
+def test_graphs_compiled_before_are_traced_anew(monkeypatch):
+    monkeypatch.setattr(tfl.accumulation, "_was_asked_for", False)
+
+    def before(p):
+        steps(p, 1)
+        with tfl.accumulate_gradients(p.model) as handle, tfl.explain() as report:
+            steps(p, 2)
+        assert any(call.operator == "_weight_gradient" for call in report.calls)
+        handle.remove()
+        steps(p, 2)
+
+    programs = [Program(chain, compiled=compiled) for compiled in (True, False)]
+    for p in programs:
+        before(p)
+    torch.testing.assert_close(*(p.state()[0] for p in programs))
+
+
+def test_cuda_graphs_of_the_compiler_accumulate_as_torch_does():
+    """They would go on adding to the memory that they were captured with."""
+    tfl.accumulate_gradients(torch.nn.Linear(2, 2)).remove()
+    assert accumulated_weights.are_wanted()
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert not accumulated_weights.are_wanted()
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_other_compilers_accumulate_as_torch_does(compiled_autograd):
+    def scenario(p):
+        p.call = torch.compile(p.model, backend="aot_eager")
+        with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+            steps(p)
+
+    run_both(scenario, taken=False)
+
+
 def test_threads_add_to_the_same_weights():
     """One at a time: of two that read and write at once, one would be lost."""
     layer = tfl.FusedLinear(600, 600, bias=False, dtype=torch.double)
@@ -343,20 +447,6 @@ def test_threads_add_to_the_same_weights():
         for thread in threads:
             thread.join()
     assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 2.0 * 40 * 5))
-
-
-@pytest.mark.parametrize("compiled_autograd", [False, True])
-def test_compiled_models_accumulate_as_torch_does(compiled_autograd):
-    torch.compiler.reset()
-
-    def scenario(p):
-        model = torch.compile(p.model, backend="aot_eager")
-        p.model, kept = model, p.model
-        with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
-            steps(p)
-        p.model = kept
-
-    run_both(scenario, taken=False)
 
 
 # ---- dtypes -------------------------------------------------------------------------------------
@@ -463,8 +553,9 @@ def with_main_grads(program):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_main_grad_is_where_sums_go(make):
-    ours, theirs = Program(make), Program(make)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_main_grad_is_where_sums_go(make, compiled):
+    ours, theirs = Program(make, compiled=compiled), Program(make)
     with_main_grads(ours)
     with tfl.accumulate_gradients(ours.model, "main_grad"):
         steps(ours)
@@ -477,9 +568,10 @@ def test_main_grad_is_where_sums_go(make):
             torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_main_grad_with_megatrons_hook_on_the_accumulator():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_main_grad_with_megatrons_hook_on_the_accumulator(compiled):
     """Which adds what nobody has added, and takes `.grad` away."""
-    program, theirs = Program(chain), Program(chain)
+    program, theirs = Program(chain, compiled=compiled), Program(chain)
     flat = with_main_grads(program)
     kept = []
 

@@ -254,7 +254,7 @@ def data_parallel(kind, how, accumulate=False, checkpoints=False):
     return report.handed_over, {call.handover for call in report.calls}
 
 
-def adding(kind, how):
+def adding(kind, how, compiled=False):
     """Two micro-batches a step, whose gradients the products add; how often they did."""
     mixed = how == "fsdp mixed"
     dtype = torch.float32 if mixed else torch.float64
@@ -262,6 +262,9 @@ def adding(kind, how):
     for each in (kind, "plain") if mixed else (kind,):
         model, hold = arranged(model_of(each, dtype=dtype), how)
         with contextlib.ExitStack() as stack:
+            if compiled:
+                for block in model.module if how in DDP else model:
+                    block.compile(options=tfl.compile_options())
             if each != "plain":
                 wide = torch.float32 if mixed else None
                 stack.enter_context(tfl.accumulate_gradients(model, dtype=wide))

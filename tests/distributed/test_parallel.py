@@ -88,9 +88,15 @@ def test_products_add_gradients(kind, weights, how, four):
     assert set(four.run(checks.adding, kind, how)) == {2 * weights * 2}
 
 
-def test_products_add_gradients_in_fp32(four):
+@pytest.mark.parametrize("how", ["ddp compiled", "fsdp"])
+def test_products_add_gradients_in_compiled_blocks(how, four):
+    assert set(four.run(checks.adding, "layers", how, True)) == {2 * 2 * 2}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_add_gradients_in_fp32(compiled, four):
     """In all four micro-batches, as the first writes fp32, too."""
-    assert set(four.run(checks.adding, "layers", "fsdp mixed")) == {2 * 2 * 4}
+    assert set(four.run(checks.adding, "layers", "fsdp mixed", compiled)) == {2 * 2 * 4}
 
 
 def test_mixed_precision(four):

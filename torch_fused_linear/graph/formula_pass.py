@@ -6,17 +6,16 @@ chooses what of a formula it keeps for the backward and what it computes again.
 
 import operator
 from collections import Counter
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._torch_internals import trace_in_aten, unset_fake_temporarily
+from .._torch_internals import unset_fake_temporarily
 from ..activations import ACTIVATIONS
 from ..report import note
-from . import criterion
+from . import accumulated_weights, criterion
 from .identity import CountingPass
+from .rewriting import arguments_of, replace, result_of
 
 _aten, _fused = torch.ops.aten, torch.ops.fused
 
@@ -42,48 +41,21 @@ class FormulaPass(CountingPass):
             values = [n.meta.get("val") for n in node.all_input_nodes] if formula else []
             if not values or not criterion.is_static(*values):
                 continue
-            given = _arguments(node)
+            given = arguments_of(node)
             is_on_gpu = criterion.bandwidth_of(values[0].device) is not None
             if not is_on_gpu or not is_better(node, given):
                 continue
             name = node.target.overloadpacket.__name__
             with unset_fake_temporarily():  # what is traced makes no rows
                 note(name, values[0], values[-1], "written out in a compiled graph")
-            _replace(graph, node, formula, given)
+            replace(graph, node, formula, given)
             counts[name] += 1
         self.count(self.written_out, counts, "written out in a graph")
+        if accumulated_weights.are_wanted():
+            accumulated_weights.take_apart(graph)
 
-
-def _arguments(node: Node) -> dict[str, Any]:
-    schema = node.target._schema.arguments
-    given = dict(zip((a.name for a in schema), node.args)) | node.kwargs
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
-
-
-def _replace(graph: Graph, node: Node, formula, given: dict[str, Any]) -> None:
-    """Puts what the formula calls in the place of the node, which gives several tensors."""
-    nodes = {name: value for name, value in given.items() if isinstance(value, Node)}
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return formula(**(given | dict(zip(nodes, tensors))))
-
-    traced = trace_in_aten(call, [n.meta["val"] for n in nodes.values()])
-    traced.graph.eliminate_dead_code()
-    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes.values()))
-    with graph.inserting_before(node):
-        results = graph.graph_copy(traced.graph, copies)
-    for old, new in copies.items():
-        if old.op != "placeholder":
-            new.meta = {**node.meta, **old.meta}  # forward or backward, recomputed or kept
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(node)
-
-
-def _result(node: Node, index: int) -> Node | None:
-    found = (u for u in node.users if u.target is operator.getitem and u.args[1] == index)
-    return next(found, None)
+    def uuid(self) -> str:
+        return f"{super().uuid()} {accumulated_weights.are_wanted()}"
 
 
 # --- each formula has the arguments of its operator, and a function says where it is better -------
@@ -96,7 +68,7 @@ def linear_aux(input, weight, bias, activation):
 
 def _is_read_anyway(node, given) -> bool:
     """As by dropout, whose pass may as well begin with the activation."""
-    output = _result(node, 0)
+    output = result_of(node, 0)
     is_in_aten = given["activation"] != "relu" and output is not None  # ReLU's bits are not
     return is_in_aten and criterion.feeds_pointwise(output)
 
@@ -148,8 +120,8 @@ def _hidden_of_forward(gate: Node, up: Node | None) -> Node | None:
     forward = gate.args[0] if gate.target is operator.getitem else None
     if forward is None or forward.target is not _fused._linear_glu_aux.default:
         return None
-    is_same = gate is _result(forward, 1) and up in (None, _result(forward, 2))
-    return _result(forward, 0) if is_same else None
+    is_same = gate is result_of(forward, 1) and up in (None, result_of(forward, 2))
+    return result_of(forward, 0) if is_same else None
 
 
 _FORMULAS = {

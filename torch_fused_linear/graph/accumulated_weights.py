@@ -1,0 +1,57 @@
+"""Weights' gradients of compiled graphs that the product adds to what is there.
+
+A graph has to give a gradient, and cannot know what will be there when its backward runs. So the
+operator that makes it looks, by the weight, and where it has added gives zeros without memory.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import accumulation
+from .._torch_internals import OpOverload, runs_as_cuda_graphs
+from .rewriting import arguments_of, replace, result_of
+
+_fused = torch.ops.fused
+
+
+def are_wanted() -> bool:
+    # A CUDA graph would go on adding to the memory that it was captured with.
+    return accumulation.was_asked_for() and not runs_as_cuda_graphs()
+
+
+def take_apart(graph: Graph) -> None:
+    """Makes the gradient of a parameter an operator of its own, where it is the graph's result."""
+    for node in list(graph.nodes):
+        if node.target in _FORMULAS and _gives_gradient_of_parameter(node):
+            replace(graph, node, _FORMULAS[node.target], arguments_of(node))
+
+
+def _gives_gradient_of_parameter(node: Node) -> bool:
+    gradient, weight = result_of(node, 1), arguments_of(node)["weight"]
+    if gradient is None or weight.op != "placeholder" or weight.meta["val"].dim() != 2:
+        return False
+    users = list(gradient.users)
+    return [user.op for user in users] == ["output"] and users[0].args[0].count(gradient) == 1
+
+
+def _apart(backward: OpOverload) -> Callable:
+    def formula(grad_output, input, weight, saved, activation, output_mask, **previous):
+        wants_input, _, wants_bias = output_mask
+        grad_bias = None
+        if activation != "none":
+            grad_output, grad_bias = _fused._activation_backward(
+                grad_output, saved, activation, wants_bias
+            )
+        others = [wants_input, False, wants_bias and grad_bias is None]
+        layer = grad_output, input, weight, None, "none", others
+        grad_input, _, sums, *of_previous = backward(*layer, *previous.values())
+        grad_weight = _fused._accumulated_weight_gradient(grad_output, input, weight)
+        return grad_input, grad_weight, sums if grad_bias is None else grad_bias, *of_previous
+
+    return formula
+
+
+_STEPS = _fused._linear_backward.default, _fused._linear_backward_across.default
+_FORMULAS = {step: _apart(step) for step in _STEPS}
