@@ -1,7 +1,8 @@
 """What is taken of torch beside its public interface still means what we think it means.
 
 The tests of what uses the rest hold it: of function modes tests/fuse, of DTensor and of plans of
-parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/handover.
+parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/handover, of what
+was compiled and of scripted modules tests/fuse.
 """
 
 import ast
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 from operators import CHAINS, CONV, GATED, LOW, OPS
+from processes import ROOT
 from torch import nn
 
 import torch_fused_linear as tfl
@@ -19,7 +21,6 @@ from torch_fused_linear import _library
 from torch_fused_linear import _torch_internals as internals
 from torch_fused_linear._torch_internals import BroadcastingList2
 
-ROOT = Path(__file__).resolve().parents[2]
 fused = torch.ops.fused
 
 # --- one place ----------------------------------------------------------------------------------
@@ -81,40 +82,6 @@ def test_numbers_for_two_dimensions():
         return value
 
     assert pair(3) == [3, 3] and pair([1, 2]) == [1, 2]
-
-
-# --- the compiler, autograd in Python ------------------------------------------------------------
-
-
-def test_forgetting_what_was_compiled(fresh_compiler):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    def inner(x):
-        return x + 1
-
-    compiled = torch.compile(lambda x: inner(x), backend=backend)
-    assert compiled(torch.zeros(())) == 1
-    inner.__code__ = (lambda x: x + 2).__code__
-    internals.forget_compiled()
-    assert compiled(torch.zeros(())) == 2 and len(graphs) == 2
-
-
-# --- TorchScript --------------------------------------------------------------------------------
-
-
-def test_a_scripted_module_gets_a_class_of_its_own():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
-    copy = internals.copy_of_own_class(scripted._c)
-    assert copy._type() != scripted._c._type()
-    graph = next(internals.script_graphs(copy))
-    kinds = [node.kind() for node in graph.nodes()]
-    assert "aten::linear" in kinds and "prim::CallMethod" not in kinds
-    first, second = (m.getattr("0").getattr("weight") for m in (copy, scripted._c))
-    assert first.data_ptr() == second.data_ptr()
 
 
 # --- autograd, in C++ ---------------------------------------------------------------------------

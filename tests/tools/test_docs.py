@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from processes import ROOT
 
 import torch_fused_linear as tfl
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 PAGES += sorted(ROOT.glob("benchmarks/*.md"))
 FENCE = re.compile(

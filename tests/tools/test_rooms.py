@@ -4,12 +4,11 @@ import ast
 import re
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
-from pathlib import Path
 
 import pytest
 from cpp_programs import parts
+from processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
 
 
