@@ -220,16 +220,18 @@ def test_flops_are_eagers(op, device):
         assert eager <= ours <= eager + again and eager > 0, f"{op!r} {wanted}"
 
 
-def test_flops_of_what_only_policies_call():
+def test_flops_of_steps_under_the_operators():
     x, w, b = ops.LINEAR.case((10,), 8, 16).inputs
-    y, mask = x @ w.t(), [False, False, False]
-    for operator, *args in (
-        (torch.ops.fused._linear_aux, x, w, b, "relu"),
-        (torch.ops.fused._linear_backward_across, y, x, w, None, "none", mask, x, "relu", True),
+    y, mask, fused = x @ w.t(), [False, False, False], torch.ops.fused
+    for products, operator, *args in (
+        (1, fused._linear_aux, x, w, b, "relu"),
+        (1, fused._linear_backward_across, y, x, w, None, "none", mask, x, "relu", True),
+        (0, fused._glu_backward, x, x, x, "silu", [True] * 5),
+        (1, fused._glu_backward, y, x, x, "silu", [True] * 5, w),  # with the layer after
     ):
         with FlopCounterMode(display=False) as counter:
             operator(*args)
-        assert counter.get_total_flops() == 2 * 10 * 8 * 16
+        assert counter.get_total_flops() == products * 2 * 10 * 8 * 16
 
 
 # --- fuse_ ---------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from layouts import ND_LAYOUTS
 from numerics import Tally, add_checked, assert_bits, assert_same, run
 from places import places
 from steps import decode_mask, encode_mask, padded, saved_for
-from torch.utils.flop_counter import FlopCounterMode
 from watching import operators_of
 
 import torch_fused_linear as tfl
@@ -474,12 +473,3 @@ def test_gated_backward_through_the_layer_after(activation, dtype, device):
             found = [gate_grad, up_grad, *([h] if keeps else [])]
             for got, want in zip(found, (*exact[:2], exact[4])):
                 torch.testing.assert_close(got.double(), want, rtol=near, atol=near)
-
-
-def test_flops_of_the_layer_after():
-    grad, gate, up, down = (torch.zeros(s) for s in ((2, 5), (2, 4), (2, 4), (5, 4)))
-    for given, flops in ((None, 0), (down, 2 * 2 * 5 * 4)):
-        with FlopCounterMode(display=False) as counter:
-            dy = gate if given is None else grad
-            fused._glu_backward(dy, gate, up, "silu", [True] * 5, given)
-        assert counter.get_total_flops() == flops
