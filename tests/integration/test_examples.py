@@ -4,14 +4,12 @@ The programs of examples/cpp have a file of their own, test_examples_cpp.py.
 """
 
 import importlib.util
-import io
 import json
 import math
 import os
 import re
 import signal
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -65,26 +63,15 @@ def run(tmp_path):
 # --- all of them ------------------------------------------------------------------------------
 
 
-def test_there_are_examples():
-    """An empty list of parameters would pass."""
-    names = {"mnist", "inference", "backward_by_hand", "gelu", "planning", "graph_pass"}
-    assert names | {"llama", "demo", "accumulation", "ppo"} == {script.stem for script in SCRIPTS}
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_it_reads_as_a_tutorial(script):
-    """Short enough for one sitting, explained at its head, with the command that runs it."""
-    assert len(script.read_text().splitlines()) < 200
-    docstring = load(script.stem).__doc__
-    assert docstring.count("\n") >= 15, "too short an explanation"
-    assert f"    python examples/{script.name}" in docstring
+def test_it_is_listed_with_the_command_that_runs_it(script):
+    """Its head has the command that runs it; help and the list of examples know it."""
+    assert f"    python examples/{script.name}" in load(script.stem).__doc__
     listed = (EXAMPLES / "README.md").read_text().count(f"\n- [{script.name}]({script.name}): ")
     assert listed == 1, "not in examples/README.md, once"
-    with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as out:
+    with pytest.raises(SystemExit) as stopped:
         load(script.stem).main(["--help"])
-    options = out.getvalue().partition("-h, --help")[2].split("\n  --")[1:]
-    assert len(options) >= 2
-    assert all("default: " in " ".join(option.split()) for option in options)
+    assert stopped.value.code == 0
 
 
 def test_nothing_is_drawn_before_it_is_asked_for():

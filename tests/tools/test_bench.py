@@ -380,12 +380,11 @@ def test_a_failure_of_ours_is_told(monkeypatch, capsys):
     assert "ours failed: RuntimeError: out of order" in capsys.readouterr().out
 
 
-def test_lines_of_the_table_are_aligned_and_losses_marked():
+def test_the_table_has_the_times_and_marks_losses():
     cases = cases_of("layer", CPU)[:2]
     table = Table(cases, ["ours", "eager", "mm", "reduce-overhead"])
     good = table.line(record_of(cases[0], ours=50, eager=60, mm=40, reduce_overhead=1234567))
     bad = table.line(record_of(cases[1], ours=50.0, eager=40, mm=25))
-    assert len(table.head()) == len(good) == len(bad) and "of GEMM" in table.head()
     assert "1.20 " in good and "<" not in good and " 1234567 " in good
     assert "0.80<" in bad and "0.50 " in bad
     foot = table.foot([record_of(ours=50, eager=60), record_of(ours=50, eager=40)])
@@ -485,14 +484,6 @@ def test_no_case_is_twice_in_the_grid_and_all_make_sense():
         assert len(cases) == len(set(map(str, cases)))
     assert on_cpu["cpu"] and not grid["cpu"], "it is about another device"
     assert not any(case.mode == "graph" for cases in on_cpu.values() for case in cases)
-    assert {case.mode for case in grid["mlp-small"]} == {"step", "graph"}
-    assert {case.sizes[0] for case in grid["rivals"] if case.tokens == 65536} == {1024}
-    assert {case.mode for case in grid["gated"] if case.tokens == 1} == {"forward"}
-    shapes = {(case.tokens, case.sizes[0]) for case in grid["activation"]}
-    assert shapes == {(8192, 3072), (8192, 4096), (65536, 4096), (8192, 16384)}
-    assert len(grid["models"]) == 10 * 2 + 1 + 2  # folded: not trained; GPT-2: AdamW, autocast
-    assert {case.tokens for case in grid["conv"]} == {32}
-    assert {case.tokens for case in on_cpu["conv"]} == {4}
     few = [case for case in grid["conv"] if case.mode == "graph" or SUITES["conv"].compiles(case)]
     assert {(case.dtype, case.conv.last) for case in few} == {("bf16", True)}
     assert [c.out_size for c in CONVOLUTIONS] == [112, 56, 28, 14, 7, 28, 56, 56, 14, 7, 28]

@@ -24,26 +24,11 @@ def test_the_package_lists_its_commands():
     assert set(listed) == runnable
 
 
-def help_of(command, capsys):
+@pytest.mark.parametrize("command", [doctor.main, bench.parse, gain.main])
+def test_there_is_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         command(["--help"])
-    assert stopped.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_of_the_doctor_names_the_exit_status(capsys):
-    text = " ".join(help_of(doctor.main, capsys).split())
-    assert "Exit status: 0, everything works; 1," in text
-
-
-def test_help_of_the_bench_names_defaults_units_and_examples(capsys):
-    options, _, examples = help_of(bench.parse, capsys).partition("examples:")
-    assert "in microseconds" in " ".join(options.split())
-    assert examples.count("python -m benchmarks") == 3
-    valued = [o for o in re.split(r"\n  (?=--)", options)[1:] if re.match(r"--[\w-]+ +[A-Z{]", o)]
-    assert len(valued) >= 6
-    for option in valued:
-        assert "default" in option, option
+    assert stopped.value.code == 0 and "usage: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

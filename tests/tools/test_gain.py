@@ -261,7 +261,7 @@ def test_with_the_compiler(tmp_path):
     assert text.startswith("<?xml") and len(text) > 5000
 
 
-def test_a_way_has_one_colour_in_all_panels(tmp_path, monkeypatch):
+def test_bars_are_as_long_as_the_medians(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     from torch_fused_linear.picture import draw_bars
@@ -271,8 +271,6 @@ def test_a_way_has_one_colour_in_all_panels(tmp_path, monkeypatch):
     one, all_of_them = {FUSED: (2, 1, 3)}, {EAGER: (4, 4, 5), FUSED: (2, 2, 2)}
     draw_bars(tmp_path / "bars.png", "title", {"ms": (all_of_them, 1e-3), "MiB": (one, 1)})
     (times, memory) = figures[0].axes
-    eager, fused = times.patches
-    assert eager.get_facecolor() != fused.get_facecolor() == memory.patches[0].get_facecolor()
     assert [bar.get_width() for bar in times.patches] == [4e-3, 2e-3]
     assert memory.patches[0].get_width() == 2
 

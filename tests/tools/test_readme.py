@@ -1,4 +1,4 @@
-"""README is short, and its numbers are those of the results."""
+"""README's numbers are those of the results."""
 
 import re
 
@@ -165,13 +165,6 @@ def test_only_what_the_results_have_is_called_measured():
         assert took_part <= tried
         assert bool(took_part) == ("times ours" in beside), name
         assert took_part or beside == "not measured here", name
-
-
-def test_the_readme_is_short_and_begins_with_fuse():
-    lines = README.splitlines()
-    head = "\n".join(lines[:20])
-    assert len(lines) <= 130
-    assert "tfl.fuse_(model)" in head and head.count("```") == 2
 
 
 def test_drop_in_is_not_said_without_gelus_default():
