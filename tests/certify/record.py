@@ -45,17 +45,13 @@ def machine_kind(device: str) -> str:
     return torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
 
 
-def machine_name(device: str) -> str:
-    return machine.processor() if device == "cpu" else torch.cuda.get_device_name()
-
-
 def new(part: Part, device: str, asked: dict) -> dict:
     return {
         "part": part.name,
         "about": part.about,
         "unit": part.unit,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine_name(device),
+        "machine": machine.processor() if device == "cpu" else torch.cuda.get_device_name(),
         "device": device,
         **doctor.versions(),
         "package": tfl.__version__,

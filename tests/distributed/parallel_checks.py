@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -191,11 +192,6 @@ def mine(count, mesh=None, **options):
     return [batch(k, rank, ranks, **options) for k in range(count)]
 
 
-def checkpointed(block):
-    whole = block.forward
-    block.forward = lambda x: checkpoint(whole, x, use_reentrant=False)
-
-
 def shard(model, mesh, by="block", **options):
     for block in model:
         if by == "layer":
@@ -245,7 +241,7 @@ def data_parallel(kind, how, accumulate=False, checkpoints=False):
     model, batches = model_of(kind), 4 if accumulate else 2
     if checkpoints:
         for block in model:
-            checkpointed(block)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     model, hold = arranged(model, how)
     run = torch.compile(model, backend="aot_eager") if how == "ddp compiled" else model
     with tfl.explain() as report:

@@ -21,10 +21,6 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def all_placements(tensor):
-    return [Replicate(), *(Shard(d) for d in range(tensor.dim())), Partial()]
-
-
 def assert_close(got, want, case):
     if isinstance(got, DTensor):
         if all(type(p) in (Replicate, Shard) for p in got.placements):  # every rank checks its part
@@ -70,7 +66,8 @@ def check(make, shape, sizes, every=1, bias=True, policy="auto"):
     """
     mesh, op = mesh_of(shape), make()
     case = op.case(*sizes, bias=bias)
-    each = [itertools.product(all_placements(t), repeat=mesh.ndim) for t in case.inputs]
+    each = [[Replicate(), *map(Shard, range(t.dim())), Partial()] for t in case.inputs]
+    each = [itertools.product(placements, repeat=mesh.ndim) for placements in each]
     cases = list(itertools.islice(itertools.product(*each), 0, None, every))
     with tfl.set_policy(policy):
         for placements in mine(cases, mesh):

@@ -18,10 +18,6 @@ from torch_fused_linear.graph.fusion_pass import FusionPass
 # --- layers --------------------------------------------------------------------------------------
 
 
-def turned(x):
-    return x.transpose(0, 1)
-
-
 LAYERS = {
     "F.linear, F.relu": lambda x, w, b: F.relu(F.linear(x, w, b)),
     "torch.relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
@@ -47,7 +43,7 @@ LAYERS = {
 }
 FLAT_LAYERS = {
     "addmm": lambda x, w, b: torch.addmm(b, x, w.t()).relu(),
-    "addmm, a method": lambda x, w, b: b.addmm(x, turned(w)).relu(),
+    "addmm, a method": lambda x, w, b: b.addmm(x, w.transpose(0, 1)).relu(),
     "addmm of a matrix as it is": lambda x, w, b: torch.addmm(b, x, w.reshape(6, 8)).relu(),
     "mm": lambda x, w, b: torch.mm(x, w.t()).relu(),
 }
@@ -90,28 +86,12 @@ NOT_LAYERS = {
 # --- chains --------------------------------------------------------------------------------------
 
 
-def hidden_used(x, w, b, v, c):
-    hidden = F.relu(F.linear(x, w, b))
-    return F.linear(hidden, v, c).sum() + hidden.sum()
-
-
-def hidden_is_the_weight(x, w, b, v, c):
-    hidden = F.relu(F.linear(x, w, b))
-    return F.linear(hidden, hidden)
-
-
 def chain_of_a_chain(x, w, b, v, c):
     """The second begins at what the first gives, which something else uses as well."""
     first = F.relu(F.linear(chain(x, w, b, v, c), w, b).relu())
     return (
         chain(first[..., :6] + 1, w, b, v, c) + F.linear(F.relu(F.linear(first, v, c)), w)[..., :6]
     )
-
-
-def gives_weights(x, w, b, v, c):
-    """The second layer's weight comes from a first one's result."""
-    weight = F.relu(F.linear(v, w.t(), c))  # [6, 6]
-    return F.relu(F.linear(x, weight))
 
 
 def under_different_modes(x, w, b, v, c):
@@ -143,8 +123,12 @@ FIRST_ALONE = {
         F.linear(x, w, b).relu().view(10, 4), v[:, :4], c
     ),
     "dropout": lambda x, w, b, v, c: F.linear(F.dropout(F.linear(x, w, b).relu(), 0.5), v, c),
-    "the hidden tensor is used": hidden_used,
-    "the hidden tensor is the weight, too": hidden_is_the_weight,
+    "the hidden tensor is used": lambda x, w, b, v, c: (
+        lambda hidden: F.linear(hidden, v, c).sum() + hidden.sum()
+    )(F.relu(F.linear(x, w, b))),
+    "the hidden tensor is the weight, too": lambda x, w, b, v, c: (
+        lambda hidden: F.linear(hidden, hidden)
+    )(F.relu(F.linear(x, w, b))),
     "layers under different modes": under_different_modes,
 }
 MIXED = {
@@ -154,7 +138,10 @@ MIXED = {
     ),
     "our own layer alone": (lambda x, w, b, v, c: tfl.linear_relu(x, w, b).sin(), {}),
     "chains of chains": (chain_of_a_chain, {"mlp": 3, "linear_relu": 1}),
-    "results as weights": (gives_weights, {"linear_relu": 2}),
+    "results as weights": (
+        lambda x, w, b, v, c: F.relu(F.linear(x, F.relu(F.linear(v, w.t(), c)))),
+        {"linear_relu": 2},
+    ),
 }
 CHAINS = {name: (function, {"mlp": 1}) for name, function in MLP.items()} | MIXED
 CHAINS |= {name: (function, {"linear_relu": 1}) for name, function in FIRST_ALONE.items()}
@@ -176,23 +163,8 @@ class Block(nn.Module):
         return self.form(self, x)
 
 
-def used_twice(m, x):
-    hidden = m.act(m.gate(x)) * m.up(x)
-    return m.down(hidden) + hidden.sum()
-
-
-def gate_read_elsewhere(m, x):
-    gate = m.gate(x)
-    return m.down(m.act(gate) * m.up(x)) + gate.sum()
-
-
 def chunks(m, x, number=2, dim=-1):
     return m.both(x).chunk(number, dim)
-
-
-def chunks_of_rows(m, x):
-    a, b = chunks(m, torch.cat([x, x]), dim=0)
-    return m.act(a) * b
 
 
 def product_first(m, x):
@@ -214,11 +186,20 @@ BLOCKS = {
 }
 NO_BLOCKS = {
     "a layer alone": (lambda m, x: (m.act(m.gate(x)) * m.up(x)).tanh(), {"linear_glu": 1}),
-    "used twice": (used_twice, {"linear_glu": 1}),
-    "a gate read elsewhere": (gate_read_elsewhere, {}),
+    "used twice": (
+        lambda m, x: (lambda h: m.down(h) + h.sum())(m.act(m.gate(x)) * m.up(x)),
+        {"linear_glu": 1},
+    ),
+    "a gate read elsewhere": (
+        lambda m, x: (lambda gate: m.down(m.act(gate) * m.up(x)) + gate.sum())(m.gate(x)),
+        {},
+    ),
     "another input": (lambda m, x: m.down(m.act(m.gate(x)) * m.up(x + 1)), {"linear_silu": 1}),
     "three chunks": (lambda m, x: (lambda a, b, _: m.act(a) * b)(*chunks(m, x, 3)), {}),
-    "chunks of rows": (chunks_of_rows, {}),
+    "chunks of rows": (
+        lambda m, x: (lambda a, b: m.act(a) * b)(*chunks(m, torch.cat([x, x]), dim=0)),
+        {},
+    ),
     "the same half": (lambda m, x: (lambda a, b: m.act(a) * a + b)(*chunks(m, x)), {}),
 }
 
@@ -258,11 +239,6 @@ MODULES = {
 }
 
 
-def rectified_in_place_and_used(x, w, b):
-    z = F.conv2d(x, w, b)
-    return F.relu(z, inplace=True) + z
-
-
 def under_no_grad_in_part(x, w, b):
     with torch.no_grad():
         z = F.conv2d(x, w, b)
@@ -284,7 +260,9 @@ def relu_outside_of_autocast(x, w, b):
 
 LEFT_ALONE = {
     "a second use": lambda x, w, b: (lambda z: F.relu(z) + z)(F.conv2d(x, w, b)),
-    "a second use of what is rectified in place": rectified_in_place_and_used,
+    "a second use of what is rectified in place": lambda x, w, b: (
+        lambda z: F.relu(z, inplace=True) + z
+    )(F.conv2d(x, w, b)),
     "gradients of one part only": under_no_grad_in_part,
     "written in between": written_before_relu,
     "autocast of one part only": relu_outside_of_autocast,

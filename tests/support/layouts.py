@@ -16,10 +16,6 @@ def _transposed(t):
     return out.copy_(t)
 
 
-def _row_strided(t):
-    return nan_buffer(t, (*t.shape[:-1], t.shape[-1] + 3)).narrow(-1, 2, t.shape[-1]).copy_(t)
-
-
 def _column_strided(t):
     return nan_buffer(t, (*t.shape[:-1], 2 * t.shape[-1]))[..., ::2].copy_(t)
 
@@ -29,44 +25,25 @@ def _offset(t):
     return nan_buffer(t, (t.numel() + 1,))[1:].view(t.shape).copy_(t)
 
 
-def _flipped(t):
-    return t.flip(-1).flip(-1)
-
-
-def _outer_swapped(t):
-    """Leading dimensions out of order, so that they do not merge into one (3-D and up)."""
-    return t.transpose(0, -2).contiguous().transpose(0, -2)
-
-
-def _same_rows(t):
-    return t[..., :1, :].expand_as(t)
-
-
-def _same_columns(t):
-    return t[..., :1].expand_as(t)
-
-
 def _same_everywhere(t):
     return t.flatten()[:1].view([1] * t.dim()).expand_as(t)
-
-
-def _overlapping(t):
-    """Windows over one row (stride 1 in both dims): a row stride smaller than the width."""
-    return t.flatten().as_strided(t.shape[-2:], (1, 1)).expand(t.shape)
 
 
 # Layouts in which the values stay, and those in which they change; both keep the shape.
 MATRIX_LAYOUTS = {
     "contiguous": lambda t: t,
     "transposed": _transposed,
-    "row_strided": _row_strided,
+    "row_strided": lambda t: (
+        nan_buffer(t, (*t.shape[:-1], t.shape[-1] + 3)).narrow(-1, 2, t.shape[-1]).copy_(t)
+    ),
     "column_strided": _column_strided,
     "offset": _offset,
-    "flipped": _flipped,
-    "same_rows": _same_rows,
-    "same_columns": _same_columns,
+    "flipped": lambda t: t.flip(-1).flip(-1),
+    "same_rows": lambda t: t[..., :1, :].expand_as(t),
+    "same_columns": lambda t: t[..., :1].expand_as(t),
     "same_everywhere": _same_everywhere,
-    "overlapping": _overlapping,
+    # windows over one row: a row stride smaller than the width
+    "overlapping": lambda t: t.flatten().as_strided(t.shape[-2:], (1, 1)).expand(t.shape),
 }
 VECTOR_LAYOUTS = {
     "contiguous": lambda t: t,
@@ -74,4 +51,8 @@ VECTOR_LAYOUTS = {
     "strided": _column_strided,
     "same_everywhere": _same_everywhere,
 }
-ND_LAYOUTS = {**MATRIX_LAYOUTS, "outer_swapped": _outer_swapped}
+ND_LAYOUTS = {
+    **MATRIX_LAYOUTS,
+    # leading dimensions out of order, so that they do not merge into one (3-D and up)
+    "outer_swapped": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
+}

@@ -15,12 +15,6 @@ SECONDS = 240
 PRELOADED = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo"]
 
 
-def _context():
-    context = mp.get_context("forkserver")  # one import of torch for all
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
 class Ranks:
     """``size`` processes, one process group. A failure ends them all; the next call starts anew."""
 
@@ -63,7 +57,8 @@ class Ranks:
 
     def _start(self) -> None:
         self.starts += 1
-        context = _context()
+        context = mp.get_context("forkserver")  # one import of torch for all
+        context.set_forkserver_preload(PRELOADED)
         self.tasks = [context.Queue() for _ in range(self.size)]
         self.answers = context.Queue()
         store = str(self.folder / f"store{self.starts}")

@@ -28,10 +28,6 @@ DOCS = ROOT / "docs"
 PROTOCOL = ("forward", "extra_repr")  # what torch calls, as it says itself
 
 
-def is_ours(value) -> bool:
-    return getattr(value, "__module__", "").startswith("torch_fused_linear")
-
-
 def public() -> dict[str, object]:
     """Everything that is reached from __all__ by public names: functions, classes, methods."""
     found = {name: getattr(tfl, name) for name in tfl.__all__}
@@ -42,7 +38,7 @@ def public() -> dict[str, object]:
                 for key, value in vars(module).items()
                 if key in getattr(module, "__all__", vars(module))
                 and not key.startswith("_")
-                and is_ours(value)
+                and getattr(value, "__module__", "").startswith("torch_fused_linear")
                 and callable(value)
             }
     for name, cls in list(found.items()):
