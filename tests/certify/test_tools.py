@@ -11,6 +11,7 @@ from operators import RELU
 
 import torch_fused_linear as tfl
 from certify import sanitizers, soak, speed, torch_checks
+from certify.test_fuzz import Backward
 
 # --- the soak ------------------------------------------------------------------------------------
 
@@ -73,15 +74,8 @@ def test_every_public_operator_has_a_row():
     assert {row.name for row in torch_checks.ROWS} == public
 
 
-class Half(torch.autograd.Function):
-    """The identity, with half its gradient."""
-
-    forward = staticmethod(lambda ctx, x: x.view_as(x))
-    backward = staticmethod(lambda ctx, g: g / 2)
-
-
 def test_a_wrong_gradient_is_reported(monkeypatch):
-    wrong = replace(RELU, function=lambda *tensors: Half.apply(RELU.function(*tensors)))
+    wrong = replace(RELU, function=lambda *tensors: Backward.apply(RELU.function(*tensors)))
     monkeypatch.setattr(torch_checks, "ROWS", (wrong,))
     checks = [text.split(" of linear_relu relu: ")[0] for text in failures()]
     assert checks == ["reference", "noncontiguous", "gradients"]

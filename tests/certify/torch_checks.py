@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from numerics import run
 from operators import CHAINS, CONV, DTYPES, OPS, Case, Op, conv, gated
 from steps import SHAPES, arguments_of
 from torch.autograd import gradcheck, gradgradcheck
@@ -29,19 +30,12 @@ def samples(row: Op, device: str, dtype: torch.dtype) -> list[Case]:
     return [row.case(*size, dtype, device, bias, seed) for size in sizes for bias in (True, False)]
 
 
-def results_of(call: Callable, case: Case) -> list[torch.Tensor]:
-    """The output and all gradients."""
-    leaves = [t.detach().requires_grad_() for t in case.inputs]
-    y = call(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, case.g)]
-
-
 def reference(row: Op, device: str) -> None:
     """Every dtype, forward and backward, against plain torch."""
     for dtype in DTYPES:
         for case in samples(row, device, dtype):
             level = 64 * torch.finfo(dtype).eps
-            ours, theirs = (results_of(call, case) for call in (row.function, row.eager))
+            ours, theirs = (run(call, case) for call in (row.function, row.eager))
             assert_close(ours, theirs, rtol=level, atol=level)
 
 
@@ -65,7 +59,7 @@ def noncontiguous(row: Op, device: str) -> None:
         return make_tensor(t.shape, dtype=t.dtype, device=device, noncontiguous=True).copy_(t)
 
     for case in samples(row, device, torch.float64):
-        assert_close(results_of(row.function, case.map(spread)), results_of(row.eager, case))
+        assert_close(run(row.function, case.map(spread)), run(row.eager, case))
 
 
 def registered(row: Op, device: str) -> None:
@@ -87,8 +81,8 @@ def gradients(row: Op, device: str) -> None:
 def devices(row: Op, device: str) -> None:
     """The GPU gives what the CPU gives."""
     for case in samples(row, "cpu", torch.float64):
-        found = results_of(row.function, case.map(lambda t: t.to(device)))
-        assert_close([t.cpu() for t in found], results_of(row.function, case))
+        found = run(row.function, case.map(lambda t: t.to(device)))
+        assert_close([t.cpu() for t in found], run(row.function, case))
 
 
 CHECKS = (reference, dtypes, noncontiguous, registered, gradients)

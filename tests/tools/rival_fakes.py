@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch.nn.functional as F
+from layers import GatedBlock
 from torch import nn
 
 TUNED, HEURISTICS = [], []  # what the calls were made with
@@ -27,16 +28,9 @@ class QuackMLP(nn.Module):
         return self.fc2(F.silu(y[..., ::2]) * y[..., 1::2])
 
 
-class LigerMLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        assert config.hidden_act == "silu"
-        i, o = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj = nn.Linear(i, o, bias=False), nn.Linear(i, o, bias=False)
-        self.down_proj = nn.Linear(o, i, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+def liger_mlp(config):
+    assert config.hidden_act == "silu"
+    return GatedBlock(config.hidden_size, config.intermediate_size)
 
 
 class FlashMLP(nn.Module):
@@ -71,5 +65,5 @@ FAKES = {
     "quack.mlp": SimpleNamespace(mlp_func=quack_mlp_func, MLP=QuackMLP),
     "flash_attn.ops.fused_dense": SimpleNamespace(FusedMLP=FlashMLP),
     "apex.fused_dense": SimpleNamespace(FusedDenseGeluDense=ApexMLP),
-    "liger_kernel.transformers": SimpleNamespace(LigerSwiGLUMLP=LigerMLP),
+    "liger_kernel.transformers": SimpleNamespace(LigerSwiGLUMLP=liger_mlp),
 }
