@@ -216,9 +216,7 @@ def test_wrong_use_says_so():
 
 @pytest.mark.parametrize("way", ["inductor", "aot_eager"])
 def test_bodies_of_control_flow_are_left_alone(way):
-    """Those of cond and scan make backward graphs of their own; that of a checkpoint does not."""
-    from torch.utils.checkpoint import checkpoint
-
+    """Those of cond and scan make backward graphs of their own."""
     w = torch.randn(8, 8, requires_grad=True)
 
     def layer(x):
@@ -227,15 +225,11 @@ def test_bodies_of_control_flow_are_left_alone(way):
     def conditional(x):
         return torch.cond(x.sum() > 0, layer, torch.sin, (layer(x),))
 
-    def recomputed(x):
-        return checkpoint(layer, x, use_reentrant=False)
-
     x = torch.randn(4, 8).abs()
-    for function in (conditional, recomputed):
-        backend, options = tfl.compile_backend("aot_eager"), tfl.compile_options()
-        how = {"options": options} if way == "inductor" else {"backend": backend}
-        want = torch.autograd.grad(function(x).sum(), w)
-        got = torch.autograd.grad(torch.compile(function, **how)(x).sum(), w)
-        torch.testing.assert_close(got, want)
-        fusion = options["pre_grad_custom_pass"] if way == "inductor" else backend
-        assert fusion.replaced == {"linear_relu": 1}, function
+    backend, options = tfl.compile_backend("aot_eager"), tfl.compile_options()
+    how = {"options": options} if way == "inductor" else {"backend": backend}
+    want = torch.autograd.grad(conditional(x).sum(), w)
+    got = torch.autograd.grad(torch.compile(conditional, **how)(x).sum(), w)
+    torch.testing.assert_close(got, want)
+    fusion = options["pre_grad_custom_pass"] if way == "inductor" else backend
+    assert fusion.replaced == {"linear_relu": 1}
