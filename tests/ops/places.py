@@ -1,11 +1,21 @@
-"""Devices with policies: what is worth running where."""
+"""Devices with policies: what is worth running where; modes."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from operators import POLICIES
+
+import torch_fused_linear as tfl
+
+MODES = {
+    "gradients": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "eager": lambda: tfl.set_policy("eager"),
+}
 
 
 def places(on_cpu: Sequence[str] = ("auto", "eager"), on_cuda: Sequence[str] = POLICIES):

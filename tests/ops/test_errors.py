@@ -5,7 +5,6 @@ Over a table of arguments: with gradients, without, in inference mode, under the
 on the meta device.
 """
 
-import contextlib
 import itertools
 import warnings
 
@@ -13,6 +12,7 @@ import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
+from places import MODES
 from watching import operators_of
 
 import torch_fused_linear as tfl
@@ -85,14 +85,6 @@ REFUSED = {
     "nested, wrong size": (lambda: (nested(), t(6, 5), t(6)), []),
 }
 ARGUMENTS = {**TAKEN, **{name: make for name, (make, _) in REFUSED.items()}}
-MODES = {
-    "gradients": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-    "eager": lambda: tfl.set_policy("eager"),
-}
-
-
 # Of the other layouts torch has no meta tensors.
 ON_META = [name for name in ARGUMENTS if not name.startswith(("nested", "sparse", "com", "oneDNN"))]
 

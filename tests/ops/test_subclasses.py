@@ -1,26 +1,19 @@
 """Tensors of classes of their own go the way of F.linear and the activation, with its result."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import one_thread  # noqa: F401
 from layers import CHAIN, LINEAR
 from operators import OPS, op_param
+from places import MODES
 from subclasses import Negated, Plain, Scaled
 from torch import nn
 from watching import operators_of
 
 import torch_fused_linear as tfl
 
-MODES = {
-    "gradients": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "eager": lambda: tfl.set_policy("eager"),
-}
+MODES = {**MODES, "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
 NOT_FUSED = "PyTorch's own (not fused)"
 ROW = f"(no kernel: tensor subclass) + {NOT_FUSED}"
 

@@ -104,16 +104,6 @@ def test_chains_of_every_depth(activation, policy, device):
         assert_same(got, with_inference(op.eager, case), f"{op!r} {lead} bias={bias}")
 
 
-def test_a_chain_with_some_biases(device):
-    case = ops.CHAINS[1].case(device=device)
-    x, weights, biases = case.x, case.inputs[1:4], case.inputs[4:]
-    biases[1] = None
-    got = tfl.mlp(x, weights, biases, "gelu_tanh")
-    for w, b in zip(weights[:-1], biases):
-        x = ops.ACTS["gelu_tanh"](torch.nn.functional.linear(x, w, b))
-    assert_same([got], [torch.nn.functional.linear(x, weights[2], biases[2])])
-
-
 @ops.dtype_param
 @pytest.mark.parametrize("activation", ops.ACTS)
 def test_errors_of_chains_and_gated_layers(activation, dtype, device):
