@@ -31,11 +31,7 @@ CRASHES = 20  # after so many a part is given up
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:12} {part.about}" for name, part in parts.ALL.items()),
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help=", ".join(parts.ALL))
     add("--seed", type=int, default=1)

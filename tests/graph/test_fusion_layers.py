@@ -430,9 +430,7 @@ def test_only_where_it_is_asked_for():
         torch._dynamo.reset()
         torch.compile(conv_relu, backend=backend)(*images(2))
         assert not backend.replaced
-    key = "pre_grad_custom_pass"
-    assert [tfl.compile_options(conv=conv)[key].conv for conv in (False, True)] == [False, True]
-    assert tfl.compile_options()[key].conv is False
+    assert tfl.compile_options()["pre_grad_custom_pass"].conv is False
 
 
 def test_beside_linear_layers():

@@ -294,9 +294,6 @@ def test_a_header_is_made_once_for_the_same_flags(monkeypatch, tmp_path):
     assert compile_all(header, using) and using.made.exists(), "the header comes first"
     assert compile_all(unit("-O2"))
     assert unit("-O2", jobs=64) is None
-
-
-def test_other_compilers_go_without(tmp_path):
     other = script(tmp_path / "clang++", "echo clang version 19")
     assert precompiled.unit([str(other)], tmp_path, False, 2) is None
 
@@ -360,9 +357,6 @@ def test_the_requirement_of_a_wheel_names_its_releases():
 # --- the library in this tree -----------------------------------------------------------------
 
 
-library = _library.library_path
-
-
 def test_the_library_is_of_these_sources():
     info = _library.build_info()
     (torch,) = torchs.found()
@@ -391,7 +385,7 @@ def test_the_kernels_know_no_torch():
     assert "cublasLtMatmul" in symbols and "c10" not in symbols and "torch" not in symbols
     needed = listed("readelf", kernels)
     assert "libcudart" in needed and "libtorch" not in needed and "libc10" not in needed
-    assert "libfused_kernels.so" in listed("readelf", library())
+    assert "libfused_kernels.so" in listed("readelf", _library.library_path())
 
 
 def test_the_sources_of_the_kernels_include_nothing_of_torch():
@@ -402,10 +396,10 @@ def test_the_sources_of_the_kernels_include_nothing_of_torch():
 
 def test_the_library_knows_no_python():
     """A LibTorch program without Python loads it, so it may neither ask for Python nor link it."""
-    symbols = listed("nm", "--undefined-only", library())
+    symbols = listed("nm", "--undefined-only", _library.library_path())
     assert "torch" in symbols  # nm has seen a library of torch's
     assert not re.findall(r"\b_?Py[A-Z_]\w*", symbols)
-    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed("readelf", library()))
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed("readelf", _library.library_path()))
     assert any(name.startswith("libtorch") for name in needed)
     assert not [name for name in needed if "python" in name]
 

@@ -122,11 +122,8 @@ def test_quotations_are_verbatim(snippet):
         lines = lines[at + len(want) :]
 
 
-def test_snippets_are_short_and_cpp_is_quoted():
-    """Under ten lines: what takes more is an example, and belongs under examples/."""
+def test_cpp_is_quoted():
     for snippet in ALL:
-        lines = [line for line in snippet.text.splitlines() if line.strip()]
-        assert len(lines) < 10, f"{snippet} has {len(lines)} lines"
         assert snippet.language != "cpp" or snippet.source, f"{snippet}: <!-- from: ... -->"
 
 
@@ -162,13 +159,11 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_tables_have_heads_and_are_no_wider_than_a_page(page):
+def test_tables_have_heads(page):
     """A blank line within a table makes a paragraph full of bars of the rest."""
     for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert not lines or re.fullmatch(r"[|:\- ]+", lines[1]), lines[0]
-        for line in lines:
-            assert line.replace(r"\|", "").count("|") - 1 <= 8, line
 
 
 def test_the_pages_are_found():
