@@ -4,6 +4,7 @@ import pytest
 import torch
 from operators import OPS
 from torch.func import functional_call, stack_module_state, vmap
+from watching import explained
 
 import torch_fused_linear as tfl
 from torch_fused_linear import FusedLinear, FusedMLP
@@ -58,8 +59,7 @@ def test_values_and_gradients(case, layer, device):
     if not case.get("bias", True):
         dims, given[2] = (0, 0, None), None
     leaves = [t for t in given if t is not None and t.requires_grad]
-    with tfl.explain() as report:
-        got = vmap(layer, dims)(*given)
+    got, report = explained(lambda: vmap(layer, dims)(*given))
     assert ROW in [call.operator for call in report.calls]
     want = loop(layer, *given, dims=dims)
     grad = torch.randn_like(want)

@@ -22,7 +22,7 @@ from numerics import (
 from operators import DTYPES, GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, op_param, without_kinks
 from processes import run_python
 from steps import encode_mask
-from watching import operators_of
+from watching import explained, operators_of
 
 import torch_fused_linear as tfl
 
@@ -42,7 +42,7 @@ def has_products() -> bool:
 
 
 def paths(call) -> list[str]:
-    return [path for path, _ in operators_of(call, "path", "operator")]
+    return operators_of(call, "path")
 
 
 needs_products = pytest.mark.skipif(not has_products(), reason="no faster than MKL here")
@@ -225,8 +225,7 @@ def test_one_pass_against_fp64(kind, dtype):
     for shape in GRADIENT_SHAPES:
         args = gradient_case(shape, dtype, kind)
         torch.set_num_threads(3 if "bits" in kind else 1)
-        with tfl.explain() as report:
-            dz, grad_bias = backward(*args)
+        (dz, grad_bias), report = explained(lambda a=args: backward(*a))
         torch.set_num_threads(1)
         assert report.calls[0].path == (ONE_PASS if dtype in ONE_PASS_DTYPES else path)
         with tfl.set_policy("eager"):
@@ -312,8 +311,7 @@ def test_between_layers(op):
         hidden = op.call(*leaves[:3])
         return torch.autograd.grad(LINEAR.call(hidden, *leaves[3:]).square().sum(), leaves)
 
-    with tfl.explain() as report:
-        handed = gradients()
+    handed, report = explained(gradients)
     assert report.handed_over == 1 and ONE_PASS in report.calls[2].path
     with tfl.handover(False):
         assert all(map(torch.equal, handed, gradients()))

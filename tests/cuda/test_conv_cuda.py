@@ -13,6 +13,7 @@ from captures import captured
 from numerics import in_double, run
 from operators import LAST, LOW_DTYPES, Case, Op, channels_last, conv, without_kinks
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32, off_zero
+from watching import explained, operators_of
 
 import torch_fused_linear as tfl
 
@@ -38,9 +39,7 @@ def assert_near(results, wanted, level: float) -> None:
 
 
 def path_of(fn):
-    with tfl.explain() as report:
-        fn()
-    return report.calls[0].path
+    return operators_of(fn, "path")[0]
 
 
 # --- which way ----------------------------------------------------------------------------------
@@ -344,8 +343,7 @@ def test_cuda_graph(last, tried_before):
             if tried_before:
                 run(op.call, case)
     torch.cuda.current_stream().wait_stream(side)
-    with tfl.explain() as report:
-        graph, results = captured(lambda: run(op.call, case))
+    (graph, results), report = explained(lambda: captured(lambda: run(op.call, case)))
     assert tried_before or "not tried before the capture" in report.calls[0].path
     fresh = without_kinks(op, case_of(op, torch.float32, last=last, seed=1))
     for static, new in zip((*case.inputs, case.g), (*fresh.inputs, fresh.g), strict=True):

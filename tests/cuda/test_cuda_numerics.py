@@ -84,9 +84,7 @@ print("obeyed")
 
 
 def said_by(program, **variables):
-    done = python(program + LET_GO, PYTHONPATH=os.pathsep.join(sys.path), **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(program + LET_GO, PYTHONPATH=os.pathsep.join(sys.path), **variables).stdout
 
 
 @needs_tf32

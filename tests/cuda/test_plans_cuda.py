@@ -12,6 +12,7 @@ from numerics import assert_contract
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
 from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401
 from stacks import assert_same
+from watching import explained
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
@@ -135,8 +136,7 @@ def test_nothing_is_measured_while_capturing():
     case = LINEAR.case(128, 64, 72, torch.bfloat16, "cuda")
     torch.mm(case.x, case.w.t())  # cuBLAS's own workspace
     torch.cuda.synchronize()
-    with tfl.explain() as report:
-        graph, out = captured(lambda: tfl.linear_relu(*case.inputs))
+    (graph, out), report = explained(lambda: captured(lambda: tfl.linear_relu(*case.inputs)))
     assert plans.show() == ""
     assert "unknown while capturing" in report.calls[0].path
     graph.replay()
@@ -152,8 +152,7 @@ def test_warmup_before_a_capture():
         plans.warmup(model, x)
     known = plans.show()
     assert len(lines("measured")) >= 5
-    with tfl.explain() as report:
-        graph, grads = captured(lambda: gradients(model, x))
+    (graph, grads), report = explained(lambda: captured(lambda: gradients(model, x)))
     assert not any("capturing" in call.path for call in report.calls), report
     assert plans.show() == known
     graph.replay()

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from watching import explained, operators_of
 
 import torch_fused_linear as tfl
 from torch_fused_linear.distributed import MLPParallel
@@ -177,8 +178,7 @@ def tp(kind, ranks, sequence, local, compiled=False, activation="gelu_tanh"):
         tfl.fuse_(model)
     if compiled:
         model.compile(backend="aot_eager", fullgraph=not sequence)
-    with tfl.explain() as report:
-        got = train(model, [batch(k) for k in range(2)])
+    got, report = explained(lambda: train(model, [batch(k) for k in range(2)]))
     assert_same(got, single(kind, activation=activation))
     return ran(report)[len(report.calls) // 2 :]
 
@@ -244,8 +244,7 @@ def data_parallel(kind, how, accumulate=False, checkpoints=False):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     model, hold = arranged(model, how)
     run = torch.compile(model, backend="aot_eager") if how == "ddp compiled" else model
-    with tfl.explain() as report:
-        got = train(run, mine(batches), hold if accumulate else None)
+    got, report = explained(lambda: train(run, mine(batches), hold if accumulate else None))
     assert_same(got, single(kind, batches, accumulate), mean_losses=True)
     return report.handed_over, {call.handover for call in report.calls}
 
@@ -290,8 +289,7 @@ def two_dimensions(kind, sequence):
     mesh = mesh_of((2, 2))
     model = tensor_parallel(model_of(kind), mesh["tp"], kind, sequence, local=not sequence)
     shard(model, mesh["dp"])
-    with tfl.explain() as report:
-        got = train(model, mine(2, mesh["dp"]))
+    got, report = explained(lambda: train(model, mine(2, mesh["dp"])))
     assert_same(got, single(kind), mean_losses=True)
     return ran(report)[len(report.calls) // 2 :]
 
@@ -356,10 +354,9 @@ def warmed_up(how):
     else:
         model, _ = arranged(model, how)
     batches = [batch(k) for k in range(2)] if how == "tp" else mine(2)
-    with tfl.explain() as report:
-        tfl.plans.warmup(model, batches[0][0])
+    ran = operators_of(lambda: tfl.plans.warmup(model, batches[0][0]))
     assert_same(train(model, batches), single("layers"), mean_losses=how != "tp")
-    return [call.operator for call in report.calls]
+    return ran
 
 
 # --- where fuse_ leaves layers under torch's plans as they are -----------------------------------

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same, network
+from watching import explained
 
 import torch_fused_linear as tfl
 
@@ -28,8 +29,7 @@ def check(model, handed, device, label=""):
     """A step has the gradients of the plain layers, so many of which are handed over."""
     with tfl.handover(False):
         want = step(network(device), data(device))
-    with tfl.explain() as report:
-        grads = step(model, data(device))
+    grads, report = explained(lambda: step(model, data(device)))
     got = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
     assert_same(got, want, label)
     assert handed in (None, report.handed_over), f"{label} {report}"

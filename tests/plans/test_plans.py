@@ -56,7 +56,7 @@ torch.ops.fused._plans_verbosity(), t.plans.get_budget()
 )
 def test_values_in_the_environment_are_checked(variable, values, expected):
     for value in values:
-        last = run_python(STEP, **{variable: value}).stderr.splitlines()[-1]
+        last = run_python(STEP, code=1, **{variable: value}).stderr.splitlines()[-1]
         words = f"TORCH_FUSED_LINEAR_{variable} must be {expected}, got '{value}'"
         assert last == f"ValueError: {words}"
 
@@ -129,7 +129,6 @@ def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
     path = tmp_path / "plans"
     path.write_text("damaged")
     done = run_python("import torch_fused_linear", PLANS=str(path))
-    assert done.returncode == 0
     assert "TORCH_FUSED_LINEAR_PLANS" in done.stderr and "is no file of plans" in done.stderr
     assert "left as it is" in done.stderr
     assert "frame #" not in done.stderr and "Exception raised" not in done.stderr
@@ -139,7 +138,7 @@ def test_a_bad_file_of_the_environment_is_told_of_and_left_alone(tmp_path):
 def test_a_missing_file_of_the_environment_is_no_fault(tmp_path):
     path = tmp_path / "plans"
     done = run_python("import torch_fused_linear", PLANS=str(path))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert not path.exists()  # nothing was planned
 
 

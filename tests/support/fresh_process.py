@@ -9,12 +9,12 @@ import torch_fused_linear as tfl
 LIBRARY = tfl.library_path()
 
 
-def python(code, *args, cwd=None, **variables):
-    """Runs it in a fresh process, which finds the package only if the code says where it is."""
-    code = f"import sys, torch\n{code}"
+def python(program, *args, **variables):
+    """Runs it in a fresh process, which finds the package only if the program says where it is."""
+    program = f"import sys, torch\n{program}"
     # Inductor need not find out what the compiler can do, only to load something.
     variables = {"TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
-    return run(sys.executable, "-c", code, *map(str, args), cwd=cwd, code=None, **variables)
+    return run(sys.executable, "-c", program, *map(str, args), **variables)
 
 
 LOAD_EXPORTED = "model = torch.export.load(sys.argv[1]).module()"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from operators import ACTS
 from torch import Tensor, nn
+from watching import operators_of
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import SquaredReLU
@@ -156,7 +157,6 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def runs_as_one(model: nn.Module, x: Tensor) -> bool:
     """Whether a chain or a gated block is one operator, and not its children one by one."""
-    with tfl.explain() as report, torch.no_grad():
-        model(x)
-    names = [call.operator for call in report.calls]
+    with torch.no_grad():
+        names = operators_of(lambda: model(x))
     return bool(names) and (set(names) == {"mlp"} or "_glu" in names)

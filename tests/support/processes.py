@@ -23,11 +23,11 @@ def python(*arguments, **more):
     return run(sys.executable, *map(str, arguments), **more)
 
 
-def run_python(code, **variables):
+def run_python(program, code=0, **variables):
     """In a process of its own, whose environment has of the library's variables these alone."""
     names = [name for name in os.environ if name.startswith("TORCH_FUSED_LINEAR_")]
     own = dict.fromkeys(names) | {f"TORCH_FUSED_LINEAR_{n}": v for n, v in variables.items()}
-    return python("-c", code, code=None, PYTHONPATH=str(ROOT), **own)
+    return python("-c", program, code=code, PYTHONPATH=str(ROOT), **own)
 
 
 def script(path, text):

@@ -13,10 +13,16 @@ from torch.utils._pytree import tree_leaves
 import torch_fused_linear as tfl
 
 
+def explained(call: Callable[[], object]) -> tuple:
+    """What a call gives, and what explain says of it."""
+    with tfl.explain() as report:
+        result = call()
+    return result, report
+
+
 def operators_of(call: Callable[[], object], *names: str) -> list:
     """What explain says of a call: the operators, or several fields of each row by their names."""
-    with tfl.explain() as report:
-        call()
+    _, report = explained(call)
     fields = names or ("operator",)
     rows = [tuple(getattr(row, field) for field in fields) for row in report.calls]
     return rows if len(fields) > 1 else [row[0] for row in rows]

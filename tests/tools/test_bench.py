@@ -19,6 +19,7 @@ import torch
 from helpers import one_thread  # noqa: F401
 from inductor import needs_compiler
 from rival_fakes import FAKES, HEURISTICS, TUNED
+from watching import explained
 
 pytest.importorskip("tqdm")
 
@@ -247,8 +248,7 @@ def test_micro_batches_leave_the_sum_of_their_gradients(mode):
     for name in ("ours", "eager"):
         call = contenders.contender(name, case, [data]).call
         for _ in range(2):  # a second call begins anew
-            with tfl.explain() as report:
-                got = call()
+            got, report = explained(call)
             assert got.dtype == (torch.bfloat16 if mode == "grad" else torch.float32)
             assert (got - want).abs().max() < 0.1
         paths = [row.path for row in report.calls]
