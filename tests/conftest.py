@@ -52,9 +52,6 @@ def seeded():
 
 
 @pytest.fixture(autouse=True)
-def full_precision():
+def full_precision(monkeypatch):
     """cuDNN uses TF32 for fp32 unless told not to, in eager too."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -91,11 +91,6 @@ def test_a_program_that_is_not_clean_is_reported(monkeypatch):
     assert found == {"clean": {"thread": 1}, "failures": ["thread: a b"]}
 
 
-def test_cuda_tools_are_asked_for_on_a_gpu_only():
-    assert sanitizers.Trial.units("cpu") == ("address", "thread")
-    assert len(sanitizers.Trial.units("cuda")) == 6
-
-
 @pytest.mark.parametrize("again, below", [(1.0, 0), (0.9, 1)])
 def test_what_is_slower_each_time_is_reported(again, below):
     record = record_of(speed.drawn(1, 2), ours=100, eager=90)

@@ -4,11 +4,12 @@ parts, and the activation's gradient with the bias's sum in one pass."""
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import one_thread  # noqa: F401
+from helpers import one_thread, setting  # noqa: F401
 from numerics import (
     Tally,
     add_checked,
@@ -77,20 +78,14 @@ def test_switches_of_torch_are_obeyed():
     with tfl.set_policy("eager"):
         assert is_plain()
     before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
+    with setting(torch.set_float32_matmul_precision, "medium", before):
         assert is_plain()
-    finally:
-        torch.set_float32_matmul_precision(before)
     mkldnn, cuda = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     # The older switch cannot tell these, and says so; a GPU's is no concern of a CPU.
     for matmul, precision in ((mkldnn, "tf32"), (mkldnn, "bf16"), (cuda, "tf32")):
-        before = matmul.fp32_precision
-        try:
-            matmul.fp32_precision = precision
+        put = partial(setattr, matmul, "fp32_precision")
+        with setting(put, precision, matmul.fp32_precision):
             assert is_plain() == (matmul is mkldnn)
-        finally:
-            matmul.fp32_precision = before
 
 
 @op_param

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from captures import captured
+from helpers import setting
 from numerics import in_double, run
 from operators import LAST, LOW_DTYPES, Case, Op, channels_last, conv, without_kinks
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32, off_zero
@@ -231,11 +232,9 @@ def test_without_memory_for_the_trial_it_is_tried_later():
     op.eager(*case.inputs)
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 95e6) / total)
-    try:
+    part = (torch.cuda.memory_reserved() + 95e6) / total
+    with setting(torch.cuda.set_per_process_memory_fraction, part, 1.0):
         path = path_of(lambda: op.call(*case.inputs))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert path.startswith("(not cuDNN's fused form: no memory to try it)")
     assert path_of(lambda: op.call(*case.inputs)) == path  # not at once
     for _ in range(64):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from captures import captured
+from helpers import setting
 from numerics import assert_bits, in_double, run
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from steps import encode_mask
@@ -117,14 +118,11 @@ def test_no_host_synchronisation(policy, op):
         cases = [bf16_case(), bf16_case(5, 7, 9), LINEAR.case(33, 8, 16, torch.float32, "cuda")]
         for case in cases:
             run(op.call, case)  # choosing how to do a new shape may take its time
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with setting(torch.cuda.set_sync_debug_mode, "error", "default"):
             for case in cases:
                 run(op.call, case)
                 with torch.no_grad():
                     op.call(*case.inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @policy_param

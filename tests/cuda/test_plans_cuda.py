@@ -3,11 +3,11 @@
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
 from captures import captured
+from helpers import setting
 from numerics import assert_contract
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
 from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401
@@ -24,13 +24,8 @@ def lines(word):
     return [line for line in plans.show().splitlines() if word in line]
 
 
-@contextmanager
 def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return setting(torch.use_deterministic_algorithms, True, False)
 
 
 def network(*widths, dtype=torch.bfloat16, layer=tfl.FusedLinearGELU):
@@ -86,14 +81,10 @@ def test_policy_cublaslt_keeps_to_the_library():
 
 def test_a_problem_is_measured_once(capfd):
     """And a report shows the calls, not the trials."""
-    plans.verbose(1)
-    try:
-        with tfl.explain() as report:
-            for _ in range(3):
-                tfl.linear_relu(*LINEAR.case(128, 64, 96, torch.bfloat16, "cuda").inputs)
+    with setting(plans.verbose, 1, 0), tfl.explain() as report:
+        for _ in range(3):
+            tfl.linear_relu(*LINEAR.case(128, 64, 96, torch.bfloat16, "cuda").inputs)
         said = capfd.readouterr().err
-    finally:
-        plans.verbose(0)
     assert len(report.calls) == 3 and len({call.path for call in report.calls}) == 1
     assert said.count("fused: fprop relu bias bf16 128x64x96: ") == 1
     assert "candidates run" in said and "measured" in said

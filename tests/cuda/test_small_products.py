@@ -6,6 +6,7 @@ import pytest
 import torch
 import two_layers
 from captures import captured
+from helpers import setting
 from numerics import assert_bits
 from plan_files import run_forced
 
@@ -199,13 +200,10 @@ def test_a_capture_whose_memory_is_used_again_within_it(tmp_path):
     deep = Deep(10, torch.float32)
     forced(deep.step, tmp_path)
     want = deep.results_one_by_one()
-    settings = torch._C._accelerator_setAllocatorSettings
-    settings("graph_capture_record_stream_reuse:True")
-    try:
+    name = "graph_capture_record_stream_reuse"
+    with setting(torch._C._accelerator_setAllocatorSettings, f"{name}:True", f"{name}:False"):
         step = lambda: [t for _ in range(3) for t in deep.step()][-8:]  # noqa: E731
         assert_bits(deep.results_of_replays(step), want)
-    finally:
-        settings("graph_capture_record_stream_reuse:False")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

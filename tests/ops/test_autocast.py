@@ -1,9 +1,12 @@
 """Autocast: the user's dtype, as torch's own layers have it, with weights cast once."""
 
+from functools import partial
+
 import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import setting
 from numerics import assert_same
 from steps import STEPS
 from torch.utils._pytree import tree_leaves
@@ -83,12 +86,8 @@ def test_double_and_the_other_kind_of_device_are_left_alone(op, device):
     assert_same([y], [want])
     single = [t.float() for t in wide]
     other = "cuda" if device.type == "cpu" else "cpu"
-    before = torch.is_autocast_enabled(other)
-    torch.set_autocast_enabled(other, True)  # the switch alone needs no GPU
-    try:
+    with setting(partial(torch.set_autocast_enabled, other), True, False):  # which needs no GPU
         assert op.call(*single).dtype == torch.float32
-    finally:
-        torch.set_autocast_enabled(other, before)
 
 
 @ops.rows([op for op in ops.EVERY if op.name not in ("linear_glu", "gated_mlp")])

@@ -11,6 +11,7 @@ import operators as ops
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import setting
 from layouts import ND_LAYOUTS
 from numerics import Tally, add_checked, assert_bits, assert_same, run
 from places import places
@@ -127,12 +128,9 @@ def test_bits_of_any_layout_and_address(dtype, device):
     store = values((40 * 40,), dtype, device)
     for offset, row in itertools.product(range(17), (24, 31, 32, 33)):
         assert_bits_of(store.as_strided((9, 24), (row, 1), offset), f"{offset}, {row}")
-    torch.set_num_threads(3)
-    try:
+    with setting(torch.set_num_threads, 3, 1):
         for shape in [(3001, 257), (70_001, 8), (1_000_003,)]:
             assert_bits_of(values(shape, dtype, device), f"{shape} on three threads")
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.cuda
@@ -150,13 +148,11 @@ def test_bits_of_subnormal_numbers_flushed_to_zero():
     """By torch's switch: they are zeros then, but not in fp16, which is compared in fp32."""
     if not torch.set_flush_denormal(True):
         pytest.skip("not on this processor")
-    try:
+    with setting(torch.set_flush_denormal, True, False):
         for dtype in ops.DTYPES:
             output = torch.full((3, 130), torch.finfo(dtype).tiny / 4, dtype=dtype)
             assert_bits_of(output, dtype)
             assert (fused._relu_mask(output).sum() == 0) == (dtype != torch.float16)
-    finally:
-        torch.set_flush_denormal(False)
 
 
 @ops.dtype_param

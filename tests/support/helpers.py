@@ -1,6 +1,7 @@
-"""What is no matter of operators: devices and threads of tests."""
+"""What is no matter of operators: devices, threads and settings of tests."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,3 +18,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def setting(function: Callable[[object], object], value, afterwards) -> Iterator[None]:
+    """What a function sets, within the block alone."""
+    function(value)
+    try:
+        yield
+    finally:
+        function(afterwards)

@@ -410,16 +410,13 @@ def test_a_quick_run_with_numbers(tmp_path):
         assert all(0 < n["q1"] <= n["median"] <= n["q3"] for n in result["numbers"].values())
 
 
-def test_threads_and_cudnn_are_as_asked_for(tmp_path):
-    path, before = tmp_path / "r.json", torch.backends.cudnn.benchmark
+def test_threads_and_cudnn_are_as_asked_for(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
     arguments = ["cpu", "--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu forward"]
-    try:
-        torch.backends.cudnn.benchmark = False
-        options = ["--threads", "2", "--cudnn-benchmark", "--json", str(path)]
-        assert main([*arguments, *options]) == 0
-        assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
-    finally:
-        torch.backends.cudnn.benchmark = before
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    options = ["--threads", "2", "--cudnn-benchmark", "--json", str(path)]
+    assert main([*arguments, *options]) == 0
+    assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
     assert json.loads(path.read_text())["header"]["machine"].endswith(", 2 threads")
 
 
