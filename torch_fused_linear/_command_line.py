@@ -1,7 +1,5 @@
 """What the command lines of `gain` and the benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 from typing import NoReturn
 

@@ -1,8 +1,6 @@
 """Finds, checks and loads what is compiled: for each release of torch a folder ``lib/torch2.11``
 with the library ``_C*.so``, and ``_direct*.so`` beside it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

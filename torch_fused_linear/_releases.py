@@ -1,8 +1,6 @@
 """The releases of torch that this version is tested with. Reads nothing of torch: the build asks,
 too."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Process-wide settings that are also context managers and decorators."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -42,7 +40,7 @@ class Switch(DecoratorContextManager):
     def _put(self, value: Any) -> None:
         getattr(torch.ops.fused, self._set)(value)
 
-    def __enter__(self) -> Switch:
+    def __enter__(self) -> "Switch":
         now = self._now()
         before = self._before.pop() if self._before else now
         self._entered.append(before if now == self._made else now)
@@ -57,7 +55,7 @@ class Switch(DecoratorContextManager):
             self._put(self._before.pop())
         return super().__call__(function)
 
-    def clone(self) -> Switch:
+    def clone(self) -> "Switch":
         """One for each call of a decorated function, which may call itself."""
         other = copy.copy(self)
         other._entered, other._before = [], []

@@ -5,8 +5,6 @@ long to import are imported by whoever asks. ``tests/integration/test_torch_inte
 each name to what it means here. The C++ counterpart is ``csrc/core/torch_internals.h``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

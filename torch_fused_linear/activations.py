@@ -1,7 +1,5 @@
 """The activations, each under every name that it has: one table for layers, graphs and reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

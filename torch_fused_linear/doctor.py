@@ -4,8 +4,6 @@ Exits with 1 when something is broken, or a GPU is there that the build does not
 when the library cannot be loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import platform

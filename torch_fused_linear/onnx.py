@@ -1,7 +1,5 @@
 """Our operators in ONNX, for ``torch.onnx.export(..., dynamo=True)``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature

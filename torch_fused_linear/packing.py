@@ -1,7 +1,5 @@
 """Weights kept as a CPU multiplies with them best, for modules that ask for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ So every round times every contender once, in a new random order, and medians ov
 compared: what drifts, drifts for all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random
@@ -48,11 +46,11 @@ class Number:
     calls: int = 1
 
     @classmethod
-    def once(cls, value: float) -> Number:
+    def once(cls, value: float) -> "Number":
         return cls(value, value, value)
 
     @classmethod
-    def over(cls, samples: Sequence[float], calls: int) -> Number:
+    def over(cls, samples: Sequence[float], calls: int) -> "Number":
         if len(samples) == 1:
             return cls.once(samples[0])
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")

@@ -1,7 +1,5 @@
 """``fuse_`` and ``unfuse_``: ``act(linear(x))`` of a model that exists made one call."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

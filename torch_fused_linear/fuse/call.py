@@ -9,8 +9,6 @@ The functions are in Python for torch.compile, which traces them, and for what i
 csrc/python/expression.cpp has them in C.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

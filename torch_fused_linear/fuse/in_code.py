@@ -1,7 +1,5 @@
 """What functions call that fuse_ has rewritten: C where it was built, else call.py itself."""
 
-from __future__ import annotations
-
 import operator
 from types import ModuleType
 

@@ -4,8 +4,6 @@ What an expression in the code stands for is found for one module and at this mo
 what is worth a call of ours, and what the report says; not what that call does.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect
@@ -40,7 +38,7 @@ class Element:
     values: list[object]  # what is called, several in a loop
     step: Step
     text: Text | None = None  # the code that it is in; None for a child of an nn.Sequential
-    parts: list[list[Element]] = field(default_factory=list)  # of each form of a product
+    parts: list[list["Element"]] = field(default_factory=list)  # of each form of a product
 
     @property
     def place(self) -> tuple[nn.Module, ast.AST]:

@@ -5,8 +5,6 @@ When it runs csrc/python/plain.cpp decides the same in C where it is simple; tes
 table.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import operator

@@ -1,7 +1,5 @@
 """What is to be fused in a model: all of it is judged before anything is changed."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Place:
     sets: list[list[nn.Module]]
     kind: str = ""  # of the activation; empty for a layer alone
     drops_after: bool = False  # whether a dropout that can act follows
-    next: Place | None = None  # the layer after them, which hands over its gradient
+    next: "Place | None" = None  # the layer after them, which hands over its gradient
     meets_parameters: bool = False  # whether a module with some follows
 
     @property

@@ -1,7 +1,5 @@
 """What fuse_ did to a model, and what it left alone."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

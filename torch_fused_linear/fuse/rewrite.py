@@ -4,8 +4,6 @@ A function stays the same object with its name, file, lines, closure, decorators
 code is compiled anew with its file. Marks on layers say for which of them it matters.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import threading

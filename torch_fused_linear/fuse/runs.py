@@ -6,8 +6,6 @@ call. Such a sequence of calls is a *run*. It may begin with a *product*, a gate
 ``act(gate(x)) * up(x)``, whose calls stand in it or in statements before.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ TorchScript compiles the text of functions, so a model that ``fuse_`` has change
 plain one. Here the graph is changed, which holds products and activations whoever wrote them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

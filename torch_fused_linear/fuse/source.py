@@ -1,6 +1,5 @@
 """The text of a function, believed only if compiling its file gives the very code that runs."""
 
-from __future__ import annotations
 import __future__
 
 import ast

@@ -1,7 +1,5 @@
 """``gain``: what fusing would bring a model. ``python -m torch_fused_linear.gain`` is the same."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -92,7 +90,7 @@ def gain(
     return Gain(copies.report, f"{device}, {copies.dtype}".replace("torch.", ""), modes)
 
 
-def measured(copies: Copies, compile: bool, seconds: float, progress: str) -> Mode:
+def measured(copies: "Copies", compile: bool, seconds: float, progress: str) -> Mode:
     ways = [EAGER, *[FUSED] * bool(copies.report.fused), *[COMPILED, OURS] * compile]
     contenders = {way: copies.contender(way) for way in ways}
     copies.results(contenders[EAGER])  # raises what the model itself raises

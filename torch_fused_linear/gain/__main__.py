@@ -1,7 +1,5 @@
 """`python -m torch_fused_linear.gain`: what fusing would bring a model, in one command."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

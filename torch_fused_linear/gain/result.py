@@ -1,7 +1,5 @@
 """What was found of a model, as text, as data for JSON, as bars, and in a sentence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from os import PathLike
 
