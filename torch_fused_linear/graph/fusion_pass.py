@@ -24,6 +24,8 @@ from .criterion import convolution_pays
 from .identity import CountingPass
 
 _fused = torch.ops.fused
+# The operators whose body runs where it stands, as part of the graph around it.
+_IN_PLACE = ("wrap", "tag_activation_checkpoint", "invoke_subgraph")
 
 
 class FusionPass(CountingPass):
@@ -38,9 +40,7 @@ class FusionPass(CountingPass):
 
     Attributes:
         replaced: how many times each operator was put in, over all graphs so far; a
-            :class:`collections.Counter` over ``"linear_relu"``, ``"linear_gelu"``,
-            ``"linear_silu"``, ``"linear_relu2"``, ``"linear_glu"``, ``"gated_mlp"``, ``"mlp"``
-            and ``"conv2d_relu"``.
+            :class:`collections.Counter` over names such as ``"linear_relu"``.
     """
 
     def __init__(self, conv: bool = False) -> None:
@@ -66,18 +66,14 @@ class FusionPass(CountingPass):
         backward graphs of their own. Such graphs come before the one that calls them, which alone
         says what they are for."""
         for node in graph.nodes:
-            if not isinstance(node.target, HigherOrderOperator) or _runs_in_place(node.target):
+            target = node.target
+            if not isinstance(target, HigherOrderOperator) or target.__name__.startswith(_IN_PLACE):
                 continue
             for name in (n.target for n in node.all_input_nodes if n.op == "get_attr"):
                 body = getattr(graph.owning_module, name)
                 if body in self._bodies:
                     body.graph, counts = self._bodies.pop(body)
                     self.replaced -= counts
-
-
-def _runs_in_place(operator: HigherOrderOperator) -> bool:
-    """Whether its body runs where it stands, as part of the graph around it."""
-    return operator.__name__.startswith(("wrap", "tag_activation_checkpoint", "invoke_subgraph"))
 
 
 def apply(module: GraphModule, fusion: FusionPass) -> None:
@@ -229,10 +225,9 @@ class _Rewrite:
     def replace_layer(self, layer: _Layer) -> str:
         linear, result = layer.linear, layer.linear.nodes[-1]
         with self.graph.inserting_before(result):
-            args = (*self.operands(linear), self.bias_of(linear))
             activation = ACTIVATIONS[layer.activation]
             operator = getattr(_fused, activation.operator).default
-            new = self.call(operator, args, result, activation.options)
+            new = self.call(operator, self.operands(linear), result, activation.options)
         self.replace(result, new)
         self.replace(layer.output, layer.between[-1] if layer.between else new)
         self.erase([*linear.nodes, *layer.nodes])
@@ -243,9 +238,8 @@ class _Rewrite:
         result = last.linear.nodes[-1]
         ways = [dict(matching.walk(a.output))[b.input] for a, b in zip(chain, linears[1:])]
         with self.graph.inserting_before(result):
-            inputs, weights = zip(*map(self.operands, linears))
-            biases = [self.bias_of(linear) for linear in linears]
-            args = (inputs[0], list(weights), biases, chain[0].activation)
+            inputs, weights, biases = map(list, zip(*map(self.operands, linears)))
+            args = (inputs[0], weights, biases, chain[0].activation)
             memories = {spellings.arguments(x.nodes[-1]).get("memory") for x in linears}
             how = {"memory": "low"} if "low" in memories else {}
             new = self.call(_fused.mlp.default, args, result, how)
@@ -264,21 +258,19 @@ class _Rewrite:
     def replace_gated(self, found: matching_gated.Gated) -> str:
         result = found.nodes[-1]
         with self.graph.inserting_before(result):
-            input, gate = self.operands(found.gate)
-            biases = [self.bias_of(found.gate), None]
+            input, gate, gate_bias = self.operands(found.gate)
+            up = up_bias = None
             if found.up is not None:
-                up, biases[1] = self.operands(found.up)[1], self.bias_of(found.up)
-            elif found.gate_is_first:
-                up = None
-            else:
+                _, up, up_bias = self.operands(found.up)
+            elif not found.gate_is_first:
                 up, gate = self.halves(gate)
-                biases = [None, None] if biases[0] is None else self.halves(biases[0])[::-1]
-            if found.down is None:
-                target, args = _fused.linear_glu.default, (input, gate, up, *biases)
-            else:
-                ends = self.operands(found.down)[1], self.bias_of(found.down)
+                if gate_bias is not None:
+                    up_bias, gate_bias = self.halves(gate_bias)
+            target, args = _fused.linear_glu.default, (input, gate, up, gate_bias, up_bias)
+            if found.down is not None:
+                _, down, down_bias = self.operands(found.down)
                 target = _fused.gated_mlp.default
-                args = (input, gate, up, ends[0], *biases, ends[1])
+                args = (input, gate, up, down, gate_bias, up_bias, down_bias)
             new = self.call(target, args, result, {"activation": found.activation})
         self.replace(result, new)
         self.erase(found.nodes)
@@ -308,16 +300,14 @@ class _Rewrite:
             node = self.now[node]
         return node
 
-    def operands(self, linear: matching.Linear) -> tuple[Node, Node]:
+    def operands(self, linear: matching.Linear) -> tuple[Node, Node, Node | None]:
         input, weight = self.current(linear.input), self.current(linear.weight)
+        bias = None if linear.bias is None else self.current(linear.bias)
         if not linear.transposed:
-            return input, weight
+            return input, weight, bias
         turned = self.graph.call_method("t", (weight,))
         turned.meta = {"example_value": matching.value(weight).t()}
-        return input, turned
-
-    def bias_of(self, linear: matching.Linear) -> Node | None:
-        return None if linear.bias is None else self.current(linear.bias)
+        return input, turned, bias
 
     def call(self, target, args: tuple, like: Node, kwargs: dict | None = None) -> Node:
         new = self.graph.call_function(target, args, kwargs or {})

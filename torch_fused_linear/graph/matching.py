@@ -95,7 +95,8 @@ def _untransposed(node: Node) -> Node | None:
         "transpose": lambda: {d % 2 for d in args[1:]} == {0, 1} and len(args) == 3,
         "permute": lambda: list(args[1] if len(args) == 2 else args[1:]) in ([1, 0], [-1, -2]),
     }
-    of_matrix = what in swaps and isinstance(args[0], Node) and _dim(args[0]) == 2
+    fake = value(args[0]) if what in swaps and isinstance(args[0], Node) else None
+    of_matrix = fake is not None and fake.dim() == 2
     return args[0] if of_matrix and swaps[what]() else None
 
 
@@ -122,11 +123,6 @@ def _biased_product(node: Node) -> Linear | None:
         ):
             return Linear([product, node], linear.input, linear.weight, bias, linear.transposed)
     return None
-
-
-def _dim(node) -> int | None:
-    fake = value(node) if isinstance(node, Node) else None
-    return None if fake is None else fake.dim()
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -238,7 +234,7 @@ def _other(node, what: str, operand) -> Node | None:
         return None
     for a, b in (node.args, node.args[::-1]):
         equal = a is operand if isinstance(operand, Node) else type(a) is float and a == operand
-        if equal and isinstance(b, Node) and "inplace" not in node.kwargs:
+        if equal and isinstance(b, Node):
             return b
     return None
 

@@ -32,9 +32,14 @@ def find_gated(node: Node) -> list[Gated]:
         if not same_type or len(activated.users) != 1 or len(up.users) != 1:
             continue
         found = _of_factors(activated, up)
-        if found:
-            found.nodes.append(node)
-            return [*_with_down(found, node), found]
+        if not found:
+            continue
+        found.nodes.append(node)
+        user = only_user(node)
+        down = user and find_linear(user)
+        if not down or down.input is not node or down.weight is node or own_activation(user):
+            return [found]
+        return [replace(found, nodes=[*found.nodes, *down.nodes], down=down), found]
     return []
 
 
@@ -80,11 +85,3 @@ def _of_halves(z: Node, up: Node, name: str, activated: Node) -> Gated | None:
     if not isinstance(features, int) or features % 2:
         return None
     return Gated([*layer.nodes, both, z, up, activated], name, layer, None, indices == (0, 1))
-
-
-def _with_down(found: Gated, node: Node) -> list[Gated]:
-    user = only_user(node)
-    down = find_linear(user) if user is not None else None
-    if down and down.input is node and down.weight is not node and not own_activation(user):
-        return [replace(found, nodes=[*found.nodes, *down.nodes], down=down)]
-    return []
