@@ -17,6 +17,8 @@ from . import _releases
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIB = _PACKAGE / "lib"
+_FOLDER = _LIB / f"torch{_releases.minor(torch.__version__)}"
+_LIBRARIES = sorted(_FOLDER.glob("_C*.so"))  # one, where it was built
 
 #: Why the library is not loaded; nothing where it is.
 error: ImportError | None = None
@@ -29,13 +31,9 @@ class _NotDirect:
         return lambda *arguments: None
 
 
-def _folder() -> Path:
-    return _LIB / f"torch{_releases.minor(torch.__version__)}"
-
-
-def _record(name: str, folder: Path | None = None) -> dict[str, Any]:
+def _record(name: str, folder: Path = _FOLDER) -> dict[str, Any]:
     """What the build says of a part that it has finished, else nothing."""
-    path = (folder or _folder()) / f"{name}.json"
+    path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -57,11 +55,7 @@ def library_path() -> str:
     ``libfused_kernels.so`` one folder above, or beside it where both were copied. The header of the
     C++ API is in the package's folder ``include``.
     """
-    return str(_libraries()[0])
-
-
-def _libraries() -> list[Path]:
-    return sorted(_folder().glob("_C*.so"))
+    return str(_LIBRARIES[0])
 
 
 def require() -> None:
@@ -83,13 +77,13 @@ def say_what_is_wrong(stacklevel: int) -> None:
 def _load() -> None:
     if why := _releases.too_old(torch.__version__):
         raise ImportError(why)
-    built, libraries = _record("_C"), _libraries()
-    if not libraries or not built:
-        raise ImportError(_message(_what_there_is(bool(libraries))))
+    built = _record("_C")
+    if not _LIBRARIES or not built:
+        raise ImportError(_message(_what_there_is()))
     if not _is_for_this_torch(built):
         raise ImportError(_message(f"the library is built for another torch, {built['torch']}"))
     try:
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(library_path())
     except OSError as failure:
         # torch keeps the linker's own words, which name the symbol, in the cause.
         reason = failure.__cause__ or failure
@@ -105,9 +99,9 @@ def _is_for_this_torch(built: dict[str, Any]) -> bool:
     return built["headers"] == _releases.digest_of_headers(Path(torch.__file__).parent)
 
 
-def _what_there_is(unfinished: bool) -> str:
-    if unfinished:
-        return f"the library in {_folder()} is of a build that did not finish"
+def _what_there_is() -> str:
+    if _LIBRARIES:
+        return f"the library in {_FOLDER} is of a build that did not finish"
     there = [path.parent.name.removeprefix("torch") for path in sorted(_LIB.glob("torch*/_C.json"))]
     if not there:
         return "the library has not been built"
@@ -118,7 +112,7 @@ def _direct() -> Any:
     # It is of one version of torch, as the library is, and of one version of Python besides.
     about = _record("_direct")
     if about and error is None and about["torch"] == _record("_C").get("torch"):
-        for path in _folder().glob(f"_direct*{sys.implementation.cache_tag}*.so"):
+        for path in _FOLDER.glob(f"_direct*{sys.implementation.cache_tag}*.so"):
             with contextlib.suppress(ImportError):
                 spec = importlib.util.spec_from_file_location(f"{__package__}._direct", path)
                 module = importlib.util.module_from_spec(spec)

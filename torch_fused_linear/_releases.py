@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+_SUPPORTED = f"{TESTED[0]} to {TESTED[-1]} are supported"
 
 
 def minor(version: str) -> str:
@@ -21,7 +22,7 @@ def too_old(version: str) -> str | None:
     if _number(version) >= _number(TESTED[0]):
         return None
     return (
-        f"torch_fused_linear: torch {version} is too old; {_range()} are supported: "
+        f"torch_fused_linear: torch {version} is too old; {_SUPPORTED}: "
         f"pip install '{requirement(list(TESTED))}'"
     )
 
@@ -30,11 +31,7 @@ def untested(version: str) -> str | None:
     """The same of one that is newer."""
     if _number(version) <= _number(TESTED[-1]):
         return None
-    return f"torch_fused_linear: torch {version} is untested; {_range()} are supported"
-
-
-def _range() -> str:
-    return f"{TESTED[0]} to {TESTED[-1]}"
+    return f"torch_fused_linear: torch {version} is untested; {_SUPPORTED}"
 
 
 def requirement(releases: list[str]) -> str:

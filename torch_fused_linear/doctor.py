@@ -1,7 +1,6 @@
 """`python -m torch_fused_linear.doctor`: what is installed, what was built, and does it work.
 
-Exits with 1 when something is broken, or a GPU is there that the build does not use. It also runs
-when the library cannot be loaded.
+It also runs when the library cannot be loaded.
 """
 
 import argparse
@@ -83,13 +82,6 @@ def largest_error(device: str) -> float:
     return max((got.cpu().double() - want).abs().max().item() for got, want in pairs)
 
 
-def calls_path() -> str:
-    """How the functions and layers reach the operators."""
-    if isinstance(_library.direct, _library._NotDirect):
-        return "through torch.ops, which is slower: not built for this Python, or without Python.h"
-    return "direct"
-
-
 def onednn_path() -> str:
     if not torch.backends.mkldnn.is_available():
         return "not in this torch"
@@ -128,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
     if built["cuda"] and "9.0" in built["arch_list"]:
         say("Hopper", f"{'with' if built['hopper'] else 'without'} our own kernels")
-    say("calls", calls_path())
+    is_direct = not isinstance(_library.direct, _library._NotDirect)
+    slower = "through torch.ops, which is slower: not built for this Python, or without Python.h"
+    say("calls", "direct" if is_direct else slower)
     say("oneDNN", onednn_path())
     has_gpu = torch.cuda.is_available()
     usable = "available" if has_gpu else "built, but there is no CUDA device"
