@@ -9,11 +9,8 @@ import torch
 
 from .activations import ACTIVATIONS, OPERATORS, of_operator
 
-# What torch.onnx.export writes unless told otherwise.
-_DEFAULT_OPSET = 20
 
-
-def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Callable]:
+def onnx_translation_table(opset_version: int = 20) -> dict[Any, Callable]:
     """How ``torch.onnx.export`` is to write the fused operators.
 
     ::
@@ -33,7 +30,7 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
     was asked for; ONNX Runtime puts it together again.
 
     Args:
-        opset_version: the one that ``torch.onnx.export`` is called with; at least 18.
+        opset_version: what ``torch.onnx.export`` is called with, 20 if with none; at least 18.
 
     Returns:
         For each operator the function that writes it.
@@ -53,11 +50,7 @@ def onnx_translation_table(opset_version: int = _DEFAULT_OPSET) -> dict[Any, Cal
         raise ValueError(
             f"onnx_translation_table: opset_version must be 18 or more, got {opset_version}"
         )
-    return _make_table(onnxscript, has_gelu=opset_version >= 20)
-
-
-def _make_table(onnxscript, has_gelu: bool) -> dict[Any, Callable]:
-    write = _Operators(onnxscript, has_gelu)
+    write = _Operators(onnxscript, has_gelu=opset_version >= 20)
     writers = {name: write.layer(name) for name in OPERATORS}
     writers |= {"linear": write.linear, "mlp": write.mlp, "conv2d_relu": write.conv2d_relu}
     writers |= {"linear_glu": write.linear_glu, "gated_mlp": write.gated_mlp}
@@ -98,25 +91,23 @@ class _Operators:
         self.has_gelu = has_gelu
 
     def _product(self, input, weight, bias, is_matrix: bool):
-        op = self.op
         if is_matrix:
-            return op.Gemm(input, weight, bias, transB=1)
-        result = op.MatMul(input, op.Transpose(weight, perm=[1, 0]))
-        return result if bias is None else op.Add(result, bias)
+            return self.op.Gemm(input, weight, bias, transB=1)
+        result = self.op.MatMul(input, self.op.Transpose(weight, perm=[1, 0]))
+        return result if bias is None else self.op.Add(result, bias)
 
     def _activate(self, x, name: str):
-        op, approximate = self.op, ACTIVATIONS[name].approximate
-        if approximate is not None:
+        if (approximate := ACTIVATIONS[name].approximate) is not None:
             return self._gelu(x, approximate)
         if name == "silu":
-            return op.Mul(x, op.Sigmoid(x))
-        rectified = op.Relu(x)
-        return {"relu": rectified, "relu2": op.Mul(rectified, rectified)}[name]
+            return self.op.Mul(x, self.op.Sigmoid(x))
+        rectified = self.op.Relu(x)
+        return {"relu": rectified, "relu2": self.op.Mul(rectified, rectified)}[name]
 
     def _gelu(self, x, approximate: str):
-        op = self.op
         if self.has_gelu:
             return self.newer.Gelu(x, approximate=approximate)
+        op = self.op
 
         def number(value: float):
             return op.CastLike(op.Constant(value_float=value), x)
