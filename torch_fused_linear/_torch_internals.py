@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import Block as GraphBlock
 from torch._C import Graph, Node, ScriptModule, TensorType, Value
 from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket

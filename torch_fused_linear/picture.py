@@ -1,18 +1,11 @@
 """Pictures: a model's blocks before and after fuse_, and what `gain` measured, as bars."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import pairwise, repeat
 from operator import sub
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from .activations import ACTIVATIONS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
 ROW = 1.0
@@ -33,7 +26,7 @@ Bar = tuple[float, float, float]  # the median and the quartiles
 ARROW = {"arrowstyle": "-|>", "color": INK, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float):
     try:
         from matplotlib.figure import Figure  # without pyplot: no global state
     except ImportError as error:
@@ -88,7 +81,7 @@ def draw_blocks(path: str | PathLike, patterns: dict) -> None:
 
 
 def draw_pattern(
-    axes: Axes, top: float, before: tuple[str, ...], after: tuple[str, ...], title: str
+    axes, top: float, before: tuple[str, ...], after: tuple[str, ...], title: str
 ) -> None:
     axes.text(0.3, top, title, color=INK, fontsize=11, fontweight="bold", va="center")
     rows = {"before": zip(before, range(len(before)), repeat(1))}
@@ -129,7 +122,7 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
     return found
 
 
-def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tuple[float, float]:
+def draw_box(axes, operator: str, column: int, span: int, y: float) -> tuple[float, float]:
     from matplotlib.patches import FancyBboxPatch
 
     x = 1.3 + column * (WIDTH + GAP)
@@ -145,7 +138,7 @@ def draw_box(axes: Axes, operator: str, column: int, span: int, y: float) -> tup
 
 
 def hand_over(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], y: float, operator: str
+    axes, start: tuple[float, float], end: tuple[float, float], y: float, operator: str
 ) -> None:
     """An arrow from the later layer back to the earlier: the gradient with the activation's part
     and the bias's sum done."""

@@ -7,15 +7,7 @@ plain one. Here the graph is changed, which holds products and activations whoev
 import torch
 from torch import Tensor
 
-from .._torch_internals import (
-    Graph,
-    GraphBlock,
-    Node,
-    TensorType,
-    Value,
-    copy_of_own_class,
-    script_graphs,
-)
+from .._torch_internals import Graph, Node, TensorType, Value, copy_of_own_class, script_graphs
 from ..activations import ACTIVATIONS, Activation, name_of_gelu
 from .report import Block, Report, Skipped
 
@@ -68,8 +60,8 @@ class _Method:
         self._change(graph, False)
         graph.lint()
 
-    def _change(self, block: Graph | GraphBlock, is_in_with: bool) -> None:
-        """Changes the nodes of a block, and of those in it."""
+    def _change(self, block, is_in_with: bool) -> None:
+        """Changes the nodes of a block or the whole graph, and of the blocks in it."""
         depth, inner = int(is_in_with), []
         self.here: set[int] = set()  # values that the block makes outside of `with`
         for node in block.nodes():
