@@ -374,8 +374,5 @@ def _dispatched(name: str, *arguments, **options: str) -> Tensor:
 
 
 # TorchScript takes the operators for them; it knows no arguments by name alone.
-for _function in (
-    *(linear, linear_relu, linear_gelu, linear_silu, linear_relu2),
-    *(mlp, linear_glu, gated_mlp, conv2d_relu),
-):
-    register_builtin(_function, f"fused::{_function.__name__}")
+for _name in subclasses.COMPUTES:
+    register_builtin(globals()[_name], f"fused::{_name}")
