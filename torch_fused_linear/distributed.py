@@ -82,8 +82,7 @@ class MLPParallel(ParallelStyle):
         for layer, weight, bias in _sharded_layers(module):
             for key, parameter in list(layer.named_parameters(recurse=False)):
                 sharded = place(parameter, placements=[weight if key == "weight" else bias])
-                wants_grad = parameter.requires_grad
-                layer.register_parameter(key, nn.Parameter(sharded, requires_grad=wants_grad))
+                layer.register_parameter(key, nn.Parameter(sharded, parameter.requires_grad))
 
     def _prepare_input(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh):
         input = inputs[0]

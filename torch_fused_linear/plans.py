@@ -157,8 +157,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
 
     Args:
         module: any module or callable.
-        inputs: what it is called with, of the sizes that will be used. Sizes between two powers of
-            two share plans.
+        inputs: what it is called with, of the sizes that will be used.
         kwargs: likewise.
     """
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []

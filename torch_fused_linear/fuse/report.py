@@ -86,12 +86,11 @@ class Report:
             (numberless(s.path) or "(the model)", s.reason, os.path.basename(s.place))
             for s in self.skipped
         ]
-        title = f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"
         tables = {
             ("", "first layer", "in", "before  ⇒  after"): fused,
             ("", "left alone", "because", "at"): skipped,
         }
-        lines = [title]
+        lines = [f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"]
         for head, rows in tables.items():
             counted = [(f"{count} ×", *row) for row, count in Counter(rows).items()]
             lines += ["", *table(head, counted)] if rows else []

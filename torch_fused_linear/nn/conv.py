@@ -1,7 +1,5 @@
 """The layer that stands where ``nn.Conv2d`` and its ReLU stood."""
 
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,9 +7,7 @@ from torch.types import Device
 from typing_extensions import Self
 
 from ..functional import conv2d_relu
-from .taking_over import check_given_back, check_plain, made_like
-
-_Conv = TypeVar("_Conv", bound=nn.Conv2d)
+from .taking_over import Layer, check_given_back, check_plain, made_like
 
 
 class FusedConv2dReLU(nn.Conv2d):
@@ -107,7 +103,7 @@ class FusedConv2dReLU(nn.Conv2d):
         return nn.Sequential(self.to_conv(), nn.ReLU()).train(self.training)
 
 
-def _like(conv: nn.Conv2d, cls: type[_Conv], device=None, dtype=None) -> _Conv:
+def _like(conv: nn.Conv2d, cls: type[Layer], device=None, dtype=None) -> Layer:
     sizes = conv.in_channels, conv.out_channels, conv.kernel_size
     names = ("stride", "padding", "dilation", "groups", "padding_mode")
     how = {name: getattr(conv, name) for name in names}

@@ -154,7 +154,6 @@ class FusedGatedMLP(nn.Module):
         for name in ("weight", "bias"):
             both = state_dict.pop(f"{prefix}gate_up_proj.{name}", None)
             if both is not None:
-                halves = both.chunk(2)
-                for layer, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+                for layer, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
                     state_dict[f"{prefix}{layer}.{name}"] = half
         super()._load_from_state_dict(state_dict, prefix, *args)

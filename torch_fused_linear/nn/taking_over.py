@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from .._torch_internals import HOOKS
 
-_Layer = TypeVar("_Layer", bound=nn.Module)
+Layer = TypeVar("Layer", bound=nn.Module)
 _HOOKS = (*HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks")
 _HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -57,9 +57,7 @@ def _objection(layer: object, classes: tuple[type, ...]) -> str | None:
     return f"{name} with more in it: {', '.join(more)}" if more else None
 
 
-def made_like(
-    layer: nn.Module, cls: type[_Layer], *sizes, device=None, dtype=None, **how
-) -> _Layer:
+def made_like(layer: nn.Module, cls: type[Layer], *sizes, device=None, dtype=None, **how) -> Layer:
     """A layer of another class with the parameters of the first, and in its mode; where they are of
     another device or dtype than is asked for, with copies."""
     # No memory for parameters that are replaced at once.
