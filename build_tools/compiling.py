@@ -104,13 +104,14 @@ def compile_one(unit, log):
     stamp = unit.made.with_suffix(".sha256")
     stamp.unlink(missing_ok=True)
     unit.made.unlink(missing_ok=True)
+    key = key_of(unit)  # an edit from here on counts as one of the next time
     command = [*unit.command, str(unit.source), "-o", str(unit.made)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log.write(f"{shlex.join(command)}\n{done.stdout}")
     log.flush()
     if done.returncode:
         raise SystemExit(f"torch_fused_linear: {unit.source} does not compile\n\n{done.stdout}")
-    stamp.write_text(key_of(unit))
+    stamp.write_text(key)
     return [line for line in done.stdout.splitlines() if "warning:" in line]
 
 

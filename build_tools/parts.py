@@ -75,10 +75,10 @@ class Part:
         return compiling.digest(json.dumps([config, self.made], sort_keys=True), *texts)
 
     def is_current(self, lib):
-        record = lib / self.record
+        now, record = self.fingerprint, lib / self.record
         if not (lib / self.made).exists() or not record.exists():
             return False
-        return json.loads(record.read_text()).get("fingerprint") == self.fingerprint
+        return json.loads(record.read_text()).get("fingerprint") == now
 
     @cached_property
     def units_and_flags(self):
