@@ -1,5 +1,6 @@
 """fuse_script_: the operators in scripted and traced modules, and what is left alone there."""
 
+import copy
 import io
 import re
 
@@ -64,6 +65,29 @@ FORMS = {
 
 def operators(scripted):
     return re.findall(r"fused::(\w+)\(", str(scripted.inlined_graph))
+
+
+class InputWritten(Part):
+    def forward(self, x):
+        h = F.silu(self.fc1(x)) * self.fc2(x)
+        x.mul_(2)
+        return self.fc3(h)
+
+
+class WeightWritten(Part):
+    def forward(self, x):
+        h = F.silu(self.fc1(x)) * self.fc2(x)
+        self.fc2.weight.mul_(2)
+        return self.fc3(h)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [InputWritten, WeightWritten], ids=lambda form: form.__name__)
+def test_a_write_behind_a_product_stays_behind_it(form):
+    plain = form()
+    scripted = torch.jit.script(copy.deepcopy(plain))
+    assert tfl.fuse_script_(scripted).fused
+    torch.testing.assert_close(scripted(X.clone()), plain(X.clone()))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -12,6 +12,7 @@ from ..activations import ACTIVATIONS, Activation, name_of_gelu
 from .report import Block, Report, Skipped
 
 _STEMS = {name.partition("_")[0] for name in ACTIVATIONS}
+PASSIVE = ("prim::GetAttr", "prim::Constant")
 ACTS = {f"aten::{stem}{end}": stem for stem in _STEMS for end in ("", "_")}
 
 
@@ -124,12 +125,34 @@ class _Method:
             values = [v for node in (*nodes, act) for v in node.outputs()]
             if any(len(v.uses()) > 1 or v.unique() not in self.here for v in values):
                 continue
-            nodes, before = (*nodes, act), mul
-            for node in reversed(nodes):  # so that nothing runs between them
-                if not self.graph.alias_db().move_before_topologically_valid(node, before):
-                    return
-                before = node
-            return self._replace_gated(mul, nodes, layers, given, kind)
+            nodes = (*nodes, act)
+            down = self._down_of(mul)
+            if down is not None and not self._move_together([*nodes, mul, down]):
+                down = None
+            if down is not None or self._move_together([*nodes, mul]):
+                self._replace_gated(mul, down, nodes, layers, given, kind)
+            return
+
+    def _move_together(self, nodes: list[Node]) -> bool:
+        """Moves them so that nothing runs between them; False where that cannot be."""
+        for node, after in zip(nodes[-2::-1], nodes[::-1]):
+            if not self.graph.alias_db().move_before_topologically_valid(node, after):
+                return False
+        # What writes to that which they read may have been moved between.
+        wanted = [node.outputsAt(0).unique() for node in nodes]
+        active = [n for n in nodes[-1].owningBlock().nodes() if n.kind() not in PASSIVE]
+        order = [next((value.unique() for value in n.outputs()), None) for n in active]
+        start = order.index(wanted[0])
+        return order[start : start + len(wanted)] == wanted
+
+    def _down_of(self, mul: Node) -> Node | None:
+        """The layer that alone takes the product."""
+        result, uses = mul.output(), mul.output().uses()
+        if len(uses) != 1 or result.unique() not in self.here:
+            return None
+        down = uses[0].user
+        is_layer = down.kind() == "aten::linear" and down.inputsAt(0) == result
+        return down if is_layer and down.output().unique() in self.here else None
 
     def _of_two(self, act: Node, up: Node) -> tuple | None:
         """What runs before the activation, the layers and what the operator takes of them, where
@@ -160,16 +183,11 @@ class _Method:
             return None
         return (layer, chunk, unpack), (layer,), [x, weight, None, bias, None]
 
-    def _replace_gated(self, mul, nodes, layers, given, kind: Activation) -> None:
+    def _replace_gated(self, mul, down, nodes, layers, given, kind: Activation) -> None:
         name, result, gone = "linear_glu", mul.output(), [mul]
         before = [operator for layer in layers for operator in _operators(layer)]
         before += ["Chunk"] * (len(layers) == 1) + [kind.label, "Mul"]
-        uses = result.uses()
-        down = uses[0].user if len(uses) == 1 and result.unique() in self.here else None
-        is_layer = down is not None and down.kind() == "aten::linear"
-        if is_layer and down.inputsAt(0) == result and down.output().unique() in self.here and (
-            self.graph.alias_db().move_after_topologically_valid(down, mul)
-        ):  # fmt: skip
+        if down is not None:
             name, result, gone = "gated_mlp", down.output(), [down, mul]
             given = [*given[:3], down.inputsAt(1), *given[3:], down.inputsAt(2)]
             layers, before = (*layers, down), [*before, *_operators(down)]
