@@ -109,6 +109,7 @@ bool is_widened(const Tensor& weight) {
 const char* misfit_of(const Tensor& into, const Tensor& weight) {
   if (!into.defined()) return "nothing is there yet";
   if (into.layout() != at::kStrided || at::isTensorSubclassLike(into)) return "not a plain tensor";
+  if (into.is_neg()) return "a view that negates";
   if (into.requires_grad()) return "a gradient that is part of a graph";
   if (into.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor";
   if (into.sizes() != weight.sizes() || into.device() != weight.device()) return "another shape";
@@ -168,7 +169,7 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
   if (accumulator == nullptr) return {};
   const auto& weight = accumulator->variable;
   const auto wish = wish_for(weight);
-  if (wish == Into::none) return {};
+  if (wish == Into::none || !weight.requires_grad()) return {};  // frozen since the forward
   Target target(*accumulator, weight);
   const char* why = observer_of(*node, *accumulator);
   if (why == nullptr) {

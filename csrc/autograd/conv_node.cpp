@@ -83,7 +83,7 @@ class Conv2dReLUNode final : public Node {
   void keep(const Tensor& input, const Tensor& weight, const Tensor& output) {
     // Each product's gradient needs the shape of one and the values of the other.
     if (input.requires_grad() || weight.requires_grad()) {
-      kept_[State::input] = SavedVariable(input, /*is_output=*/false);
+      kept_[State::input] = saved_input(input, /*dimensions=*/4);
       kept_[State::weight] = SavedVariable(weight, /*is_output=*/false);
     }
     kept_[State::output] = SavedVariable(output, /*is_output=*/true);

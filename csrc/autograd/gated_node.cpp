@@ -334,6 +334,10 @@ class GatedNode final : public handover::Producer {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
   }
   void keep_weight(Indices index, const Tensor& weight) { kept_[index] = saved_weight(weight); }
+  void keep_input(const Tensor& input) {
+    // up's product is made again of what its first was.
+    kept_[input_index] = form_.is_up_dropped ? saved_weight(input) : saved_input(input);
+  }
 
   std::string name() const override {
     return std::string(form_.has_down ? "FusedGatedMlp_" : "FusedLinearGlu_") +
@@ -435,7 +439,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
       memory);
   set_history(output, node);
 
-  if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep(input_index, input);
+  if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep_input(input);
   if (requires_grad(input)) node->keep_weight(gate_index, gate);
   if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node->keep_weight(up_index, *up);
   if (drops_up && has_value(up_bias)) node->keep_weight(up_bias_index, *up_bias);

@@ -193,7 +193,8 @@ class LinearNode final : public handover::Producer {
     if (weight.requires_grad()) {
       const auto [form, tensors] = input_to_keep(input);
       form_.input = form;
-      kept_[input_index] = SavedVariable(tensors[0], /*is_output=*/false);
+      kept_[input_index] = form_.is_input_kept() ? saved_input(tensors[0])
+                                                 : SavedVariable(tensors[0], /*is_output=*/false);
       if (tensors[1].defined()) kept_[input_up_index] = SavedVariable(tensors[1], false);
     }
     if (input.requires_grad()) {

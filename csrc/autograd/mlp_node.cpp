@@ -51,10 +51,7 @@ class Chain {
   Chain(Work work, const Form& form, size_t layers)
       : work_(std::move(work)), form_(form), layers_(layers), kept_(layers) {
     const bool takes_all = !form.may_part && at::GradMode::is_enabled();
-    while (!takes_all && lowest_ + 1 < layers_ && !wants_input() && !wants_weight(lowest_) &&
-           !wants_bias(lowest_)) {
-      ++lowest_;
-    }
+    while (lowest_ + 1 < layers_ && (takes_all ? is_frozen(lowest_) : is_idle(lowest_))) ++lowest_;
   }
 
   // The saved tensors that the wanted gradients are made of: a layer further down may have been
@@ -87,6 +84,13 @@ class Chain {
   bool wants_input() const { return work_.wanted[Edges::input]; }
   bool wants_weight(size_t layer) const { return work_.wanted[edges_.weight(layer)]; }
   bool wants_bias(size_t layer) const { return work_.wanted[edges_.bias(layer)]; }
+  bool is_idle(size_t layer) const {
+    return !wants_input() && !wants_weight(layer) && !wants_bias(layer);
+  }
+  bool is_frozen(size_t layer) const {  // nothing was kept of it
+    const auto edges = {Edges::input, edges_.weight(layer), edges_.bias(layer)};
+    return std::ranges::none_of(edges, [&](size_t edge) { return work_.edges[edge].is_valid(); });
+  }
   bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
   bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
 
@@ -197,7 +201,7 @@ class MlpNode final : public Node {
   void keep(const std::vector<Layer>& layers) {
     for (size_t i = 0; i < layers.size(); ++i) {
       auto* kept = &kept_[Layer::indices * i];
-      kept[Layer::input_index] = SavedVariable(layers[i].input, /*is_output=*/false);
+      kept[Layer::input_index] = saved_input(layers[i].input);
       kept[Layer::weight_index] = saved_weight(layers[i].weight);
       kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
       remember_bits(Layer::indices * i + Layer::saved_index, layers[i].saved);

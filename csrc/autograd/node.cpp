@@ -130,6 +130,11 @@ SavedVariable saved_weight(const Tensor& weight) {
   return SavedVariable(now, /*is_output=*/false);
 }
 
+SavedVariable saved_input(const Tensor& input, int64_t dimensions) {
+  const bool is_itself = !input.defined() || input.dim() == dimensions;
+  return is_itself ? SavedVariable(input, /*is_output=*/false) : saved_weight(input);
+}
+
 Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge) {
   auto tensor = values.detach();
   if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(tensor, edge);

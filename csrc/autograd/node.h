@@ -106,6 +106,10 @@ class Node : public torch::autograd::Node {
 // put another tensor into the parameter.
 SavedVariable saved_weight(const Tensor& weight);
 
+// An input likewise: torch keeps the tensor itself where it has as many dimensions as the product
+// (2) or the convolution (4) takes, else a view.
+SavedVariable saved_input(const Tensor& input, int64_t dimensions = 2);
+
 // The same values as a variable at the end of `edge`: gradients with respect to it go there.
 Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 

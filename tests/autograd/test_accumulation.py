@@ -239,6 +239,13 @@ def in_two_nodes(p):
             (p.loss() + p.model(x).sum()).backward()
 
 
+def frozen_in_between(p):
+    steps(p, 1)
+    loss = p.loss()
+    p.weights[1].requires_grad_(False)
+    loss.backward()
+
+
 def held(p):
     steps(p, 1)
     holders = [w.grad for w in p.weights] + [w.grad.view(-1)[:3] for w in p.weights]
@@ -316,7 +323,7 @@ ADDED = {
 }
 NAMED = (retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed)
 NAMED += (saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph)
-NAMED += (cleared_in_between, in_two_nodes)
+NAMED += (cleared_in_between, in_two_nodes, frozen_in_between)
 ADDED |= {scenario.__name__: scenario for scenario in NAMED}
 APART = {  # and what explain says of it; of a formula it has no row
     "hook that changes": (
@@ -333,6 +340,10 @@ APART = {  # and what explain says of it; of a formula it has no row
     "with gaps": (
         other_gradients(lambda w: torch.zeros(len(w), 2 * w[0].numel()).to(w)[:, ::2]),
         "strides that do not fit",
+    ),
+    "negated": (
+        other_gradients(lambda w: torch._neg_view(torch.ones_like(w))),
+        "a view that negates",
     ),
     "sparse": (
         other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1),
@@ -396,7 +407,7 @@ def test_a_node_of_others_may_go_on_with_a_compiled_gradient():
 
 
 def test_graphs_compiled_before_are_traced_anew(monkeypatch):
-    monkeypatch.setattr(tfl.accumulation, "_was_asked_for", False)
+    monkeypatch.setattr(tfl.accumulation, "was_asked_for", False)
 
     def before(p):
         steps(p, 1)

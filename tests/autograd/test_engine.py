@@ -308,6 +308,22 @@ def test_another_tensor_put_into_a_weight_is_not_read(op, frozen, change):
         assert_same(gradients(op.call, lead), gradients(op.eager, lead))
 
 
+@ops.rows([op for op in ops.EVERY if "low" not in op.label])
+def test_another_tensor_put_into_the_input_is_read_where_torch_reads_it(op):
+    """A buffer that is filled anew: torch keeps a matrix itself, of other inputs a view."""
+
+    def gradients(call, lead):
+        case = op.case(lead, 8, 8)
+        x, *others = case.leaves()
+        x = x.detach()
+        y = call(x, *others)
+        x.data = torch.zeros_like(x)
+        return torch.autograd.grad(y.square().sum(), others)
+
+    for lead in ((), (5,), (2, 3)):
+        assert_same(gradients(op.call, lead), gradients(op.eager, lead))
+
+
 # --- what is saved passes through hooks ----------------------------------------------------------
 
 
@@ -345,6 +361,19 @@ def test_checkpoint(reentrant, op, device):
     y = checkpoint(op.call, *leaves, use_reentrant=reentrant)
     y.backward(case.g)
     assert_same([y, *(leaf.grad for leaf in leaves)], want)
+
+
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_a_checkpoint_of_a_chain_that_is_frozen_below(memory):
+    model = tfl.FusedMLP(4, 4, 4, 4, memory=memory, activation="silu").double()
+    model[0].requires_grad_(False)
+    x = torch.randn(3, 4, dtype=torch.double)
+    weights = [p for p in model.parameters() if p.dim() == 2 and p.requires_grad]
+    found = []
+    for y in (checkpoint(model, x, use_reentrant=False), model(x)):
+        grads = torch.autograd.grad(y.square().sum(), weights, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), weights))
+    assert_same(*found)
 
 
 BITS = {
