@@ -43,7 +43,7 @@ def no_sums_in_graphs():
     yield
     accumulation = sys.modules.get("torch_fused_linear.accumulation")
     if accumulation is not None:
-        accumulation._was_asked_for = False
+        accumulation.was_asked_for = False
 
 
 @pytest.fixture(autouse=True)

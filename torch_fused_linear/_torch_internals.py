@@ -5,6 +5,7 @@ long to import are imported by whoever asks. ``tests/integration/test_torch_inte
 each name to what it means here. The C++ counterpart is ``csrc/core/torch_internals.h``.
 """
 
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,14 @@ from torch.utils._pytree import tree_leaves
 #: The attributes of a module that hold the hooks of its calls, and what every module has of each.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
+
+
+def as_made(owner: type | ModuleType, name: str) -> object:
+    """The function of this name, or what is none where somebody else has put another there."""
+    found = vars(owner).get(name)
+    homes = getattr(owner, "__module__", owner.__name__), "torch._tensor"
+    is_own = getattr(found, "__globals__", {}).get("__name__", homes[0]) in homes
+    return found if found is None or (is_own and inspect.isroutine(found)) else object()
 
 
 def function_modes() -> list:

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from ._torch_internals import forget_compiled
 
 _library = torch.library.Library("fused", "IMPL")
-_was_asked_for = False
-
-
-def was_asked_for() -> bool:
-    """Whether graphs compiled from now on have to look for sums."""
-    return _was_asked_for
+was_asked_for = False  # graphs that are compiled from then on look for sums
 
 
 def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
@@ -134,9 +129,9 @@ def accumulate_gradients(
         raise ValueError(f"accumulate_gradients: into must be 'grad' or 'main_grad', got {into!r}")
     if dtype not in (None, torch.float32):
         raise ValueError(f"accumulate_gradients: dtype must be torch.float32 or None, got {dtype}")
-    global _was_asked_for
-    if not _was_asked_for:
-        _was_asked_for = True
+    global was_asked_for
+    if not was_asked_for:
+        was_asked_for = True
         forget_compiled()
     handle = AccumulationHandle(into, dtype)
     try:

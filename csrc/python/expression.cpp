@@ -141,6 +141,22 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
   END_HANDLE_TH_ERRORS
 }
 
+// first((owner, name, ...), function, h, ...) in place of function(h, ...), the last that is done
+// with a layer before that of the path runs, by whose result it is multiplied: it waits only where
+// that one will.
+PyObject* first(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  HANDLE_TH_ERRORS
+  PyObject *const path = given[0], *other = part(path, 0);
+  for (Py_ssize_t k = 1; other != nullptr && k < PyTuple_GET_SIZE(path); ++k) {
+    other = child(other, part(path, k));
+  }
+  const bool is_marked = other != nullptr && !memory_of(other).empty();
+  if (is_marked && !plain(other)) return ask("first", given, count, names);
+  const auto what = !is_marked ? step<true> : PyTuple_CheckExact(given[2]) ? later : step<false>;
+  return what(self, given + 1, count - 1, names);
+  END_HANDLE_TH_ERRORS
+}
+
 // Begins the gated layer of an activated gate and another layer of one input; nullptr where Python
 // decides.
 PyObject* glu_of(PyObject* gate, PyObject* other) {
@@ -208,9 +224,10 @@ constexpr int with_names = METH_FASTCALL | METH_KEYWORDS;
 
 }  // namespace
 
-PyMethodDef expression_methods[8] = {
+PyMethodDef expression_methods[9] = {
     {"step", as_method(step<false>), with_names, nullptr},
     {"last", as_method(step<true>), with_names, nullptr},
+    {"first", as_method(first), with_names, nullptr},
     {"end", as_method(end), METH_FASTCALL, nullptr},
     {"later", as_method(later), with_names, nullptr},
     {"product", as_method(product<false>), METH_FASTCALL, nullptr},

@@ -6,6 +6,6 @@
 namespace fused::python {
 
 // step, last, end, later, product, last_product and know, for PyModule_AddFunctions.
-extern PyMethodDef expression_methods[8];
+extern PyMethodDef expression_methods[9];
 
 }  // namespace fused::python

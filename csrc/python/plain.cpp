@@ -85,8 +85,10 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
     if (!agrees(b) || b.dim() != 1 || b.size(0) != weight.size(0)) return false;
     if (casts && b.scalar_type() == at::kDouble) return false;
   }
-  return !casts || (at::autocast::is_autocast_enabled(weight.device().type()) &&
-                    input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble);
+  if (!casts) return true;
+  const auto device = weight.device().type();  // others are no devices of autocast's
+  return (device == at::kCPU || device == at::kCUDA) && at::autocast::is_autocast_enabled(device) &&
+         input.scalar_type() != at::kDouble && weight.scalar_type() != at::kDouble;
 }
 
 std::optional<Plain> plain(PyObject* layer) {
@@ -131,6 +133,12 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
 
 bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
 
+PyObject* child(PyObject* module, PyObject* name) {
+  static PyObject* const modules_name = intern("_modules");
+  PyObject* held = Dict(module)[modules_name];
+  return held == nullptr || !PyDict_Check(held) ? nullptr : item(held, name);
+}
+
 std::optional<ConvGeometry> geometry_of(PyObject* layer) {
   static PyObject* const names[] = {intern("stride"), intern("padding"), intern("dilation")};
   static PyObject *const mode = intern("padding_mode"), *const groups_name = intern("groups");
@@ -167,7 +175,7 @@ std::string_view text(PyObject* object) {
 }
 
 std::string_view memory_of(PyObject* layer) {
-  static PyObject* const name = intern("_fused");
+  static PyObject* const name = intern("_torch_fused_linear");
   if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
   PyObject* memory = Dict(layer)[name];
   return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";

@@ -71,6 +71,9 @@ OptionalTensor transposed(PyObject* layer, const Tensor& weight);
 
 bool is_conv(PyObject* layer);
 
+// A module in a module, borrowed; nullptr where there is none. No property is asked.
+PyObject* child(PyObject* module, PyObject* name);
+
 struct ConvGeometry {
   std::array<std::array<c10::SymInt, 2>, 3> pairs;  // stride, padding, dilation
   c10::SymInt groups;

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_models import Block, Gated, chain, operators
+from processes import run_python
 from stacks import assert_same
 from torch import nn
 from torch.ao import quantization
@@ -77,6 +78,58 @@ def test_functions_that_are_set_on_an_object_are_seen(child, name):
         original = getattr(module, name)
         setattr(module, name, functools.partial(lambda run, x: run(x) * 3, original))
     assert_runs_the_same(model, plain, X[0], f"{name} of {child}")
+
+
+PATCHED_BEFORE = """
+import torch
+from torch import nn
+owner, name = {place}
+plain = getattr(owner, name)
+setattr(owner, name, lambda *args, **named: plain(*args, **named) + 1)
+import torch_fused_linear as tfl
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+x = torch.randn(3, 4)
+want = model(x)
+tfl.fuse_(model)
+assert torch.equal(model(x), want)
+"""
+
+
+@pytest.mark.parametrize(
+    "place", ["nn.Linear, 'forward'", "nn.functional, 'relu'", "nn.ReLU, 'forward'"]
+)
+def test_functions_that_were_exchanged_before_the_import_are_seen(place):
+    run_python(PATCHED_BEFORE.format(place=place))
+
+
+class GateLast(Gated):
+    def forward(self, x):
+        up = self.up(x)
+        return self.fc2(up * self.act(self.fc1(x)))
+
+
+class InSteps(Gated):
+    def forward(self, x):
+        gate = self.fc1(x)
+        up = self.up(x)
+        gate = self.act(gate)
+        return self.fc2(gate * up)
+
+
+@pytest.mark.parametrize("make", [Gated, GateLast, InSteps])
+@pytest.mark.parametrize("name", ["up", "fc1"])
+def test_a_layer_does_not_wait_for_one_that_writes_to_its_input(make, name):
+    model, plain = pair(make)
+    for net in (model, plain):
+        setattr(net, name, nn.Sequential(nn.ReLU(inplace=True), getattr(net, name)))
+    for system in ("eager", "compile eager"):
+        x = X[0].clone(), X[0].clone()
+        with torch.no_grad():
+            runs = [
+                torch.compile(net, backend="eager") if system != "eager" else net
+                for net in (model, plain)
+            ]
+            torch.testing.assert_close(runs[0](x[0]), runs[1](x[1]))
 
 
 class Mode(torch.overrides.TorchFunctionMode):

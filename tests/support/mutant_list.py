@@ -142,6 +142,9 @@ csrc/cpu/packed_weights.cpp: tests/cpu
 +return weight.requires_grad();
 
 csrc/autograd/accumulation.cpp: tests/autograd/test_accumulation.py
+# a gradient added to a weight that was frozen meanwhile
+-if (wish == Into::none || !weight.requires_grad()) return {};
++if (wish == Into::none) return {};
 # a sum in a compiled graph that is added to itself
 -? at::_efficientzerotensor({weight_.size(1), weight_.size(0)}, options).t()
 -             : at::_efficientzerotensor(weight_.sizes(), options);
@@ -153,6 +156,16 @@ csrc/autograd/accumulation.cpp: tests/autograd/test_accumulation.py
 torch_fused_linear/graph/accumulated_weights.py: tests/autograd/test_accumulation.py
 # a graph goes on with a gradient that was added to what is there
 -return [user.op for user in users] == ["output"] and users[0].args[0].count(gradient) == 1
++return True
+
+csrc/autograd/node.cpp: tests/autograd/test_engine.py
+# an input that is exchanged before the backward
+-return is_itself ? SavedVariable(input, /*is_output=*/false) : saved_weight(input);
++return SavedVariable(input, /*is_output=*/false);
+
+torch_fused_linear/fuse/script.py: tests/fuse/test_fuse_script.py
+# a write between a product and the layer behind it passed
+-return order[start : start + len(wanted)] == wanted
 +return True
 
 csrc/autograd/double_backward.h: tests/autograd
@@ -301,11 +314,11 @@ torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_trees.py
 -known = cls.forward is forward and cls.__call__
 +known = cls.__call__
 # a child of nn.Linear taken
--    if full_name(cls) == CONV1D:
-+    if isinstance(value, nn.Linear):
+-if kind is None and full_name(cls) != CONV1D:
++if kind is None and not isinstance(value, nn.Linear):
 # a child of nn.ReLU taken
--kind := ACTIVATIONS.get(full_name(cls)):
-+kind := ACTIVATIONS.get(full_name(cls.__base__)):
+-kind = ACTIVATIONS.get(full_name(cls))
++kind = ACTIVATIONS.get(full_name(cls.__base__))
 # one GELU for the other
 -return name_of_gelu(function.approximate) if
 +return "gelu_tanh" if

@@ -50,10 +50,6 @@ def is_a(kind: type, value: object) -> bool:
     return type(value) is tuple and len(value) > 0 and value[0] is kind
 
 
-def waits(value: object) -> bool:
-    return is_a(Begun, value) or is_a(Half, value)
-
-
 # --- one call after another ---------------------------------------------------------------------
 
 
@@ -79,6 +75,17 @@ def step(function, /, *args, **named):
 def last(function, /, *args, **named):
     """The same where the result may go anywhere."""
     return end(step(function, *args, **named))
+
+
+def first(path, function, h, /, *args, **named):
+    """In place of ``function(h, ...)``, the last that is done with a layer before another one runs,
+    that of the path, whose result it is multiplied by. It waits only where that one will."""
+    other, *names = path
+    for name in names:
+        other = getattr(other, "_modules", {}).get(name)  # no property is asked
+    if memory_of(other) is None or plain.parameters(other) is None:
+        return last(function, h, *args, **named)
+    return (later if is_a(Begun, h) else step)(function, h, *args, **named)
 
 
 def end(h):
@@ -221,7 +228,8 @@ def last_product(left, right):
 
 def _gated(gate, up) -> tuple | None:
     """A begun gated layer of an activated gate and the other factor; None if one is not plain."""
-    if not waits(gate) or not waits(up) or len(gate[-1]) != 1 or up[-1] or gate[0] is not up[0]:
+    are_alike = any(is_a(kind, gate) and is_a(kind, up) for kind in (Begun, Half))
+    if not are_alike or len(gate[-1]) != 1 or up[-1]:
         return None
     kind = gate[-1][0][0]
     given = _of_two(gate, up) if gate[0] is Begun else _of_one(gate, up)

@@ -17,8 +17,8 @@ NAME = "__fused__"
 
 _direct = _library.direct if isinstance(_library.direct, ModuleType) else call
 # Of call.py, those that are in C where it was built.
-IN_C = ("step", "last", "end", "later", "product", "last_product")
-step, last, end, later, product, last_product = (getattr(_direct, name) for name in IN_C)
+IN_C = ("step", "last", "first", "end", "later", "product", "last_product")
+step, last, first, end, later, product, last_product = (getattr(_direct, name) for name in IN_C)
 method_relu, method_relu_, method_square = plain.METHODS.values()
 power = operator.pow
 

@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from .._torch_internals import (
     GLOBAL_HOOKS,  # noqa: F401  (C reads it here)
     HOOKS,
+    as_made,
     function_modes,
     has_any_global_hook,
     parallel_plan,
@@ -31,7 +32,7 @@ from .runs import METHODS as METHOD_NAMES
 from .source import called_by
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
-MARK = "_fused"
+MARK = "_torch_fused_linear"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What stands for `h.relu()`, as a function of h.
@@ -58,22 +59,22 @@ FUNCTIONS = (
     *((f, "relu", "") for f in (torch.relu, torch.relu_, METHODS["relu"], METHODS["relu_"])),
 )
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
-LAYERS = {cls: cls.forward for cls in (nn.Linear, nn.Conv2d)}
+LAYERS = {cls: as_made(cls, "forward") for cls in (nn.Linear, nn.Conv2d)}
 MODULES = {
-    cls: (kind, cls.forward)
+    cls: (kind, as_made(cls, "forward"))
     for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
 }
-PASSED = {cls: cls.forward for cls in (nn.Dropout, nn.Identity)}
+PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
 KNOWN = tuple(MODULES)
-CALL, CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
+CALL, CALL_IMPL = (as_made(nn.Module, name) for name in ("__call__", "_call_impl"))
 CALLED = ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
 FUNCTIONS_CALLED = (
-    (torch, "relu", torch.relu),  # by F.relu
-    *((F, name, getattr(F, name)) for name in CALLED),
+    (torch, "relu", as_made(torch, "relu")),  # by F.relu
+    *((F, name, as_made(F, name)) for name in CALLED),
 )
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
-    *((Tensor, name, vars(Tensor).get(name)) for name in (*METHODS, "pow", "__pow__")),
-    (nn.Conv2d, "_conv_forward", nn.Conv2d._conv_forward),
+    *((Tensor, name, as_made(Tensor, name)) for name in (*METHODS, "pow", "__pow__")),
+    (nn.Conv2d, "_conv_forward", as_made(nn.Conv2d, "_conv_forward")),
     *FUNCTIONS_CALLED,
 )
 
@@ -90,10 +91,14 @@ def memory_of(layer: object) -> str | None:
 def learn(value: object) -> None:
     """Makes known the class of a layer or an activation of another library."""
     cls = type(value)
-    if full_name(cls) == CONV1D:
-        LAYERS.setdefault(cls, cls.forward)
-    elif kind := ACTIVATIONS.get(full_name(cls)):
-        MODULES.setdefault(cls, (kind, cls.forward))
+    kind = ACTIVATIONS.get(full_name(cls))
+    if kind is None and full_name(cls) != CONV1D:
+        return
+    forward = as_made(next(c for c in cls.__mro__ if "forward" in vars(c)), "forward")
+    if kind is None:
+        LAYERS.setdefault(cls, forward)
+    else:
+        MODULES.setdefault(cls, (kind, forward))
 
 
 def is_spread(layer: nn.Module) -> bool:
@@ -147,7 +152,8 @@ def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether they are of one device, and of one dtype unless autocast casts."""
     others = (input,) if bias is None else (input, bias)
     is_one = all(t.dtype == weight.dtype for t in others)
-    is_one = is_one or torch.is_autocast_enabled(weight.device.type)
+    kind = weight.device.type  # of which autocast may know nothing
+    is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
     return is_one and all(t.device == weight.device for t in others)
 
 

@@ -90,15 +90,12 @@ class Report:
             ("", "first layer", "in", "before  ⇒  after"): fused,
             ("", "left alone", "because", "at"): skipped,
         }
-        lines = [f"{number(fused, 'block')} fused, {number(skipped, 'place')} left alone"]
+        numbers = len(fused), "s" * (len(fused) != 1), len(skipped), "s" * (len(skipped) != 1)
+        lines = ["{} block{} fused, {} place{} left alone".format(*numbers)]
         for head, rows in tables.items():
             counted = [(f"{count} ×", *row) for row, count in Counter(rows).items()]
             lines += ["", *table(head, counted)] if rows else []
         return "\n".join(lines)
-
-
-def number(found: list, word: str) -> str:
-    return f"{len(found)} {word}" if len(found) == 1 else f"{len(found)} {word}s"
 
 
 def numberless(path: str) -> str:

@@ -8,13 +8,14 @@ import ast
 import itertools
 import threading
 import weakref
+from functools import partial
 from types import CodeType, FunctionType
 
 from torch import nn
 
 from . import in_code, plain
-from .runs import Product, Step, halved, step_of
-from .source import ORIGINALS, Text, codes_in, functions_in
+from .runs import Form, Product, Step, dotted, halved, mentions, step_of
+from .source import ORIGINALS, Text, codes_in, functions_in, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
@@ -25,7 +26,7 @@ if {plain.MARK!r} in self.__dict__:
 # the name that holds it.
 Roles = dict[int, str]
 # What comes later here leaves open what those before decide.
-ORDER = ("last", "last_product", "step", "product", "halves", "later")
+ORDER = ("last", "last_product", "step", "first", "product", "halves", "later")
 _rewritten: weakref.WeakKeyDictionary[FunctionType, Roles] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -36,7 +37,7 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     for form in steps[0].forms if isinstance(steps[0], Product) else ():
         found |= {step.node: "step" for step in form.steps}
         found[form.node] = "product" if len(steps) > 1 else "last_product"
-        found |= {form.steps[0].node: "later", form.halves: "halves"}
+        found |= {form.steps[0].node: "later", form.halves: "halves"} | first_of(text, form)
     for step, after in itertools.pairwise(steps):
         if after.is_square and step is not steps[0]:
             found[step.node] = "later"
@@ -45,10 +46,25 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     return {k: found[node] for k, node in enumerate(ast.walk(text.node)) if node in found}
 
 
+def first_of(text: Text, form: Form) -> dict[ast.AST, str]:
+    """The role of what is done with the layer of two that runs first before the other runs, with
+    the path of that one."""
+    act, gate, *_ = form.steps
+    order = sorted(form.steps, key=lambda step: (step.node.lineno, step.node.col_offset))
+    one, *other = (step for step in order if step is not act)
+    path = dotted(other[0].callee) if other else []
+    is_fixed = all(isinstance(n.ctx, ast.Load) for n in mentions(text.node, "".join(path[:1])))
+    if not path[1:] or not is_fixed or any(name.startswith("__") for name in path):
+        return {}  # private names are other ones when they run
+    is_activated = one is gate and order[-1] is other[0]
+    return {(act if is_activated else one).node: " ".join(("first", *path))}
+
+
 def united(one: Roles, other: Roles) -> Roles:
     """Both, of which the later in ORDER wins."""
     differ = {at for at in one.keys() & other.keys() if one[at] != other[at]}
-    return one | other | {at: max(one[at], other[at], key=ORDER.index) for at in differ}
+    most_open = partial(max, key=lambda role: ORDER.index(role.split()[0]))
+    return one | other | {at: most_open(one[at], other[at]) for at in differ}
 
 
 def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
@@ -79,6 +95,7 @@ def put_back() -> None:
         _rewritten.clear()
 
 
+@warned_before()
 def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
     """The functions' new code, of their files compiled anew."""
     found = {}
@@ -111,6 +128,10 @@ class _Rewriter(ast.NodeTransformer):
             data = halved(node) if role == "halves" else step_of(node).data
             is_method = data is getattr(node.func, "value", None)
             called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
+            role, *path = role.split()  # of the first of two, where the other is
+            if path:
+                names = map(ast.Constant, path[1:])
+                called.insert(0, ast.Tuple([ast.Name(path[0], ast.Load()), *names], ast.Load()))
             node.func, node.args = _name(role), [*called, *node.args]
         return self.generic_visit(node)
 

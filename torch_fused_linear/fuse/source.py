@@ -4,7 +4,10 @@ import __future__
 
 import ast
 import linecache
+import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FunctionType
 
@@ -67,7 +70,16 @@ def functions_in(tree: ast.AST) -> dict[tuple[str, int], list[ast.AST]]:
     return found
 
 
+@contextmanager
+def warned_before() -> Iterator[None]:
+    """Says nothing of a file that was said when it was imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @lru_cache(maxsize=32)
+@warned_before()
 def index(source: str, path: str, flags: int) -> tuple[dict, list[CodeType]]:
     """The functions of a file, and their code."""
     codes = codes_in(compile(source, path, "exec", flags, dont_inherit=True))

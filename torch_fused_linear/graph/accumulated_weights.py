@@ -18,7 +18,7 @@ _fused = torch.ops.fused
 
 def are_wanted() -> bool:
     # A CUDA graph would go on adding to the memory that it was captured with.
-    return accumulation.was_asked_for() and not runs_as_cuda_graphs()
+    return accumulation.was_asked_for and not runs_as_cuda_graphs()
 
 
 def take_apart(graph: Graph) -> None:
