@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from helpers import setting
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -34,16 +35,9 @@ def pick(rng: random.Random, model: nn.Module, kinds=nn.Module) -> nn.Module | N
 
 
 def new_activation(rng: random.Random) -> nn.Module:
-    makers = [
-        nn.ReLU,
-        nn.GELU,
-        functools.partial(nn.GELU, "tanh"),
-        nn.Tanh,
-        LoudReLU,
-        LoudGELU,
-        nn.Identity,
-    ]
-    return rng.choice([*makers, functools.partial(nn.ReLU, inplace=True)])()
+    tanh, in_place = functools.partial(nn.GELU, "tanh"), functools.partial(nn.ReLU, inplace=True)
+    makers = (nn.ReLU, nn.GELU, tanh, nn.Tanh, LoudReLU, LoudGELU, nn.Identity, in_place)
+    return rng.choice(makers)()
 
 
 def new_layer(rng: random.Random, i: int, o: int) -> nn.Module:
@@ -82,15 +76,13 @@ def hook(rng: random.Random, model: nn.Module) -> None:
         note("backward pre", *grad_output)
         return None if factor is None else tuple(g * factor for g in grad_output)
 
-    rng.choice(
-        [
-            lambda: module.register_forward_hook(forward),
-            lambda: module.register_forward_hook(forward, prepend=True, always_call=True),
-            lambda: module.register_forward_pre_hook(before),
-            lambda: module.register_full_backward_hook(backward),
-            lambda: module.register_full_backward_pre_hook(before_backward),
-        ]
-    )()
+    first = functools.partial(module.register_forward_hook, prepend=True, always_call=True)
+    ways = [(module.register_forward_hook, forward), (first, forward)]
+    ways += [(module.register_forward_pre_hook, before)]
+    ways += [(module.register_full_backward_hook, backward)]
+    ways += [(module.register_full_backward_pre_hook, before_backward)]
+    register, function = rng.choice(ways)
+    register(function)
 
 
 def parameter_hook(rng: random.Random, model: nn.Module) -> None:
@@ -159,24 +151,20 @@ def tied(rng: random.Random, model: nn.Module) -> None:
 # Exchanges ---------------------------------------------------------------------------------------
 
 
-def places(model: nn.Module, kinds) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if isinstance(child, kinds):
-                yield parent, name, child
+def place(rng: random.Random, model: nn.Module, kinds) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Of a module of these kinds: its parent, name and itself; none where there is no such."""
+    pairs = [(parent, pair) for parent in model.modules() for pair in parent._modules.items()]
+    found = [(parent, *pair) for parent, pair in pairs if isinstance(pair[1], kinds)]
+    return [rng.choice(found)] if found else []
 
 
 def exchanged_layer(rng: random.Random, model: nn.Module) -> None:
-    found = list(places(model, nn.Linear))
-    if found:
-        parent, name, layer = rng.choice(found)
+    for parent, name, layer in place(rng, model, nn.Linear):
         setattr(parent, name, new_layer(rng, layer.in_features, layer.out_features))
 
 
 def exchanged_activation(rng: random.Random, model: nn.Module) -> None:
-    found = list(places(model, ACTIVATION_MODULES))
-    if found:
-        parent, name, _ = rng.choice(found)
+    for parent, name, _ in place(rng, model, ACTIVATION_MODULES):
         setattr(parent, name, new_activation(rng))
 
 
@@ -208,17 +196,13 @@ def list_edit(rng: random.Random, model: nn.Module) -> None:
 
 
 def sliced(rng: random.Random, model: nn.Module) -> None:
-    found = list(places(model, nn.Sequential))
-    if found:
-        parent, name, seq = rng.choice(found)
+    for parent, name, seq in place(rng, model, nn.Sequential):
         if len(seq) and type(seq).__init__ is nn.Sequential.__init__:
             setattr(parent, name, seq[: rng.randrange(1, len(seq) + 1)])
 
 
 def wrapped(rng: random.Random, model: nn.Module) -> None:
-    found = list(places(model, (nn.Linear, *ACTIVATION_MODULES)))
-    if found:
-        parent, name, child = rng.choice(found)
+    for parent, name, child in place(rng, model, (nn.Linear, *ACTIVATION_MODULES)):
         setattr(parent, name, Wrapped(child))
 
 
@@ -298,12 +282,8 @@ def some_changes(rng: random.Random, most: int) -> list[tuple[str, int]]:
 def apply(changes: list[tuple[str, int]], model: nn.Module) -> None:
     for name, seed in changes:
         torch.manual_seed(seed)
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
+        with setting(torch.set_default_dtype, torch.float64, torch.get_default_dtype()):
             CHANGES[name][0](random.Random(seed), model)
-        finally:
-            torch.set_default_dtype(dtype)
 
 
 # What is changed outside the model ---------------------------------------------------------------

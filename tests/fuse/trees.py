@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 import tree_changes
+from helpers import setting
 from torch import Tensor, nn
 from tree_parts import Lora, LoudReLU, Named, Wrapped
 from tree_sources import SIMPLE_NAMES, load_library
@@ -152,12 +153,9 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     """The tree of this seed; its classes come from a file in the folder."""
     rng = random.Random(f"tree {seed}")
     torch.default_generator.manual_seed(seed)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with setting(torch.set_default_dtype, torch.float64, torch.float32):
         usual = rng.choice([torch.randn(3, 4), torch.randn(2, 3, 4)])
         x = odd_input(rng) if rng.random() < 0.12 else usual
-    finally:
-        torch.set_default_dtype(torch.float32)
     return Tree(
         seed,
         load_library(folder, seed // TREES, CLASSES),
