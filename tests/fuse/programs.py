@@ -1,7 +1,10 @@
 """Programs as people write them: a text each, with the operators that run once it is fused.
 
-``# name (base): operators | reason`` heads the body of a ``forward(self, x)``, or of a class. The
-operators are those of one call in eval mode; the reason is one that the report gives.
+``# name (base): operators ~ | reason`` heads the body of a ``forward(self, x)``, or of a class. The
+operators are those of one call in eval mode; the reason is one that the report gives. Where ``~``
+stands TorchScript's graph shows others: a dropout in place, branches for layer and activation, gate
+in the second half or in either, a layer that is called through a local name, layers whose inputs
+are written to later, squares, which are left to torch.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ x = F.gelu(input=self.fc1(input=x), approximate="tanh")
 x = F.relu(self.fc2(x), inplace=True)
 return self.fc2(F.relu(self.fc1(x), True))
 
-# squares: relu2 relu2 relu2 relu2 relu2 linear
+# squares: relu2 relu2 relu2 relu2 relu2 linear ~
 x = F.relu(self.fc1(x)).square()
 x = torch.relu(self.fc2(x)) ** 2
 h = self.fc3(x).relu()
@@ -33,24 +36,18 @@ h = F.relu(self.fc2(x))
 h = torch.pow(h, 2)
 return self.fc3(h)
 
-# square_under_a_guard: relu2
+# square_under_a_guard: relu2 ~
 h = self.relu(self.fc1(x))
 if self.depth == 3:
     h = h.square()
 return h
 
-# square_of_another: gelu relu relu linear
+# square_of_another: gelu relu relu relu linear ~
 x = self.act(self.fc1(x)).square()
+x = self.nodrop(self.relu(self.fc2(x))) ** 2
 x = F.relu(self.fc2(x)) ** 3
 h = F.relu(self.fc3(x))
 return self.fc1(h.square() + h) + self.fc2(x) ** 2
-
-# square_with_a_dropout_before: relu linear
-x = self.nodrop(self.relu(self.fc1(x))) ** 2
-return self.fc2(x)
-
-# option_of_the_module: gelu
-return F.gelu(self.fc1(x), approximate=self.form)
 
 # nested: gelu linear
 return x + self.fc2(self.nodrop(self.act(self.fc1(x))))
@@ -75,17 +72,12 @@ y = self.act(h)
 h = self.fc2(y)
 return h + y
 
-# loop: relu relu relu linear
-for layer in self.layers:
-    x = F.relu(layer(x))
-return self.fc2(x)
-
-# conditional: relu relu linear
+# conditional: relu relu linear ~
 for i, layer in enumerate(self.layers):
     x = F.relu(layer(x)) if i < self.depth - 1 else layer(x)
 return x
 
-# guarded: relu relu linear
+# guarded: relu relu linear ~
 for i, layer in enumerate(self.layers):
     x = layer(x)
     if i != len(self.layers) - 1:
@@ -101,7 +93,8 @@ for i, _ in enumerate(self.layers):
         h = torch.cat([x[:, :3], h[:, :3]], -1)
 return h
 
-# alias: gelu linear
+# alias: gelu gelu linear
+x = F.gelu(self.fc1(x), approximate=self.form)
 fc, act = self.fc1, self.act
 return getattr(self, "fc2")(act(fc(x)))
 
@@ -112,19 +105,10 @@ def forward(self, x):
 def run(self, layer, x):
     return F.relu(layer(x))
 
-# helper: gelu linear
-def forward(self, x):
-    return self.feed(x)
-
-def feed(self, x):
-    x = self.fc1(x)
-    x = self.act(x)
-    return self.fc2(x)
-
 # dropout_between: relu
 return F.relu(self.drop(self.fc1(x)))
 
-# dropout_function_between: relu
+# dropout_function_between: relu ~
 h = self.fc1(x)
 h = F.dropout(h, 0.5, self.training, True)
 return F.relu(h)
@@ -162,11 +146,14 @@ for _ in range(2):
         return x
 return x
 
-# handler: gelu linear
+# branches: gelu linear gelu linear
 try:
     raise TypeError
 except TypeError:
-    return self.fc2(self.act(self.fc1(x)))
+    x = self.fc2(self.act(self.fc1(x)))
+match x.dim():
+    case 2:
+        return self.fc2(self.act(self.fc1(x)))
 
 # finally_block: - | does not show
 try:
@@ -174,11 +161,6 @@ try:
 finally:
     h = F.relu(h)
 return self.fc2(h)
-
-# match_block: gelu linear
-match x.dim():
-    case 2:
-        return self.fc2(self.act(self.fc1(x)))
 
 # walrus: relu linear
 if (h := self.fc1(x)).shape[0] == 4:
@@ -230,13 +212,13 @@ h = self.fc1(x)
 def later():
     return h
 h = self.act(h)
-return later()
+return self.act(self.fc2(later(), **{}))
 
-# other_self: relu relu relu
+# loop_with_another_self: relu relu relu linear
 def forward(this, x):
     for layer in this.layers:
         x = F.relu(layer(x))
-    return x
+    return this.fc2(x)
 
 # all_locals: - | all_locals.forward takes all its local names together
 h = F.relu(self.fc1(x))
@@ -246,7 +228,7 @@ return h * len(locals())
 h = F.relu(self.fc1(x))
 return h * len(vars(self)["_modules"])
 
-# condition_that_the_argument_takes_from: relu linear
+# condition_that_the_argument_takes_from: relu linear ~
 xs, out = [x, x + 1], []
 while xs:
     h = self.fc1(xs.pop())
@@ -263,7 +245,7 @@ for _ in range(3):
     x = h + 1
 return x
 
-# condition_with_else: relu linear relu
+# condition_with_else: relu linear relu ~
 for i in range(3):
     h = self.fc1(x)
     n = i % 2
@@ -275,7 +257,7 @@ for i in range(3):
     x = h + x
 return x
 
-# property_as_condition: relu linear
+# property_as_condition: relu linear ~
 h = self.fc1(x)
 if self.is_odd:
     h = F.relu(h)
@@ -290,7 +272,7 @@ h = self.fc1(x)
 y = self.act(h)
 return self.fc2(y) + h
 
-# read_in_the_next_turn: - | what it returns is read elsewhere too
+# read_in_the_next_turn: - ~ | what it returns is read elsewhere too
 h = x
 for layer in self.layers:
     y = h + x
@@ -313,12 +295,10 @@ y = self.relu(h)
 h += 1
 return h + y
 
-# runs_before: - | something runs before its activation does
+# runs_before: - ~ | something runs before its activation does
 y = x * 1
 h = self.fixed(y)
-return y.mul_(2) + self.act(h)
-
-# runs_between: - | something runs before its activation does
+x = y.mul_(2) + self.act(h)
 y = x * 1
 h = self.fixed(y)
 y.mul_(2)
@@ -329,17 +309,14 @@ h = self.fc1(x)
 y = self.act(h) if x.sum() > 0 else x
 return y
 
-# another_value: - | does not show
+# not_straight: - | does not show
 y = x[:, :1] * torch.ones(6, dtype=x.dtype)
 h = self.fc1(x)
 h = self.act(y)
-return self.fc2(h)
-
-# something_between: - | does not show
-h = self.fc1(x)
+h = self.fc2(h)
 h = h * 2
 h = self.act(h)
-return self.fc2(h)
+return self.fc3(h)
 
 # branch_that_calls: - | does not show
 h = self.fc1(x)
@@ -347,19 +324,17 @@ if x.sum() > 0:
     h = self.act(h)
 return self.fc2(h)
 
-# more_arguments: - | does not show
-return self.fc2(self.act(self.fc1(x, **{})))
-
 # overridden (nested): - | does not show
 return self.fc2(self.fc1(x))
 
-# torchtune: gated_mlp
-return self.fc3(self.silu(self.fc1(x)) * self.fc2(x))
-
-# up_first: gated_mlp
+# gates: gated_mlp gated_mlp
+x = self.fc3(self.silu(self.fc1(x)) * self.fc2(x))
 return self.fc3(self.fc2(x) * self.silu(self.fc1(x)))
 
-# gate_in_statements: gated_mlp
+# gate_of_relu: gated_mlp
+return self.fc3(self.fc1(x).relu() * self.fc2(x))
+
+# gate_in_statements: gated_mlp ~
 up = self.fc2(x)
 gate = self.fc1(x)
 gate = self.silu(gate)
@@ -370,13 +345,12 @@ return self.fc3(hidden)
 gate = F.gelu(self.fc1(x), approximate="tanh")
 return (gate * self.fc2(x)).tanh()
 
-# gate_of_relu: gated_mlp
-return self.fc3(self.fc1(x).relu() * self.fc2(x))
-
-# gate_before_gelu: linear_glu gelu
+# gate_before_gelu: gated_mlp linear_glu gelu ~
+up, gate = torch.chunk(self.both(x), 2, -1)
+x = self.fc3(up * self.silu(gate))
 return self.act(self.fc3(self.silu(self.fc1(x)) * self.fc2(x)))
 
-# gate_under_a_guard: gated_mlp
+# gate_under_a_guard: gated_mlp ~
 if x.dim() == 2:
     gate = self.silu(self.fc1(x))
     x = self.fc3(gate * self.fc2(x))
@@ -391,53 +365,53 @@ return x
 gate, up = self.both(x).chunk(2, dim=-1)
 return self.fc3(self.silu(gate) * up)
 
-# chunks_up_first: gated_mlp
+# chunks_up_first: gated_mlp ~
 h = self.both(x)
 up, h = h.chunk(2, self.axis)
 h = up * self.silu(h)
 h = self.fc3(h)
 return h
 
-# torch_chunk: gated_mlp
-up, gate = torch.chunk(self.both(x), 2, -1)
-return self.fc3(up * self.silu(gate))
-
-# either_half: gated_mlp
+# either_half: gated_mlp ~
 a, b = self.both(x).chunk(2, self.axis)
 h = a * self.silu(b) if self.training else self.silu(a) * b
 return self.fc3(h)
 
-# gate_by_name: silu
+# gate_by_name: silu ~
 gate = F.silu(input=self.fc1(input=x))
 return self.fc3(input=gate * self.fc2(x))
 
-# gate_read_elsewhere: silu
+# gates_apart: silu silu
 gate = self.silu(self.fc1(x))
 up = self.fc2(x)
-return self.fc3(gate * up) + gate.sum()
-
-# gate_of_another_input: silu
-y = x + 1
+y = self.fc3(gate * up) + gate.sum()
 return self.fc3(self.silu(self.fc1(x)) * self.fc2(y))
 
-# gate_with_a_call_between: - | something runs before its activation does
+# gate_with_a_call_between: - ~ | something runs before its activation does
 gate = self.fc1(x)
 self.drop(x)
 return self.fc3(self.silu(gate) * self.fc2(x))
 
-# gate_of_a_layer_exchanged: silu
+# gate_with_a_write_between: - ~ | something runs before its activation does
+x = x.detach() * 1
+gate = self.fc1(x)
+x.data.mul_(2)
+return F.relu(gate) * self.fc2(x)
+
+# gate_of_a_layer_exchanged: silu ~
 layer = self.fc1
 gate = layer(x)
 layer = self.fc2
 return self.fc3(self.silu(gate) * layer(x))
 
-# three_chunks: - | does not show
-gate, up, rest = self.both(x).chunk(3, -1)
-return self.silu(gate) * up + rest
+# gate_of_another_width: silu linear ~
+return F.silu(self.narrow(x)) * self.fc2(x)
 
-# the_same_half: - | does not show
+# no_halves: - | does not show
+gate, up, rest = self.both(x).chunk(3, -1)
+rest = self.silu(gate) * up + rest
 gate, up = self.both(x).chunk(2, -1)
-return self.fc3(self.silu(gate) * gate) + up.sum()
+return self.fc3(self.silu(gate) * gate) + up.sum() + rest.sum()
 
 # chunks_of_what_a_layer_reads: - | does not show
 h = self.both(x)
@@ -483,7 +457,7 @@ class Base(nn.Module):
         self.fc1, self.fc2, self.fc3 = (nn.Linear(6, 6) for _ in range(3))
         self.act, self.relu, self.silu = nn.GELU(), nn.ReLU(), nn.SiLU()
         self.both, self.fixed = nn.Linear(6, 12), nn.Linear(6, 6).requires_grad_(False)
-        self.drop, self.nodrop = nn.Dropout(0.5), nn.Dropout(0.0)
+        self.drop, self.nodrop, self.narrow = nn.Dropout(0.5), nn.Dropout(0.0), nn.Linear(6, 1)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.depth, self.skips, self.times, self.flag = 3, (1,), 0, Stateful()
 
@@ -504,6 +478,7 @@ class Program(NamedTuple):
     name: str
     bases: str
     operators: list[str]
+    has_other_graph: bool
     reason: str
     body: str
 
@@ -520,11 +495,11 @@ SHORT = {name: f"linear_{name}" for name in ("relu", "relu2", "gelu", "silu")}
 def parsed(text: str) -> list[Program]:
     found = []
     for head, body in re.findall(r"^# (.*)\n((?:(?!^# ).*\n)+)", text, re.MULTILINE):
-        name, bases, operators, reason = re.match(
-            r"(\w+)(?: \((.*)\))?: (.*?)(?: \| (.*))?$", head
-        ).groups()
+        form = r"(\w+)(?: \((.*)\))?: (.*?)( ~)?(?: \| (.*))?$"
+        name, bases, operators, other, reason = re.match(form, head).groups()
         names = [SHORT.get(word, word) for word in operators.split() if word != "-"]
-        found.append(Program(name, bases or "Base", names, reason or "", body.strip("\n")))
+        code = body.strip("\n")
+        found.append(Program(name, bases or "Base", names, bool(other), reason or "", code))
     return found
 
 
