@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -47,31 +48,24 @@ def of(*between, bias=True):
     return lambda: nn.Sequential(nn.Linear(6, 7, bias), *(make() for make in between))
 
 
-def last():
-    return nn.Linear(7, 3)
-
-
 def nested():
     blocks = (nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Identity()) for _ in "abc")
     return nn.Sequential(*blocks, nn.Sequential(nn.Linear(6, 3)))
 
 
-def dropout(p=0.5):
-    return lambda: nn.Dropout(p)
-
-
+last, dropout = partial(nn.Linear, 7, 3), partial(nn.Dropout, 0.5)
 # maker, blocks, gradients handed over
 MODELS = {
     "chain": (chain, 1, 2),
-    "no next linear": (of(lambda: nn.GELU("tanh")), 1, 0),
+    "no next linear": (of(partial(nn.GELU, "tanh")), 1, 0),
     "no bias": (of(nn.ReLU, last, bias=False), 1, 1),
-    "in place": (of(lambda: nn.ReLU(inplace=True)), 1, 0),
+    "in place": (of(partial(nn.ReLU, inplace=True)), 1, 0),
     "nested": (nested, 1, 3),
-    "two apart": (of(nn.ReLU, lambda: nn.LayerNorm(7), last, nn.GELU), 2, 0),
-    "dropout after": (of(nn.GELU, dropout(), last), 1, 1),  # in eval mode, which comes last
-    "dropout of 0 between": (of(dropout(0.0), nn.GELU, last), 1, 1),
+    "two apart": (of(nn.ReLU, partial(nn.LayerNorm, 7), last, nn.GELU), 2, 0),
+    "dropout after": (of(nn.GELU, dropout, last), 1, 1),  # in eval mode, which comes last
+    "dropout of 0 between": (of(partial(nn.Dropout, 0.0), nn.GELU, last), 1, 1),
     # relu(c·z) = c·relu(z) for c >= 0
-    "dropout between, ReLU": (of(dropout(), nn.ReLU, last), 1, 1),
+    "dropout between, ReLU": (of(dropout, nn.ReLU, last), 1, 1),
     "one activation": (Net, 1, 2),
 }
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_models import decides  # noqa: F401
+from helpers import setting
+from subclasses import Plain
 from torch import nn
 from torch.nn.utils import parametrizations
+from tree_parts import LoudReLU
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import SquaredReLU
@@ -18,10 +21,6 @@ from torch_fused_linear.fuse import in_code, plain
 pytestmark = pytest.mark.usefixtures("decides")
 X = torch.randn(3, 4)
 EMPTY = X[:0]
-
-
-class Doubled(torch.Tensor):
-    pass
 
 
 class Conv1D(nn.Module):
@@ -65,7 +64,7 @@ def buffer(linear):
 
 
 def of_class(linear):
-    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Doubled))
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Plain))
 
 
 def without_forward(module):
@@ -84,10 +83,6 @@ def own_call(module):
 
 
 class OtherConv2d(nn.Conv2d):
-    pass
-
-
-class OtherReLU(nn.ReLU):
     pass
 
 
@@ -114,7 +109,7 @@ LAYERS = {
     "parametrised": (layer(parametrizations.weight_norm), X, False, "has a parametrisation"),
     "bias as a buffer": (layer(buffer), X, False),
     "no weight": (layer(lambda m: m._parameters.update(weight=None)), X, False, "NoneType, not"),
-    "weight of a class": (layer(of_class), X, False, "Doubled, not a plain nn.Parameter"),
+    "weight of a class": (layer(of_class), X, False, "Plain, not a plain nn.Parameter"),
     "child of nn.Linear": (of(tfl.FusedLinear, 4, 4), X, False, "exactly nn.Linear"),
     "child of nn.Conv2d": (of(OtherConv2d, 1, 2, 3), IMAGE, False, "exactly nn.Conv2d"),
     "no layer": (layer(make=nn.Tanh), X, False, "Tanh is not exactly nn.Linear"),
@@ -125,7 +120,7 @@ LAYERS = {
     "other device": (layer(), X.to("meta"), False),
     "other type on meta": (layer(make=on_meta), X.to("meta"), False),
     "sparse": (layer(), X.to_sparse(), True),
-    "of a class": (layer(), X.as_subclass(Doubled), False),
+    "of a class": (layer(), X.as_subclass(Plain), False),
     "a tuple": (layer(), (X, X), False),
     "a number": (layer(), 3, False),
     "channels": (of(nn.Conv2d, 1, 2, 3), torch.randn(1, 2, 6, 6), False),
@@ -146,7 +141,7 @@ ACTIVATIONS = {
     "method": (plain.METHODS["relu"], "linear_relu"),
     "partial": (functools.partial(F.gelu, approximate="tanh"), "linear_gelu"),
     "lambda": (lambda x: F.silu(x), "linear_silu"),
-    "child of nn.ReLU": (OtherReLU(), "linear"),
+    "child of nn.ReLU": (LoudReLU(), "linear"),
     "hooked": (layer(hooked, make=nn.ReLU, mark=None), "linear"),
     "own forward": (layer(without_forward, make=nn.ReLU, mark=None), "linear"),
     "another": (nn.Tanh(), "linear"),
@@ -262,13 +257,10 @@ def test_squares_of_relu(name):
 def test_squares_stay_wide_under_the_autocast_of_a_gpu(act):
     """There torch squares in fp32; the switch alone needs no GPU."""
     linear, more = layer(), [] if isinstance(act, nn.Module) else [torch.square]
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        with torch.no_grad(), tfl.explain() as calls:
-            h = in_code.step(linear, X)
-            in_code.last(*more, in_code.later(act, h)) if more else in_code.last(act, h)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
+    switch = functools.partial(torch.set_autocast_enabled, "cuda")
+    with setting(switch, True, False), torch.no_grad(), tfl.explain() as calls:
+        h = in_code.step(linear, X)
+        in_code.last(*more, in_code.later(act, h)) if more else in_code.last(act, h)
     assert "linear_relu2" not in [call.operator for call in calls.calls]
 
 

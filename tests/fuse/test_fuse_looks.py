@@ -231,22 +231,25 @@ def test_a_file_that_was_edited_is_not_believed(library, is_known):
 CELL = "class Cell(Block):\n    def forward(self, x):\n        return self.act(self.fc1(x))\n"
 
 
+def cell(file):
+    scope = {"Block": Block, "__name__": "__main__"}
+    exec(compile(CELL, file, "exec"), scope)
+    return scope["Cell"]()
+
+
 def test_a_cell_of_a_notebook_is_fused():
     """Notebooks keep the text of a cell in linecache."""
-    name, scope = "<ipython-input-1-c0ffee>", {"Block": Block, "__name__": "__main__"}
+    name = "<ipython-input-1-c0ffee>"
     linecache.cache[name] = len(CELL), None, CELL.splitlines(keepends=True), name
-    exec(compile(CELL, name, "exec"), scope)
-    model = scope["Cell"]()
+    model = cell(name)
     assert len(tfl.fuse_(model).fused) == 1 and operators(model, X) == ["linear_relu"]
 
 
 def test_a_class_without_a_file_is_left_alone_with_the_way_out():
-    scope = {"Block": Block, "__name__": "__main__"}
-    exec(CELL, scope)
-    model = scope["Cell"]()
+    model = cell("<string>")
     (skipped,) = tfl.fuse_(model).skipped
     assert skipped.reason.startswith("there is no source of Cell.forward, which takes a file or a")
-    assert type(model) is scope["Cell"] and not operators(model, X)
+    assert type(model).__name__ == "Cell" and not operators(model, X)
 
 
 SESSION = (

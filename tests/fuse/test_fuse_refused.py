@@ -11,6 +11,7 @@ from fused_models import Block, Gated, Snapshot, operators, results
 from stacks import assert_same
 from torch import nn
 from torch.nn import functional as F
+from tree_parts import LoudReLU
 
 import torch_fused_linear as tfl
 
@@ -30,10 +31,6 @@ def changed(change, name="0", make=pair):
         return model
 
     return made
-
-
-class MyReLU(nn.ReLU):
-    pass
 
 
 class Branching(nn.Module):
@@ -74,7 +71,7 @@ CASES = {
     "coroutine": (changed(with_coroutine, "", Block), ""),
     "another activation": (lambda: pair(activation=nn.Tanh()), "Tanh: only ReLU, squared ReLU"),
     "complex": (lambda: pair(nn.Linear(4, 4, dtype=torch.complex64)), "torch.complex64"),
-    "child of nn.ReLU": (lambda: pair(activation=MyReLU()), "MyReLU is a subclass"),
+    "child of nn.ReLU": (lambda: pair(activation=LoudReLU()), "LoudReLU is a subclass"),
     "dropout before GELU": (lambda: pair(None, nn.Dropout(0.1), activation=nn.GELU()), ACTS),
     # eval() is no promise: train() may follow
     "in eval mode": (lambda: pair(None, nn.Dropout(0.1), activation=nn.GELU()).eval(), ACTS),
