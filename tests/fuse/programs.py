@@ -270,7 +270,11 @@ return self.fc2(self.act(h)) + h.sum()
 # returned_too: - | what it returns is read elsewhere too
 h = self.fc1(x)
 y = self.act(h)
-return self.fc2(y) + h
+x = self.fc2(y) + h
+z = self.fc3(x)
+y = self.relu(z)
+z += 1
+return z + y
 
 # read_in_the_next_turn: - ~ | what it returns is read elsewhere too
 h = x
@@ -288,12 +292,6 @@ try:
     raise TypeError
 except TypeError:
     return h
-
-# added_to: - | what it returns is read elsewhere too
-h = self.fc1(x)
-y = self.relu(h)
-h += 1
-return h + y
 
 # runs_before: - ~ | something runs before its activation does
 y = x * 1
@@ -334,12 +332,16 @@ return self.fc3(self.fc2(x) * self.silu(self.fc1(x)))
 # gate_of_relu: gated_mlp
 return self.fc3(self.fc1(x).relu() * self.fc2(x))
 
-# gate_in_statements: gated_mlp ~
+# gate_in_statements: gated_mlp gated_mlp ~
 up = self.fc2(x)
 gate = self.fc1(x)
 gate = self.silu(gate)
 hidden = self.nodrop(up * gate)
-return self.fc3(hidden)
+x = self.fc3(hidden)
+if x.dim() == 2:
+    inner = self.silu(self.fc1(x))
+    x = self.fc3(inner * self.fc2(x))
+return x
 
 # gate_alone: linear_glu
 gate = F.gelu(self.fc1(x), approximate="tanh")
@@ -349,12 +351,6 @@ return (gate * self.fc2(x)).tanh()
 up, gate = torch.chunk(self.both(x), 2, -1)
 x = self.fc3(up * self.silu(gate))
 return self.act(self.fc3(self.silu(self.fc1(x)) * self.fc2(x)))
-
-# gate_under_a_guard: gated_mlp ~
-if x.dim() == 2:
-    gate = self.silu(self.fc1(x))
-    x = self.fc3(gate * self.fc2(x))
-return x
 
 # gates_in_a_loop: gated_mlp gated_mlp gated_mlp
 for gate, up, down in zip(self.layers, self.layers, self.layers):
@@ -377,28 +373,24 @@ a, b = self.both(x).chunk(2, self.axis)
 h = a * self.silu(b) if self.training else self.silu(a) * b
 return self.fc3(h)
 
-# gate_by_name: silu ~
-gate = F.silu(input=self.fc1(input=x))
-return self.fc3(input=gate * self.fc2(x))
-
 # gates_apart: silu silu
 gate = self.silu(self.fc1(x))
 up = self.fc2(x)
 y = self.fc3(gate * up) + gate.sum()
 return self.fc3(self.silu(self.fc1(x)) * self.fc2(y))
 
-# gate_with_a_call_between: - ~ | something runs before its activation does
-gate = self.fc1(x)
-self.drop(x)
-return self.fc3(self.silu(gate) * self.fc2(x))
-
-# gate_with_a_write_between: - ~ | something runs before its activation does
+# something_between_gates: - ~ | something runs before its activation does
 x = x.detach() * 1
 gate = self.fc1(x)
 x.data.mul_(2)
-return F.relu(gate) * self.fc2(x)
+x = F.relu(gate) * self.fc2(x)
+other = self.fc1(x)
+self.drop(x)
+return self.fc3(self.silu(other) * self.fc2(x))
 
-# gate_of_a_layer_exchanged: silu ~
+# gates_that_are_none: silu silu ~
+named = F.silu(input=self.fc1(input=x))
+x = self.fc3(input=named * self.fc2(x))
 layer = self.fc1
 gate = layer(x)
 layer = self.fc2

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Block, Gated, chain, operators
+from fused_models import Block, Gated, chain, operators, pair
 from processes import run_python
 from stacks import assert_same
 from torch import nn
@@ -32,14 +32,6 @@ class Halves(Gated):
         gate, up = self.fc1(x).chunk(2, self.axis)
         h = up * self.act(gate) if self.training else self.act(up) * gate
         return self.fc2(torch.cat([h, h], -1)) + h.sum()
-
-
-def pair(make):
-    torch.manual_seed(0)
-    plain = make().double()
-    model = copy.deepcopy(plain)
-    assert tfl.fuse_(model).fused
-    return model, plain
 
 
 def dropped():
@@ -196,22 +188,12 @@ def test_autocast(make, dtype):
     torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
 
 
-class Quantised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.quant, self.fc, self.act = quantization.QuantStub(), nn.Linear(6, 6), nn.ReLU()
-        self.dequant = quantization.DeQuantStub()
-
-    def forward(self, x):
-        return self.dequant(self.act(self.fc(self.quant(x))))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("turn", range(4))
 def test_eager_quantisation_in_any_order(turn):
     def run(net, fuses):
         steps = [
-            lambda: quantization.fuse_modules(net, [["fc", "act"]], inplace=True),
+            lambda: quantization.fuse_modules(net, [["module.fc1", "module.act"]], inplace=True),
             lambda: quantization.prepare(net, inplace=True) and net(X[0].float()),
             lambda: quantization.convert(net, inplace=True),
         ]
@@ -219,8 +201,8 @@ def test_eager_quantisation_in_any_order(turn):
             step()
         return net(X[0].float())
 
-    plain = Quantised().eval()
+    plain = quantization.QuantWrapper(Block()).eval()
     plain.qconfig = quantization.get_default_qconfig("qnnpack")
     model = copy.deepcopy(plain)
     torch.testing.assert_close(run(model, True), run(plain, False))
-    assert type(model.fc) is type(plain.fc)
+    assert type(model.module.fc1) is type(plain.module.fc1)

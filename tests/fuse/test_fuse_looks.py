@@ -14,7 +14,7 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Block, operators, results, unmark_all
+from fused_models import Block, operators, pair, results, unmark_all
 from processes import python
 from stacks import assert_same
 from torch import nn
@@ -71,17 +71,10 @@ def library(tmp_path, monkeypatch):
     sys.modules.pop("of_a_user", None)
 
 
-def fused_block():
-    model = Block()
-    plain = copy.deepcopy(model)
-    assert len(tfl.fuse_(model).fused) == 1
-    return model, plain
-
-
 def test_classes_and_functions_stay_what_they_are():
     method, source, subclasses = Block.forward, inspect.getsource(Block), Block.__subclasses__()
     before, held = dict(vars(Block)), dict(vars(method))
-    model, plain = fused_block()
+    model, plain = pair(Block, torch.float32)
     assert type(model) is type(plain) is Block and Block.forward is method
     assert vars(Block) == before and vars(method) == held
     assert Block.__subclasses__() == subclasses and inspect.getsource(Block) == source
@@ -91,7 +84,7 @@ def test_classes_and_functions_stay_what_they_are():
 
 
 def test_a_class_that_is_patched_before_or_later_runs_the_patch(monkeypatch):
-    model, _ = fused_block()
+    model, _ = pair(Block, torch.float32)
     monkeypatch.setattr(Block, "forward", lambda self, x: x + 41)
     assert torch.equal(model(X), X + 41)
     assert not tfl.fuse_(Block()).fused
@@ -100,7 +93,7 @@ def test_a_class_that_is_patched_before_or_later_runs_the_patch(monkeypatch):
 
 
 def test_the_code_is_put_back_with_the_last_mark(monkeypatch):
-    model, _ = fused_block()
+    model, _ = pair(Block, torch.float32)
     other, fused = copy.deepcopy(model), Block.forward.__code__
     tfl.unfuse_(model)
     assert Block.forward.__code__ is fused, "the copy has marks"
@@ -188,7 +181,7 @@ def test_modules_of_other_kinds(cls, found):
 
 
 def test_fusing_while_other_threads_run_the_model():
-    model, plain = fused_block()
+    model, plain = pair(Block, torch.float32)
     tfl.unfuse_(model)
     want, wrong, ends = plain(X), [], threading.Event()
 

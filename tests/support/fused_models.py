@@ -46,6 +46,15 @@ class Gated(Block):
         return self.fc2(self.drop(gate * self.up(x)))
 
 
+def pair(make: Callable[[], nn.Module], dtype=torch.float64) -> tuple[nn.Module, nn.Module]:
+    """The fused model and a plain one."""
+    torch.manual_seed(0)
+    plain = make().to(dtype)
+    model = copy.deepcopy(plain)
+    assert tfl.fuse_(model).fused
+    return model, plain
+
+
 @dataclass
 class Snapshot:
     """A model as it stands: the same objects in the same places, the same bits, the same text."""
