@@ -38,7 +38,7 @@ def fuse_(
 
     Modules stay the same objects of the same classes, and the model the same function whatever is
     done to it, before or after. The function whose code holds the expression gets other code, once
-    for the process; a mark on each layer, the attribute ``_fused``, says for which it matters.
+    for the process; a mark on each layer, an attribute, says for which it matters.
     ``torch.compile`` and ``torch.export`` get the operators; ``torch.jit.script`` compiles the text
     of functions, so a scripted model is the plain one until :func:`fuse_script_`.
 

@@ -60,18 +60,12 @@ FUNCTIONS = (
 )
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: as_made(cls, "forward") for cls in (nn.Linear, nn.Conv2d)}
-MODULES = {
-    cls: (kind, as_made(cls, "forward"))
-    for cls, kind in ((nn.ReLU, "relu"), (nn.GELU, "gelu"), (nn.SiLU, "silu"))
-}
+KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
+MODULES = {cls: (cls.__name__.lower(), as_made(cls, "forward")) for cls in KNOWN}
 PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
-KNOWN = tuple(MODULES)
 CALL, CALL_IMPL = (as_made(nn.Module, name) for name in ("__call__", "_call_impl"))
-CALLED = ("linear", "relu", "gelu", "silu", "conv2d", "dropout")
-FUNCTIONS_CALLED = (
-    (torch, "relu", as_made(torch, "relu")),  # by F.relu
-    *((F, name, as_made(F, name)) for name in CALLED),
-)
+CALLED = (F, "linear relu gelu silu conv2d dropout"), (torch, "relu")  # the last by F.relu
+FUNCTIONS_CALLED = [(lib, f, as_made(lib, f)) for lib, names in CALLED for f in names.split()]
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, as_made(Tensor, name)) for name in (*METHODS, "pow", "__pow__")),
     (nn.Conv2d, "_conv_forward", as_made(nn.Conv2d, "_conv_forward")),
@@ -95,10 +89,8 @@ def learn(value: object) -> None:
     if kind is None and full_name(cls) != CONV1D:
         return
     forward = as_made(next(c for c in cls.__mro__ if "forward" in vars(c)), "forward")
-    if kind is None:
-        LAYERS.setdefault(cls, forward)
-    else:
-        MODULES.setdefault(cls, (kind, forward))
+    known, what = (LAYERS, forward) if kind is None else (MODULES, (kind, forward))
+    known.setdefault(cls, what)
 
 
 def is_spread(layer: nn.Module) -> bool:
@@ -126,13 +118,12 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
-    if is_dynamo_compiling():  # which has methods of its own in nn.Module and Tensor
-        base = nn.Module
-        known = cls.__call__ is base.__call__ and cls._call_impl is base._call_impl
-        known = known and cls.forward is forward
+    is_traced = is_dynamo_compiling()  # which has methods of its own in nn.Module and Tensor
+    call = nn.Module.__call__ if is_traced or is_exporting() else CALL  # wrapped for a while
+    call_impl = nn.Module._call_impl if is_traced else CALL_IMPL
+    known = cls.forward is forward and cls.__call__ is call and cls._call_impl is call_impl
+    if is_traced:
         return known and all(getattr(owner, name) is f for owner, name, f in FUNCTIONS_CALLED)
-    call = nn.Module.__call__ if is_exporting() else CALL  # export wraps it for a while
-    known = cls.forward is forward and cls.__call__ is call and cls._call_impl is CALL_IMPL
     return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
 
 
