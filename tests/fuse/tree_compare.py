@@ -170,6 +170,8 @@ def compiled(backend: str) -> Callable:
 
 def scripted(fused, plain, x) -> bool:
     def make(model):
+        # Else a class that was scripted before takes no notice of what is patched now.
+        torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
         return torch.jit.script(model.eval())
 
     return transformed(make, inference, fused, plain, x, "scripted")
