@@ -201,7 +201,9 @@ class MlpNode final : public Node {
   void keep(const std::vector<Layer>& layers) {
     for (size_t i = 0; i < layers.size(); ++i) {
       auto* kept = &kept_[Layer::indices * i];
-      kept[Layer::input_index] = saved_input(layers[i].input);
+      // Nobody else has the inputs of the layers above.
+      kept[Layer::input_index] = i == 0 ? saved_input(layers[i].input)
+                                        : SavedVariable(layers[i].input, /*is_output=*/false);
       kept[Layer::weight_index] = saved_weight(layers[i].weight);
       kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
       remember_bits(Layer::indices * i + Layer::saved_index, layers[i].saved);
