@@ -5,7 +5,7 @@
 
 namespace fused::python {
 
-// step, last, end, later, product, last_product and know, for PyModule_AddFunctions.
+// step, last, first, end, later, product, last_product and know, for PyModule_AddFunctions.
 extern PyMethodDef expression_methods[9];
 
 }  // namespace fused::python
