@@ -46,10 +46,8 @@ def fuse_(
         model: changed in place. It may be on any device, ``meta`` too.
         filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to take part,
             with its name in the model; one for which it returns ``False`` is called as before.
-        memory: ``'default'``, or ``'low'`` to keep less for the backward where less is kept then:
-            GELU with a linear layer straight after it, and ReLU with no module with parameters
-            there, which would keep ReLU's output anyway. Gated blocks make one product again.
-            Writes between the two layers that torch does not count go unseen: docs/memory.md.
+        memory: ``'default'``, or ``'low'`` to keep less for the backward where that pays.
+            docs/memory.md says where, and which writes between two layers go unseen then.
         dry_run: only report, for which the compiled library need not be there.
 
     Returns:

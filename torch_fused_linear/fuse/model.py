@@ -21,7 +21,7 @@ from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
 from .plain import hooks_objection
-from .runs import Product, Step, runs_of, step_of
+from .runs import Step, runs_of, step_of
 from .source import Text, Unreadable, code_of, codes_in, place_of, unwrapped
 
 FUSED = (FusedMLP, FusedGatedMLP)
@@ -113,8 +113,7 @@ class Model:
         def element(step: Step) -> Element:
             is_method = step.callee is None
             values = [plain.called_in(step.node)] if is_method else resolver.values(step.callee)
-            forms = step.forms if isinstance(step, Product) else ()
-            parts = [[*map(element, form.steps)] for form in forms]
+            parts = [[*map(element, form.steps)] for form in step.forms]
             return Element(module, values, step, text, parts)
 
         chains = [[element(step) for step in run] for run in self._runs(text)]

@@ -182,20 +182,15 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         cls = type(function)
         if cls not in MODULES and not is_dynamo_compiling():
             learn(function)
-        if cls not in MODULES:
-            return None
-        kind, forward = MODULES[cls]
-        if not is_untouched(cls, forward):
+        kind, forward = MODULES.get(cls, (None, None))
+        if kind is None or not is_untouched(cls, forward):
             return None
         return name_of_gelu(function.approximate) if kind == "gelu" else kind
     if type(function) is functools.partial:
         known = any(function.func is f for f, _, option in FUNCTIONS if option)
         is_bare = known and not function.args
         return activation_kind(function.func, function.keywords) if is_bare else None
-    if type(function) is not FunctionType:
-        return None
-    value, options = called_by(function)
-    return None if value is None else activation_kind(value, options)
+    return activation_kind(*called_by(function)) if type(function) is FunctionType else None
 
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
@@ -282,8 +277,7 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     if reason := hooks_objection(layer):
         return reason
     weight = layer._parameters.get("weight")
-    may_be_distributed = is_sharded or is_spread(layer)
-    is_distributed = may_be_distributed and type(weight).__name__ == "DTensor"
+    is_distributed = (is_sharded or is_spread(layer)) and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
@@ -295,8 +289,7 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
     """Why this activation must be called as it is, or None."""
     if activation_kind(value, options) is None:
         cls = type(value)
-        is_module = isinstance(value, nn.Module)
-        name = cls.__name__ if is_module else getattr(value, "__name__", repr(value))
+        name = getattr(cls if isinstance(value, nn.Module) else value, "__name__", repr(value))
         if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
         expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"

@@ -4,7 +4,6 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
 
 from torch import nn
 
@@ -172,8 +171,8 @@ class Plan:
     def _place_objection(self, steps: Chain, layers: list[nn.Module]) -> str | None:
         """What stands in the way for whatever layer it is."""
         linear, activation = steps[0], steps[-1]
-        if reason := owner_objection(linear.owner):
-            return reason
+        if "forward" in vars(linear.owner):
+            return f"{type(linear.owner).__name__} has a forward of its own, set on the object"
         if activation.owner is not linear.owner:
             return "its activation lies in another container"
         if not linear.step.is_bare:
@@ -236,7 +235,7 @@ class Plan:
         element = chain[0]
         (_, *layers), *others = element.parts
         kinds = [kind for act, *_ in element.parts for kind in act.kinds(is_plain=True)]
-        if not kinds or not all(kinds) or owner_objection(element.owner):
+        if not kinds or not all(kinds) or "forward" in vars(element.owner):
             return
         if any(p.values != q.values for _, *other in others for p, q in zip(layers, other)):
             return  # the two forms of a product are of different layers
@@ -294,7 +293,7 @@ class Plan:
 
     def _follower(self, element: Element) -> Place | None:
         """The layer of `element`, which is to take over the gradient of the one before."""
-        if element.place not in self.places and not owner_objection(element.owner):
+        if element.place not in self.places and "forward" not in vars(element.owner):
             layers = element.of(plain.is_linear)
             sets = [[layer] for layer in layers if not self._is_refused([layer], element)]
             if element.step.is_bare:
@@ -337,8 +336,8 @@ class Plan:
                     f"the code of {type(module).__name__} does not show a layer's output going "
                     f"straight to {names[0]!r} and nowhere else"
                 )
-                is_python = isinstance(forward, FunctionType)
-                self.skipped[path] = reason, place_of(code_of(forward)) if is_python else ""
+                code = getattr(forward, "__code__", None)  # none of what is not in Python
+                self.skipped[path] = reason, place_of(code) if code else ""
 
     # --- carrying it out ------------------------------------------------------------------------
 
@@ -349,8 +348,7 @@ class Plan:
         report = Report(tuple(blocks(places, self.model.names)), tuple(skipped))
         if dry_run:
             return report
-        firsts = [place.steps[0] for place in places]
-        sequences = [first.owner for first in firsts if first.text is None]
+        sequences = [p.steps[0].owner for p in places if p.steps[0].text is None]
         rewrite(self.chosen, bool(sequences))
         for module in (*sequences, *(layer for place in places for layer in place.layers)):
             vars(module).setdefault(MARK, "default")
@@ -386,12 +384,6 @@ def blocks(places: Iterable[Place], names: Mapping[int, str]) -> Iterator[Block]
         before, after = map(tuple, operators)
         kind = type(first.owner).__name__
         yield Block(names[id(first.owner)], kind, layers, before, after, first.where)
-
-
-def owner_objection(owner: nn.Module) -> str | None:
-    is_own = "forward" in vars(owner)
-    name = type(owner).__name__
-    return f"{name} has a forward of its own, set on the object" if is_own else None
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from . import in_code, plain
-from .runs import Form, Product, Step, dotted, halved, mentions, step_of
+from .runs import Form, Step, dotted, halved, mentions, step_of
 from .source import ORIGINALS, Text, codes_in, functions_in, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 def roles_of(text: Text, steps: list[Step]) -> Roles:
     """Those of calls that become one."""
     found = {step.node: "step" for step in steps[:-1]} | {steps[-1].node: "last"}
-    for form in steps[0].forms if isinstance(steps[0], Product) else ():
+    for form in steps[0].forms:
         found |= {step.node: "step" for step in form.steps}
         found[form.node] = "product" if len(steps) > 1 else "last_product"
         found |= {form.steps[0].node: "later", form.halves: "halves"} | first_of(text, form)

@@ -39,6 +39,8 @@ class Step:
     # Nobody else sees what the step before returned, and nothing that matters runs in between.
     is_sole: bool = True
     guard: ast.If | None = None  # the ``if`` under which it comes
+    # Of a product, which is a gated layer: of ``a * b if c else d * e`` there are two.
+    forms: "tuple[Form, ...]" = ()
 
     @property
     def is_bare(self) -> bool:
@@ -157,9 +159,8 @@ class Scope:
         """The ``if`` that begins with what reads the name, if a layer may wait for its answer."""
         part = self.statement_of(read)
         outer = self.parents[part]
-        if isinstance(outer, ast.If) and part is outer.body[0] and is_condition(outer.test):
-            return None if mentions(outer.test, read.id) else outer
-        return None
+        is_guard = isinstance(outer, ast.If) and part is outer.body[0] and is_condition(outer.test)
+        return outer if is_guard and not mentions(outer.test, read.id) else None
 
     def origin(self, read: ast.Name) -> ast.AST | None:
         """The last statement of the block that mentions the name before it is read there, or in
@@ -290,14 +291,8 @@ class Form(NamedTuple):
     reads: dict[ast.Name, ast.AST]  # names between the calls, and what gives them their values
 
 
-@dataclass(frozen=True)
-class Product(Step):
+def product_of(scope: Scope, node: ast.AST) -> Step | None:
     """A gated layer as the first step of a run."""
-
-    forms: tuple[Form, ...] = ()  # of ``a * b if c else d * e`` there are two
-
-
-def product_of(scope: Scope, node: ast.AST) -> Product | None:
     parts = [node]
     if isinstance(node, ast.IfExp):
         parts = [node.body, node.orelse] if is_condition(node.test) else []
@@ -308,7 +303,7 @@ def product_of(scope: Scope, node: ast.AST) -> Product | None:
     is_sole = all(scope.is_read_by(read.id, start, reads) for read, start in reads.items())
     if not is_sole or not scope.may_wait(node, reads):
         return None
-    return Product(node, node, node, forms=tuple(forms))
+    return Step(node, node, node, forms=tuple(forms))
 
 
 def _form(scope: Scope, node: ast.AST | None) -> Form | None:
