@@ -3,12 +3,13 @@
 import copy
 import gc
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch._functorch.config
 from helpers import device_param
+from operators import LOW_DTYPES
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
@@ -352,32 +353,22 @@ APART = {  # and what explain says of it; of a formula it has no row
 }
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_as_torch_where_products_add(name):
-    run_both(ADDED[name])
+# torch does not differentiate a compiled backward; of a failure the graph knows when it has ended.
+NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle"}
+COMPILED = [(name, True) for name in (*ADDED, *APART) if name not in NOT_COMPILED]
 
 
-@pytest.mark.parametrize("name", APART)
-def test_as_torch_where_something_sees_the_gradient(name):
-    scenario, reason = APART[name]
+@pytest.mark.parametrize("name, compiled", [*((n, False) for n in (*ADDED, *APART)), *COMPILED])
+@torch._functorch.config.patch(donated_buffer=False)  # or graphs cannot be retained
+def test_as_torch_whether_products_add_or_something_sees_the_gradient(name, compiled):
+    scenario, reason = APART.get(name) or (ADDED[name], "")
     # the last layer of that one alone is looked at
-    report = run_both(scenario, taken=name == "hook on the node")
+    taken = name in ADDED or name == "hook on the node"
+    report = run_both(scenario, taken=taken, compiled=compiled)
     assert not reason or f"weight's gradient apart: {reason}" in str(report)
 
 
 # ---- compiled -----------------------------------------------------------------------------------
-
-# torch does not differentiate a compiled backward; of a failure the graph knows when it has ended.
-NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle"}
-
-
-@pytest.mark.parametrize("name", sorted({*ADDED, *APART} - NOT_COMPILED))
-@torch._functorch.config.patch(donated_buffer=False)  # or graphs cannot be retained
-def test_compiled_models_as_torchs(name):
-    scenario, reason = APART.get(name) or (ADDED[name], "")
-    taken = name in ADDED or name == "hook on the node"
-    report = run_both(scenario, taken=taken, compiled=True)
-    assert not reason or f"weight's gradient apart: {reason}" in str(report)
 
 
 class Doubled(torch.autograd.Function):
@@ -409,17 +400,14 @@ def test_a_node_of_others_may_go_on_with_a_compiled_gradient():
 def test_graphs_compiled_before_are_traced_anew(monkeypatch):
     monkeypatch.setattr(tfl.accumulation, "was_asked_for", False)
 
-    def before(p):
+    programs = [Program(chain, compiled=compiled) for compiled in (True, False)]
+    for p in programs:
         steps(p, 1)
         with tfl.accumulate_gradients(p.model) as handle, tfl.explain() as report:
             steps(p, 2)
         assert any(call.operator == "_weight_gradient" for call in report.calls)
         handle.remove()
         steps(p, 2)
-
-    programs = [Program(chain, compiled=compiled) for compiled in (True, False)]
-    for p in programs:
-        before(p)
     torch.testing.assert_close(*(p.state()[0] for p in programs))
 
 
@@ -446,17 +434,13 @@ def test_threads_add_to_the_same_weights():
     layer = tfl.FusedLinear(600, 600, bias=False, dtype=torch.double)
     x = torch.ones(2, 600, dtype=torch.double)
 
-    def work():
+    def work(_):
         for _ in range(40):
             layer(x).sum().backward()
 
-    work()
-    with tfl.accumulate_gradients(layer):
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    work(0)
+    with tfl.accumulate_gradients(layer), ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 2.0 * 40 * 5))
 
 
@@ -483,13 +467,7 @@ def sum_of_eight(dtype, grad_dtype, accumulates, device, out=40):
 @pytest.mark.parametrize("out", [40, 37])
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    ],
+    [*((d, d) for d in LOW_DTYPES), *((d, torch.float32) for d in LOW_DTYPES[1:])],
 )
 def test_sums_are_at_most_as_wrong_as_torchs(dtype, grad_dtype, out, device):
     ours, error = sum_of_eight(dtype, grad_dtype, True, device, out)
