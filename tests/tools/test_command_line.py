@@ -63,15 +63,6 @@ def test_bad_arguments_give_one_line(command, arguments, says, capsys):
     assert says in message and message.count("\n") == 1 and len(message) < 400
 
 
-def test_ctrl_c_ends_the_bench_without_a_traceback(monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench.machine, "warm_up", interrupted)
-    assert bench.main(["layer", "--quick", "--device", "cpu"]) == 130
-    assert "stopped by Ctrl-C" in capsys.readouterr().out
-
-
 def test_ctrl_c_ends_the_doctor_without_a_traceback():
     program = (
         "import os, runpy, signal, sys, torch\n"

@@ -16,7 +16,6 @@ pytest.importorskip("matplotlib")
 from mnist_files import write_mnist
 
 from examples.digits import data as digits_data
-from examples.digits import pictures
 from examples.digits.networks import CLASSES, sigmoid_loss
 
 
@@ -77,14 +76,3 @@ def test_damaged_and_missing_mnist_is_told(tmp_path: Path, file: str, damage, sa
         digits_data.load_mnist(tmp_path)
     message, shown = str(raised.value), {None: tmp_path, one_less: "train"}.get(damage, path)
     assert re.search(says, message, re.DOTALL) and str(shown) in message
-
-
-# ------------------------------------------------------------------------------------- pictures
-
-
-def test_pictures_of_very_little_and_of_nonsense(tmp_path: Path) -> None:
-    one = pictures.Curve("one", [0.1], [float("nan")], [], [])
-    pictures.draw_learning(tmp_path / "loss.png", "title", "loss", one, one)
-    few, labels = np.zeros((3, 8, 8)), np.array([1, 2, 3])
-    pictures.draw_predictions(tmp_path / "few.png", "title", few, labels + 1, labels)
-    assert all((tmp_path / name).stat().st_size > 1000 for name in ("loss.png", "few.png"))

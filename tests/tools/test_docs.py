@@ -156,11 +156,3 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{link}: there is no {target}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{link}: {target} has no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_tables_have_heads(page):
-    """A blank line within a table makes a paragraph full of bars of the rest."""
-    for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        assert not lines or re.fullmatch(r"[|:\- ]+", lines[1]), lines[0]

@@ -1,12 +1,11 @@
 """gain: what is measured, that the model stays as it is, the verdict, and the command line."""
 
-import copy
 import json
 import random
 
 import pytest
 import torch
-from fused_models import unmark_all
+from fused_models import Snapshot, unmark_all
 from helpers import device_param, one_thread  # noqa: F401
 from processes import ROOT, python
 from torch import nn
@@ -94,15 +93,14 @@ def test_the_model_stays_as_it_is(device, fused_before, monkeypatch):
     calls = []
     model.fc1.weight.register_hook(calls.append)
     grads = [p.grad.clone() for p in (*model.parameters(), x)]
-    state = copy.deepcopy(model.state_dict())
+    before = Snapshot.of(model)
     code, numbers, python = Model.forward.__code__, torch.get_rng_state(), random.getstate()
     found = quick(model, x, step=True)
     assert set(found.modes) == {"inference", "step"} and len(found.report.fused) == 1
     assert all(
         torch.equal(p.grad, grad) for p, grad in zip((*model.parameters(), x), grads, strict=True)
     )
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert model.training and model.fc1.training and not model.drop.training
+    before.assert_equals(Snapshot.of(model))
     assert tfl.is_fused(model) == fused_before and Model.forward.__code__ is code
     assert torch.equal(torch.get_rng_state(), numbers) and random.getstate() == python
     assert not calls, "a hook of the user's was called"
@@ -229,12 +227,6 @@ def test_verdicts(mode, verdict):
     assert mode.verdict == verdict
 
 
-def test_what_is_within_noise_has_no_number():
-    mode = Mode(times=timed(eager=101, fuse=100), apart={FUSED: 2e-8}, rounding=1e-7)
-    (row,) = (line for line in mode.lines() if line.startswith("fuse_ "))
-    assert "within noise" in row and "times" not in row
-
-
 def test_nothing_to_fuse():
     found = quick(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))
     assert found.modes == {} and found.verdict == "leave it: nothing in it can be fused"
@@ -247,7 +239,7 @@ def test_a_fast_path_of_torch_is_told():
     assert "nothing that can be fused runs" in str(found)
 
 
-def test_with_the_compiler(tmp_path):
+def test_with_the_compiler():
     import inductor
 
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -256,23 +248,6 @@ def test_with_the_compiler(tmp_path):
     mode = found.modes["inference"]
     assert mode.failed == {} and list(mode.times) == [EAGER, FUSED, COMPILED, OURS]
     assert set(mode.apart) == {FUSED, COMPILED, OURS} and max(mode.apart.values()) < 1e-5
-    found.save_picture(tmp_path / "bars.svg")
-    text = (tmp_path / "bars.svg").read_text()
-    assert text.startswith("<?xml") and len(text) > 5000
-
-
-def test_bars_are_as_long_as_the_medians(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    from torch_fused_linear.picture import draw_bars
-
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    one, all_of_them = {FUSED: (2, 1, 3)}, {EAGER: (4, 4, 5), FUSED: (2, 2, 2)}
-    draw_bars(tmp_path / "bars.png", "title", {"ms": (all_of_them, 1e-3), "MiB": (one, 1)})
-    (times, memory) = figures[0].axes
-    assert [bar.get_width() for bar in times.patches] == [4e-3, 2e-3]
-    assert memory.patches[0].get_width() == 2
 
 
 # --- errors -----------------------------------------------------------------------------------
