@@ -71,13 +71,6 @@ def test_save_and_load_in_a_fresh_process(how, name, tmp_path):
     assert done.stdout == f"equal {count}\n"
 
 
-def test_a_process_without_the_library_is_told_the_operator(tmp_path):
-    """The words are torch's, which reads the model before anything of ours could speak."""
-    torch.jit.script(network("vectors")).save(str(tmp_path / "model.pt"))
-    done = python(FRESH, tmp_path / "model.pt", "none", cwd=tmp_path, code=1)
-    assert "Unknown builtin op: fused::linear_relu" in done.stderr
-
-
 @name_param
 def test_optimised(name):
     """Frozen first."""

@@ -154,15 +154,6 @@ def test_a_python_that_is_too_old_is_said_before_anything_is_imported(monkeypatc
 # --- the workflow ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("schema", "file"),
-    [("github-workflows", ".github/workflows/ci.yml"), ("citation-file-format", "CITATION.cff")],
-)
-def test_a_file_is_as_its_schema_says(schema, file):
-    pytest.importorskip("check_jsonschema", reason="pip install -r requirements-lint.txt")
-    python("-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", file)
-
-
 def test_the_workflow_runs_what_is_there():
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert ".ci/run" in text and (ROOT / ".ci" / "run").exists()
