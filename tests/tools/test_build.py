@@ -123,13 +123,10 @@ def test_a_torch_without_cuda_gets_a_cpu_library(machine, monkeypatch):
     assert "built without CUDA" in words_of_exit(toolkits.choose, torch)
 
 
-def test_architectures_are_those_that_nvcc_knows():
+def test_architectures_are_those_that_nvcc_knows_in_the_compilers_words():
     assert toolkits.all_architectures("13.0") == EVERYTHING
     assert toolkits.all_architectures("12.8") == EVERYTHING
     assert toolkits.all_architectures("12.6") == "7.5;8.0;8.6;9.0+PTX"
-
-
-def test_the_compilers_flags_of_architectures():
     assert toolkits.gencode("8.0;9.0a+PTX") == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
@@ -360,7 +357,7 @@ def test_the_requirement_of_a_wheel_names_its_releases():
 def test_the_library_is_of_these_sources():
     info = _library.build_info()
     (torch,) = torchs.found()
-    toolkit = None
+    toolkit, made = None, []
     if info["cuda"] is not None:
         kernels = json.loads((PACKAGE / "lib" / "fused_kernels.json").read_text())
         with_hopper = Path("cutlass") if kernels["hopper"] else None
@@ -368,10 +365,10 @@ def test_the_library_is_of_these_sources():
         toolkit = toolkits.Toolkit(
             home, kernels["cuda"], (home,), kernels["arch_list"], with_hopper
         )
-        part = parts.kernels(toolkit, kernels["debug"], "")
+        made.append(parts.kernels(toolkit, kernels["debug"], ""))
+    made.append(parts.operators(torch, toolkit, info["debug"], "", 1))
+    for part in made:
         assert part.is_current(PACKAGE / "lib"), "csrc has changed: run `make build`"
-    part = parts.operators(torch, toolkit, info["debug"], "", 1)
-    assert part.is_current(PACKAGE / "lib"), "csrc has changed: run `make build`"
 
 
 def listed(tool, *arguments):
@@ -465,11 +462,6 @@ def copy(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "copy", copy_function=shutil.copyfile))
 
 
-def test_a_second_build_does_nothing(copy):
-    assert "up to date" in build_in(copy)
-    assert not (copy / "build").exists()
-
-
 CHANGED = ("csrc/library.cpp", "csrc/fused_linear.h", "csrc/new.cpp", "build_tools/parts.py")
 
 
@@ -505,6 +497,7 @@ def test_for_another_torch_both_are_there(copy, monkeypatch, tmp_path):
 
 
 def test_a_finished_build_is_complete_and_not_repeated(copy):
+    assert "up to date" in build_in(copy) and not (copy / "build").exists()
     package = copy / "torch_fused_linear"
     (copy / "csrc" / "library.cpp").write_text("int changed;\n")
     assert "CPU ONLY (TORCH_FUSED_LINEAR_CUDA=0)" in build_in(copy, WORKING)
