@@ -4,9 +4,9 @@ import math
 
 import operators
 import pytest
-import startup_code
 import torch
 from helpers import one_thread  # noqa: F401
+from processes import starting_with
 
 from certify import fuzz, fuzz_cases, record
 
@@ -44,10 +44,8 @@ def test_cases_differ_in_all_that_is_promised():
     assert {case.x.dtype for case in cases} == set(fuzz_cases.DTYPES)
     assert {case.policy for case in cases} == {"auto", "cublaslt", "eager"}
     assert {case.mode for case in cases} == {"grad", "no_grad", "inference_mode"}
-    assert {repr(layer.op).split()[-1] for layer in layers if layer.op.name == "mlp"} == {
-        "default",
-        "low",
-    }
+    chains = [repr(layer.op) for layer in layers if layer.op.name == "mlp"]
+    assert {name.split()[-1] for name in chains} == {"default", "low"}
     assert {0, 1} <= {size for case in cases for size in case.x.shape}
     assert max(len(case.layers) for case in cases) == 3
     assert any(0 in t.stride() for case in cases for t in case.tensors if t.numel() > 1)
@@ -141,7 +139,7 @@ def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
 
 def test_what_reads_memory_that_nobody_wrote_is_found_in_another_process(tmp_path, monkeypatch):
     assert not fuzz.eager_reads_unwritten(1, 3)
-    environment = startup_code.environment(
+    environment = starting_with(
         tmp_path,
         "import torch\n"
         "from certify import fuzz\n"

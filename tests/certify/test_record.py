@@ -4,8 +4,7 @@ import json
 import os
 
 import pytest
-import startup_code
-from processes import ROOT, python
+from processes import ROOT, python, starting_with
 
 from certify import __main__, parts, record
 
@@ -69,7 +68,7 @@ def certify(*words, code=0, **variables):
 )
 def test_a_crash_is_recorded_and_does_not_end_the_run(tmp_path, call, key, jobs):
     """The process dies in the third case of the fuzz, every time it gets there."""
-    environment = startup_code.environment(
+    environment = starting_with(
         tmp_path,
         "from certify import fuzz, fuzz_cases\n"
         "third = str(fuzz_cases.Draw(1, 3, 'cpu').case())\n"

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from captures import captured
-from helpers import setting
+from helpers import captured, setting
 from numerics import in_double, run
 from operators import LAST, LOW_DTYPES, Case, Op, channels_last, conv, without_kinks
 from tf32 import FLOAT32_LEVEL, TF32_LEVEL, errors, needs_tf32, off_zero

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from captures import captured
-from helpers import setting
+from helpers import captured, setting
 from numerics import assert_bits, in_double, run
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, Case, op_param, policy_param
 from steps import encode_mask

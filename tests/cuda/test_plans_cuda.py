@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from captures import captured
-from helpers import setting
+from helpers import captured, setting
 from numerics import assert_contract
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU
 from plan_files import ALGORITHM, FOREIGN, file_text, measuring, run_step  # noqa: F401

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 import two_layers
-from captures import captured
-from helpers import setting
+from helpers import captured, setting
 from numerics import assert_bits
 from plan_files import run_forced
 

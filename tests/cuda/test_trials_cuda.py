@@ -5,7 +5,7 @@ import subprocess
 import cpp_programs
 import pytest
 import torch
-from captures import captured
+from helpers import captured
 from numerics import run
 from operators import GELU_ERF, GELU_TANH, LINEAR, OPS, RELU, SILU
 from plan_files import STEP, measuring, run_step, write_forced  # noqa: F401

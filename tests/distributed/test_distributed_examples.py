@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from bench_records import ROOT
-from processes import run
+from processes import ROOT, run
 
 from benchmarks.pages.__main__ import render
 from benchmarks.pages.results import by_machine

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from benchmarks.cases import Case
 from benchmarks.results import Record
 from torch_fused_linear.timing import Number
-
-ROOT = Path(__file__).resolve().parents[2]
 
 STEP = Case("layer", (8, 16), 4, "fp32", "relu", "step")
 

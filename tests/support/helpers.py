@@ -1,4 +1,4 @@
-"""What is no matter of operators: devices, threads and settings of tests."""
+"""What is no matter of operators: devices, CUDA graphs, threads and settings of tests."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -28,3 +28,11 @@ def setting(function: Callable[[object], object], value, afterwards) -> Iterator
         yield
     finally:
         function(afterwards)
+
+
+def captured(step):
+    """A CUDA graph of the step, and its results, which each replay writes anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

@@ -30,6 +30,13 @@ def run_python(program, code=0, **variables):
     return python("-c", program, code=code, PYTHONPATH=str(ROOT), **own)
 
 
+def starting_with(folder, code):
+    """The environment in which processes run the code first; tests' modules are found by it."""
+    begin = f"import os, sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    (folder / "sitecustomize.py").write_text(begin + code)
+    return {"PYTHONPATH": os.pathsep.join(map(str, [folder, ROOT / "tests" / "support", ROOT]))}
+
+
 def script(path, text):
     """A program of the shell."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from captures import captured
+from helpers import captured
 from numerics import assert_bits
 from operators import ACTS as ACTIVATIONS
 from operators import linear

@@ -5,7 +5,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from bench_records import ROOT, record_of
+from bench_records import record_of
+from processes import ROOT
 
 from benchmarks import results
 from benchmarks.cases import Case

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from bench_records import ROOT
+from processes import ROOT
 from test_docs import FENCE, PAGES
 
 from benchmarks.pages.everything import times_compiled
