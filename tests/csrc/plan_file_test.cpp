@@ -5,8 +5,6 @@
 
 #include "plans/registry.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -188,17 +186,6 @@ bool contains(const std::string& text, const std::string& part) {
 }
 
 void put(const char* path, const std::string& text) { std::ofstream(path) << text; }
-
-// The message of the error, or nothing.
-template <typename Fn>
-std::string error_of(const Fn& fn) {
-  try {
-    fn();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 TEST(a_file_is_whole_or_refused) {
   write_plans("plans", entries_of(3));

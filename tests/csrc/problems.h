@@ -6,6 +6,9 @@
 #include "plans/decisions.h"
 #include "plans/plan_file.h"
 
+#include <c10/util/Exception.h>
+
+#include <string>
 #include <vector>
 
 using namespace fused;
@@ -105,4 +108,15 @@ inline Entries entries_of(int count, int64_t first = 1) {
     entries.emplace_back(p, d);
   }
   return entries;
+}
+
+// The message of the error, or nothing.
+template <typename Fn>
+std::string error_of(const Fn& fn) {
+  try {
+    fn();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
 }
