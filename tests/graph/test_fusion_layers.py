@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion import chain, check, conv_relu, images, results, tanh_formula, tensors
+from fusion import chain, chain_of, check, conv_relu, images, results, tanh_formula, tensors
 from operators import ODD
 from torch import nn
 
@@ -108,21 +108,17 @@ MLP = {
     ),
     "three, shared weights": lambda x, w, b, v, c: F.linear(chain(x, w, b, v, c).relu(), w, b),
     "an activation behind": lambda *args: chain(*args).relu(),
-    "reshaped and back": lambda x, w, b, v, c: F.linear(
-        F.relu(F.linear(x, w, b).view(-1)).view(5, 8), v, c
-    ),
+    "reshaped and back": chain_of(lambda z: F.relu(z.view(-1)).view(5, 8)),
     "our own layers": lambda x, w, b, v, c: tfl.linear(tfl.linear_relu(x, w, b), v, c),
     "our own GELU behind": lambda x, w, b, v, c: tfl.linear_gelu(tfl.linear_gelu(x, w, b), v, c),
     "our own ReLU behind": lambda x, w, b, v, c: tfl.linear_relu(tfl.linear_relu(x, w, b), v, c),
 }
 FIRST_ALONE = {
-    "other rows behind": lambda x, w, b, v, c: F.linear(
-        F.linear(x, w, b).relu().view(5, 1, 8), v, c
-    ),
+    "other rows behind": chain_of(lambda z: z.relu().view(5, 1, 8)),
     "other features behind": lambda x, w, b, v, c: F.linear(
         F.linear(x, w, b).relu().view(10, 4), v[:, :4], c
     ),
-    "dropout": lambda x, w, b, v, c: F.linear(F.dropout(F.linear(x, w, b).relu(), 0.5), v, c),
+    "dropout": chain_of(lambda z: F.dropout(z.relu(), 0.5)),
     "the hidden tensor is used": lambda x, w, b, v, c: (
         lambda hidden: F.linear(hidden, v, c).sum() + hidden.sum()
     )(F.relu(F.linear(x, w, b))),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fusion import (
     chain,
+    chain_of,
     check,
     conv_relu,
     images,
@@ -90,32 +91,21 @@ def test_vmap(kind):
     torch.testing.assert_close(got, results(function, args), rtol=1e-4, atol=1e-4)
 
 
-def chain_of(act):
-    return lambda x, w, b, v, c: F.linear(act(F.linear(x, w, b)), v, c)
-
-
 # What forward and backward call of our operators, and of ATen's for the same.
+FIRST = {F.relu: "linear_relu", F.gelu: "_linear_aux", tanh_formula: "_linear_aux"}
+ACROSS = ["fused._linear_backward_across.default", "fused._linear_backward.default"]
 GRAPHS = [
-    *(
-        (
-            chain_of(act),
-            partial(tensors, 2, 5),
-            [f"fused.{first}.default", "fused.linear.default"],
-            ["fused._linear_backward_across.default", "fused._linear_backward.default"],
-        )
-        for act, first in (
-            (F.relu, "linear_relu"),
-            (F.gelu, "_linear_aux"),
-            (tanh_formula, "_linear_aux"),
-        )
-    ),
+    (chain_of(act), partial(tensors, 2, 5), [f"fused.{op}.default", "fused.linear.default"], ACROSS)
+    for act, op in FIRST.items()
+]
+GRAPHS.append(
     (
         conv_relu,
         partial(images, 2),
         ["fused.conv2d_relu.default"],
         ["fused._channels_relu_backward.default", "aten.convolution_backward.default"],
-    ),
-]
+    )
+)
 
 
 @pytest.mark.parametrize("function, make, forward, backward", GRAPHS)
@@ -154,11 +144,8 @@ def test_exported_graphs_are_taken_too(operator):
 def test_identity():
     """The caches pickle the pass: what it has counted must not matter, what it does must."""
     conv = partial(FusionPass, conv=True)
-    for make, counts in (
-        (FusionPass, "replaced"),
-        (conv, "replaced"),
-        (FormulaPass, "written_out"),
-    ):
+    passes = {FusionPass: "replaced", conv: "replaced", FormulaPass: "written_out"}
+    for make, counts in passes.items():
         one, other = make(), make()
         getattr(other, counts)["mlp"] += 3
         assert one.uuid() == other.uuid()
