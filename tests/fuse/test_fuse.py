@@ -286,5 +286,7 @@ def test_other_arguments_are_refused():
                 function(wrong)
     with pytest.raises(TypeError, match=r"filter_fn\(name, module\) -> bool or None, got str"):
         tfl.fuse_(chain(), "0")
+    with pytest.raises(ValueError, match=r"fuse_: memory must be .*got 'less'"):
+        tfl.fuse_(chain(), memory="less")
     with pytest.raises(TypeError, match=r"call torch_fused_linear\.fuse_\(model\), with an under"):
         tfl.fuse(chain())

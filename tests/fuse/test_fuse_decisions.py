@@ -50,10 +50,6 @@ def layer(change=None, *, mark="default", make=lambda: nn.Linear(4, 4)):
     return found
 
 
-def on_meta():
-    return nn.Linear(4, 4, device="meta", dtype=torch.bfloat16)
-
-
 def of(cls, *args, **options):
     return layer(make=lambda: cls(*args, **options))
 
@@ -82,10 +78,8 @@ def own_call(module):
     module._call_impl = module._call_impl
 
 
-class OtherConv2d(nn.Conv2d):
-    pass
-
-
+OtherConv2d = type("OtherConv2d", (nn.Conv2d,), {})
+ON_META = {"device": "meta", "dtype": torch.bfloat16}
 IMAGE = torch.randn(1, 1, 6, 6)
 # The layer, what it gets, whether the call may wait for its activation, and why fuse_ refuses it.
 LAYERS = {
@@ -118,7 +112,7 @@ LAYERS = {
     "other type": (layer(), X.double(), False),
     "whole numbers": (layer(), torch.ones(3, 4, dtype=torch.long), False),
     "other device": (layer(), X.to("meta"), False),
-    "other type on meta": (layer(make=on_meta), X.to("meta"), False),
+    "other type on meta": (of(nn.Linear, 4, 4, **ON_META), X.to("meta"), False),
     "sparse": (layer(), X.to_sparse(), True),
     "of a class": (layer(), X.as_subclass(Plain), False),
     "a tuple": (layer(), (X, X), False),

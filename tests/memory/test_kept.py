@@ -310,8 +310,3 @@ def test_fuse_takes_low_memory_where_it_pays(name):
             assert_same(other, steps[0])
     tfl.unfuse_(low)
     assert kept_bytes(lambda: low(x)) // 64 == want[0]
-
-
-def test_fuse_is_told_of_memory():
-    with pytest.raises(ValueError, match=r"fuse_: memory must be .*got 'less'"):
-        tfl.fuse_(nn.Linear(1, 1), memory="less")

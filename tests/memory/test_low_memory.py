@@ -69,12 +69,9 @@ def ran(op, wanted=None, on=True):
     """(operator, path, hand-over) of the rows of a step."""
     case = op.case((5,), 6, 8)
     leaves = case.leaves(wanted)
-
-    def step():
-        op.call(*leaves).backward(case.g)
-
+    names = ("operator", "path", "handover")
     with tfl.handover(on):
-        return operators_of(step, "operator", "path", "handover")
+        return operators_of(lambda: op.call(*leaves).backward(case.g), *names)
 
 
 @pytest.mark.parametrize("form", ["gelu_tanh", "gelu_erf", "silu"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from layers import CHAIN, CONV, GATED, LAYERS, LINEAR, runs_as_one, step
 from numerics import assert_same
+from operators import LAST
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -110,20 +111,14 @@ def test_forward_and_gradients(row, device):
     assert_same([got], [twin(x)])
 
 
-LAST = torch.channels_last
-
-
 @layer_param
 def test_copies_and_pickles(row):
     layer, x = row.make(), row.input()
     buffer = io.BytesIO()
     torch.save(layer, buffer)
     buffer.seek(0)
-    for other in (
-        copy.deepcopy(layer),
-        pickle.loads(pickle.dumps(layer)),
-        torch.load(buffer, weights_only=False),
-    ):
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in (*copies, torch.load(buffer, weights_only=False)):
         assert type(other) is type(layer) and repr(other) == repr(layer)
         assert torch.equal(other(x), layer(x))
         assert runs_as_one(other, x) == runs_as_one(layer, x)

@@ -14,15 +14,12 @@ from watching import Calls
 
 LOW = [torch.bfloat16, torch.float16]
 low_param = pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-ERRORS = (RuntimeError, ValueError, TypeError)
 
 
 def case_in(low, op, device):
     """fp32, with kinks as wide as the rounding of what is computed in."""
     case = ops.without_kinks(op, op.case((5,), 16, 24, low, device))
-    return ops.Case(
-        [t.float() for t in op.case((5,), 16, 24, torch.float32, device).inputs], case.g
-    )
+    return ops.Case(op.case((5,), 16, 24, torch.float32, device).inputs, case.g)
 
 
 @ops.every_op
@@ -74,7 +71,7 @@ def test_mixed_dtypes_are_fine_only_inside(op, device):
         torch.testing.assert_close(y, eager, rtol=3e-2, atol=3e-2)
         without_biases = op.call(half, *parameters[: len(parameters) - op.biases])
         assert without_biases.dtype == torch.bfloat16
-    with pytest.raises(ERRORS, match=op.name):
+    with pytest.raises(ops.ERRORS, match=op.name):
         op.call(half, *parameters)
 
 

@@ -37,14 +37,10 @@ CASES = {
 case_param = pytest.mark.parametrize("name", CASES)
 
 
-def by_torch_ops(name, tensors, where=torch.ops.fused):
-    _, others, by_name = CASES[name]
+def called(name, where=tfl):
+    tensors, others, by_name = CASES[name]
     positional = others[:1] if name == "mlp" else others if name == "conv2d_relu" else ()
     return getattr(where, name)(*tensors, *positional, **by_name)
-
-
-def by_function(name):
-    return by_torch_ops(name, CASES[name][0], where=tfl)
 
 
 @case_param
@@ -53,14 +49,14 @@ def test_the_functional_form_goes_there(name, monkeypatch):
     calls = []
 
     class Counting:
-        def __getattr__(self, called):
-            calls.append(called)
-            return getattr(direct, called)
+        def __getattr__(self, function):
+            calls.append(function)
+            return getattr(direct, function)
 
     monkeypatch.setattr(functional, "direct", Counting())
-    got = by_function(name)
+    got = called(name)
     assert calls == [name]
-    assert_bits([got], [by_torch_ops(name, CASES[name][0])])
+    assert_bits([got], [called(name, torch.ops.fused)])
 
 
 class Subclass(torch.Tensor):
@@ -85,10 +81,10 @@ class Mode(TorchFunctionMode):
 @case_param
 def test_a_mode_sees_the_operator(name):
     tensors, others, _ = CASES[name]
-    want = by_function(name)
+    want = called(name)
     with Mode() as mode:
         assert getattr(direct, name)(*tensors, *others) is None
-        got = by_function(name)
+        got = called(name)
     assert_bits([got], [want])
     assert getattr(torch.ops.fused, name) in mode.seen
 

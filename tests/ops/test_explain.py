@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import one_thread  # noqa: F401
+from operators import DTYPES
 from stacks import HANDED, MIXED, Stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -25,12 +26,7 @@ def rows(report, *names):
     return [tuple(getattr(call, name) for name in names) for call in report.calls]
 
 
-NAMES = {
-    torch.float64: "Double",
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-}
+NAMES = dict(zip(DTYPES, ("Double", "Float", "Half", "BFloat16"), strict=True))
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=str)

@@ -55,10 +55,8 @@ def test_large_operands_in_every_layout(policy, dtype, device):
         for n, op in enumerate(ops.OPS):
             case, check = op.exact_case(64, 256, 288, dtype, device), assert_exact
             if op in ops.SMOOTH:
-                case, check = (
-                    ops.without_kinks(op, op.case(64, 256, 288, dtype, device)),
-                    assert_near,
-                )
+                check = assert_near
+                case = ops.without_kinks(op, op.case(64, 256, 288, dtype, device))
             for k, (name, where) in enumerate(itertools.product(MATRIX_LAYOUTS, "xwg")):
                 if device.type == "cpu" and (k // 3 + k + n) % 3:  # a third of them, each met
                     continue
@@ -250,6 +248,5 @@ def test_a_convolution_keeps_the_memory_format_of_its_gradients(device):
             assert_same([ours], [eager])
             # torch's own fp64 results are contiguous on a GPU; ours follow one rule
             if ours.dim() == 4 and which == "xw" and device.type == "cpu":
-                assert ours.is_contiguous(memory_format=ops.LAST) == eager.is_contiguous(
-                    memory_format=ops.LAST
-                )
+                lasts = [t.is_contiguous(memory_format=ops.LAST) for t in (ours, eager)]
+                assert lasts[0] == lasts[1]

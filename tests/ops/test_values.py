@@ -115,11 +115,8 @@ def test_errors_of_chains_and_gated_layers(activation, dtype, device):
         leads = [(), (1,), (33,), (2, 3)]
         for k, ((i, hidden, o), lead, bias) in enumerate(itertools.product(sizes, leads, [1, 0])):
             op = ops.gated(ops.FORMS[k % 4], activation, o is not None, hidden)
-            yield (
-                op,
-                f"{lead} {k}",
-                op.case(lead, i, o or hidden, dtype, device, bool(bias), seed=k),
-            )
+            case = op.case(lead, i, o or hidden, dtype, device, bool(bias), seed=k)
+            yield op, f"{lead} {k}", case
         for form in ("apart", "stacked"):  # large enough for blocks on every thread
             op = ops.gated(form, activation, down=True, hidden=258)
             yield op, f"large, {form}", op.case((3, 171), 24, 16, dtype, device)

@@ -168,11 +168,8 @@ def assert_contract_in(dtype: torch.dtype, make: Callable[[], nn.Module], inputs
     assert tfl.fuse_(fused).fused
     tally = Tally()
     inputs = cast(inputs, dtype)
-    columns = (
-        results(fused, inputs),
-        results(eager, inputs),
-        results(truth, cast(inputs, torch.float64)),
-    )
+    wide = cast(inputs, torch.float64)
+    columns = results(fused, inputs), results(eager, inputs), results(truth, wide)
     for ours, theirs, exact in zip(*columns, strict=True):
         if exact is not None:
             assert ours.dtype == theirs.dtype

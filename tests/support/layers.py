@@ -82,15 +82,10 @@ class Layer:
 
 
 def _linear(kind: str) -> Layer:
-    classes = {
-        "none": (tfl.FusedLinear, {}),
-        "relu": (tfl.FusedLinearReLU, {}),
-        "gelu_tanh": (tfl.FusedLinearGELU, {"approximate": "tanh"}),
-        "gelu_erf": (tfl.FusedLinearGELU, {"approximate": "none"}),
-        "silu": (tfl.FusedLinearSiLU, {}),
-        "relu2": (tfl.FusedLinearReLU2, {}),
-    }
-    cls, options = classes[kind]
+    classes = {"none": tfl.FusedLinear, "relu": tfl.FusedLinearReLU}
+    classes |= {"silu": tfl.FusedLinearSiLU, "relu2": tfl.FusedLinearReLU2}
+    gelus = {"gelu_tanh": {"approximate": "tanh"}, "gelu_erf": {"approximate": "none"}}
+    cls, options = classes.get(kind, tfl.FusedLinearGELU), gelus.get(kind, {})
 
     def plain(**more) -> nn.Module:
         linear = nn.Linear(6, 4, **more)

@@ -73,12 +73,8 @@ FAMILIES = {
     "timm Mlp ReLU": (timm_mlp(act_layer=nn.ReLU), ROWS, 1, 1),
     "torchvision MLPBlock": (torchvision_mlp, ROWS, 1, 1),
     "torchvision MLP": (torchvision_chain, ROWS, 1, 2),
-    "BERT": (
-        hugging_face("BertForMaskedLM", "BertConfig", **SMALL),
-        TOKENS,
-        3,  # with the transform before the vocabulary
-        2,
-    ),
+    # with the transform before the vocabulary
+    "BERT": (hugging_face("BertForMaskedLM", "BertConfig", **SMALL), TOKENS, 3, 2),
     "BERT in chunks": (
         hugging_face("BertModel", "BertConfig", **SMALL, chunk_size_feed_forward=1),
         TOKENS,
