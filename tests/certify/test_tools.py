@@ -56,9 +56,8 @@ def test_memory_that_grows_is_reported():
 def failures():
     trial = torch_checks.Trial("cpu", measured=False)
     found = [trial.one(1, unit) for unit in range(len(trial.units("cpu")))]
-    assert [list(one["checks"]) for one in found[:5]] == [
-        [check.__name__] for check in torch_checks.CHECKS
-    ]
+    names = [[check.__name__] for check in torch_checks.CHECKS]
+    assert [list(one["checks"]) for one in found[:5]] == names
     return [text for one in found for text in one.get("failures", [])]
 
 

@@ -295,10 +295,8 @@ def test_gradient_from_bits(dtype):
 @pytest.mark.parametrize("op", [op for op in OPS if op is not LINEAR], ids=repr)
 def test_between_layers(op):
     """The gradient that is handed over is that of the layers one by one."""
-    first, second = (
-        LINEAR.case(16_001, 40, 264, torch.float32),
-        LINEAR.case(1, 264, 150, torch.float32),
-    )
+    first = LINEAR.case(16_001, 40, 264, torch.float32)
+    second = LINEAR.case(1, 264, 150, torch.float32)
     parameters = [*first.inputs[1:], *second.inputs[1:]]
 
     def gradients():

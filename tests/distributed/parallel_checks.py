@@ -374,14 +374,9 @@ def hooks_around_layers():
     """What runs of a layer and ReLU after ``fuse_``, and that it is what ran before."""
     mesh = mesh_of((4,))
     whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
-    ways = {
-        "fused": ColwiseParallel(**whole),
-        "a sum to make": RowwiseParallel(**whole),
-        "watched before": ColwiseParallel(**whole),
-        "watched after": ColwiseParallel(**whole),
-        "with keywords": ColwiseParallel(**whole),
-        "a style of its own": Own(),
-    }
+    by_column = ("fused", "watched before", "watched after", "with keywords")
+    ways = {how: ColwiseParallel(**whole) for how in by_column}
+    ways |= {"a sum to make": RowwiseParallel(**whole), "a style of its own": Own()}
     found = {}
     for how, plan in ways.items():
         torch.manual_seed(3)

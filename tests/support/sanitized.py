@@ -22,15 +22,9 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import cpp_programs  # noqa: E402
 from cpp_programs import parts  # noqa: E402
 
-PROGRAMS = (
-    "threads_test",
-    "handover_test",
-    "gated_test",
-    "gemm_test",
-    "conv_test",
-    "plan_test",
-    "plan_file_test",
-)
+# All of them but those that run kernels of CUDA on the CPU.
+TESTS = sorted((ROOT / "tests" / "csrc").glob("*_test.cpp"))
+PROGRAMS = [path.stem for path in TESTS if "cuda/kernels" not in path.read_text()]
 # Of code that is not ours: torch is not compiled with the sanitizer, which then cannot see how it
 # keeps its threads apart; its registries live until the process ends.
 OPTIONS = {
