@@ -138,6 +138,11 @@ std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
   return found;
 }
 
+Tensor gradient_of(const Tensor& weight, const Tensor& grad, const Tensor& input) {
+  return std::get<1>(steps::linear_backward(
+      {grad, input, weight, std::nullopt, Activation::none, {false, true, false}}));
+}
+
 }  // namespace
 
 void set(const Tensor& weight, std::string_view text) {
@@ -187,6 +192,10 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
 }
 
 Tensor Target::add(const Tensor& grad, const Tensor& input, bool must_be_defined) const {
+  if (adds_ && (into_.is_alias_of(grad) || into_.is_alias_of(input))) {
+    explain::remark("weight's gradient apart: it shares memory with what it is made of");
+    return gradient_of(weight_, grad, input);
+  }
   {
     const std::lock_guard lock(internals::mutex_of(*accumulator_));
     steps::weight_gradient(grad, input, into_, adds_);
@@ -218,8 +227,7 @@ Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight
       return target->add(grad, input, /*must_be_defined=*/true);
     }
   }
-  return std::get<1>(steps::linear_backward(
-      {grad, input, weight, std::nullopt, Activation::none, {false, true, false}}));
+  return gradient_of(weight, grad, input);
 }
 
 TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {

@@ -93,11 +93,15 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
 
 std::optional<Plain> plain(PyObject* layer) {
   static PyObject *const parameters = intern("_parameters"), *const weight_name = intern("weight"),
-                         *const bias_name = intern("bias"), *const groups_name = intern("groups");
+                         *const bias_name = intern("bias"), *const groups_name = intern("groups"),
+                         *const conv_name = intern("_conv_forward");
   PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
   if (forward == nullptr) return std::nullopt;
   const Dict dict(layer);
   if (!is_plain(layer, dict, forward) || !torch_is_plain()) return std::nullopt;
+  for (PyObject* name : {weight_name, bias_name, conv_name}) {
+    if (dict[name] != nullptr) return std::nullopt;  // which hides the parameter
+  }
   PyObject* held = dict[parameters];
   PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
   PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
@@ -136,7 +140,10 @@ bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer
 PyObject* child(PyObject* module, PyObject* name) {
   static PyObject* const modules_name = intern("_modules");
   PyObject* held = Dict(module)[modules_name];
-  return held == nullptr || !PyDict_Check(held) ? nullptr : item(held, name);
+  if (held == nullptr || !PyDict_Check(held)) return nullptr;
+  const Reference key(PyObject_Str(name));  // of an index
+  PyErr_Clear();
+  return key.object == nullptr ? nullptr : item(held, key.object);
 }
 
 std::optional<ConvGeometry> geometry_of(PyObject* layer) {

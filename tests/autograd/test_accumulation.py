@@ -111,6 +111,23 @@ def test_sums_are_torchs_in_every_kind_of_layer(make, device, compiled):
     assert len(added) == 2 * len(Program(make).weights)  # the first micro-batch writes
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["input", "its view", "gradient"])
+def test_a_product_does_not_read_the_sum_that_it_writes(what, compiled):
+    sums = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.double))
+        x, w.grad = torch.randn(2, 4, 4, dtype=torch.double)
+        x = {"input": w.grad, "its view": w.grad.t(), "gradient": x}[what]
+        call = tfl.linear if is_ours else torch.nn.functional.linear
+        with tfl.accumulate_gradients([w]):
+            y = (with_our_pass(call) if compiled else call)(x, w)
+            y.backward(w.grad if what == "gradient" else torch.ones_like(y))
+        sums.append(w.grad)
+    torch.testing.assert_close(*sums)
+
+
 def test_gradients_stay_the_tensors_that_they_are():
     program = Program(chain)
     with tfl.accumulate_gradients(program.model):

@@ -66,6 +66,12 @@ h = F.dropout(h, p=self.drop.p, training=self.training)
 h = self.fc2(h)
 return h + x
 
+# annotation_alone: - | what it returns is read elsewhere too
+h = self.fc1(x)
+y = self.relu(h)
+h: torch.Tensor
+return self.fc2(y) + h
+
 # other_names: gelu linear
 h = self.fc1(x)
 y = self.act(h)

@@ -78,6 +78,11 @@ def own_call(module):
     module._call_impl = module._call_impl
 
 
+def hiding(name):
+    """Puts onto the object what Python finds before the parameter or method."""
+    return lambda module: vars(module).update({name: getattr(module, name)})
+
+
 OtherConv2d = type("OtherConv2d", (nn.Conv2d,), {})
 ON_META = {"device": "meta", "dtype": torch.bfloat16}
 IMAGE = torch.randn(1, 1, 6, 6)
@@ -98,7 +103,15 @@ LAYERS = {
     "backward hook": (layer(watched("full_backward_hook")), X, False, "has backward hooks"),
     "backward pre hook": (layer(watched("full_backward_pre_hook")), X, False, "backward pre"),
     "own forward": (layer(without_forward), X, False, "forward of its own"),
-    "own call": (layer(own_call), X, False, "forward of its own"),
+    "own call": (layer(own_call), X, False, "call_impl of its own"),
+    "hidden weight": (layer(hiding("weight")), X, False, "a weight of its own, set on"),
+    "hidden bias": (layer(hiding("bias")), X, False, "a bias of its own"),
+    "own product": (
+        layer(hiding("_conv_forward"), make=lambda: nn.Conv2d(1, 2, 3)),
+        IMAGE,
+        False,
+        "a conv_forward of its own",
+    ),
     "compiled": (layer(lambda m: m.compile(backend="eager")), X, False, "was compiled"),
     "parametrised": (layer(parametrizations.weight_norm), X, False, "has a parametrisation"),
     "bias as a buffer": (layer(buffer), X, False),
@@ -275,10 +288,10 @@ GATES = {
 @pytest.mark.parametrize("name", GATES)
 def test_gates(name, is_gate_left):
     gate, up, x, other_x, operators = GATES[name]
-    down, layers = layer(), nn.ModuleDict({"up": up})
+    down, layers = layer(), nn.ModuleList([up])
 
     def product(multiply):
-        left = in_code.first((layers, "up"), F.silu, in_code.step(gate, x))
+        left = in_code.first((layers, 0), F.silu, in_code.step(gate, x))
         right = in_code.step(up, other_x)
         return multiply(left, right) if is_gate_left else multiply(right, left)
 

@@ -82,7 +82,7 @@ def first(path, function, h, /, *args, **named):
     that of the path, whose result it is multiplied by. It waits only where that one will."""
     other, *names = path
     for name in names:
-        other = getattr(other, "_modules", {}).get(name)  # no property is asked
+        other = getattr(other, "_modules", {}).get(str(name))  # no property is asked
     if memory_of(other) is None or plain.parameters(other) is None:
         return last(function, h, *args, **named)
     return (later if is_a(Begun, h) else step)(function, h, *args, **named)

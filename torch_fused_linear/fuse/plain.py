@@ -105,8 +105,9 @@ def hooks_objection(module: nn.Module) -> str | None:
     for kind in HOOKS[2:] if is_spread(module) else HOOKS:
         if own.get(kind):
             return f"has {kind.strip('_').replace('_', ' ')}"
-    if "forward" in own or "_call_impl" in own:
-        return "has a forward of its own, set on the object"
+    for name in ("forward", "_call_impl", "weight", "bias", "_conv_forward"):
+        if name in own:
+            return f"has a {name.strip('_')} of its own, set on the object"
     if own.get("_compiled_call_impl") is not None:
         return "was compiled"
     return None

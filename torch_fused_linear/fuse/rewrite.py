@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from torch import nn
 
 from . import in_code, plain
-from .runs import Form, Step, dotted, halved, mentions, step_of
+from .runs import Form, Step, halved, path_of, position, step_of
 from .source import ORIGINALS, Text, codes_in, functions_in, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
@@ -37,7 +37,7 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     for form in steps[0].forms:
         found |= {step.node: "step" for step in form.steps}
         found[form.node] = "product" if len(steps) > 1 else "last_product"
-        found |= {form.steps[0].node: "later", form.halves: "halves"} | first_of(text, form)
+        found |= {form.steps[0].node: "later", form.halves: "halves"} | first_of(form)
     for step, after in itertools.pairwise(steps):
         if after.is_square and step is not steps[0]:
             found[step.node] = "later"
@@ -46,18 +46,16 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     return {k: found[node] for k, node in enumerate(ast.walk(text.node)) if node in found}
 
 
-def first_of(text: Text, form: Form) -> dict[ast.AST, str]:
+def first_of(form: Form) -> dict[ast.AST, str]:
     """The role of what is done with the layer of two that runs first before the other runs, with
-    the path of that one."""
+    what calls that one."""
     act, gate, *_ = form.steps
-    order = sorted(form.steps, key=lambda step: (step.node.lineno, step.node.col_offset))
+    order = sorted(form.steps, key=lambda step: position(step.node))
     one, *other = (step for step in order if step is not act)
-    path = dotted(other[0].callee) if other else []
-    is_fixed = all(isinstance(n.ctx, ast.Load) for n in mentions(text.node, "".join(path[:1])))
-    if not path[1:] or not is_fixed or any(name.startswith("__") for name in path):
-        return {}  # private names are other ones when they run
+    if not other:
+        return {}
     is_activated = one is gate and order[-1] is other[0]
-    return {(act if is_activated else one).node: " ".join(("first", *path))}
+    return {(act if is_activated else one).node: f"first {ast.unparse(other[0].callee)}"}
 
 
 def united(one: Roles, other: Roles) -> Roles:
@@ -128,10 +126,10 @@ class _Rewriter(ast.NodeTransformer):
             data = halved(node) if role == "halves" else step_of(node).data
             is_method = data is getattr(node.func, "value", None)
             called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
-            role, *path = role.split()  # of the first of two, where the other is
-            if path:
-                names = map(ast.Constant, path[1:])
-                called.insert(0, ast.Tuple([ast.Name(path[0], ast.Load()), *names], ast.Load()))
+            role, _, other = role.partition(" ")
+            if other:
+                path = path_of(ast.parse(other, mode="eval").body)
+                called.insert(0, ast.Tuple(path, ast.Load()))
             node.func, node.args = _name(role), [*called, *node.args]
         return self.generic_visit(node)
 

@@ -97,6 +97,25 @@ def dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else []
 
 
+def position(node: ast.AST) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def path_of(callee: ast.expr) -> list[ast.expr]:
+    """A name, and what is looked up from there without running anybody's code; empty otherwise."""
+    match callee:
+        case ast.Name():
+            return [callee]
+        case ast.Attribute(held, name) if not name.startswith("__"):  # which is another one then
+            part = ast.Constant(name)
+        case ast.Subscript(held, ast.Name() | ast.Constant() as part):
+            pass
+        case _:
+            return []
+    before = path_of(held)
+    return [*before, part] if before else []
+
+
 def is_harmless(*nodes: ast.AST) -> bool:
     return all(isinstance(n, HARMLESS) for node in nodes for n in ast.walk(node))
 
@@ -115,7 +134,9 @@ def mentions(node: ast.AST, name: str) -> list[ast.Name]:
 def assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
     """The name that is assigned, if it is one, and the value."""
     match statement:
-        case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+        case ast.Assign([ast.Name(name)], value):
+            return name, value
+        case ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
             return name, value
     return None, None
 
@@ -188,12 +209,8 @@ class Scope:
         around = list(self.around(node))
         if any(isinstance(p, INNER) for p in around[: around.index(part)]):
             return False
-        own, here = {*ast.walk(node), *around}, (node.lineno, node.col_offset)
-        return all(
-            (n.lineno, n.col_offset) >= here or n in own
-            for n in ast.walk(part)
-            if isinstance(n, CALLS)
-        )
+        own, here = {*ast.walk(node), *around}, position(node)
+        return all(position(n) >= here or n in own for n in ast.walk(part) if isinstance(n, CALLS))
 
     def takes_locals(self) -> bool:
         """Whether the function takes all its local names together, begun calls among them."""
@@ -217,7 +234,7 @@ class Scope:
         that must run before `read` assigns the same name, unless `start` lies between them."""
         around = list(self.around(read))
         loops = [p for p in self.around(start) if isinstance(p, LOOPS)]
-        is_before = (read.lineno, read.col_offset) < (start.end_lineno, start.end_col_offset)
+        is_before = position(read) < (start.end_lineno, start.end_col_offset)
         if is_before and not any(p in loops for p in around):
             return False
         for inner in around[:-1]:
@@ -320,7 +337,7 @@ def _form(scope: Scope, node: ast.AST | None) -> Form | None:
         if half is None and other_half is None:
             gate, up = _bare_step(value), _bare_step(rest)
             is_one = gate and up and ast.dump(gate.data) == ast.dump(up.data)
-            if is_one and is_harmless(gate.data):
+            if is_one and is_harmless(gate.data) and _is_known_ahead(scope, gate, up):
                 return Form(node, (act, gate, up), None, reads)
         elif value is rest and {half, other_half} == {0, 1} and (data := halved(value)):
             layer, part = _origin(scope, data, reads)
@@ -334,6 +351,15 @@ def _bare_step(node: ast.AST | None) -> Step | None:
     """A call of a tensor that is given by position, and of nothing else."""
     step = step_of(node)
     return step if step is not None and step.is_bare and step.node.args else None
+
+
+def _is_known_ahead(scope: Scope, *steps: Step) -> bool:
+    """Whether the layer that runs second can be looked up when the first does."""
+    first, second = sorted((step.node for step in steps), key=position)
+    path = path_of(second.func)
+    names = [n for p in path if isinstance(p, ast.Name) for n in mentions(scope.node, p.id)]
+    between = (n for n in names if position(first) < position(n) < position(second))
+    return bool(path) and all(isinstance(n.ctx, ast.Load) for n in between)
 
 
 def halved(node: ast.AST | None) -> ast.expr | None:
