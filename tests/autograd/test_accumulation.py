@@ -222,12 +222,15 @@ def retain_graph(p):
 
 
 def tied_twice(p):
+    def loss(x, w):
+        h = tfl.linear_relu(x, w) + tfl.linear_gelu(x * 2, w, approximate="none") + x @ w.t()
+        return h.sum() + w.sum()
+
+    call = loss if p.call is p.model else with_our_pass(loss)
     for _ in range(3):
         torch.manual_seed(1)
-        x = torch.randn(4, WIDTHS[0], dtype=torch.double)
-        w = p.weights[0]
-        h = tfl.linear_relu(x, w) + tfl.linear_gelu(x * 2, w, approximate="none") + x @ w.t()
-        (h.sum() + w.sum()).backward()
+        x = torch.randn(4, WIDTHS[0], dtype=torch.double, requires_grad=True)
+        call(x, p.weights[0]).backward()
 
 
 def frozen(before):
@@ -381,6 +384,7 @@ def test_as_torch_whether_products_add_or_something_sees_the_gradient(name, comp
     scenario, reason = APART.get(name) or (ADDED[name], "")
     # the last layer of that one alone is looked at
     taken = name in ADDED or name == "hook on the node"
+    taken = taken and not (compiled and name == "tied_twice")  # the graph adds the two
     report = run_both(scenario, taken=taken, compiled=compiled)
     assert not reason or f"weight's gradient apart: {reason}" in str(report)
 

@@ -115,6 +115,17 @@ TEST(a_bucket_waits_with_its_neighbour) {
   EXPECT(!plans::measured(bucket) && !plans::neighbours_of(bucket, all) && plans::show().empty());
 }
 
+TEST(what_threads_remember_ends_with_the_settings) {
+  const auto ends = [](auto change) {
+    const auto before = plans::generation();
+    change();
+    return plans::generation() != before;
+  };
+  EXPECT(ends([] { plans::set_budget(7); }) && !ends([] { plans::set_budget(7); }));
+  EXPECT(ends([] { plans::set_patience(9); }) && !ends([] { plans::set_patience(9); }));
+  EXPECT(ends(plans::clear));
+}
+
 // ---- text --------------------------------------------------------------------------------------
 
 TEST(text_comes_back) {

@@ -149,6 +149,7 @@ ACTIVATIONS = {
     "partial": (functools.partial(F.gelu, approximate="tanh"), "linear_gelu"),
     "lambda": (lambda x: F.silu(x), "linear_silu"),
     "child of nn.ReLU": (LoudReLU(), "linear"),
+    "child of ReLU²": (type("Child", (SquaredReLU,), {})(), "linear"),
     "hooked": (layer(hooked, make=nn.ReLU, mark=None), "linear"),
     "own forward": (layer(without_forward, make=nn.ReLU, mark=None), "linear"),
     "another": (nn.Tanh(), "linear"),

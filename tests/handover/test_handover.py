@@ -162,15 +162,16 @@ def test_memory_of_aborted_backwards_is_given_back(device):
     assert sum(ref() is not None for ref in alive) == 0
 
 
+@pytest.mark.parametrize("is_output", [False, True])
 @pytest.mark.parametrize("on", [False, True])
-def test_a_write_to_what_a_layer_saved_is_an_error(on, device):
+def test_a_write_to_what_a_layer_saved_is_an_error(on, is_output, device):
     """A hook in the middle writes: nothing is silently computed with the new values."""
-    stack = Stack(("gelu_tanh", "none"), device=device)
-    out = stack()
+    stack = Stack(("relu", "none"), device=device)
+    output, out = stack.outputs()
 
     def spoil(_):
         with torch.no_grad():
-            stack.weights[0].add_(1)
+            (output if is_output else stack.weights[0]).add_(1)
 
     stack.weights[1].register_post_accumulate_grad_hook(spoil)
     with tfl.handover(on), pytest.raises(RuntimeError, match="modified by an inplace"):

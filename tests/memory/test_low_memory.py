@@ -62,6 +62,14 @@ def test_numerics_are_eagers(dtype, device):
     compare(run(op.call, case), run(op.eager, case))
 
 
+def test_hooks_on_saved_tensors_are_given_what_torch_keeps():
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    h, kept = tfl.linear_gelu(x, w, memory="low"), []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, identity):
+        tfl.linear(h, w)
+    assert {h.data_ptr(), w.data_ptr()} == {t.data_ptr() for t in kept}
+
+
 # --- what runs -----------------------------------------------------------------------------------
 
 

@@ -250,10 +250,18 @@ torch_fused_linear/flops.py: tests/memory
 -return linear(input, weight) * (bool(output_mask[0]) + bool(output_mask[1]))
 +return linear(input, weight)
 
+torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_decisions.py
+# a child of ReLU² taken
+-kind = ACTIVATIONS.get(full_name(cls))
++kind = ACTIVATIONS.get(full_name(cls.__base__)) or ACTIVATIONS.get(full_name(cls))
+# a weight that hides the parameter unseen
+-for name in ("forward", "_call_impl", "weight", "bias", "_conv_forward"):
++for name in ("forward", "_call_impl"):
+
 torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_later.py
 # a function set on an object unseen
--if "forward" in own or "_call_impl" in own:
-+if "forward" in own:
+-("forward", "_call_impl", "weight",
++("forward", "weight",
 # a dropout in place drawn otherwise
 - or (inplace and p and training):
 +:
@@ -314,9 +322,6 @@ torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_trees.py
 # a child of nn.Linear taken
 -if kind is None and full_name(cls) != CONV1D:
 +if kind is None and not isinstance(value, nn.Linear):
-# a child of nn.ReLU taken
--kind = ACTIVATIONS.get(full_name(cls))
-+kind = ACTIVATIONS.get(full_name(cls.__base__))
 # one GELU for the other
 -return name_of_gelu(function.approximate) if
 +return "gelu_tanh" if
