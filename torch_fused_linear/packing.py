@@ -12,8 +12,7 @@ def pack_weights(module: nn.Module) -> int:
     The copy is made at the first call with each weight, and takes the memory of the weight once
     more, until the weight is freed or :func:`unpack_weights`. It is used in bf16, where it helps
     most with few tokens, and in fp32 on processors with AVX-512 that are not Intel's, from about
-    128 tokens.
-    Parameters and ``state_dict`` stay as they are.
+    128 tokens. Parameters and ``state_dict`` stay as they are.
 
     A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``,
     ``weight.data = ...``, ``swap_tensors`` and writes in place. One that has been trained since,

@@ -139,7 +139,9 @@ bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer
 
 PyObject* child(PyObject* module, PyObject* name) {
   static PyObject* const modules_name = intern("_modules");
-  PyObject* held = Dict(module)[modules_name];
+  const Dict dict(module);
+  if (PyObject* found = dict[name]) return found;
+  PyObject* held = dict[modules_name];
   if (held == nullptr || !PyDict_Check(held)) return nullptr;
   const Reference key(PyObject_Str(name));  // of an index
   PyErr_Clear();

@@ -96,6 +96,11 @@ LAYERS = {
     "transposed": (layer(make=Conv1D), X, True),
     "convolution": (of(nn.Conv2d, 1, 2, 3), IMAGE, True),
     "convolution of groups": (of(nn.Conv2d, 2, 2, 3, groups=2), torch.randn(1, 2, 6, 6), True),
+    "padded later": (
+        layer(lambda m: setattr(m, "padding", 1), make=lambda: nn.Conv2d(1, 2, 3)),
+        IMAGE,
+        True,
+    ),
     "frozen": (layer(lambda m: m.requires_grad_(False)), X, True),
     "no mark": (layer(mark=None), X, False),
     "hook": (layer(hooked), X, False, "has forward hooks"),

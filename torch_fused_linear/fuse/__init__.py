@@ -29,12 +29,10 @@ def fuse_(
     r"""Replaces each linear layer or convolution and its activation by one fused call, in place.
 
     Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
-    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, GELU
-    or SiLU run as :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`, an
-    ``nn.Conv2d`` and ReLU as :func:`conv2d_relu`, a gated layer ``act(gate(x)) * up(x)`` as
-    :func:`linear_glu` or with the layer after it as :func:`gated_mlp`, and anything else runs the
-    original expression. The linear layer after the activation is called as :func:`linear`, which
-    hands its gradient over (:class:`torch_fused_linear.handover`).
+    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, its
+    square, GELU or SiLU, an ``nn.Conv2d`` and ReLU, and a gated layer ``act(gate(x)) * up(x)`` run
+    as operators of this package, and anything else runs the original expression. The linear layer
+    after the activation hands its gradient over (:class:`torch_fused_linear.handover`).
 
     Modules stay the same objects of the same classes, and the model the same function whatever is
     done to it, before or after. The function whose code holds the expression gets other code, once
@@ -75,10 +73,7 @@ def fuse_(
             "call fuse_script_"
         )
     if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            f"fuse_: expected filter_fn(name, module) -> bool or None, got "
-            f"{type(filter_fn).__name__}"
-        )
+        raise TypeError(f"fuse_: filter_fn must be a function, got {type(filter_fn).__name__}")
     check("fuse_", memory=memory)
     if not dry_run:
         _library.require()

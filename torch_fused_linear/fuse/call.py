@@ -81,8 +81,9 @@ def first(path, function, h, /, *args, **named):
     """In place of ``function(h, ...)``, the last that is done with a layer before another one runs,
     that of the path, whose result it is multiplied by. It waits only where that one will."""
     other, *names = path
-    for name in names:
-        other = getattr(other, "_modules", {}).get(str(name))  # no property is asked
+    for name in names:  # no property is asked
+        own = other.__dict__ if isinstance(other, nn.Module) else {}
+        other = own.get(name, own.get("_modules", {}).get(str(name)))
     if memory_of(other) is None or plain.parameters(other) is None:
         return last(function, h, *args, **named)
     return (later if is_a(Begun, h) else step)(function, h, *args, **named)
@@ -147,7 +148,8 @@ def _activated(function, h, more, options) -> Tensor | None:
 def _squared(function, h, more, options) -> Tensor | None:
     """The square of a begun layer with ReLU behind it; None where it must be called as it is."""
     is_relu = h[1] is not glu and len(h[5]) == 1 and h[5][0][0] == "relu"
-    if not is_relu or options or not plain.is_square(function, more) or plain.squares_wide():
+    is_wide = torch.is_autocast_enabled("cuda")  # in which torch squares in fp32
+    if not is_relu or options or not plain.is_square(function, more) or is_wide:
         return None
     return _as_one("relu2", (*h[:5], ()))
 

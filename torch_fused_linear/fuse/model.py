@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -314,13 +314,9 @@ def _attribute(base: object, name: str) -> object:
 
 
 def cells(function: FunctionType) -> dict[str, object]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # is filled later
-            found[name] = None
-    return found
+    held = zip(function.__code__.co_freevars, function.__closure__ or ())
+    empty = CellType()  # filled later
+    return {name: None if cell == empty else cell.cell_contents for name, cell in held}
 
 
 def named(

@@ -195,16 +195,11 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
 
 
 def plain_kind(function: object, options: dict | None = None) -> str | None:
-    """The same, unless somebody watches the activation, or autocast squares in another dtype."""
+    """The same, unless somebody watches the activation, or autocast squares in fp32."""
     if isinstance(function, nn.Module) and is_watched(function):
         return None
     kind = activation_kind(function, options)
-    return None if kind == "relu2" and squares_wide() else kind
-
-
-def squares_wide() -> bool:
-    """Whether ``square`` returns fp32, as it does on a GPU under autocast."""
-    return torch.is_autocast_enabled("cuda")
+    return None if kind == "relu2" and torch.is_autocast_enabled("cuda") else kind
 
 
 def is_square(function: object, more: tuple = ()) -> bool:

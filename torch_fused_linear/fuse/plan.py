@@ -25,12 +25,6 @@ FOLD = (
 )
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-LABELS = {"gelu": "GELU", **{name: a.label for name, a in ACTIVATIONS.items()}}
-OPERATORS = {  # of each activation; which of the two GELUs is known when it runs, for the second
-    "": "linear",
-    "gelu": "linear_gelu",
-    **{name: a.label_of_operator for name, a in ACTIVATIONS.items()},
-}
 Names = list[str]
 
 
@@ -83,9 +77,11 @@ class Place:
 
     def operators(self, layers: list[nn.Module]) -> tuple[Names, Names]:
         """What runs for one call before it is fused, and after."""
-        drop, label = ["Dropout"] * drops(self.steps), LABELS.get(self.kind, "")
+        known = ACTIVATIONS.get(self.kind)  # not while it is open which of the two GELUs it is
+        drop, label = ["Dropout"] * drops(self.steps), known.label if known else self.kind.upper()
         if not self.is_gated:
-            fused = "conv2d_relu" if self.is_convolution else OPERATORS[self.kind]
+            fused = known.label_of_operator if known else "linear_gelu" if label else "linear"
+            fused = "conv2d_relu" if self.is_convolution else fused
             return [*products(layers), *drop, *[label] * bool(label)], [fused, *drop]
         number = len(self.steps[0].parts[0]) - 1  # of layers without the one after them
         gate, up, down = layers[:1], layers[1:number], layers[number:]
@@ -323,20 +319,16 @@ class Plan:
         for module, path in self.paths.items():
             if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
-            names = [
-                name
-                for name, child in module._modules.items()
-                if plain.activation_kind(child) and id(child) not in self._seen
-            ]
+            held = module._modules.items()
+            names = [n for n, m in held if plain.activation_kind(m) and id(m) not in self._seen]
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
-                forward = getattr(type(module), "forward", None)
+                code = getattr(getattr(type(module), "forward", None), "__code__", None)
                 reason = (
                     f"the code of {type(module).__name__} does not show a layer's output going "
                     f"straight to {names[0]!r} and nowhere else"
                 )
-                code = getattr(forward, "__code__", None)  # none of what is not in Python
                 self.skipped[path] = reason, place_of(code) if code else ""
 
     # --- carrying it out ------------------------------------------------------------------------

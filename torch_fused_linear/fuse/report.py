@@ -4,7 +4,6 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass
-from os import PathLike
 
 from ..report import table
 
@@ -57,14 +56,7 @@ class Report:
     fused: tuple[Block, ...]
     skipped: tuple[Skipped, ...]
 
-    def patterns(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[Block]]:
-        """The blocks by what ran before and what runs now."""
-        found: dict = {}
-        for block in self.fused:
-            found.setdefault((block.before, block.after), []).append(block)
-        return found
-
-    def save_picture(self, path: str | PathLike) -> None:
+    def save_picture(self, path: str | os.PathLike) -> None:
         """Draws the operators before and after, once for each kind of block, with their number.
 
         Args:
@@ -75,7 +67,10 @@ class Report:
         """
         from ..picture import draw_blocks
 
-        draw_blocks(path, self.patterns())
+        kinds: dict = {}
+        for block in self.fused:
+            kinds.setdefault((block.before, block.after), []).append(block)
+        draw_blocks(path, kinds)
 
     def __str__(self) -> str:
         fused = [

@@ -128,8 +128,7 @@ class _Rewriter(ast.NodeTransformer):
             called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
             role, _, other = role.partition(" ")
             if other:
-                path = path_of(ast.parse(other, mode="eval").body)
-                called.insert(0, ast.Tuple(path, ast.Load()))
+                called.insert(0, ast.Tuple(path_of(ast.parse(other, "", "eval").body), ast.Load()))
             node.func, node.args = _name(role), [*called, *node.args]
         return self.generic_visit(node)
 

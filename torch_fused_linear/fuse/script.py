@@ -22,10 +22,9 @@ def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
 
     ``linear → act`` becomes :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`,
     ``conv2d → relu`` :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` :func:`linear_glu`, with the
-    layer after it :func:`gated_mlp`. What is used elsewhere too, what lies in a ``with`` block such
-    as ``torch.autocast``, and what would pass a write is left alone. Parameters stay the same
-    tensors. The module can be saved, and runs in C++ where the library is loaded
-    (:func:`library_path`).
+    layer after it :func:`gated_mlp`. What is used elsewhere too, lies in a ``with`` block such as
+    ``torch.autocast``, or would pass a write is left alone. Parameters stay the same tensors. The
+    module can be saved, and runs in C++ where the library is loaded (:func:`library_path`).
 
     Args:
         scripted: a module that ``torch.jit.script`` or ``torch.jit.trace`` returned, or

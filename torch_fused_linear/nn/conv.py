@@ -60,8 +60,10 @@ class FusedConv2dReLU(nn.Conv2d):
                 padding = [height // 2, width // 2]
                 if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
                     input = F.pad(input, [0, width % 2, 0, height % 2])
+        elif isinstance(self.padding, int):  # set later
+            padding = [self.padding, self.padding]
         else:
-            padding = [self.padding[0], self.padding[1]]
+            padding = [self.padding[0], self.padding[-1]]
         return conv2d_relu(
             input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
         )
