@@ -59,7 +59,7 @@ class AccumulationHandle:
             if self._dtype is not None and parameter.dtype in (torch.float16, torch.bfloat16):
                 self._dtypes.append((parameter, parameter.grad_dtype))
                 parameter.grad_dtype = self._dtype
-            if parameter.dim() == 2 and parameter.is_leaf and parameter.is_floating_point():
+            if parameter.dim() == 2 and parameter.is_floating_point():
                 torch.ops.fused._accumulate(parameter, self._into)
                 self._weights[id(parameter)] = parameter
 
@@ -97,11 +97,10 @@ def accumulate_gradients(
     a micro-batch. It concerns all operators of this library, whatever module calls them; biases and
     layers of torch's own go on as they do.
 
-    Semantics are torch's. The first micro-batch writes, the others add, in place. Hooks after the
-    accumulation run and see the sum. Where something would see this micro-batch's gradient alone
-    (tensor hooks on the weight, ``torch.autograd.grad``, ``create_graph``, anomaly mode), or where
-    ``.grad`` does not fit (another dtype, device or layout, a subclass), torch's way is taken;
-    :func:`explain` says why. A backward that raises loses nothing that was there.
+    Semantics are torch's. The first micro-batch writes, the others add, in place; hooks after the
+    accumulation see the sum. Where something would see this micro-batch's gradient alone (tensor
+    hooks on the weight, ``torch.autograd.grad``, ``create_graph``, anomaly mode), or ``.grad`` does
+    not fit (another dtype, device, layout, class), torch's way is taken; :func:`explain` says why.
 
     Under FSDP2 the parameters that its modules compute with are followed; with
     ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. Graphs of ``torch.compile`` with
@@ -112,8 +111,7 @@ def accumulate_gradients(
             them are accumulated.
         into: ``"grad"``, or ``"main_grad"`` as Megatron-LM has it: the gradient is added to the
             attribute ``main_grad`` of the weight, of its shape, in fp32 or its dtype, as far as it
-            has one, and ``grad_added_to_main_grad`` is set. Where that is not set after a backward,
-            the gradient is in ``.grad``, for whoever adds it there.
+            has one, and ``grad_added_to_main_grad`` is set; else the gradient is in ``.grad``.
         dtype: sets ``grad_dtype`` of the parameters of 16 bits: gradients are made and kept in it
             (``torch.float32``). None leaves it as it is.
 
@@ -121,7 +119,7 @@ def accumulate_gradients(
         A handle with ``remove()``, which is also a context manager.
 
     Raises:
-        ValueError: if ``into`` is neither, or ``dtype`` is not ``torch.float32``.
+        ValueError: if ``into`` or ``dtype`` is none of these, or a weight is no leaf.
         TypeError: if ``target`` holds something that is no tensor.
         RuntimeError: torch's own, if a parameter has a gradient of another dtype than ``dtype``.
     """
@@ -150,8 +148,6 @@ def _parameters(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[Tenso
         return
     for parameter in [target] if isinstance(target, Tensor) else target:
         if not isinstance(parameter, Tensor):
-            raise TypeError(
-                "accumulate_gradients: target must be a module or parameters, got "
-                f"{type(parameter).__name__}"
-            )
+            got = type(parameter).__name__
+            raise TypeError(f"accumulate_gradients: expected a module or parameters, got {got}")
         yield parameter

@@ -367,12 +367,18 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     """Calls the operator, or for a tensor of a class of its own torch's functions."""
+    for k, argument in () if is_compiling() else _REQUIRED[name]:
+        if not hasattr(got := type(arguments[k]), "__torch_function__"):
+            raise TypeError(f"{name}: expected {argument} to be a tensor, got {got.__name__}")
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
     if any(map(subclasses.is_foreign, flat)):
         return subclasses.COMPUTES[name](*arguments, **options)
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
+_REQUIRED: dict[str, list[tuple[int, str]]] = {}  # of each operator's tensors the place and name
 # TorchScript takes the operators for them; it knows no arguments by name alone.
 for _name in subclasses.COMPUTES:
+    _arguments = enumerate(getattr(torch.ops.fused, _name).default._schema.arguments)
+    _REQUIRED[_name] = [(k, a.name) for k, a in _arguments if str(a.type) == "Tensor"]
     register_builtin(globals()[_name], f"fused::{_name}")

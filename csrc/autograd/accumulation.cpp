@@ -25,12 +25,11 @@ constexpr const char* names[] = {"none", "grad", "main_grad"};
 
 // ---- which weights ------------------------------------------------------------------------------
 
-// By address: the weak pointers keep the addresses of dead weights from being used again.
+// By their counters of versions, which keep their addresses while they are held; weak references to
+// the tensors would be in the way of torch.utils.swap_tensors.
 struct Weights {
   std::mutex mutex;
-  std::unordered_map<const c10::TensorImpl*,
-                     std::pair<c10::weak_intrusive_ptr<c10::TensorImpl>, Into>>
-      known;
+  std::unordered_map<const void*, std::pair<c10::VariableVersion, Into>> known;
   std::atomic<size_t> count{0};  // lets everybody else pass without the lock
 };
 
@@ -45,7 +44,7 @@ Into wish_for(const Tensor& weight) {
   if (!are_any()) return Into::none;
   auto& all = weights();
   const std::lock_guard lock(all.mutex);
-  const auto it = all.known.find(weight.unsafeGetTensorImpl());
+  const auto it = all.known.find(internals::identity(weight));
   return it == all.known.end() ? Into::none : it->second.second;
 }
 
@@ -148,18 +147,18 @@ Tensor gradient_of(const Tensor& weight, const Tensor& grad, const Tensor& input
 void set(const Tensor& weight, std::string_view text) {
   const auto it = std::ranges::find(names, text);
   TORCH_CHECK_VALUE(it != std::end(names),
-                    "_accumulate: into must be 'grad', 'main_grad' or "
-                    "'none', got '",
-                    text, "'");
+                    "_accumulate: into must be 'grad', 'main_grad' or 'none', got '", text, "'");
   const auto into = static_cast<Into>(it - names);
   TORCH_CHECK_VALUE(into == Into::none || (weight.is_leaf() && weight.dim() == 2),
-                    "_accumulate: weight must be a leaf of shape [out, in]");
+                    "accumulate_gradients: expected a leaf of shape [out, in], got ",
+                    weight.is_leaf() ? "a leaf" : "a result", " of shape ", weight.sizes());
   auto& all = weights();
   const std::lock_guard lock(all.mutex);
-  std::erase_if(all.known, [](const auto& entry) { return entry.second.first.expired(); });
-  const auto* key = weight.unsafeGetTensorImpl();
+  std::erase_if(all.known, [](const auto& entry) { return entry.second.first.unique(); });
+  const auto* key = internals::identity(weight);
   all.known.erase(key);
-  if (into != Into::none) all.known.emplace(key, std::pair(weight.getIntrusivePtr(), into));
+  const auto& counter = weight.unsafeGetTensorImpl()->version_counter();
+  if (into != Into::none) all.known.emplace(key, std::pair(counter, into));
   all.count = all.known.size();
 }
 

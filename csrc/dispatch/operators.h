@@ -177,6 +177,7 @@ struct GatedMlp : Operator<
                      const Tensor& down, const OptionalTensor& gate_bias,
                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                      std::string_view activation, std::string_view memory) {
+    TORCH_CHECK_TYPE(down.defined(), name, ": expected down to be a tensor, got None");
     return fn(name, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
               parse_hidden_activation(name, activation), parse_memory(name, memory));
   }

@@ -29,6 +29,7 @@ class Program:
         torch.manual_seed(0)
         self.call = self.model = make().to(device, torch.double)
         if compiled:
+            torch._dynamo.reset()  # or at its limit of graphs for a function it would run eager
             self.call = with_our_pass(self.model)
         self.device = device
         self.seen = []
@@ -324,6 +325,13 @@ def other_data(p):
     steps(p)
 
 
+def swapped(p):
+    steps(p, 1)
+    weight = p.weights[1]
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.ones_like(weight)))
+    steps(p)
+
+
 ALL, FIRST, MIDDLE = slice(3), slice(1), slice(1, 2)
 BEHIND = "register_post_accumulate_grad_hook"
 ADDED = {
@@ -344,7 +352,7 @@ ADDED = {
 }
 NAMED = (retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed)
 NAMED += (saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph)
-NAMED += (cleared_in_between, in_two_nodes, frozen_in_between)
+NAMED += (cleared_in_between, in_two_nodes, frozen_in_between, swapped)
 ADDED |= {scenario.__name__: scenario for scenario in NAMED}
 APART = {  # and what explain says of it; of a formula it has no row
     "hook that changes": (
@@ -373,8 +381,9 @@ APART = {  # and what explain says of it; of a formula it has no row
 }
 
 
-# torch does not differentiate a compiled backward; of a failure the graph knows when it has ended.
-NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle"}
+# torch does not differentiate a compiled backward; of a failure the graph knows when it has ended;
+# what is compiled cannot be swapped.
+NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle", "swapped"}
 COMPILED = [(name, True) for name in (*ADDED, *APART) if name not in NOT_COMPILED]
 
 
@@ -443,6 +452,7 @@ def test_cuda_graphs_of_the_compiler_accumulate_as_torch_does():
 @pytest.mark.parametrize("compiled_autograd", [False, True])
 def test_other_compilers_accumulate_as_torch_does(compiled_autograd):
     def scenario(p):
+        torch._dynamo.reset()
         p.call = torch.compile(p.model, backend="aot_eager")
         with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
             steps(p)
@@ -638,8 +648,10 @@ def test_wrong_arguments_are_named():
         tfl.accumulate_gradients(torch.nn.Linear(2, 2), "grads")
     with pytest.raises(ValueError, match=r"dtype must be torch.float32 or None, got torch.float64"):
         tfl.accumulate_gradients(torch.nn.Linear(2, 2), dtype=torch.float64)
-    with pytest.raises(TypeError, match="target must be a module or parameters, got str"):
+    with pytest.raises(TypeError, match="expected a module or parameters, got str"):
         tfl.accumulate_gradients(["weight"])
+    with pytest.raises(ValueError, match=r"expected a leaf .*, got a result of shape \[2, 2\]"):
+        tfl.accumulate_gradients([torch.ones(2, 2, requires_grad=True) * 2])
     grad, x = torch.ones(3, 4), torch.ones(3, 5)
     with pytest.raises(RuntimeError, match=r"_weight_gradient: into must be \[4, 5\]"):
         torch.ops.fused._weight_gradient(grad, x, torch.ones(5, 4), True)

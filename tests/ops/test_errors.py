@@ -396,3 +396,20 @@ def test_explain_says_why(grad, name):
     args = TAKEN[name]()
     ran = operators_of(lambda: outcome(ops.OPS[1].function, args, grad), "operator", "path")
     assert ran == [("linear_relu", f"(no kernel: {REASONS[name]}) + PyTorch's own (not fused)")]
+
+
+def test_what_is_no_tensor_is_named():
+    x, w = t(5, 4), t(6, 4)
+    calls = {
+        "linear_relu: expected weight": lambda: tfl.linear_relu(x, None),
+        "linear_gelu: expected input": lambda: tfl.linear_gelu(3, w),
+        "mlp: expected input": lambda: tfl.mlp(None, [w], [None]),
+        "linear_glu: expected gate": lambda: tfl.linear_glu(x, None, w),
+        "gated_mlp: expected down": lambda: tfl.gated_mlp(x, w, w, None),
+        "conv2d_relu: expected weight": lambda: tfl.conv2d_relu(x, "same"),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match="gated_mlp: expected down to be a tensor, got None"):
+        fused.gated_mlp(x, w, w, None)
