@@ -126,7 +126,7 @@ class _Rewriter(ast.NodeTransformer):
             data = halved(node) if role == "halves" else step_of(node).data
             is_method = data is getattr(node.func, "value", None)
             called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
-            role, _, other = role.partition(" ")
+            role, _, other = role.partition(" ")  # of the first of two: what calls the other
             if other:
                 called.insert(0, ast.Tuple(path_of(ast.parse(other, "", "eval").body), ast.Load()))
             node.func, node.args = _name(role), [*called, *node.args]

@@ -106,7 +106,7 @@ def path_of(callee: ast.expr) -> list[ast.expr]:
     match callee:
         case ast.Name():
             return [callee]
-        case ast.Attribute(held, name) if not name.startswith("__"):  # which is another one then
+        case ast.Attribute(held, name) if not name.startswith("__"):  # private: it is mangled
             part = ast.Constant(name)
         case ast.Subscript(held, ast.Name() | ast.Constant() as part):
             pass
