@@ -4,6 +4,7 @@ They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` an
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -367,7 +368,7 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     """Calls the operator, or for a tensor of a class of its own torch's functions."""
-    for k, argument in () if is_compiling() else _REQUIRED[name]:
+    for k, argument in () if is_compiling() else _required(name):
         if not hasattr(got := type(arguments[k]), "__torch_function__"):
             raise TypeError(f"{name}: expected {argument} to be a tensor, got {got.__name__}")
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
@@ -376,9 +377,13 @@ def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
-_REQUIRED: dict[str, list[tuple[int, str]]] = {}  # of each operator's tensors the place and name
+@cache
+def _required(name: str) -> list[tuple[int, str]]:
+    """Place and name of each tensor that an operator must have."""
+    arguments = enumerate(getattr(torch.ops.fused, name).default._schema.arguments)
+    return [(k, a.name) for k, a in arguments if str(a.type) == "Tensor"]
+
+
 # TorchScript takes the operators for them; it knows no arguments by name alone.
 for _name in subclasses.COMPUTES:
-    _arguments = enumerate(getattr(torch.ops.fused, _name).default._schema.arguments)
-    _REQUIRED[_name] = [(k, a.name) for k, a in _arguments if str(a.type) == "Tensor"]
     register_builtin(globals()[_name], f"fused::{_name}")
