@@ -243,9 +243,10 @@ inline void check_saved(const char* op, const Tensor& grad_output, const Tensor&
 }
 
 inline void check_linear_backward(const char* op, const steps::LinearBackward& layer) {
-  check_linear(op, layer.input, layer.weight, {});
+  const auto check = layer.weight.dim() == 3 ? check_ensemble : check_linear;
+  check(op, layer.input, layer.weight, {});
   check_dtype_and_device(op, "grad_output", layer.grad_output, layer.input);
-  check_rows(op, "grad_output", layer.grad_output, layer.input, layer.weight.sym_size(0));
+  check_rows(op, "grad_output", layer.grad_output, layer.input, layer.weight.sym_size(-2));
   if (layer.activation == Activation::none) return;
   TORCH_CHECK_VALUE(has_value(layer.saved), op, ": activation '", name(layer.activation),
                     "' needs saved, the output or the pre-activation, got None");

@@ -89,8 +89,8 @@ struct LinearKernels {
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
     const explain::Row row("_linear_backward", layer.input, layer.weight);
+    check_linear_backward(row.op, layer);
     if (layer.weight.dim() == 3) {
-      check_ensemble(row.op, layer.input, layer.weight, {});
       return way(layer.grad_output, [&](auto w) {
         if constexpr (requires { w.ensemble_backward(layer); }) {
           return w.ensemble_backward(layer);
@@ -98,7 +98,6 @@ struct LinearKernels {
         return reference::LinearFormula::linear_backward(layer);
       });
     }
-    check_linear_backward(row.op, layer);
     return way(layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 

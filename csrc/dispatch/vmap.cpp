@@ -5,6 +5,7 @@
 #include "dispatch/linear_kernels.h"
 #include "gemm/small.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 
 namespace fused::dispatch {
@@ -18,7 +19,9 @@ struct Vmapped : reference::LinearFormula {
     const auto* weights = functorch::maybeGetBatchedImpl(weight);
     const bool is_nested =
         level_of(input) > 1 || level_of(weight) > 1 || (has_value(bias) && level_of(*bias) > 1);
-    if (weights == nullptr || is_nested || is_traced(input) || !is_small(input, weight)) {
+    // Autocast comes after vmap, and knows the formula.
+    if (weights == nullptr || weights->value().numel() == 0 || is_nested || is_traced(input) ||
+        !is_small(input, weight) || at::autocast::is_autocast_enabled(input.device().type())) {
       return LinearFormula::forward(input, weight, bias, activation);
     }
     const c10::impl::ExcludeDispatchKeyGuard no_vmap(c10::DispatchKey::FuncTorchBatched);

@@ -248,6 +248,7 @@ OPTIONS = {  # the operator or step, its arguments, the error and its words
         ("_linear_backward", (G, X, W, Y, "swish", [True] * 3), "swish"),
         ("_linear_backward", (G, X, W, None, "relu", [True] * 3), "None"),
         ("_linear_backward", (G, X, W[:, :3], Y, "relu", [True] * 3), "6, 3"),
+        ("_linear_backward", (G[None], X[None], W[None], None, "silu", [True] * 3), "None"),
         ("_linear_backward", (G[:2], X, W, Y, "relu", [True] * 3), "2, 6"),
         ("_linear_aux", (X, W.t(), None, "relu"), "4, 6"),
         ("_linear_aux", (X, W, None, "none"), "'none'"),
