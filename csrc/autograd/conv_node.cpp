@@ -164,6 +164,7 @@ TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
   dispatch::put<std::tuple<dispatch::Conv2dRelu>, ConvAutograd>(m);
   put_steps<std::tuple<dispatch::ChannelsReluBackward>, dispatch::ConvKernels<Formula>>(m);
+  m.impl("_conv2d_backward", conv2d_backward);  // differentiable, as what it calls is
 }
 
 }  // namespace fused::autograd

@@ -53,8 +53,9 @@ inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
 
 // Unpacks cuBLASLt's RELU_AUX: eight elements to a byte, lowest first, rows padded to 128 bits.
 inline Tensor unpack_mask(const Tensor& mask, const c10::SymInt& features) {
-  const auto bits = mask.unsqueeze(-1).bitwise_and(bit_values(mask)).ne(0).flatten(-2);
-  return bits.narrow_symint(-1, 0, features);
+  std::vector<Tensor> bits;  // each by a number, as a plain tensor fits no distributed one
+  for (const int bit : {1, 2, 4, 8, 16, 32, 64, 128}) bits.push_back(mask.bitwise_and(bit));
+  return at::stack(bits, mask.dim()).ne(0).flatten(-2).narrow_symint(-1, 0, features);
 }
 
 // Pads the rows with zeros to 8 elements, as cuBLASLt's GELU_AUX does.

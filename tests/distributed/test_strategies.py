@@ -97,6 +97,7 @@ COLUMN, ROW, SAME = Shard(0), Shard(1), Replicate()
     ("make", "sizes", "placements"),
     [
         *((LAYERS[a], ((3,), 6, 8), (SAME, COLUMN, COLUMN)) for a in ("none", "relu", "gelu_tanh")),
+        (LAYERS["relu low"], ((3,), 6, 256), (SAME, COLUMN, COLUMN)),
         (
             partial(gated, "apart", "silu", down=True, hidden=8),
             ((4, 3), 6, 5),
@@ -107,6 +108,11 @@ COLUMN, ROW, SAME = Shard(0), Shard(1), Replicate()
 )
 def test_derivatives(make, sizes, placements, four):
     four.run(checks.derivatives, make, sizes, placements)
+
+
+def test_a_convolution_is_derived_twice_as_far_as_torchs(four):
+    with pytest.raises(AssertionError, match=r"_tp_conv\.py"):
+        four.run(checks.derivatives, strided, ((), 1, 1), (COLUMN, SAME, SAME))
 
 
 CHAIN = [
