@@ -191,7 +191,8 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
 }
 
 Tensor Target::add(const Tensor& grad, const Tensor& input, bool must_be_defined) const {
-  if (adds_ && (into_.is_alias_of(grad) || into_.is_alias_of(input))) {
+  const auto is_shared = [this](const Tensor& tensor) { return into_.is_alias_of(tensor); };
+  if (adds_ && (is_shared(grad) || is_shared(input) || is_shared(weight_))) {
     explain::remark("weight's gradient apart: it shares memory with what it is made of");
     return gradient_of(weight_, grad, input);
   }
