@@ -61,7 +61,8 @@ def test_in_eager_mode(name, library):
 
 
 def skip_unless_taken(system, plain):
-    """By a copy of the plain program, as some count."""
+    """By a copy of the plain program, as some count; in the code as it is written."""
+    tfl.unfuse_(plain)
     if isinstance(error := attempt(lambda: system(copy.deepcopy(plain))), Exception):
         pytest.skip(f"the plain one is not taken: {type(error).__name__}")
     torch._dynamo.reset()
@@ -86,9 +87,12 @@ def test_compiled(name, library):
         for _ in range(3):
             torch.testing.assert_close(compiled(*X), plain(*X))
 
-    model, plain = (m.eval() for m in pair(library, name))
+    model, plain = (m.eval() for m in pair(library, name, fused=False))
     # Torch's own graphs count wrongly on Python 3.13.
     skip_unless_taken(lambda p: assert_right(p, copy.deepcopy(p), "eager"), plain)
+    tfl.fuse_(model)
+    bystander = copy.deepcopy(plain)  # whose code is another now, too
+    assert_right(bystander, copy.deepcopy(plain), "eager")
     assert_right(model, plain, backend)
     assert found[0] == PROGRAMS[name].operators
 
@@ -96,8 +100,9 @@ def test_compiled(name, library):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", FUSED)
 def test_exported(name, library):
-    model, plain = (m.eval() for m in pair(library, name))
+    model, plain = (m.eval() for m in pair(library, name, fused=False))
     skip_unless_taken(lambda p: torch.export.export(p, tuple(X)), plain)
+    tfl.fuse_(model)
     exported = torch.export.export(model, tuple(X))
     assert fused_targets(exported.graph) == PROGRAMS[name].operators
     torch.testing.assert_close(exported.module()(*X), plain(*X))
