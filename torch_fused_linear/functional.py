@@ -359,11 +359,11 @@ def conv2d_relu(
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
-    if isinstance(value, (int, torch.SymInt)):
-        return [value, value]
-    if not isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if not isinstance(value, (int, torch.SymInt)) and not hasattr(value, "__index__"):
         raise TypeError(f"conv2d_relu: {name} must be an int or two of them, got {value!r}")
-    return list(value)
+    return [value, value]
 
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
