@@ -64,11 +64,10 @@ MODULES = {cls: (cls.__name__.lower(), as_made(cls, "forward")) for cls in KNOWN
 PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
 CALL, CALL_IMPL = (as_made(nn.Module, name) for name in ("__call__", "_call_impl"))
 CALLED = (F, "linear relu gelu silu conv2d dropout"), (torch, "relu")  # the last by F.relu
-FUNCTIONS_CALLED = [(lib, f, as_made(lib, f)) for lib, names in CALLED for f in names.split()]
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, as_made(Tensor, name)) for name in (*METHODS, "pow", "__pow__")),
     (nn.Conv2d, "_conv_forward", as_made(nn.Conv2d, "_conv_forward")),
-    *FUNCTIONS_CALLED,
+    *((lib, f, as_made(lib, f)) for lib, names in CALLED for f in names.split()),
 )
 
 
@@ -118,13 +117,16 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
-    is_traced = is_dynamo_compiling()  # which has methods of its own in nn.Module and Tensor
+    is_traced = is_dynamo_compiling()  # which has methods of its own in nn.Module
     call = nn.Module.__call__ if is_traced or is_exporting() else CALL  # wrapped for a while
     call_impl = nn.Module._call_impl if is_traced else CALL_IMPL
     known = cls.forward is forward and cls.__call__ is call and cls._call_impl is call_impl
-    if is_traced:
-        return known and all(getattr(owner, name) is f for owner, name, f in FUNCTIONS_CALLED)
-    return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
+    if not is_traced:
+        return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
+    return known and all(
+        getattr(owner, name) is (value or getattr(torch._C.TensorBase, name))
+        for owner, name, value in UNTOUCHED
+    )
 
 
 def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
