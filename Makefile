@@ -54,8 +54,7 @@ test: build environment
 # these at every change (.ci/run), every one in the workflow. They need no other package than torch.
 RELEASES = integration/test_torch_internals.py autograd/test_engine.py autograd/test_checkpoint.py \
   autograd/test_accumulation.py distributed/test_strategies.py graph/test_fusion_inductor.py \
-  handover/test_handover.py handover/test_handover_systems.py memory nn ops/test_opcheck.py \
-  ops/test_values.py
+  handover/test_handover.py handover/test_handover_systems.py memory nn ops/test_opcheck.py
 test-releases: build
 	$(PYTEST) $(RELEASES:%=tests/%) $(ARGS)
 

@@ -18,9 +18,7 @@ from .nn.mlp import FusedMLP
 __all__ = ["MLPParallel"]
 
 
-def _sharded_layers(
-    module: FusedMLP | FusedGatedMLP,
-) -> list[tuple[nn.Module, Placement, Placement]]:
+def _sharded_layers(module: nn.Module) -> list[tuple[nn.Module, Placement, Placement]]:
     """The layers of a block with the placements of their weights and biases."""
     column, row = (Shard(0), Shard(0)), (Shard(1), Replicate())
     if isinstance(module, FusedGatedMLP):

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path as _Path
 from typing import Any
 
 import torch
@@ -230,22 +231,20 @@ def broadcast(group: Any = None, source: int = 0) -> int:
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "plans")
+        path = _Path(folder) / "plans"
         is_source = dist.get_rank(group) == source
         sent: list[Any] = [None]
         if is_source:
             try:
                 save(path)
-                with open(path, "rb") as file:
-                    sent = [file.read()]
+                sent = [path.read_bytes()]
             except Exception as failure:  # the others wait
                 sent = [str(failure)]
         dist.broadcast_object_list(sent, group=group, group_src=source)
         if isinstance(sent[0], str):
             raise RuntimeError(f"plans.broadcast: rank {source} of the group failed: {sent[0]}")
         if not is_source:
-            with open(path, "wb") as file:
-                file.write(sent[0])
+            path.write_bytes(sent[0])
             load(path)  # where it cannot be used this raises, and nothing is lost
             clear()
         return load(path)

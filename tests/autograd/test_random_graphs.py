@@ -129,7 +129,7 @@ def test_what_was_freed(parameters):
     assert given > 250
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.long)])
 def test_compiled_autograd(count, parameters, nearby, fresh_compiler):
     """Without hooks on gradients, which see something else there. Where plain torch gives another
     result than in eager mode, as for some second derivatives of checkpoints, none is right."""

@@ -249,7 +249,9 @@ def eager_reads_unwritten(seed: int, unit: int) -> bool:
         filled |= {"MALLOC_PERTURB_": str(byte ^ 0xFF)} if byte else {}
         run = subprocess.run(command, capture_output=True, env={**os.environ, **filled})
         found.add((run.returncode, run.stdout))
-    return len(found) > 1
+        if len(found) > 1:
+            return True
+    return False
 
 
 def leave_nan(like: Tensor) -> None:

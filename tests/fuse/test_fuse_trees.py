@@ -1,6 +1,6 @@
 """fuse_ on thousands of generated models: whatever is built and done, the function stays the same.
 
-    pytest tests/fuse/test_fuse_trees.py                    600 trees
+    pytest tests/fuse/test_fuse_trees.py                    400 trees
     pytest tests/fuse/test_fuse_trees.py -m long            30,000 others
     TREE_SEED=17 pytest tests/fuse/test_fuse_trees.py       one tree
 
@@ -80,7 +80,7 @@ def assert_much_was_compared(blocks):
     assert sum(n < 0 for n in blocks) <= len(blocks) / 8
 
 
-@pytest.mark.parametrize("seed", range(600) if ONE is None else [int(ONE)])
+@pytest.mark.parametrize("seed", range(400) if ONE is None else [int(ONE)])
 def test_a_fused_tree_is_the_plain_one(seed, folder, found, monkeypatch):
     found.append(number_of_blocks(seed, folder, monkeypatch))
 
@@ -92,7 +92,7 @@ def test_the_trees_say_much(found):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("start", range(600, 30600, 100))
+@pytest.mark.parametrize("start", range(400, 30400, 100))
 def test_many_more_fused_trees_are_the_plain_ones(start, folder, monkeypatch):
     seeds = range(start, start + 100)
     assert_much_was_compared([number_of_blocks(seed, folder, monkeypatch) for seed in seeds])

@@ -32,7 +32,7 @@ def test_opcheck(name, layout, grad, device):
     """Schema (no aliasing, no mutation), autograd registration, fake tensors, and tracing with
     dynamic shapes through AOTAutograd, forward and backward."""
     given = list(samples(name, device, layout=ND_LAYOUTS[layout], grad=grad))
-    traced = 6 if grad and layout == "contiguous" else 3  # of every shape: one takes a second
+    traced = 4 if grad and layout == "contiguous" else 2  # of every shape: one takes a second
     for k, (args, kwargs) in enumerate(given):
         is_traced = k % (len(given) // traced + 1) == 0
         tests = QUICK + ["test_aot_dispatch_dynamic"] * is_traced

@@ -1,6 +1,7 @@
 """What is no matter of operators: devices, CUDA graphs, threads and settings of tests."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """For files whose tests often look through all objects of the process, as unfuse_ and the clock
+    do: the libraries have a million."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @contextlib.contextmanager

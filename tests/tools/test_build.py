@@ -175,7 +175,9 @@ def test_hopper_without_cutlass_says_how_to_get_it(machine, monkeypatch):
     assert requirement == toolkits.CUTLASS
 
 
-def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
+# A minute for two, which have the most of our own code.
+@pytest.mark.parametrize("passes", ["backward glu", pytest.param("", marks=pytest.mark.long)])
+def test_one_kernel_of_each_pass_compiles_for_hopper(passes, monkeypatch, tmp_path):
     """Nothing here may run them, but the code must be one that nvcc takes for this target."""
     (torch,) = torchs.found()
     home, version, why = toolkits.find_nvcc(torch.cuda or "", toolkits.homes(torch))
@@ -188,7 +190,8 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(monkeypatch, tmp_path):
     kernels |= {"glu": "f16 silu false"}
     assert {kernel for kernel, *_ in parts.HOPPER_UNITS} == kernels.keys()
     text, code = (parts.HOPPER / "kernels.cu").read_text(), ""
-    for kernel, (type_, activation, transposed) in zip(kernels, map(str.split, kernels.values())):
+    for kernel in passes.split() or kernels:
+        type_, activation, transposed = kernels[kernel].split()
         code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}, "
         code += f"{transposed}>(const Product&);\n"
     includes, _, rest = text.partition("template <>")

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from fused_models import Snapshot, unmark_all
-from helpers import device_param, one_thread  # noqa: F401
+from helpers import device_param, few_objects, one_thread  # noqa: F401
 from processes import ROOT, python
 from torch import nn
 

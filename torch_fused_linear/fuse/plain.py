@@ -121,8 +121,6 @@ def is_untouched(cls: type, forward: object) -> bool:
     call = nn.Module.__call__ if is_traced or is_exporting() else CALL  # wrapped for a while
     call_impl = nn.Module._call_impl if is_traced else CALL_IMPL
     known = cls.forward is forward and cls.__call__ is call and cls._call_impl is call_impl
-    if not is_traced:
-        return known and all(vars(owner).get(name) is value for owner, name, value in UNTOUCHED)
     return known and all(
         getattr(owner, name) is (value or getattr(torch._C.TensorBase, name))
         for owner, name, value in UNTOUCHED
