@@ -249,9 +249,7 @@ def eager_reads_unwritten(seed: int, unit: int) -> bool:
         filled |= {"MALLOC_PERTURB_": str(byte ^ 0xFF)} if byte else {}
         run = subprocess.run(command, capture_output=True, env={**os.environ, **filled})
         found.add((run.returncode, run.stdout))
-        if len(found) > 1:
-            return True
-    return False
+    return len(found) > 1
 
 
 def leave_nan(like: Tensor) -> None:

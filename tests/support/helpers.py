@@ -23,8 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects() -> Iterator[None]:
-    """For files whose tests often look through all objects of the process, as unfuse_ and the clock
-    do: the libraries have a million."""
+    """For files whose tests look through all objects, of which the libraries have a million."""
     gc.collect()
     gc.freeze()
     yield
