@@ -49,6 +49,12 @@ def test_of_inputs_by_columns(op, device):
     assert gradcheck(op.call, [t.requires_grad_() for t in leaves], fast_mode=True)
 
 
+def test_of_the_step_that_stands_for_a_sharded_convolutions_backward():
+    leaves = [torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    step, options = torch.ops.fused._conv2d_backward, ([1, 1], [1, 1], [1, 1], 1, [True] * 3)
+    assert gradcheck(lambda *tensors: step(*tensors, *options), leaves, fast_mode=True)
+
+
 # --- second order, beside eager ------------------------------------------------------------------
 
 
