@@ -139,7 +139,7 @@ void compare_many() {
   const auto one_of = [&random](std::initializer_list<int> values) {
     return values.begin()[random() % values.size()];
   };
-  for (int i = 0; i < 30; ++i) {
+  for (int i = 0; i < 15; ++i) {
     const Sizes s{one_of({1, 15, 16, 64, 65, 130, 257, 512}),
                   one_of({1, 8, 10, 16, 17, 24, 40}),
                   one_of({1, 7, 16, 65, 136, 257, 520}),
