@@ -7,15 +7,15 @@ import shutil
 import pytest
 from processes import ROOT, python
 
-# The first units of this seed, and the layers below, leave the compiler no kernels to build, which
-# would take longer than all else.
+# These units of this seed, and the layers below, leave the compiler few kernels to build, which would
+# take longer than all else.
 SCRIPT = """
 import json
 import torch
 from certify import configs
 
 trial = configs.Trial("cpu", False)
-found = [trial.one(266, unit) for unit in range(3)]
+found = [trial.one(266, unit) for unit in (1, 6, 7)]
 
 class Broken(configs.FusionPass):
     def __call__(self, graph):
