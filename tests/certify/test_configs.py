@@ -7,8 +7,8 @@ import shutil
 import pytest
 from processes import ROOT, python
 
-# These units of this seed, and the layers below, leave the compiler few kernels to build, which would
-# take longer than all else.
+# Units of this seed, and layers, for which the compiler has few kernels to build, as those take
+# longer than all else.
 SCRIPT = """
 import json
 import torch
