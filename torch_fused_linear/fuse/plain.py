@@ -28,14 +28,12 @@ from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import families
 from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
+from .runs import METHODS
 from .source import called_by
 
 # The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
 MARK = "_torch_fused_linear"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-# What stands for `h.relu()`, as a function of h that Dynamo can trace.
-METHODS = {"relu": lambda h: h.relu(), "relu_": lambda h: h.relu_(), "square": lambda h: h.square()}
 
 
 def method_pow(h, exponent):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import NamedTuple
 
-METHODS = ("relu", "relu_", "square")
+# What stands for `h.relu()`, as a function of h that Dynamo can trace.
+METHODS = {"relu": lambda h: h.relu(), "relu_": lambda h: h.relu_(), "square": lambda h: h.square()}
 # What an expression may be made of that runs between a layer and its activation.
 HARMLESS = (
     *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
