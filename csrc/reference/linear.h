@@ -37,10 +37,6 @@ inline OptionalTensor dense(const OptionalTensor& tensor) {
   return has_value(tensor) ? OptionalTensor(dense(*tensor)) : std::nullopt;
 }
 
-inline Tensor bit_values(const Tensor& like) {
-  return at::pow(2, at::arange(8, like.options().dtype(at::kByte)));
-}
-
 inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
   const auto features = positive.sym_size(-1);
   const auto padded = mask_bits(features);
@@ -48,7 +44,8 @@ inline Tensor pack_mask(const Tensor& positive) {  // [*, n] bool
   auto bytes = bits.sym_sizes().vec();
   bytes.back() = padded / 8;
   bytes.push_back(8);
-  return (bits.reshape_symint(bytes) * bit_values(positive)).sum(-1, false, at::kByte);
+  const auto values = at::pow(2, at::arange(8, bits.options()));
+  return (bits.reshape_symint(bytes) * values).sum(-1, false, at::kByte);
 }
 
 // Unpacks cuBLASLt's RELU_AUX: eight elements to a byte, lowest first, rows padded to 128 bits.
