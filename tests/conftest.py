@@ -5,6 +5,8 @@ import sys
 
 # Plans go by rule: quicker, and the same in every run. Tests of measuring set a budget themselves.
 os.environ.setdefault("TORCH_FUSED_LINEAR_BUDGET_MS", "0")
+# Inductor's kernels for the CPU without vectors, of whose kinds the search takes longer than they.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch

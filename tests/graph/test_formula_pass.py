@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from fusion import recording_backend, results
-from inductor import needs_compiler, quick_to_compile
+from inductor import needs_compiler
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -199,7 +199,7 @@ def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, c
     for written in ({"_glu_backward": 1}, {}):
         torch._dynamo.reset()
         options = tfl.compile_options()
-        with quick_to_compile(), tfl.explain() as report, caplog.at_level("INFO"):
+        with tfl.explain() as report, caplog.at_level("INFO"):
             call = torch.compile(model, options=options)
             got, code = run_and_get_code(results, call, args)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

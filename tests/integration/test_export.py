@@ -88,10 +88,9 @@ def pack(name, folder, last=False):
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     options = tfl.compile_options(options=options, conv=name == "images")
     model, program = export(name, with_plain_pair(name), last=last)
-    with torch._inductor.config.patch("aot_inductor.precompile_headers", False):
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(folder / "model.pt2"), inductor_configs=options
-        )
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(folder / "model.pt2"), inductor_configs=options
+    )
     return model, folder / "model.pt2", options["pre_grad_custom_pass"].replaced
 
 

@@ -12,8 +12,6 @@ LIBRARY = tfl.library_path()
 def python(program, *args, **variables):
     """Runs it in a fresh process, which finds the package only if the program says where it is."""
     program = f"import sys, torch\n{program}"
-    # Inductor need not find out what the compiler can do, only to load something.
-    variables = {"TORCHINDUCTOR_VEC_ISA_OK": "0", **variables}
     return run(sys.executable, "-c", program, *map(str, args), **variables)
 
 

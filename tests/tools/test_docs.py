@@ -77,14 +77,6 @@ def missing(needs: tuple[str, ...]) -> list[str]:
     return [name for name in needs if not found(name)]
 
 
-def quick_to_compile(needs: tuple[str, ...]) -> contextlib.AbstractContextManager:
-    if "compiler" not in needs:
-        return contextlib.nullcontext()
-    import inductor
-
-    return inductor.quick_to_compile("aot_inductor.precompile_headers")
-
-
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -100,7 +92,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
             continue
         # With the page's lines, so that a traceback points into the page.
         code = compile("\n" * (snippet.line - 1) + snippet.text, str(page), "exec")
-        with tfl.set_policy(tfl.get_policy()), tfl.handover(True), quick_to_compile(snippet.needs):
+        with tfl.set_policy(tfl.get_policy()), tfl.handover(True):
             exec(code, names)
     if left_out:
         pytest.skip(f"all ran but what needs {', '.join(sorted(left_out))}")
