@@ -6,6 +6,7 @@ which `op.case()` draws. A new operator, or a new form of one, joins all of thes
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -107,11 +108,16 @@ class Op:
     def act(self, z: Tensor) -> Tensor:
         return z if self.activation == "none" else ACTS[self.activation](z)
 
+    @functools.cache  # torch takes milliseconds to foretell one
+    def _output(self, lead, i, o) -> tuple[int, ...]:
+        shapes = self.shapes(lead, i, o)
+        return self.eager(*(torch.empty(s, device="meta") for s in shapes)).shape
+
     def _shapes(self, lead, i, o, bias) -> tuple[Shapes, tuple[int, ...]]:
         lead = (lead,) if isinstance(lead, int) else tuple(lead)
         shapes = self.shapes(lead, i, o)
         kept = shapes if bias else shapes[: len(shapes) - self.biases]
-        return kept, self.eager(*(torch.empty(s, device="meta") for s in shapes)).shape
+        return kept, self._output(lead, i, o)
 
     def case(
         self, lead=(3,), i=4, o=5, dtype=torch.float64, device="cpu", bias=True, seed=0
