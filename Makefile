@@ -161,8 +161,9 @@ $(VENV)/torch-ready: requirements.txt | $(VENV)/bin/python
 	  $$(grep '^setuptools==' requirements.txt) | $(LINES)
 	@touch $@
 
+# The compiler, which runs beside it, goes first.
 $(VENV)/ready: requirements.txt | $(VENV)/torch-ready
-	flock $(VENV) $(VENV)/bin/python $(PIP_INSTALL) \
+	flock $(VENV) nice $(VENV)/bin/python $(PIP_INSTALL) \
 	  -r <(echo $(PINNED); grep -v '^torch==' requirements.txt) | $(LINES)
 	@touch $@
 
