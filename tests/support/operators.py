@@ -108,16 +108,11 @@ class Op:
     def act(self, z: Tensor) -> Tensor:
         return z if self.activation == "none" else ACTS[self.activation](z)
 
-    @functools.cache  # torch takes milliseconds to foretell one
-    def _output(self, lead, i, o) -> tuple[int, ...]:
-        shapes = self.shapes(lead, i, o)
-        return self.eager(*(torch.empty(s, device="meta") for s in shapes)).shape
-
     def _shapes(self, lead, i, o, bias) -> tuple[Shapes, tuple[int, ...]]:
         lead = (lead,) if isinstance(lead, int) else tuple(lead)
         shapes = self.shapes(lead, i, o)
         kept = shapes if bias else shapes[: len(shapes) - self.biases]
-        return kept, self._output(lead, i, o)
+        return kept, _output(self, lead, i, o)
 
     def case(
         self, lead=(3,), i=4, o=5, dtype=torch.float64, device="cpu", bias=True, seed=0
@@ -159,6 +154,11 @@ class Op:
         inputs = [integers(-1, 1, s) for s in shapes[:weights]]
         g = integers(-1, 1, output)
         return Case([*inputs, *(integers(-3, 2, s) + 0.5 for s in shapes[weights:])], g)
+
+
+@functools.cache  # torch takes milliseconds to foretell one
+def _output(op: Op, lead: tuple[int, ...], i: int, o: int) -> tuple[int, ...]:
+    return op.eager(*(torch.empty(s, device="meta") for s in op.shapes(lead, i, o))).shape
 
 
 def _rectified(op: Op, case: Case) -> list[Tensor]:

@@ -6,7 +6,6 @@ it cannot run without (`cuda` is a GPU, `compiler` one for C++), `<!-- from: exa
 quoted.
 """
 
-import contextlib
 import importlib.util
 import re
 import shutil
