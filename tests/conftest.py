@@ -5,7 +5,7 @@ import sys
 
 # Plans go by rule: quicker, and the same in every run. Tests of measuring set a budget themselves.
 os.environ.setdefault("TORCH_FUSED_LINEAR_BUDGET_MS", "0")
-# Inductor's kernels for the CPU without vectors, of whose kinds the search takes longer than they.
+# Inductor looks for no vector instructions: that takes longer than to compile its kernels.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest

@@ -2,9 +2,9 @@
 
 import json
 import os
-import shutil
 
 import pytest
+from compiler import has_compiler
 from processes import ROOT, python
 
 # Units of this seed, and layers, for which the compiler has few kernels to build, as those take
@@ -34,7 +34,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    if not (shutil.which("g++") or shutil.which("c++")):
+    if not has_compiler:
         pytest.skip("needs a C++ compiler")
     folders = map(str, (ROOT / "tests", ROOT / "tests" / "support", ROOT))
     run = python("-c", SCRIPT, PYTHONPATH=os.pathsep.join(folders), CUDA_VISIBLE_DEVICES="")

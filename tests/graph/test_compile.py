@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inductor import has_compiler
+from compiler import has_compiler
 from layers import step
 from networks import NETWORKS, batch, network
 from numerics import assert_same, run

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from compiler import needs_compiler
 from functorch.compile import make_boxed_func
 from fusion import recording_backend, results
-from inductor import needs_compiler
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table

@@ -1,8 +1,8 @@
 """The pass in the default compiler: options, modes, kernels, caches."""
 
 import torch
+from compiler import needs_compiler
 from fusion import results
-from inductor import needs_compiler
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code

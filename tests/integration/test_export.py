@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiler import has_compiler
 from fresh_process import LIBRARY, LOAD_EXPORTED, LOAD_LIBRARY, LOAD_PACKAGE, RUN, python
 from networks import NETWORKS, OPERATORS, batch, network
 from processes import ROOT, run
@@ -82,7 +83,7 @@ def with_plain_pair(name):
 
 def pack(name, folder, last=False):
     """[the model, the packed program, what the pass replaced]."""
-    if not (shutil.which("g++") or shutil.which("c++")):
+    if not has_compiler:
         pytest.skip("needs a C++ compiler")
     # What is tested is not how fast the code around the operators is.
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
@@ -125,7 +126,7 @@ def test_package_of_images(tmp_path):
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
     """examples/cpp/aoti_runner, built."""
-    if not shutil.which("cmake") or not (shutil.which("g++") or shutil.which("c++")):
+    if not shutil.which("cmake") or not has_compiler:
         pytest.skip("needs cmake and a C++ compiler")
     build = tmp_path_factory.mktemp("aoti_runner")
     root = f"-DTORCH_ROOT={Path(torch.__file__).parent}"

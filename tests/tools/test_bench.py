@@ -16,8 +16,8 @@ from pathlib import Path
 import gpu_gate
 import pytest
 import torch
+from compiler import needs_compiler
 from helpers import few_objects, one_thread  # noqa: F401
-from inductor import needs_compiler
 from rival_fakes import FAKES, HEURISTICS, TUNED
 from watching import explained
 

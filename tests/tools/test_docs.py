@@ -8,13 +8,13 @@ quoted.
 
 import importlib.util
 import re
-import shutil
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import has_compiler
 from helpers import one_thread  # noqa: F401
 from processes import ROOT
 
@@ -70,7 +70,7 @@ def missing(needs: tuple[str, ...]) -> list[str]:
         if name == "cuda":
             return torch.cuda.is_available()
         if name == "compiler":
-            return any(map(shutil.which, ("g++", "c++")))
+            return has_compiler
         return importlib.util.find_spec(name) is not None
 
     return [name for name in needs if not found(name)]

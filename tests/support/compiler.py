@@ -1,4 +1,4 @@
-"""What Inductor needs on the CPU."""
+"""The C++ compiler, which Inductor needs on the CPU."""
 
 import shutil
 
