@@ -166,7 +166,8 @@ def link(objects, made, flags):
     """Makes a library of objects; at no moment is there one that looks finished and is not."""
     made.parent.mkdir(parents=True, exist_ok=True)
     unfinished = made.with_suffix(".tmp")
-    command = [*shlex.split(cxx()), "-shared", *map(str, objects), "-o", str(unfinished), *flags]
+    command = [*shlex.split(cxx()), "-shared", "-Wl,-Bsymbolic-functions", *map(str, objects)]
+    command += ["-o", str(unfinished), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"torch_fused_linear: {made.name} does not link\n\n{done.stdout}{done.stderr}")

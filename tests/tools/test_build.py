@@ -404,6 +404,12 @@ def test_the_library_knows_no_python():
     assert not [name for name in needed if "python" in name]
 
 
+def test_calls_go_straight_to_their_functions():
+    """By way of the linker's table a training step takes 3 µs more."""
+    relocations = run("readelf", "--relocs", "--wide", _library.library_path()).stdout
+    assert "GLOB_DAT" in relocations and "JUMP_SLO" not in relocations
+
+
 def test_the_public_header_is_installed_beside_the_library():
     for name in ("fused_linear.h", "fused_activation.h"):
         installed = PACKAGE / "include" / name
