@@ -43,6 +43,12 @@ demo:
 	@$(MAKE) --no-print-directory -j2 build
 	$(PYTHON) -m examples.demo $(ARGS)
 
+# Tests start Python hundreds of times, which is to compile torch's modules once.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
+export PYTHONDONTWRITEBYTECODE :=
+endif
+
 # One process for each core, where pytest-xdist is there; each with one thread, as two would wait for
 # each other's.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest \
