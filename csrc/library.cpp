@@ -48,8 +48,9 @@ TORCH_LIBRARY(fused, m) {
   m.def("_pack_weight(Tensor weight, str name) -> ()", fused::cpu::packed::declare);
   m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
 
-  // Weights whose gradients the product adds to what is there: 'grad', 'main_grad' or 'none'.
-  m.def("_accumulate(Tensor weight, str into) -> ()", fused::autograd::accumulation::set);
+  // Weights whose gradients the product adds to what is there: 'grad' or 'main_grad'.
+  m.def("_accumulate(Tensor weight, str into, bool begins) -> ()",
+        fused::autograd::accumulation::set);
   m.def("_accumulated(Tensor weight) -> str", fused::autograd::accumulation::get);
 
   m.def("_plans_budget() -> float", fused::plans::budget);

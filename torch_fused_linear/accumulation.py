@@ -42,11 +42,12 @@ class AccumulationHandle:
         self.remove()
 
     def remove(self) -> None:
-        """Ends it: from now on torch adds the gradients of these weights."""
+        """Ends it: from now on torch adds the gradients of these weights, as far as no other handle
+        is about them."""
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights.values():
-            torch.ops.fused._accumulate(weight, "none")
+            torch.ops.fused._accumulate(weight, self._into, begins=False)
         for parameter, dtype in self._dtypes:
             if parameter.grad is None or dtype in (None, parameter.grad.dtype):
                 parameter.grad_dtype = dtype
@@ -60,7 +61,7 @@ class AccumulationHandle:
                 self._dtypes.append((parameter, parameter.grad_dtype))
                 parameter.grad_dtype = self._dtype
             if parameter.dim() == 2 and parameter.is_floating_point():
-                torch.ops.fused._accumulate(parameter, self._into)
+                torch.ops.fused._accumulate(parameter, self._into, begins=True)
                 self._weights[id(parameter)] = parameter
 
     def _follow(self, model: nn.Module) -> None:

@@ -12,8 +12,9 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <vector>
 
 namespace fused::autograd::accumulation {
 namespace {
@@ -25,11 +26,14 @@ constexpr const char* names[] = {"none", "grad", "main_grad"};
 
 // ---- which weights ------------------------------------------------------------------------------
 
-// By their counters of versions, which keep their addresses while they are held; weak references to
-// the tensors would be in the way of torch.utils.swap_tensors.
+struct Wishes {
+  c10::VariableVersion counter;  // held for the weight's identity
+  std::vector<Into> all;
+};
+
 struct Weights {
   std::mutex mutex;
-  std::unordered_map<const void*, std::pair<c10::VariableVersion, Into>> known;
+  std::map<internals::Identity, Wishes> known;
   std::atomic<size_t> count{0};  // lets everybody else pass without the lock
 };
 
@@ -45,7 +49,7 @@ Into wish_for(const Tensor& weight) {
   auto& all = weights();
   const std::lock_guard lock(all.mutex);
   const auto it = all.known.find(internals::identity(weight));
-  return it == all.known.end() ? Into::none : it->second.second;
+  return it == all.known.end() ? Into::none : it->second.all.back();
 }
 
 // ---- where it goes ------------------------------------------------------------------------------
@@ -119,14 +123,26 @@ const char* misfit_of(const Tensor& into, const Tensor& weight) {
   return nullptr;
 }
 
-// The edge to the accumulator of the weight's memory, if that is one parameter's: the compiler may
-// have kept a view.
+// Whether a result that is no leaf may be a view of the weight as a whole.
+bool may_be_view(const torch::autograd::Edge& edge, const Tensor& weight) {
+  if (!edge.is_valid()) return false;
+  const auto& made = edge.function->input_metadata(edge.input_nr);
+  return !made.is_nested_tensor() && made.dtype() == weight.dtype() &&
+         c10::multiply_integers(made.shape_as_dim_vector()) == weight.numel();
+}
+
+// The edge to the accumulator of the weight's memory, if that is one parameter's and no view of it
+// comes beside it: the compiler may have kept a view.
 std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
   std::optional<size_t> found;
   for (size_t i = 0; i < node.num_outputs(); ++i) {
     const auto* accumulator =
         dynamic_cast<const torch::autograd::AccumulateGrad*>(node.next_edge(i).function.get());
-    if (accumulator == nullptr || at::isTensorSubclassLike(accumulator->variable)) continue;
+    if (accumulator == nullptr) {
+      if (may_be_view(node.next_edge(i), weight)) return {};
+      continue;
+    }
+    if (at::isTensorSubclassLike(accumulator->variable)) continue;
     const auto& variable = accumulator->variable;
     if (!variable.has_storage() || variable.const_data_ptr() != weight.const_data_ptr()) continue;
     if (found || variable.sizes() != weight.sizes() || variable.strides() != weight.strides()) {
@@ -138,27 +154,35 @@ std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
 }
 
 Tensor gradient_of(const Tensor& weight, const Tensor& grad, const Tensor& input) {
+  const auto like = weight.to(input.scalar_type());
   return std::get<1>(steps::linear_backward(
-      {grad, input, weight, std::nullopt, Activation::none, {false, true, false}}));
+      {grad, input, like, std::nullopt, Activation::none, {false, true, false}}));
 }
 
 }  // namespace
 
-void set(const Tensor& weight, std::string_view text) {
+void set(const Tensor& weight, std::string_view text, bool begins) {
   const auto it = std::ranges::find(names, text);
-  TORCH_CHECK_VALUE(it != std::end(names),
-                    "_accumulate: into must be 'grad', 'main_grad' or 'none', got '", text, "'");
+  TORCH_CHECK_VALUE(it > std::begin(names) && it != std::end(names),
+                    "_accumulate: into must be 'grad' or 'main_grad', got '", text, "'");
   const auto into = static_cast<Into>(it - names);
-  TORCH_CHECK_VALUE(into == Into::none || (weight.is_leaf() && weight.dim() == 2),
+  TORCH_CHECK_VALUE(!begins || (weight.is_leaf() && weight.dim() == 2),
                     "accumulate_gradients: expected a leaf of shape [out, in], got ",
                     weight.is_leaf() ? "a leaf" : "a result", " of shape ", weight.sizes());
   auto& all = weights();
   const std::lock_guard lock(all.mutex);
-  std::erase_if(all.known, [](const auto& entry) { return entry.second.first.unique(); });
-  const auto* key = internals::identity(weight);
-  all.known.erase(key);
-  const auto& counter = weight.unsafeGetTensorImpl()->version_counter();
-  if (into != Into::none) all.known.emplace(key, std::pair(counter, into));
+  const auto key = internals::identity(weight);
+  if (begins) {
+    const auto& counter = weight.unsafeGetTensorImpl()->version_counter();
+    all.known.try_emplace(key, Wishes{counter, {}}).first->second.all.push_back(into);
+  } else if (const auto known = all.known.find(key); known != all.known.end()) {
+    auto& wishes = known->second.all;
+    const auto last = std::ranges::find(wishes.rbegin(), wishes.rend(), into);
+    if (last != wishes.rend()) wishes.erase(std::next(last).base());
+  }
+  std::erase_if(all.known, [](const auto& entry) {
+    return entry.second.all.empty() || entry.second.counter.unique();
+  });
   all.count = all.known.size();
 }
 
@@ -191,6 +215,10 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
 }
 
 Tensor Target::add(const Tensor& grad, const Tensor& input, bool must_be_defined) const {
+  if (input.scalar_type() != weight_.scalar_type()) {  // it has been cast since the forward
+    explain::remark("weight's gradient apart: another dtype");
+    return gradient_of(weight_, grad, input);
+  }
   const auto is_shared = [this](const Tensor& tensor) { return into_.is_alias_of(tensor); };
   if (adds_ && (is_shared(grad) || is_shared(input) || is_shared(weight_))) {
     explain::remark("weight's gradient apart: it shares memory with what it is made of");

@@ -11,8 +11,8 @@
 
 namespace fused::autograd::accumulation {
 
-// 'grad', 'main_grad', or 'none', which takes either back.
-void set(const Tensor& weight, std::string_view into);
+// Into 'grad' or 'main_grad', as the last wish says that has not been taken back.
+void set(const Tensor& weight, std::string_view into, bool begins);
 std::string get(const Tensor& weight);
 
 // Where a weight's gradient goes in this run of the engine.

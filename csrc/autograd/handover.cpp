@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <unordered_map>
 
 namespace fused::autograd::handover {
 namespace {
@@ -22,38 +21,6 @@ std::atomic<bool>& switched_on() {
 
 int64_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
-}
-
-int edges_between(const GraphNode& from, const GraphNode* to) {
-  int count = 0;
-  for (const auto& edge : from.next_edges()) count += edge.function.get() == to;
-  return count;
-}
-
-// Whether an edge of the running graph other than consumer's first leads to `producer`. Edges are
-// counted once per run of the engine. The root of a graph is not among its nodes; where it is
-// another consumer, two gradients arrive at the producer, which then sees that its note speaks of
-// only one of them.
-bool has_other_consumers(const GraphNode* producer, const GraphNode& consumer, int graph_task) {
-  thread_local int counted_task = -1;
-  thread_local std::unordered_map<const GraphNode*, int> counts;
-  const auto& nodes = internals::nodes_of_run();
-  if (counted_task != graph_task) {
-    counts.clear();
-    for (const auto* node : nodes) {
-      for (const auto& edge : node->next_edges()) {
-        // No others are ever asked for.
-        const auto* target = edge.function.get();
-        if (dynamic_cast<const Producer*>(target) != nullptr) ++counts[target];
-      }
-    }
-    counted_task = graph_task;
-  }
-  const int own = edges_between(consumer, producer);
-  const bool counted = nodes.count(const_cast<GraphNode*>(&consumer)) != 0;
-  const auto it = counts.find(producer);
-  const int all = it == counts.end() ? 0 : it->second;
-  return own != 1 || all != (counted ? 1 : 0);
 }
 
 const char* stands_between(const torch::autograd::Edge& edge) {
@@ -74,6 +41,13 @@ Note::Note(Tensor passed, variable_list gradients, variable_list saved)
 }
 
 bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
+
+void Note::expect(const Tensor& arrived) const {
+  TORCH_CHECK(arrived.is_same(passed),
+              "fused: a hook that was put on a layer's output during the backward gave another ",
+              "gradient, where the layer after has dealt with it; put the hook there before, or ",
+              "set_handover(False)");
+}
 
 void Producer::leave(int graph_task, Note note) {
   {
@@ -122,16 +96,11 @@ std::pair<Work, std::optional<Note>> Producer::begin(size_t lent) {
   return {std::move(work), std::move(note)};
 }
 
-Tensor with_rest(const Tensor& passed, const Tensor& rest) {
-  return at::where(passed.isfinite(), passed + rest, passed);
-}
-
 const char* objection(torch::autograd::Node& consumer) {
   if (!enabled()) return "switched off";
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
-  const int graph_task = internals::current_run();
-  if (graph_task == -1) return "no run of the eager engine";
+  if (internals::current_run() == -1) return "no run of the eager engine";
 
   auto& producer = *consumer.next_edge(0).function;
   if (!producer.tensor_pre_hooks().empty()) return "a hook on the tensor";
@@ -143,7 +112,7 @@ const char* objection(torch::autograd::Node& consumer) {
   }
   if (internals::is_captured(&producer)) return "its gradient was asked for";
   if (producer.stream() != consumer.stream()) return "another stream";
-  if (has_other_consumers(&producer, consumer, graph_task)) return "another consumer";
+  if (!internals::waits_for_one(&producer)) return "another consumer";
   return nullptr;
 }
 

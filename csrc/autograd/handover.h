@@ -6,14 +6,10 @@
 // (the consumer) is ours, and nobody else looks at that gradient, the consumer applies this layer's
 // activation derivative right behind its matrix product, or inside it, and sums this layer's bias
 // gradient on the way. It passes dz on in place of dy (of a gated layer gate's) and leaves a note
-// that says so. The producer trusts a note only if the gradient that arrives is the very tensor
-// that the note names. If
-// another gradient was added to it on the way, the producer applies its derivative to the
-// difference. (That happens where the tensor is itself a root of the backward, or the root consumes
-// it beside the consumer: roots are not among the nodes that can be searched. The difference costs
-// one rounding.)
+// that says so.
 //
-// A hook that is put on the tensor by another hook, after the consumer has run, sees dz.
+// A hook that is put on the tensor by another hook, after the consumer has run, sees dz. What it
+// gives in its place is an error.
 
 #include "autograd/node.h"
 #include "autograd/recompute.h"
@@ -32,14 +28,16 @@ void set_enabled(bool enabled);
 struct Note {
   Note(Tensor passed, variable_list gradients, variable_list saved);
 
-  Tensor passed;            // what the consumer passed on. Holding it keeps the engine from adding
-                            // another gradient to it in place, which would go unseen.
+  Tensor passed;            // what the consumer passed on
   variable_list gradients;  // what else it has computed, as the producer wants it
   variable_list saved;      // what the producer's act' is read from, already unpacked: checkpoint
                             // allows it to be unpacked only once
 
   // Whether nobody has written to them since.
   bool is_unchanged() const;
+
+  // What has arrived in this place must be what was passed.
+  void expect(const Tensor& arrived) const;
 
  private:
   std::vector<int64_t> versions_;
@@ -83,10 +81,6 @@ class Producer : public Node {
   std::vector<std::pair<int, Note>> notes_;
   std::atomic<size_t> waiting_{0};  // lets a node without notes pass without the lock
 };
-
-// A gradient, dealt with, and the rest that was added to it on the way, dealt with by itself.
-// Beside an infinity the rest is lost, and does not matter.
-Tensor with_rest(const Tensor& passed, const Tensor& rest);
 
 // Why the gradient that `consumer` is about to pass along its first edge must stay the true one,
 // or nullptr: then that edge's node, and nobody else, will receive it. Whether the node is one of

@@ -64,17 +64,10 @@ struct Arrived {
   Tensor grad_bias;  // known already, or undefined
 };
 
-// `activation_gradient` is act' of this layer, in the way of the branch that asks.
-template <typename ActivationGradient>
-Arrived arrive(const State& state, const Tensor& grad,
-               const ActivationGradient& activation_gradient) {
-  const auto& note = state.note;
-  if (!note) return {grad, state.form.activation, {}};
-  if (grad.is_same(note->passed)) return {grad, Activation::none, note->gradients[0]};
-  // Another gradient was added to the one that had been dealt with (the tensor was a root of this
-  // backward as well): the rest still has to pass through the derivative.
-  const auto rest = activation_gradient(grad - note->passed);
-  return {handover::with_rest(note->passed, rest), Activation::none, {}};
+Arrived arrive(const State& state, const Tensor& grad) {
+  if (!state.note) return {grad, state.form.activation, {}};
+  state.note->expect(grad);
+  return {grad, Activation::none, state.note->gradients[0]};
 }
 
 // The same with the layer's own activation dealt with, for a product that takes dz.
@@ -102,9 +95,7 @@ Triple differentiable(const State& state, const Tensor& grad) {
   } else if (saved_for(activation) == Saved::preactivation) {
     saved = reconnect(saved, input, weight, state.edges);
   }
-  const auto arrived = arrive(state, grad, [&](const Tensor& others) {
-    return reference::gradient_from_saved(others, saved, activation);
-  });
+  const auto arrived = arrive(state, grad);
   return reference::LinearFormula::linear_backward(
       {arrived.grad, input, weight, saved, arrived.still_to_apply, mask_of(state.wanted)});
 }
@@ -115,10 +106,7 @@ Triple usual(const State& state, const Tensor& grad) {
   const auto& receiver = search.receiver;
   const auto sum = accumulation::target_of(state.node.get(), weight_edge);
   const KernelsOnly guard;
-  auto arrived = arrive(state, grad, [&](const Tensor& others) {
-    return std::get<0>(steps::activation_backward(others, state.saved(), state.form.activation,
-                                                  /*bias_grad=*/false));
-  });
+  auto arrived = arrive(state, grad);
   if (sum) arrived = dealt_with(state, std::move(arrived));
   auto mask = mask_of(state.wanted);
   const bool bias_known = arrived.grad_bias.defined(), wants_weight = mask[weight_edge];
@@ -164,7 +152,7 @@ Triple usual(const State& state, const Tensor& grad) {
     receiver->leave(std::move(passed));
     if (in_two) {
       std::tie(std::ignore, grad_weight, grad_bias) =
-          backward(kept_input, {false, true, mask[bias_edge]});
+          backward(kept_input, {false, mask[weight_edge], mask[bias_edge]});
     }
   }
   if (sum) grad_weight = sum->add(arrived.grad, kept_input);

@@ -85,7 +85,7 @@ inline std::pair<Tensor, Tensor> halves(const Tensor& both) {
 inline Tensor joined(const Tensor& gate, const Tensor& up) {
   if (!gate.defined() || !up.defined() || at::areAnyTensorSubclassLike({gate, up})) return {};
   const bool neighbours = gate.is_contiguous() && up.is_contiguous() && gate.is_alias_of(up) &&
-                          gate.sizes() == up.sizes() &&
+                          gate.sizes() == up.sizes() && gate.is_neg() == up.is_neg() &&
                           up.storage_offset() == gate.storage_offset() + gate.numel();
   if (!neighbours) return {};
   return gate.as_strided({2 * gate.size(0), gate.size(1)}, gate.strides());

@@ -24,8 +24,18 @@ bool is_same(const Pointer& a, const Pointer& b) {
 
 int current_run() { return torch::autograd::get_current_graph_task_id(); }
 bool run_keeps_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
-const std::unordered_set<GraphNode*>& nodes_of_run() {
-  return *torch::autograd::get_current_graph_task_nodes_in_graph();
+
+bool waits_for_one(GraphNode* node) {
+  using Run = torch::autograd::GraphTask;
+  // The engine shows a member of the run, and so where the run lies.
+  alignas(Run) static char place[sizeof(Run)];
+  static const auto offset =
+      reinterpret_cast<char*>(&reinterpret_cast<Run*>(place)->nodes_in_graph_) - place;
+  const void* member = torch::autograd::get_current_graph_task_nodes_in_graph();
+  auto& run = *reinterpret_cast<Run*>(static_cast<char*>(const_cast<void*>(member)) - offset);
+  const std::lock_guard lock(run.mutex_);
+  const auto edges = run.dependencies_.find(node);
+  return edges != run.dependencies_.end() && edges->second == 1 && !run.not_ready_.contains(node);
 }
 
 bool is_captured(GraphNode* node) {
@@ -59,12 +69,13 @@ variable_list record_call(
                                  values, metadata);
 }
 
-const void* identity(const at::Tensor& tensor) {
-  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+Identity identity(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const c10::VariableVersion& counter = impl->version_counter();
   const void* address;
   static_assert(sizeof(counter) == sizeof(address));  // a pointer that nobody gives us
   std::memcpy(&address, &counter, sizeof(address));
-  return address;
+  return {address, impl};
 }
 
 Accumulator::Accumulator(const at::Tensor& leaf) {

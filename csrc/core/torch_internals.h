@@ -16,7 +16,6 @@
 #include <mutex>
 #include <optional>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -80,7 +79,8 @@ inline std::mutex& mutex_of(GraphNode& node) {
 
 int current_run();  // -1: none
 bool run_keeps_graph();
-const std::unordered_set<GraphNode*>& nodes_of_run();  // without its root
+// Whether the node has got no gradient in this run and waits for one, along one edge.
+bool waits_for_one(GraphNode* node);
 
 bool is_captured(GraphNode* node);
 
@@ -98,7 +98,10 @@ variable_list record_call(
     std::function<variable_list(const variable_list&, const std::vector<at::IValue>&)> run,
     const variable_list& grads, const std::vector<at::IValue>& values, bool is_traceable);
 
-const void* identity(const at::Tensor& tensor);
+// By their counters of versions, which keep their addresses while they are held, as weak references
+// to the tensors would be in the way of torch.utils.swap_tensors; views of one tensor share theirs.
+using Identity = std::pair<const void*, const void*>;
+Identity identity(const at::Tensor& tensor);
 
 // The node that adds up a leaf's gradient, or none. Equal where they are of one node, also of one
 // that is gone.

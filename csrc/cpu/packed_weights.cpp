@@ -3,16 +3,14 @@
 #include "core/torch_internals.h"
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <string_view>
-#include <unordered_map>
 
 namespace fused::cpu::packed {
 namespace {
 
-// Held counters of versions keep their addresses; a weak reference to the tensor would be in the
-// way of torch.utils.swap_tensors.
 using internals::identity;
 
 // A weight as it was: writing counts up the version, `.data = ` and the like give other memory.
@@ -57,7 +55,7 @@ struct Entry {
 
 struct Declared {
   std::shared_mutex mutex;
-  std::unordered_map<const void*, Entry> entries;
+  std::map<internals::Identity, Entry> entries;
   std::atomic<size_t> count{0};  // lets a program that declares none pass without the lock
 };
 

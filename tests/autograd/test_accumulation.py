@@ -630,17 +630,29 @@ def test_remove_copies_and_dead_weights():
     assert said == ["grad"] * 3
     copied = copy.deepcopy(program.model)
     assert {torch.ops.fused._accumulated(p) for p in copied.parameters()} == {"none"}
+    with tfl.accumulate_gradients(program.weights, "main_grad"):
+        assert {torch.ops.fused._accumulated(w) for w in program.weights} == {"main_grad"}
+    assert [torch.ops.fused._accumulated(w) for w in program.weights] == said  # of the outer handle
     handle.remove()
     handle.remove()
     assert {torch.ops.fused._accumulated(w) for w in program.weights} == {"none"}
     steps(program)
     weak = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(8)]
     for w in weak:
-        torch.ops.fused._accumulate(w, "grad")
+        torch.ops.fused._accumulate(w, "grad", True)
     del weak, w
     gc.collect()
     fresh = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(64)]
     assert {torch.ops.fused._accumulated(w) for w in fresh} == {"none"}
+
+
+def test_views_of_one_buffer_are_weights_of_their_own():
+    first, second = (torch.nn.Parameter(half) for half in torch.ones(2, 4, 4))
+    handle = tfl.accumulate_gradients(first)
+    assert torch.ops.fused._accumulated(second) == "none"
+    tfl.accumulate_gradients(second).remove()
+    assert torch.ops.fused._accumulated(first) == "grad"
+    handle.remove()
 
 
 def test_wrong_arguments_are_named():
@@ -657,5 +669,5 @@ def test_wrong_arguments_are_named():
         torch.ops.fused._weight_gradient(grad, x, torch.ones(5, 4), True)
     with pytest.raises(RuntimeError, match="_weight_gradient: grad_output must have"):
         torch.ops.fused._weight_gradient(torch.ones(2, 4), x, torch.ones(4, 5), True)
-    with pytest.raises(ValueError, match="into must be 'grad', 'main_grad' or 'none', got 'x'"):
-        torch.ops.fused._accumulate(torch.ones(2, 2), "x")
+    with pytest.raises(ValueError, match="into must be 'grad' or 'main_grad', got 'x'"):
+        torch.ops.fused._accumulate(torch.ones(2, 2), "x", True)

@@ -211,30 +211,17 @@ for _k in range(3):
 
 
 def a_root_too(stack, k):
-    """Two gradients arrive, of which one has been dealt with."""
     outputs = stack.outputs()
     return stack.step(outputs[-1], outputs[k], gradients=[stack.g, outputs[k].detach().cos()])
 
 
 def waiting(stack):
-    """The first layer's note must outlive the notes of another branch that runs in between, though
-    nothing else holds the gradient that it names once another has been added to it."""
+    """The branch's note is left between the two gradients of the first layer's output."""
     first = stack.layer(0, stack.x)
     branch = stack.layer(1, stack.layer(0, stack.x))
     last = stack.layer(1, first)  # made last, so its backward runs before the branch's
     roots = [last, first, branch]
     return torch.autograd.grad(roots, stack.leaves, [r.detach().cos() for r in roots])
-
-
-def infinite(stack):
-    """An overflow, as a loss scaler provokes it, is seen where it would be: as infinity or NaN.
-    All else stays finite and equal."""
-    outputs, g = stack.outputs(), stack.g.clone()
-    g[0, 0] = torch.inf
-    gradients = [g, torch.ones_like(outputs[0])]
-    grads = torch.autograd.grad([outputs[-1], outputs[0]], stack.leaves, gradients)
-    assert any(not t.isfinite().all() for t in grads)
-    return [t for g in grads for t in (g.isfinite().double(), g.nan_to_num(0, 0, 0))]
 
 
 def second_consumer(stack, second, added):
@@ -248,7 +235,7 @@ def second_consumer(stack, second, added):
 
 
 def consuming_root(stack, make):
-    """A root that takes the first layer's output itself: the engine does not count its edges."""
+    """A root that takes the first layer's output itself."""
     y = stack.layer(0, stack.x)
     out = make(stack, y, stack.layer(1, y))
     return stack.step(out, gradients=[out.detach().cos()])
@@ -262,32 +249,31 @@ SECOND = {
     "index": lambda stack, y: y[1],
 }
 ROOTS = {
-    "product": (lambda stack, y, z: z * y, 1),
-    "product of sums": (lambda stack, y, z: z * y.sum(), 0),
-    "torch op": (lambda stack, y, z: torch.addmm(z, y, stack.weights[1]), 1),
-    "fused, other input": (lambda stack, y, z: OPS["relu"].call(y, z.t() @ z), 1),
-    "fused, as weight": (lambda stack, y, z: OPS["relu"].call(z, y), 1),
-    "fused, twice": (lambda stack, y, z: OPS["relu"].call(y, y), 0),
-    "fused, only as weight": (lambda stack, y, z: OPS["none"].call(stack.weights[1], y), 0),
-    "bias too": (lambda stack, y, z: OPS["none"].call(y, stack.weights[1], y), 0),
-    "only as bias": (lambda stack, y, z: OPS["none"].call(stack.g, stack.weights[1], y), 0),
+    "product": lambda stack, y, z: z * y,
+    "product of sums": lambda stack, y, z: z * y.sum(),
+    "torch op": lambda stack, y, z: torch.addmm(z, y, stack.weights[1]),
+    "fused, other input": lambda stack, y, z: OPS["relu"].call(y, z.t() @ z),
+    "fused, as weight": lambda stack, y, z: OPS["relu"].call(z, y),
+    "fused, twice": lambda stack, y, z: OPS["relu"].call(y, y),
+    "fused, only as weight": lambda stack, y, z: OPS["none"].call(stack.weights[1], y),
+    "bias too": lambda stack, y, z: OPS["none"].call(y, stack.weights[1], y),
+    "only as bias": lambda stack, y, z: OPS["none"].call(stack.g, stack.weights[1], y),
 }
 for _name in ACTIVE:
     _pair = {"activations": (_name, "none")}
     for _k in range(3):
         _label, _four = f"output {_k} a root too: {_name}", (*[_name] * 3, "none")
-        add(_label, partial(a_root_too, k=_k), 3, activations=_four)
-    add(f"a root whose note waits: {_name}", waiting, 2, **_pair)
+        add(_label, partial(a_root_too, k=_k), 2, "another consumer", activations=_four)
+    add(f"a root beside a branch: {_name}", waiting, 1, "another consumer", **_pair)
     if _name == "glu":
         continue  # it spreads infinities, and has another weight
-    add(f"an infinite gradient at a root: {_name}", infinite, 1, **_pair)
     for (_second, _call), _added in itertools.product(SECOND.items(), (True, False)):
         _scenario = partial(second_consumer, second=_call, added=_added)
         _label = f"second consumer {_second}, added {_added}: {_name}"
         add(_label, _scenario, 0, "another consumer", **_pair)
-    for _root, (_make, _handed) in ROOTS.items():
+    for _root, _make in ROOTS.items():
         _options = {**_pair, "widths": (4, 5, 5), "lead": () if "bias" in _root else (3,)}
-        add(f"root {_root}: {_name}", partial(consuming_root, make=_make), _handed, **_options)
+        add(f"root {_root}: {_name}", partial(consuming_root, make=_make), 0, **_options)
 
 
 @situation("a second consumer that is not on the way", 3)  # what does not run does not count

@@ -37,7 +37,8 @@ def find_gated(node: Node) -> list[Gated]:
         found.nodes.append(node)
         user = only_user(node)
         down = user and find_linear(user)
-        if not down or down.input is not node or down.weight is node or own_activation(user):
+        others = down and (down.weight, down.bias)
+        if not down or down.input is not node or node in others or own_activation(user):
             return [found]
         return [replace(found, nodes=[*found.nodes, *down.nodes], down=down), found]
     return []
