@@ -42,8 +42,7 @@ class AccumulationHandle:
         self.remove()
 
     def remove(self) -> None:
-        """Ends it: from now on torch adds the gradients of these weights, as far as no other handle
-        is about them."""
+        """Ends it: from now on torch adds these weights' gradients, but where another handle is."""
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights.values():

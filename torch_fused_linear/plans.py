@@ -172,9 +172,8 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
             outputs = _floats_in(module(*inputs, **kwargs))
             roots = [t for t in outputs if t.requires_grad]
             if roots and leaves and torch.is_grad_enabled():
-                torch.autograd.grad(
-                    roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True
-                )
+                ones = [torch.ones_like(t) for t in roots]
+                torch.autograd.grad(roots, leaves, ones, allow_unused=True)
     finally:
         with torch.no_grad():
             for buffer, old in zip(buffers, before):

@@ -57,8 +57,7 @@ class handover(Switch):
     the reason. It is on by default; :func:`get_handover` says whether it is on.
 
     A plain call sets it; as a context manager or a decorator it is put back at the end, as with
-    :class:`set_policy`. The environment variable
-    ``TORCH_FUSED_LINEAR_HANDOVER=0`` switches it off before the first call.
+    :class:`set_policy`. ``TORCH_FUSED_LINEAR_HANDOVER=0`` in the environment has it off at first.
 
     Args:
         enabled: whether to hand over.

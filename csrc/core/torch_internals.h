@@ -79,10 +79,9 @@ inline std::mutex& mutex_of(GraphNode& node) {
 
 int current_run();  // -1: none
 bool run_keeps_graph();
+bool is_captured(GraphNode* node);
 // Whether the node has got no gradient in this run and waits for one, along one edge.
 bool waits_for_one(GraphNode* node);
-
-bool is_captured(GraphNode* node);
 
 // Destroyed with the run, well ended or not; called only where it ends well.
 void at_end_of_run(std::function<void()> callback);

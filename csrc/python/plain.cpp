@@ -64,6 +64,18 @@ bool is_plain(PyObject* module, const Dict& dict, PyObject* forward) {
          _PyType_Lookup(type, call_impl) == module_call_impl;
 }
 
+// Tells whether what a module of transformers' calls is the activation that its class is known for.
+bool calls(PyObject* module, PyObject* called, std::string_view kind) {
+  if (PyMethod_Check(called)) return PyMethod_GET_SELF(called) == module;
+  static PyObject *const func = intern("func"), *const keywords = intern("keywords"),
+                         *const approximate = intern("approximate");
+  if (kind != "gelu_tanh") return kind_of(called) == kind;
+  const Reference inner(PyObject_GetAttr(called, func)), given(PyObject_GetAttr(called, keywords));
+  PyErr_Clear();
+  return inner.object != nullptr && given.object != nullptr && PyDict_Check(given.object) &&
+         kind_of(inner.object) == "gelu_erf" && text(item(given.object, approximate)) == "tanh";
+}
+
 // square() returns fp32 on a GPU under autocast.
 bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
 
@@ -103,8 +115,8 @@ std::optional<Plain> plain(PyObject* layer) {
     if (dict[name] != nullptr) return std::nullopt;  // which hides the parameter
   }
   PyObject* held = dict[parameters];
-  PyObject* weight = held == nullptr ? nullptr : item(held, weight_name);
-  PyObject* bias = held == nullptr ? nullptr : item(held, bias_name);
+  if (held == nullptr || !PyDict_CheckExact(held)) return std::nullopt;  // Python asks the class
+  PyObject *const weight = item(held, weight_name), *const bias = item(held, bias_name);
   if (weight == nullptr || bias == nullptr || !THPVariable_CheckExact(weight) ||
       !is_optional(bias)) {
     return std::nullopt;
@@ -142,7 +154,7 @@ PyObject* child(PyObject* module, PyObject* name) {
   const Dict dict(module);
   if (PyObject* found = dict[name]) return found;
   PyObject* held = dict[modules_name];
-  if (held == nullptr || !PyDict_Check(held)) return nullptr;
+  if (held == nullptr || !PyDict_CheckExact(held)) return nullptr;
   const Reference key(PyObject_Str(name));  // of an index
   PyErr_Clear();
   return key.object == nullptr ? nullptr : item(held, key.object);
@@ -197,7 +209,7 @@ bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {
 }
 
 std::string_view kind_of(PyObject* function) {
-  static PyObject* const approximate = intern("approximate");
+  static PyObject *const approximate = intern("approximate"), *const act = intern("act");
   for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(functions); ++k) {
     PyObject* row = PyTuple_GET_ITEM(functions, k);
     if (PyTuple_GET_ITEM(row, 0) != function) continue;
@@ -210,6 +222,8 @@ std::string_view kind_of(PyObject* function) {
   if (!is_plain(function, dict, PyTuple_GET_ITEM(known, 1))) return "";
   const std::string_view kind = text(PyTuple_GET_ITEM(known, 0));
   if (kind == "relu2" && squares_wide()) return "";
+  PyObject* called = dict[act];
+  if (called != nullptr && !calls(function, called, kind)) return "";
   if (kind != "gelu") return kind;
   const std::string_view form = text(dict[approximate]);
   return form == "tanh" ? "gelu_tanh" : form == "none" ? "gelu_erf" : "";

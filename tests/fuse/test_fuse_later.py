@@ -72,6 +72,37 @@ def test_functions_that_are_set_on_an_object_are_seen(child, name):
     assert_runs_the_same(model, plain, X[0], f"{name} of {child}")
 
 
+class Lent(dict):
+    def __getitem__(self, name):
+        return super().__getitem__(name) * 2
+
+
+def image():
+    return nn.Sequential(nn.Conv2d(1, 1, 1, padding="same", bias=False), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (chain, lambda net: setattr(net[0], "_parameters", Lent(net[0]._parameters))),
+        (image, lambda net: setattr(net[0], "weight", nn.Parameter(X[0][:3, :3].view(1, 1, 3, 3)))),
+    ],
+)
+def test_what_a_layer_reads_when_it_runs_may_change(make, change):
+    model, plain = pair(make)
+    change(model), change(plain)
+    assert_runs_the_same(model, plain, X[0][None] if make is image else X[0], "changed")
+
+
+def test_the_function_that_an_activation_holds_may_be_exchanged():
+    kinds = pytest.importorskip("transformers.activations")
+    for act in (kinds.GELUActivation(), kinds.GELUActivation(True), kinds.GELUTanh()):
+        model, plain = pair(functools.partial(nn.Sequential, nn.Linear(6, 6), act))
+        assert operators(model, *X) == ["linear_gelu"]
+        model[1].act = plain[1].act = torch.tanh
+        assert_runs_the_same(model, plain, X[0], "tanh")
+
+
 PATCHED_BEFORE = """
 import torch
 from torch import nn

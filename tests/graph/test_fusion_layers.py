@@ -347,6 +347,14 @@ def calls_of_chain(function):
     return calls
 
 
+def test_what_is_between_is_a_bias_too():
+    def block(x, gate, up, down):
+        hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        return F.linear(hidden, down, hidden)
+
+    check(block, [torch.randn(6), *torch.randn(3, 6, 6)], linear_glu=1)
+
+
 def test_every_node_of_a_chain_goes():
     """Biases that are added belong to their layers, the last one's too."""
     calls = calls_of_chain(lambda x, w, b, v, c: F.relu(x @ w.t() + b) @ v.t() + c)

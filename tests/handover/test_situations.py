@@ -215,15 +215,6 @@ def a_root_too(stack, k):
     return stack.step(outputs[-1], outputs[k], gradients=[stack.g, outputs[k].detach().cos()])
 
 
-def waiting(stack):
-    """The branch's note is left between the two gradients of the first layer's output."""
-    first = stack.layer(0, stack.x)
-    branch = stack.layer(1, stack.layer(0, stack.x))
-    last = stack.layer(1, first)  # made last, so its backward runs before the branch's
-    roots = [last, first, branch]
-    return torch.autograd.grad(roots, stack.leaves, [r.detach().cos() for r in roots])
-
-
 def second_consumer(stack, second, added):
     """Added to the result, or a root of its own."""
     y = stack.layer(0, stack.x)
@@ -264,7 +255,6 @@ for _name in ACTIVE:
     for _k in range(3):
         _label, _four = f"output {_k} a root too: {_name}", (*[_name] * 3, "none")
         add(_label, partial(a_root_too, k=_k), 2, "another consumer", activations=_four)
-    add(f"a root beside a branch: {_name}", waiting, 1, "another consumer", **_pair)
     if _name == "glu":
         continue  # it spreads infinities, and has another weight
     for (_second, _call), _added in itertools.product(SECOND.items(), (True, False)):

@@ -74,16 +74,6 @@ def test_it_is_listed_with_the_command_that_runs_it(script):
     assert stopped.value.code == 0
 
 
-def test_nothing_is_drawn_before_it_is_asked_for():
-    """matplotlib takes a second to import, and whoever only reads the code need not have it."""
-    program = (
-        "import runpy, sys\n"
-        "for path in sys.argv[1:]: runpy.run_path(path)\n"
-        "sys.exit('matplotlib' in sys.modules)"
-    )
-    python("-c", program, *SCRIPTS, PYTHONPATH=PATHS)
-
-
 def test_from_the_command_line(tmp_path):
     """In any folder; the pictures are then in one below it, and the output says where."""
     script = EXAMPLES / "backward_by_hand.py"

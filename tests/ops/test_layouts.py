@@ -250,3 +250,10 @@ def test_a_convolution_keeps_the_memory_format_of_its_gradients(device):
             if ours.dim() == 4 and which == "xw" and device.type == "cpu":
                 lasts = [t.is_contiguous(memory_format=ops.LAST) for t in (ours, eager)]
                 assert lasts[0] == lasts[1]
+
+
+def test_one_half_of_a_tensor_may_be_negated():
+    x, halves = torch.randn(5, 3, requires_grad=True), [*torch.randn(2, 4, 3)]
+    for pair in itertools.product(*((half, torch._neg_view(half)) for half in halves)):
+        want = torch.relu(x @ pair[0].t()) * (x @ pair[1].t())
+        torch.testing.assert_close(tfl.linear_glu(x, *pair, activation="relu"), want)

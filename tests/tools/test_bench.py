@@ -386,27 +386,18 @@ def test_a_failure_of_ours_is_told(monkeypatch, capsys):
 def test_a_quick_run_with_numbers(tmp_path):
     """As a user runs it."""
     options = ("--quick", "--device", "cpu", "--dtypes", "bf16", "fp32", "--out", tmp_path)
-    options += ("--seconds-per-case", "0.001")
+    options += ("--seconds-per-case", "0.001", "--threads", "2", "--cudnn-benchmark")
     said = python("-m", "benchmarks", "layer", "host", *options, OMP_NUM_THREADS="1").stdout
     content = json.loads((tmp_path / "bench.json").read_text())
-    assert content["header"]["device"] == "cpu"
-    assert content["header"]["torch"] == torch.__version__
+    header = content["header"]
+    assert header["device"] == "cpu" and header["torch"] == torch.__version__
+    assert header["machine"].endswith(", 2 threads") and header["cudnn"]["benchmark"]
     asked_for = [c for s in ("layer", "host") for c in cases_of(s, CPU, True, ["bf16", "fp32"])]
     assert [result["case"] for result in content["results"]] == [*map(written, asked_for)]
     assert all(case.shape in said for case in asked_for)
     for result in content["results"]:
         assert "failed" not in result and {"ours", "eager"} <= set(result["numbers"])
         assert all(0 < n["q1"] <= n["median"] <= n["q3"] for n in result["numbers"].values())
-
-
-def test_threads_and_cudnn_are_as_asked_for(tmp_path, monkeypatch):
-    path = tmp_path / "r.json"
-    arguments = ["cpu", "--quick", "--device", "cpu", "--dtypes", "fp32", "--only", "relu forward"]
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    options = ["--threads", "2", "--cudnn-benchmark", "--json", str(path)]
-    assert main([*arguments, *options]) == 0
-    assert torch.get_num_threads() == 2 and torch.backends.cudnn.benchmark
-    assert json.loads(path.read_text())["header"]["machine"].endswith(", 2 threads")
 
 
 # The compiler, of which the tests of models have a shorter look, takes most of the time.

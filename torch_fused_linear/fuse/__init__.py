@@ -109,9 +109,9 @@ def unfuse_(model: nn.Module) -> None:
     """
     _check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]
-    objects = gc.get_objects()  # copies share marks, so no list of models would do
-    kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, nn.Module)}
-    if not any(MARK in vars(module) for module in objects if type(module) in kinds):
+    # Copies share marks, so no list of models would do.
+    modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
+    if not any(MARK in vars(module) for module in modules):
         put_back()
     if any(mark is not None for mark in marks):
         forget_compiled()

@@ -13,7 +13,7 @@ from .call import halves, method_chunk  # noqa: F401  (as the rest of this file'
 from .plain import method_pow  # noqa: F401
 
 #: This module's name in the globals of a rewritten function.
-NAME = "__fused__"
+NAME = "__torch_fused_linear__"
 
 _direct = _library.direct if isinstance(_library.direct, ModuleType) else call
 # Of call.py, those that are in C where it was built.

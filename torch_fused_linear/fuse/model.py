@@ -96,10 +96,7 @@ class Model:
         if is_one or not any(plain.is_layer(m) for _, m in named(module)):
             return
         for function in functions_of(type(module)):
-            if function is nn.Sequential.forward:
-                if type(module).__iter__ is nn.Sequential.__iter__:
-                    yield self._flatten(module)
-            elif self._mentions_activation(module, function):
+            if function is nn.Sequential.forward or self._mentions_activation(module, function):
                 yield from self.read(module, function)
 
     def read(self, module: nn.Module, function: FunctionType) -> list[Chain]:
@@ -108,6 +105,10 @@ class Model:
         except Unreadable as error:
             self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
+        if function is nn.Sequential.forward:
+            is_torchs = text.file[1] == nn.modules.container.__file__
+            is_loop = is_torchs and type(module).__iter__ is nn.Sequential.__iter__
+            return [self._flatten(module)] if is_loop else []
         resolver = Resolver(module, text)
 
         def element(step: Step) -> Element:

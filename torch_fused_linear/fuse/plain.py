@@ -61,7 +61,7 @@ KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
 MODULES = {cls: (cls.__name__.lower(), as_made(cls, "forward")) for cls in KNOWN}
 PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
 CALL, CALL_IMPL = (as_made(nn.Module, name) for name in ("__call__", "_call_impl"))
-CALLED = (F, "linear relu gelu silu conv2d dropout"), (torch, "relu")  # the last by F.relu
+CALLED = (F, "linear relu gelu silu conv2d dropout"), (torch, "relu relu_")  # by F.relu
 UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
     *((Tensor, name, as_made(Tensor, name)) for name in (*METHODS, "pow", "__pow__")),
     (nn.Conv2d, "_conv_forward", as_made(nn.Conv2d, "_conv_forward")),
@@ -183,6 +183,9 @@ def activation_kind(function: object, options: dict | None = None) -> str | None
         kind, forward = MODULES.get(cls, (None, None))
         if kind is None or not is_untouched(cls, forward):
             return None
+        held = function.__dict__.get("act")  # of transformers' classes, and may be exchanged
+        if held is not None and getattr(held, "__self__", None) is not function:
+            return kind if activation_kind(held) == kind else None
         return name_of_gelu(function.approximate) if kind == "gelu" else kind
     if type(function) is functools.partial:
         known = any(function.func is f for f, _, option in FUNCTIONS if option)

@@ -198,9 +198,9 @@ class Plan:
         return is_any
 
     def _is_fused(self, element: Element, layer: nn.Module) -> bool:
-        if element.text is None:
-            return SEQUENTIAL in ORIGINALS and MARK in vars(layer) and MARK in vars(element.owner)
-        return element.text.function in ORIGINALS and MARK in vars(layer)
+        function = element.text.function if element.text else SEQUENTIAL
+        marked = [layer] if element.text else [layer, element.owner]
+        return function.__code__ in ORIGINALS and all(MARK in vars(m) for m in marked)
 
     def _skip(self, layers: Iterable[nn.Module], reason: str, element: Element) -> None:
         """Notes the reason for each that has none yet."""

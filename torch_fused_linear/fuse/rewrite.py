@@ -15,7 +15,7 @@ from torch import nn
 
 from . import in_code, plain
 from .runs import Form, Step, halved, path_of, position, step_of
-from .source import ORIGINALS, Text, codes_in, functions_in, warned_before
+from .source import ORIGINALS, Text, code_of, codes_in, functions_in, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
@@ -71,24 +71,26 @@ def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
     with _lock:
         wanted = {}
         for text, roles in chosen.items():
-            before = _rewritten.get(text.function, {})
+            before = (
+                _rewritten.get(text.function, {}) if text.function.__code__ in ORIGINALS else {}
+            )
             if united(before, roles) != before:
                 wanted[text] = united(before, roles)
-        if with_sequential and SEQUENTIAL not in ORIGINALS:
+        if with_sequential and SEQUENTIAL.__code__ not in ORIGINALS:
             wanted[Text(SEQUENTIAL)] = {}
         codes = _compiled(wanted)
         for text, code in codes.items():
             text.function.__globals__[in_code.NAME] = in_code
-            ORIGINALS.setdefault(text.function, text.code)
+            ORIGINALS[code] = text.code
             _rewritten[text.function] = wanted[text]
             text.function.__code__ = code
 
 
 def put_back() -> None:
-    """Gives every function the code that it had."""
+    """Gives every function the code that it had, but one that somebody has changed since."""
     with _lock:
-        for function, code in list(ORIGINALS.items()):
-            function.__code__ = code
+        for function in list(_rewritten):
+            function.__code__ = code_of(function)
         ORIGINALS.clear()
         _rewritten.clear()
 

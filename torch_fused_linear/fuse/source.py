@@ -17,8 +17,8 @@ from .runs import Scope, dotted, is_docstring, step_of
 
 # What `from __future__ import` sets in a code's flags.
 FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-# The code, as the user wrote it, of functions that have been rewritten.
-ORIGINALS: weakref.WeakKeyDictionary[FunctionType, CodeType] = weakref.WeakKeyDictionary()
+# What the user wrote in place of code that we have put into functions.
+ORIGINALS: dict[CodeType, CodeType] = {}
 # The name, part by part, and the options of what a function calls that does nothing else.
 Recipe = tuple[list[str], dict]
 _recipes: weakref.WeakKeyDictionary[CodeType, Recipe | None] = weakref.WeakKeyDictionary()
@@ -94,7 +94,7 @@ def codes_in(code: CodeType) -> list[CodeType]:
 
 def code_of(function: FunctionType) -> CodeType:
     """As the user wrote it."""
-    return ORIGINALS.get(function, function.__code__)
+    return ORIGINALS.get(function.__code__, function.__code__)
 
 
 def unwrapped(function: object) -> FunctionType | None:

@@ -55,8 +55,8 @@ class FusedConv2dReLU(nn.Conv2d):
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
         elif isinstance(self.padding, str):
             if self.padding == "same":
-                height = self.dilation[0] * (self.kernel_size[0] - 1)
-                width = self.dilation[1] * (self.kernel_size[1] - 1)
+                height = self.dilation[0] * (self.weight.shape[2] - 1)
+                width = self.dilation[1] * (self.weight.shape[3] - 1)
                 padding = [height // 2, width // 2]
                 if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
                     input = F.pad(input, [0, width % 2, 0, height % 2])

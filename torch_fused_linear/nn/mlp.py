@@ -14,14 +14,9 @@ from .taking_over import check_given_back, check_plain
 
 def is_plain(module: nn.Module) -> bool:
     """Whether running the module is nothing but running its class's forward."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        or "parametrizations" in module._modules
-    )
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    hooks = hooks or module._backward_hooks or module._backward_pre_hooks
+    return not (hooks or "forward" in module.__dict__ or "parametrizations" in module._modules)
 
 
 class FusedMLP(nn.Sequential):
