@@ -343,9 +343,8 @@ def conv2d_relu(
         groups: into how many the channels are divided.
 
     Returns:
-        :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})` or
-        :math:`(C_\text{out}, H_\text{out}, W_\text{out})`, channels-last where ``input`` or
-        ``weight`` is, else contiguous.
+        :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})`, without :math:`N` where ``input`` is,
+        channels-last where ``input`` or ``weight`` is, else contiguous.
 
     Raises:
         RuntimeError, NotImplementedError: as :func:`torch.nn.functional.conv2d`.

@@ -109,9 +109,8 @@ def unfuse_(model: nn.Module) -> None:
     """
     _check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]
-    # Copies share marks, so no list of models would do.
     modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
-    if not any(MARK in vars(module) for module in modules):
+    if not any(MARK in vars(module) for module in modules):  # copies share them: no list would do
         put_back()
     if any(mark is not None for mark in marks):
         forget_compiled()

@@ -55,8 +55,10 @@ class FusedConv2dReLU(nn.Conv2d):
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
         elif isinstance(self.padding, str):
             if self.padding == "same":
-                height = self.dilation[0] * (self.weight.shape[2] - 1)
-                width = self.dilation[1] * (self.weight.shape[3] - 1)
+                rows, columns = self.kernel_size
+                if not torch.jit.is_tracing():  # which would trace the shape
+                    rows, columns = self.weight.shape[2], self.weight.shape[3]
+                height, width = self.dilation[0] * (rows - 1), self.dilation[1] * (columns - 1)
                 padding = [height // 2, width // 2]
                 if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
                     input = F.pad(input, [0, width % 2, 0, height % 2])
