@@ -46,7 +46,7 @@ void Note::expect(const Tensor& arrived) const {
   TORCH_CHECK(arrived.is_same(passed),
               "fused: a hook that was put on a layer's output during the backward gave another ",
               "gradient, where the layer after has dealt with it; put the hook there before, or ",
-              "set_handover(False)");
+              "torch_fused_linear.handover(False)");
 }
 
 void Producer::leave(int graph_task, Note note) {
