@@ -55,12 +55,9 @@ variable_list run(const Layer& layer, std::function<Tensor(const Tensor&)> actio
 }
 
 // What a consumer does: passes dz on and says so, or something that is off.
-Tensor passed_on(const Layer& layer, const Tensor& grad, double off = 0, const Tensor& bias = {},
-                 const Tensor& saved = {}) {
+Tensor passed_on(const Layer& layer, const Tensor& grad, double off = 0, const Tensor& bias = {}) {
   auto dz = grad * layer.slope + off;
-  layer.node()->leave(
-      running_task(),
-      {dz, {bias.defined() ? bias : dz.sum(0)}, {saved.defined() ? saved : layer.z}});
+  layer.node()->leave(running_task(), {dz, {bias.defined() ? bias : dz.sum(0)}, {layer.z}});
   return dz;
 }
 
