@@ -13,6 +13,7 @@ from ._torch_internals import forget_compiled
 
 _library = torch.library.Library("fused", "IMPL")
 was_asked_for = False  # graphs that are compiled from then on look for sums
+are_widened = False  # and give fp32 gradients of 16-bit weights, as the last one asked for has
 
 
 def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
@@ -53,6 +54,7 @@ class AccumulationHandle:
         self._hooks, self._weights, self._dtypes = [], {}, []
 
     def _add(self, parameters: Iterable[Tensor]) -> None:
+        global are_widened
         for parameter in parameters:
             if id(parameter) in self._weights or type(parameter) not in (Tensor, nn.Parameter):
                 continue
@@ -60,6 +62,8 @@ class AccumulationHandle:
                 self._dtypes.append((parameter, parameter.grad_dtype))
                 parameter.grad_dtype = self._dtype
             if parameter.dim() == 2 and parameter.is_floating_point():
+                if parameter.itemsize == 2:
+                    are_widened = parameter.grad_dtype == torch.float32
                 torch.ops.fused._accumulate(parameter, self._into, begins=True)
                 self._weights[id(parameter)] = parameter
 
@@ -104,7 +108,8 @@ def accumulate_gradients(
 
     Under FSDP2 the parameters that its modules compute with are followed; with
     ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. Graphs of ``torch.compile`` with
-    :func:`compile_options` add as well; the first call has what was compiled before traced anew.
+    :func:`compile_options` add as well, of 16-bit weights for the ``grad_dtype`` asked for last;
+    a call that asks for another has what was compiled before traced anew.
 
     Args:
         target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` among
@@ -128,9 +133,8 @@ def accumulate_gradients(
     if dtype not in (None, torch.float32):
         raise ValueError(f"accumulate_gradients: dtype must be torch.float32 or None, got {dtype}")
     global was_asked_for
-    if not was_asked_for:
-        was_asked_for = True
-        forget_compiled()
+    before = was_asked_for, are_widened
+    was_asked_for = True
     handle = AccumulationHandle(into, dtype)
     try:
         handle._add(_parameters(target))
@@ -139,6 +143,9 @@ def accumulate_gradients(
     except BaseException:
         handle.remove()
         raise
+    finally:
+        if before != (was_asked_for, are_widened):
+            forget_compiled()
     return handle
 
 

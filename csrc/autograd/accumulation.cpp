@@ -198,64 +198,66 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
   const auto& weight = accumulator->variable;
   const auto wish = wish_for(weight);
   if (wish == Into::none || !weight.requires_grad()) return {};  // frozen since the forward
-  Target target(*accumulator, weight);
+  Target target{accumulator, weight, {}};
   const char* why = observer_of(*node, *accumulator);
   if (why == nullptr) {
-    target.is_main_ = wish == Into::main_grad;
-    target.into_ = target.is_main_ ? main_grad(weight, /*added=*/false) : weight.grad();
-    if (!target.into_.defined() && !target.is_main_ && is_widened(weight)) {
-      target.into_ = at::empty_like(weight, weight.options().dtype(at::kFloat));
-      target.adds_ = false;
+    target.is_main = wish == Into::main_grad;
+    target.into = target.is_main ? main_grad(weight, /*added=*/false) : weight.grad();
+    if (!target.into.defined() && !target.is_main && is_widened(weight)) {
+      target.into = at::empty_like(weight, weight.options().dtype(at::kFloat));
+      target.adds = false;
     }
-    why = misfit_of(target.into_, weight);
+    why = misfit_of(target.into, weight);
   }
   if (why == nullptr) return target;
   explain::remark(std::string("weight's gradient apart: ") + why);
   return {};
 }
 
-Tensor Target::add(const Tensor& grad, const Tensor& input, bool must_be_defined) const {
-  if (input.scalar_type() != weight_.scalar_type()) {  // it has been cast since the forward
-    explain::remark("weight's gradient apart: another dtype");
-    return gradient_of(weight_, grad, input);
+Tensor Target::add(const Tensor& grad, const Tensor& input,
+                   std::optional<at::ScalarType> of_graph) const {
+  const auto is_shared = [this](const Tensor& tensor) { return into.is_alias_of(tensor); };
+  const auto options = (is_main ? weight : into).options();
+  const char* why = nullptr;
+  if (adds && (is_shared(grad) || is_shared(input) || is_shared(weight))) {
+    why = "it shares memory with what it is made of";
   }
-  const auto is_shared = [this](const Tensor& tensor) { return into_.is_alias_of(tensor); };
-  if (adds_ && (is_shared(grad) || is_shared(input) || is_shared(weight_))) {
-    explain::remark("weight's gradient apart: it shares memory with what it is made of");
-    return gradient_of(weight_, grad, input);
+  if (input.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
+  if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
+  if (why != nullptr) {
+    explain::remark(std::string("weight's gradient apart: ") + why);
+    return gradient_of(weight, grad, input);
   }
   {
-    const std::lock_guard lock(internals::mutex_of(*accumulator_));
-    steps::weight_gradient(grad, input, into_, adds_);
-    into_.unsafeGetTensorImpl()->bump_version();
+    const std::lock_guard lock(internals::mutex_of(*accumulator));
+    steps::weight_gradient(grad, input, into, adds);
+    into.unsafeGetTensorImpl()->bump_version();
   }
-  if (!adds_) return into_;
-  if (is_main_) main_grad(weight_, /*added=*/true);
-  auto& accumulator = *accumulator_;
-  if (!must_be_defined && !is_heard(accumulator)) return {};
-  if (std::ranges::none_of(accumulator.pre_hooks(), DropZeros::is)) {
-    accumulator.add_pre_hook(std::make_unique<DropZeros>(accumulator));
+  if (!adds) return into;
+  if (is_main) main_grad(weight, /*added=*/true);
+  if (!of_graph && !is_heard(*accumulator)) return {};
+  if (std::ranges::none_of(accumulator->pre_hooks(), DropZeros::is)) {
+    accumulator->add_pre_hook(std::make_unique<DropZeros>(*accumulator));
   }
-  const auto options = (is_main_ ? weight_ : into_).options();
-  return grad_lies_by_columns(weight_)
-             ? at::_efficientzerotensor({weight_.size(1), weight_.size(0)}, options).t()
-             : at::_efficientzerotensor(weight_.sizes(), options);
+  return grad_lies_by_columns(weight)
+             ? at::_efficientzerotensor({weight.size(1), weight.size(0)}, options).t()
+             : at::_efficientzerotensor(weight.sizes(), options);
 }
 
 namespace {
 
-Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight) {
+Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                   at::ScalarType dtype) {
   const explain::Remarks remarks;
   const KernelsOnly guard;
   const auto node = torch::autograd::get_current_node();
   // Another node's backward may do more with a graph's results than pass them along.
   if (node && are_any() && internals::is_compilers(*node)) {
     const auto edge = edge_to(weight, *node);
-    if (const auto target = edge ? target_of(node.get(), *edge) : std::nullopt) {
-      return target->add(grad, input, /*must_be_defined=*/true);
-    }
+    const auto target = edge ? target_of(node.get(), *edge) : std::nullopt;
+    if (target) return target->add(grad, input, dtype).to(dtype);
   }
-  return gradient_of(weight, grad, input);
+  return gradient_of(weight, grad, input).to(dtype);
 }
 
 TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {

@@ -16,22 +16,16 @@ void set(const Tensor& weight, std::string_view into, bool begins);
 std::string get(const Tensor& weight);
 
 // Where a weight's gradient goes in this run of the engine.
-class Target {
- public:
+struct Target {
+  torch::autograd::Node* accumulator;  // of the weight, AccumulateGrad
+  Tensor weight, into;
+  bool adds = true;      // else it is written: the first gradient, in a dtype of its own
+  bool is_main = false;  // into is Megatron's
+
   // Adds gradᵀ · input. -> what the node passes along the weight's edge: zeros without memory where
-  // hooks listen behind the sum, or it must be a tensor.
-  Tensor add(const Tensor& grad, const Tensor& input, bool must_be_defined = false) const;
-
- private:
-  friend std::optional<Target> target_of(torch::autograd::Node*, size_t);
-
-  Target(torch::autograd::Node& accumulator, const Tensor& weight)
-      : accumulator_(&accumulator), weight_(weight) {}
-
-  torch::autograd::Node* accumulator_;  // of the weight, AccumulateGrad
-  Tensor weight_, into_;
-  bool adds_ = true;      // else it is written: the first gradient, in a dtype of its own
-  bool is_main_ = false;  // into is Megatron's
+  // hooks listen behind the sum, or a graph gives a tensor of its dtype.
+  Tensor add(const Tensor& grad, const Tensor& input,
+             std::optional<at::ScalarType> of_graph = {}) const;
 };
 
 // Nothing where torch's way is taken: not asked for, or something else sees the gradient.

@@ -365,8 +365,9 @@ using MlpInOne = Operator<
 // The weight's gradient in a compiled backward; zeros where it has been added to what is there, as
 // found when the graph runs.
 using AccumulatedWeightGradient = Operator<
-    "_accumulated_weight_gradient(Tensor grad_output, Tensor input, Tensor weight) -> Tensor",
-    Tensor(const Tensor&, const Tensor&, const Tensor&)>;
+    "_accumulated_weight_gradient(Tensor grad_output, Tensor input, Tensor weight, "
+    "ScalarType dtype) -> Tensor",
+    Tensor(const Tensor&, const Tensor&, const Tensor&, at::ScalarType)>;
 
 // A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
 // act' is read from it, or [0]. Its backward is LinearBackward's.

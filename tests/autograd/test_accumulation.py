@@ -25,20 +25,20 @@ def with_our_pass(function):
 class Program:
     """A network, its gradients by name, and what hooks have seen."""
 
-    def __init__(self, make, device="cpu", compiled=False):
+    def __init__(self, make, device="cpu", compiled=False, dtype=torch.double):
         torch.manual_seed(0)
-        self.call = self.model = make().to(device, torch.double)
+        self.call = self.model = make().to(device, dtype)
         if compiled:
             torch._dynamo.reset()  # or at its limit of graphs for a function it would run eager
             self.call = with_our_pass(self.model)
-        self.device = device
+        self.at = {"device": device, "dtype": dtype}
         self.seen = []
         self.micro_batches = 0
 
     def loss(self):
         torch.manual_seed(self.micro_batches)
         self.micro_batches += 1
-        x = torch.randn(9, WIDTHS[0], dtype=torch.double).to(self.device).requires_grad_()
+        x = torch.randn(9, WIDTHS[0], dtype=torch.double).to(**self.at).requires_grad_()
         return self.call(x).square().sum()
 
     @property
@@ -439,6 +439,22 @@ def test_graphs_compiled_before_are_traced_anew(monkeypatch):
         handle.remove()
         steps(p, 2)
     torch.testing.assert_close(*(p.state()[0] for p in programs))
+
+
+@pytest.mark.parametrize("asked_last", [torch.float32, None])
+def test_graphs_of_16_bit_weights_give_gradients_of_one_dtype(asked_last):
+    """Which compilers check: that of the weights asked for last. Others are added by torch."""
+    ours, theirs = (Program(chain, compiled=c, dtype=torch.bfloat16) for c in (True, False))
+    with tfl.accumulate_gradients(ours.model, dtype=torch.float32), tfl.explain() as report:
+        tfl.accumulate_gradients(tfl.FusedLinear(2, 2, dtype=torch.bfloat16), dtype=asked_last)
+        steps(ours)
+    steps(theirs)
+    grads, expected = ours.state()[0], theirs.state()[0]
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    torch.testing.assert_close(grads, expected, check_dtype=False, rtol=2e-2, atol=2e-2)
+    added = [call for call in report.calls if call.operator == "_weight_gradient"]
+    assert len(added) == (9 if asked_last else 0)  # three layers, three steps
+    assert asked_last or "apart: the graph gives another dtype" in str(report)
 
 
 def test_cuda_graphs_of_the_compiler_accumulate_as_torch_does():

@@ -47,7 +47,9 @@ def _apart(backward: OpOverload) -> Callable:
         others = [wants_input, False, wants_bias and grad_bias is None]
         layer = grad_output, input, weight, None, "none", others
         grad_input, _, sums, *of_previous = backward(*layer, *previous.values())
-        grad_weight = _fused._accumulated_weight_gradient(grad_output, input, weight)
+        is_wide = accumulation.are_widened and weight.itemsize == 2
+        dtype = torch.float32 if is_wide else weight.dtype
+        grad_weight = _fused._accumulated_weight_gradient(grad_output, input, weight, dtype)
         return grad_input, grad_weight, sums if grad_bias is None else grad_bias, *of_previous
 
     return formula

@@ -10,6 +10,7 @@ from collections import Counter
 import torch
 from torch.fx import Graph, Node
 
+from .. import accumulation
 from .._torch_internals import unset_fake_temporarily
 from ..activations import ACTIVATIONS
 from ..report import note
@@ -55,7 +56,7 @@ class FormulaPass(CountingPass):
             accumulated_weights.take_apart(graph)
 
     def uuid(self) -> str:
-        return f"{super().uuid()} {accumulated_weights.are_wanted()}"
+        return f"{super().uuid()} {accumulated_weights.are_wanted()} {accumulation.are_widened}"
 
 
 # --- each formula has the arguments of its operator, and a function says where it is better -------

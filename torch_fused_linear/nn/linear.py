@@ -229,12 +229,7 @@ class FusedLinearSiLU(_WithActivation):
     Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
-        in_features: size of each input sample.
-        out_features: size of each output sample.
-        bias: if ``False``, the layer has no bias. Default: ``True``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
-        memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
+        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`.
 
     Raises:
         ValueError: ``memory`` is neither of these.
@@ -253,12 +248,7 @@ class FusedLinearReLU2(_WithActivation):
     Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
-        in_features: size of each input sample.
-        out_features: size of each output sample.
-        bias: if ``False``, the layer has no bias. Default: ``True``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
-        memory: as for :class:`FusedLinearGELU`. Default: ``'default'``.
+        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`.
 
     Raises:
         ValueError: ``memory`` is neither of these.
