@@ -134,9 +134,8 @@ def test_a_graph_of_low_memory_can_keep_one_tensor(device):
         bw_compiler=backward_graph,
         partition_fn=min_cut_rematerialization_partition,
     )
-    advice = {"activation_memory_budget": 0.9, "is_non_builtin_to_include": True}
-    if "extra_node_key" in inspect.signature(fx_graph_cse).parameters:
-        advice = {}
+    told = "extra_node_key" not in inspect.signature(fx_graph_cse).parameters
+    advice = {"activation_memory_budget": 0.9, "is_non_builtin_to_include": True} if told else {}
     with torch._functorch.config.patch(advice):
         assert_same(run(compiled, case), run(op.call, case))
     assert shapes.count((64, 128)) == 1
