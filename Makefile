@@ -59,8 +59,9 @@ test: build environment
 # What is built on torch's private parts, which differ between its releases: the newest one is held to
 # these at every change (.ci/run), every one in the workflow. They need no other package than torch.
 RELEASES = integration/test_torch_internals.py autograd/test_engine.py autograd/test_checkpoint.py \
-  autograd/test_accumulation.py distributed/test_strategies.py graph/test_fusion_inductor.py \
-  handover/test_handover.py handover/test_handover_systems.py memory nn ops/test_opcheck.py
+  autograd/test_accumulation.py distributed/test_parallel.py distributed/test_strategies.py \
+  graph/test_compile.py graph/test_fusion_inductor.py handover/test_handover.py \
+  handover/test_handover_systems.py memory nn ops/test_opcheck.py
 test-releases: build
 	$(PYTEST) $(RELEASES:%=tests/%) $(ARGS)
 
