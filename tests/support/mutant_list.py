@@ -148,9 +148,9 @@ csrc/autograd/accumulation.cpp: tests/autograd/test_accumulation.py
 -if (wish == Into::none || !weight.requires_grad()) return {};
 +if (wish == Into::none) return {};
 # a sum in a compiled graph that is added to itself
--? at::_efficientzerotensor({weight_.size(1), weight_.size(0)}, options).t()
--             : at::_efficientzerotensor(weight_.sizes(), options);
-+? into_.detach() : into_.detach();
+-? at::_efficientzerotensor({weight.size(1), weight.size(0)}, options).t()
+-             : at::_efficientzerotensor(weight.sizes(), options);
++? into.detach() : into.detach();
 # a compiled gradient that another node goes on with
 -if (node && are_any() && internals::is_compilers(*node)) {
 +if (node && are_any()) {
