@@ -146,6 +146,8 @@ auto in_context(const Run& run, const Text& text) {
 
 inline void check_device(const char* op, const char* what, const Tensor& tensor,
                          const Tensor& input) {
+  TORCH_CHECK_TYPE(tensor.defined() && input.defined(), op, ": expected input and ", what,
+                   " to be tensors, got None");
   TORCH_CHECK(tensor.device() == input.device(), op, ": ", what,
               " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }

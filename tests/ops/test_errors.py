@@ -408,9 +408,12 @@ def test_what_is_no_tensor_is_named():
         "linear_glu: expected gate": lambda: tfl.linear_glu(x, None, w),
         "gated_mlp: expected down": lambda: tfl.gated_mlp(x, w, w, None),
         "conv2d_relu: expected weight": lambda: tfl.conv2d_relu(x, "same"),
+        "linear_silu: expected input and weight to be": lambda: fused.linear_silu(x, None),
+        "mlp, layer 0: expected input and weight to be": lambda: fused.mlp(None, [w], [None]),
+        "linear_glu: expected input and weight to be": lambda: fused.linear_glu(None, w),
+        "conv2d_relu: expected input and weight to be": lambda: fused.conv2d_relu(None, w),
+        "gated_mlp: expected down to be a tensor, got None": lambda: fused.gated_mlp(x, w, w, None),
     }
     for message, call in calls.items():
         with pytest.raises(TypeError, match=message):
             call()
-    with pytest.raises(TypeError, match="gated_mlp: expected down to be a tensor, got None"):
-        fused.gated_mlp(x, w, w, None)
