@@ -218,10 +218,8 @@ Tensor Target::add(const Tensor& grad, const Tensor& input,
                    std::optional<at::ScalarType> of_graph) const {
   const auto is_shared = [this](const Tensor& tensor) { return into.is_alias_of(tensor); };
   const auto options = (is_main ? weight : into).options();
-  const char* why = nullptr;
-  if (adds && (is_shared(grad) || is_shared(input) || is_shared(weight))) {
-    why = "it shares memory with what it is made of";
-  }
+  const bool is_read = is_shared(grad) || is_shared(input) || is_shared(weight);
+  const char* why = adds && is_read ? "it shares memory with what it is made of" : nullptr;
   if (input.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
   if (why != nullptr) {

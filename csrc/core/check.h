@@ -265,9 +265,10 @@ inline void check_weight_gradient(const char* op, const Tensor& grad_output, con
   check_rows(op, "grad_output", grad_output, input, grad_output.sym_size(-1));
   TORCH_CHECK(into.dim() == 2 && into.sym_size(0) == grad_output.sym_size(-1) &&
                   into.sym_size(1) == input.sym_size(-1) && into.layout() == at::kStrided &&
+                  (into.is_contiguous() || into.t().is_contiguous()) &&
                   (into.scalar_type() == input.scalar_type() || into.scalar_type() == at::kFloat),
               op, ": into must be [", grad_output.sym_size(-1), ", ", input.sym_size(-1),
-              "], of the dtype of input, ", input.scalar_type(), ", or Float, got ",
+              "] without gaps, of the dtype of input, ", input.scalar_type(), ", or Float, got ",
               describe(into));
 }
 

@@ -88,7 +88,8 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                bool keeps) {
   const size_t count = weights.size();
   if (count < 2 || count > kernels::SmallNetwork::most_layers || policy() != Policy::automatic ||
-      input.numel() == 0 || input.numel() > gemm::small::most_tokens * input.size(-1)) {
+      input.numel() == 0 || input.numel() > gemm::small::most_tokens * input.size(-1) ||
+      !multiplies_as_torch(input)) {
     return {};
   }
   const c10::cuda::CUDAGuard guard(input.device());
@@ -117,7 +118,7 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
   const auto chain = as_chain(layers);
   if (!tune::is_small(chain)) return {};
   const explain::Row row("mlp", input, weights[0]);
-  tune::run(chain);
+  if (!tune::run(chain)) return {};
   results.insert(results.end(), kept.begin(), kept.end());
   return results;
 }

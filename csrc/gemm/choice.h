@@ -64,7 +64,7 @@ inline const char* small_objection(const PassProblem& p) {
 inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
   const bool active = p.activation != Activation::none;
   if (p.pass != s.pass) return "another pass";
-  if (s.provider == Provider::own && has_step(s, Step::matmul)) {
+  if (is_own_product(s)) {
     return available.hopper ? own_objection(p) : "no kernels of our own here";
   }
   if (has_step(s, Step::own_small)) {

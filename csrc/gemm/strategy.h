@@ -93,8 +93,8 @@ inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();
 }
 
-// Tells of bits in its own product's epilogue; behind others a kernel of ours makes them.
-inline bool writes_bits(const Strategy& s) {
+// Such a product writes bits in its epilogue; behind others a kernel of ours makes them.
+inline bool is_own_product(const Strategy& s) {
   return s.provider == Provider::own && has_step(s, Step::matmul);
 }
 

@@ -680,6 +680,8 @@ def test_wrong_arguments_are_named():
     grad, x = torch.ones(3, 4), torch.ones(3, 5)
     with pytest.raises(RuntimeError, match=r"_weight_gradient: into must be \[4, 5\]"):
         torch.ops.fused._weight_gradient(grad, x, torch.ones(5, 4), True)
+    with pytest.raises(RuntimeError, match=r"_weight_gradient: into must be .* without gaps"):
+        torch.ops.fused._weight_gradient(grad, x, torch.ones(4, 8)[:, :5], True)
     with pytest.raises(RuntimeError, match="_weight_gradient: grad_output must have"):
         torch.ops.fused._weight_gradient(torch.ones(2, 4), x, torch.ones(4, 5), True)
     with pytest.raises(ValueError, match="into must be 'grad' or 'main_grad', got 'x'"):

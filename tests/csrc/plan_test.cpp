@@ -203,11 +203,11 @@ TEST(bits_are_made_behind_any_forward) {
     EXPECT(applies(p, name));
     const auto& s = *find_strategy(Pass::fprop, name);
     EXPECT(!uses_aux(matmul_of(p, s).epilogue) && matmul_of(p, s).ld_aux == 0);
-    EXPECT(writes_bits(s) == (name == std::string("hopper")));
+    EXPECT(is_own_product(s) == (name == std::string("hopper")));
   }
   EXPECT(std::string(rule(p, without_hopper)) == "epilogue");
   p.matmul.n = small::most_tokens;
-  EXPECT(applies(p, "small") && !writes_bits(*find_strategy(Pass::fprop, "small")));
+  EXPECT(applies(p, "small") && !is_own_product(*find_strategy(Pass::fprop, "small")));
   EXPECT(std::string(rule(p, with_hopper)) == "epilogue");
   // The library's mask is another: of the sum before it is rounded, and set at 0.
   p.keeps = Keeps::mask;

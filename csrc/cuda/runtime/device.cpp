@@ -60,9 +60,9 @@ Device& device_of(int index) {
   auto& device = (*devices)[index];
   std::call_once(device.once, [&] {
     const c10::cuda::CUDAStreamCaptureModeGuard others_may_capture(cudaStreamCaptureModeRelaxed);
-    device.handle = new_lt_handle();
     const auto* properties = at::cuda::getDeviceProperties(index);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+    device.handle = new_lt_handle();
     device.has_code = kernels::have_code();
     if (!device.has_code) {
       TORCH_WARN("fused: this build has no kernels for ", properties->name, " (capability ",

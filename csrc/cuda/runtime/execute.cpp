@@ -174,6 +174,7 @@ void aten_gating(const PassCall& call) {
 }
 
 }  // namespace
+
 kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& gate,
                           const Matrix& up) {
   kernels::Gating args;
@@ -183,6 +184,7 @@ kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& 
   args.up = up.data, args.ld_up = up.ld;
   return args;
 }
+
 kernels::SmallProduct small_product(const PassCall& call) {
   const auto& p = call.problem;
   kernels::SmallProduct product;
@@ -300,7 +302,7 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       }
     }
   }
-  if (gemm::wants_bits(p) && !gemm::writes_bits(*plan.strategy)) {
+  if (gemm::wants_bits(p) && !gemm::is_own_product(*plan.strategy)) {
     explain::append("own mask kernel");
     const auto& y = call.result;
     kernels::write_relu_mask(type, y.rows, y.cols, y.data, y.ld, call.aux.data, stream);

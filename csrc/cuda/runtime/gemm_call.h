@@ -93,11 +93,10 @@ inline void complete(PassCall& call, gemm::Type type, int device) {
                          : call.aux.rows == 1 && padded ? padded_features(call.aux.cols)
                                                         : call.aux.ld;
   auto& matmul = call.problem.matmul;
-  const bool adds = matmul.adds, to_f32 = matmul.to_f32;
+  const auto given = matmul;
   matmul = gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
                                 nullptr, nullptr, 0, gemm_settings(device, type));
-  matmul.adds = adds;
-  matmul.to_f32 = to_f32;
+  matmul.adds = given.adds, matmul.to_f32 = given.to_f32;
   if (call.bias != nullptr) matmul.aligned_bias = gemm::is_aligned(call.bias);
   if (has_aux) {
     matmul.aligned_aux = gemm::is_aligned(call.aux.data);

@@ -301,11 +301,12 @@ __global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   sum = sum_over_warp(sum);
   magnitude = sum_over_warp(magnitude);
   squares = sum_over_warp(squares);
-  if (lane != 0 || magnitude == 0) return;
+  if (lane != 0) return;
   const double got = widen(static_cast<const T*>(sums_of(d))[col]);
   add(errors, &TrialErrors::sums, got - sum, d.unit.of_type * magnitude);
   // Each element has been rounded by up to a unit of its own size, evenly spread.
-  if (sums_results(d)) atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
+  if (!sums_results(d) || magnitude == 0) return;
+  atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
 // act' is 0 there whatever else is multiplied, elsewhere by chance alone.

@@ -269,13 +269,14 @@ bool run(const PassCall& call, kernels::SmallGradients* deferred) {
   std::optional<Plan> for_this_call;
   auto* plan = plan_of(call, for_this_call);
   if (plan == nullptr) return false;
+  const char* name = plan->strategy->name;  // the plan may go when its layers make theirs
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   const Workspace workspace(plan->algorithm.workspace);
   if (execute(call, *plan, workspace.data(), stream, deferred)) return true;
   // The product was checked beforehand, so that memory or the like is short: the plan stays.
-  TORCH_WARN_ONCE("fused: a product failed that had run before (", plan->strategy->name, ", ",
-                  call.problem.matmul, "); eager's way is taken");
+  TORCH_WARN_ONCE("fused: a product failed that had run before (", name, ", ", call.problem.matmul,
+                  "); eager's way is taken");
   for_this_call = fallback_plan(call.problem, "it failed");
   return for_this_call && execute(call, *for_this_call, nullptr, stream);
 }

@@ -19,14 +19,10 @@ namespace {  // of decide.cpp alone
 
 using plans::Verdict;
 
-bool is_own_product(const Strategy& strategy) {
-  return strategy.provider == Provider::own && gemm::has_step(strategy, Step::matmul);
-}
-
 // Offers the library's algorithms for the product, best guess first, and orders for our own; an
 // empty one stands for nothing to choose.
 std::vector<Algorithm> algorithms_for(const PassCall& call, const Strategy& strategy, int most) {
-  if (is_own_product(strategy)) {
+  if (gemm::is_own_product(strategy)) {
     std::vector<Algorithm> orders(std::size(gemm::hopper::orders));
     for (size_t i = 0; i < orders.size(); ++i) {
       orders[i] = {{i}, hopper::workspace_bytes(call.problem)};
@@ -55,7 +51,7 @@ std::optional<Plan> plan_for(const PassCall& call, const Strategy& strategy,
                              const Algorithm& algorithm) {
   if (gemm::objection(call.problem, strategy, available(call.problem))) return std::nullopt;
   Plan plan{&strategy, {}, {}, {}, {}, {}};
-  if (is_own_product(strategy)) {
+  if (gemm::is_own_product(strategy)) {
     if (!gemm::hopper::order_of(algorithm)) return std::nullopt;
     plan.algorithm = {algorithm.bytes, hopper::workspace_bytes(call.problem)};
   }
