@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ._torch_internals import forget_compiled
 
-_library = torch.library.Library("fused", "IMPL")
+_library = torch.library.Library("fused", "FRAGMENT")
 was_asked_for = False  # graphs that are compiled from then on look for sums
-are_widened = False  # and give fp32 gradients of 16-bit weights, as the last one asked for has
+# Whether they give fp32 gradients of 16-bit weights of a shape, as the last one asked for has.
+widened: dict[torch.Size, bool] = {}
 
 
 def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
@@ -24,6 +25,18 @@ def _main_grad(weight: Tensor, added: bool) -> Tensor | None:
 
 
 _library.impl("_main_grad", _main_grad, "BackendSelect")
+_library.define("_storages(Tensor[] tensors) -> Tensor")
+
+
+@torch.library.impl(_library, "_storages", "CompositeExplicitAutograd")
+def _storages(tensors: list[Tensor]) -> Tensor:
+    """The addresses of their memory."""
+    return torch.tensor([t.untyped_storage()._cdata for t in tensors], device="cpu")
+
+
+@torch.library.register_fake("fused::_storages", lib=_library)
+def _fake_storages(tensors: list[Tensor]) -> Tensor:
+    return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
 
 
 class AccumulationHandle:
@@ -54,7 +67,6 @@ class AccumulationHandle:
         self._hooks, self._weights, self._dtypes = [], {}, []
 
     def _add(self, parameters: Iterable[Tensor]) -> None:
-        global are_widened
         for parameter in parameters:
             if id(parameter) in self._weights or type(parameter) not in (Tensor, nn.Parameter):
                 continue
@@ -63,7 +75,7 @@ class AccumulationHandle:
                 parameter.grad_dtype = self._dtype
             if parameter.dim() == 2 and parameter.is_floating_point():
                 if parameter.itemsize == 2:
-                    are_widened = parameter.grad_dtype == torch.float32
+                    widened[parameter.shape] = parameter.grad_dtype == torch.float32
                 torch.ops.fused._accumulate(parameter, self._into, begins=True)
                 self._weights[id(parameter)] = parameter
 
@@ -108,8 +120,8 @@ def accumulate_gradients(
 
     Under FSDP2 the parameters that its modules compute with are followed; with
     ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. Graphs of ``torch.compile`` with
-    :func:`compile_options` add as well, of 16-bit weights for the ``grad_dtype`` asked for last;
-    a call that asks for another has what was compiled before traced anew.
+    :func:`compile_options` add as well, of 16-bit weights of one shape for the ``grad_dtype`` asked
+    for last; a call that asks for another has what was compiled before traced anew.
 
     Args:
         target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` among
@@ -133,7 +145,7 @@ def accumulate_gradients(
     if dtype not in (None, torch.float32):
         raise ValueError(f"accumulate_gradients: dtype must be torch.float32 or None, got {dtype}")
     global was_asked_for
-    before = was_asked_for, are_widened
+    before = was_asked_for, dict(widened)
     was_asked_for = True
     handle = AccumulationHandle(into, dtype)
     try:
@@ -144,7 +156,7 @@ def accumulate_gradients(
         handle.remove()
         raise
     finally:
-        if before != (was_asked_for, are_widened):
+        if before != (was_asked_for, widened):
             forget_compiled()
     return handle
 

@@ -123,6 +123,12 @@ const char* misfit_of(const Tensor& into, const Tensor& weight) {
   return nullptr;
 }
 
+constexpr const char* shares_memory = "it shares memory with what it is made of";
+
+bool is_shared(const Tensor& into, const Tensor& read) {
+  return read.defined() && read.has_storage() && into.is_alias_of(read);
+}
+
 // Whether a result that is no leaf may be a view of the weight as a whole.
 bool may_be_view(const torch::autograd::Edge& edge, const Tensor& weight) {
   if (!edge.is_valid()) return false;
@@ -188,7 +194,7 @@ void set(const Tensor& weight, std::string_view text, bool begins) {
 
 std::string get(const Tensor& weight) { return names[static_cast<int>(wish_for(weight))]; }
 
-std::optional<Target> target_of(GraphNode* node, size_t edge) {
+std::optional<Target> target_of(GraphNode* node, size_t edge, at::ArrayRef<Tensor> reads) {
   if (!are_any() || node == nullptr) return {};
   const bool is_running = torch::autograd::get_current_node().get() == node;
   if (!is_running || !node->task_should_compute_output(edge)) return {};
@@ -208,18 +214,21 @@ std::optional<Target> target_of(GraphNode* node, size_t edge) {
       target.adds = false;
     }
     why = misfit_of(target.into, weight);
+    const auto is_read = [&](const Tensor& t) { return is_shared(target.into, t); };
+    if (why == nullptr && std::ranges::any_of(reads, is_read)) why = shares_memory;
   }
   if (why == nullptr) return target;
   explain::remark(std::string("weight's gradient apart: ") + why);
   return {};
 }
 
-Tensor Target::add(const Tensor& grad, const Tensor& input,
-                   std::optional<at::ScalarType> of_graph) const {
-  const auto is_shared = [this](const Tensor& tensor) { return into.is_alias_of(tensor); };
+Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::ScalarType> of_graph,
+                   std::span<const int64_t> storages) const {
   const auto options = (is_main ? weight : into).options();
-  const bool is_read = is_shared(grad) || is_shared(input) || is_shared(weight);
-  const char* why = adds && is_read ? "it shares memory with what it is made of" : nullptr;
+  const auto address = reinterpret_cast<int64_t>(into.storage().unsafeGetStorageImpl());
+  const bool is_read = is_shared(into, grad) || is_shared(into, input) || is_shared(into, weight) ||
+                       std::ranges::count(storages, address) > 0;
+  const char* why = adds && is_read ? shares_memory : nullptr;
   if (input.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
   if (why != nullptr) {
@@ -245,15 +254,16 @@ Tensor Target::add(const Tensor& grad, const Tensor& input,
 namespace {
 
 Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                   at::ScalarType dtype) {
+                   at::ScalarType dtype, const OptionalTensor& storages) {
   const explain::Remarks remarks;
   const KernelsOnly guard;
   const auto node = torch::autograd::get_current_node();
   // Another node's backward may do more with a graph's results than pass them along.
-  if (node && are_any() && internals::is_compilers(*node)) {
+  if (node && are_any() && internals::is_compilers(*node) && has_value(storages)) {
     const auto edge = edge_to(weight, *node);
     const auto target = edge ? target_of(node.get(), *edge) : std::nullopt;
-    if (target) return target->add(grad, input, dtype).to(dtype);
+    const std::span reads(storages->const_data_ptr<int64_t>(), storages->numel());
+    if (target) return target->add(grad, input, dtype, reads).to(dtype);
   }
   return gradient_of(weight, grad, input).to(dtype);
 }

@@ -7,6 +7,7 @@
 #include "autograd/node.h"
 
 #include <optional>
+#include <span>
 #include <string_view>
 
 namespace fused::autograd::accumulation {
@@ -23,12 +24,15 @@ struct Target {
   bool is_main = false;  // into is Megatron's
 
   // Adds gradᵀ · input. -> what the node passes along the weight's edge: zeros without memory where
-  // hooks listen behind the sum, or a graph gives a tensor of its dtype.
-  Tensor add(const Tensor& grad, const Tensor& input,
-             std::optional<at::ScalarType> of_graph = {}) const;
+  // hooks listen behind the sum, or a graph, which reads these storages, gives a tensor of its
+  // dtype.
+  Tensor add(const Tensor& grad, const Tensor& input, std::optional<at::ScalarType> of_graph = {},
+             std::span<const int64_t> storages = {}) const;
 };
 
-// Nothing where torch's way is taken: not asked for, or something else sees the gradient.
-std::optional<Target> target_of(torch::autograd::Node* node, size_t edge);
+// Nothing where torch's way is taken: not asked for, something else sees the gradient, or the node
+// goes on to read what would be written.
+std::optional<Target> target_of(torch::autograd::Node* node, size_t edge,
+                                at::ArrayRef<Tensor> reads = {});
 
 }  // namespace fused::autograd::accumulation

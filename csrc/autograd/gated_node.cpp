@@ -135,7 +135,7 @@ Triple backward_of_linear(const Tensor& grad, const Tensor& input, const Tensor&
 template <class Steps>
 Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, const Tensor& input,
                           const Tensor& weight, bool by_columns, std::array<bool, 3> wanted) {
-  const auto sum = accumulation::target_of(state.node.get(), edge);
+  const auto sum = accumulation::target_of(state.node.get(), edge, state.kept);
   if (!sum) return backward_of_linear<Steps>(grad, input, weight, by_columns, wanted);
   Tensor grad_input, none, grad_bias;
   if (wanted[0] || wanted[2]) {

@@ -72,10 +72,10 @@ class Chain {
     }
     if (must_be_differentiable(grad, variables)) {
       reconnect_layers(grad);
-      go_down<reference::LinearFormula>(grad);
+      go_down<reference::LinearFormula>(grad, variables);
     } else {
       const KernelsOnly guard;
-      go_down<Kernels>(grad);
+      go_down<Kernels>(grad, variables);
     }
     return std::move(result_);
   }
@@ -102,7 +102,7 @@ class Chain {
   };
 
   template <class Steps>
-  void go_down(const Tensor& grad) {
+  void go_down(const Tensor& grad, const variable_list& variables) {
     constexpr bool usual = std::is_same_v<Steps, Kernels>;
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
@@ -113,8 +113,9 @@ class Chain {
     }
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
-      const auto sum =
-          usual ? accumulation::target_of(work_.node.get(), edges_.weight(i)) : std::nullopt;
+      const auto sum = usual
+                           ? accumulation::target_of(work_.node.get(), edges_.weight(i), variables)
+                           : std::nullopt;
       const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
                                      wants_bias(i) && !is_hidden(i)};
       auto kept_input = kept_[i].input;

@@ -54,7 +54,7 @@ inline Tensor silu_gradient(const Tensor& grad_output, const Tensor& preactivati
     return at::silu_backward(grad_output, preactivation);
   }
   const auto sigmoid = preactivation.sigmoid();
-  return grad_output * sigmoid * (1 + preactivation * (1 - sigmoid));
+  return grad_output * sigmoid * (1 + preactivation * at::rsub(sigmoid, 1));
 }
 
 // act'(saved) · grad_output, differentiable; saved is what saved_for(activation) names.

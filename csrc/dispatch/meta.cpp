@@ -88,9 +88,8 @@ TORCH_LIBRARY_IMPL(fused, Meta, m) {
   register_gated<MetaGlu>(m);
   register_conv<MetaConv>(m);
   m.impl(AccumulatedWeightGradient::name,
-         [](const Tensor&, const Tensor&, const Tensor& weight, at::ScalarType dtype) {
-           return S::grad_weight(weight, true).to(dtype);
-         });
+         [](const Tensor&, const Tensor&, const Tensor& weight, at::ScalarType dtype,
+            const OptionalTensor&) { return S::grad_weight(weight, true).to(dtype); });
 }
 
 }  // namespace fused::dispatch

@@ -363,11 +363,11 @@ using MlpInOne = Operator<
                         std::string_view)>;
 
 // The weight's gradient in a compiled backward; zeros where it has been added to what is there, as
-// found when the graph runs.
+// found when the graph runs, which may read no such memory: those are the addresses of what it reads.
 using AccumulatedWeightGradient = Operator<
     "_accumulated_weight_gradient(Tensor grad_output, Tensor input, Tensor weight, "
-    "ScalarType dtype) -> Tensor",
-    Tensor(const Tensor&, const Tensor&, const Tensor&, at::ScalarType)>;
+    "ScalarType dtype, Tensor? storages=None) -> Tensor",
+    Tensor(const Tensor&, const Tensor&, const Tensor&, at::ScalarType, const OptionalTensor&)>;
 
 // A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
 // act' is read from it, or [0]. Its backward is LinearBackward's.

@@ -20,7 +20,7 @@ struct Vmapped : reference::LinearFormula {
     const bool is_nested =
         level_of(input) > 1 || level_of(weight) > 1 || (has_value(bias) && level_of(*bias) > 1);
     // Autocast comes after vmap, and knows the formula.
-    if (weights == nullptr || weights->value().numel() == 0 || is_nested || is_traced(input) ||
+    if (weights == nullptr || is_nested || is_traced(input) || weights->value().numel() == 0 ||
         !is_small(input, weight) || at::autocast::is_autocast_enabled(input.device().type())) {
       return LinearFormula::forward(input, weight, bias, activation);
     }

@@ -25,6 +25,7 @@ inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Ten
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
 inline Tensor input_gradient(const Tensor& grad, const Tensor& weight, const Tensor& input) {
+  if (grad.dim() == 1) return at::mm(grad.unsqueeze(0), weight).squeeze(0);
   if (!lies_by_columns(input)) return at::matmul(grad, weight);
   return at::mm(weight.t(), as_rows(grad).t()).t().view_symint(input.sym_sizes());
 }

@@ -129,6 +129,30 @@ def test_a_product_does_not_read_the_sum_that_it_writes(what, compiled):
     torch.testing.assert_close(*sums)
 
 
+@pytest.mark.parametrize("make", [MODELS["mlp"], MODELS["gated"]])
+def test_a_node_that_reads_a_sum_later_does_not_write_it(make):
+    grads = []
+    for into in ("grad", "main_grad"):  # of which there is none
+        p = Program(make)
+        for w in p.weights:
+            w.grad = torch.randn_like(w)
+        with tfl.accumulate_gradients(p.model, into):
+            p.call(p.weights[-1].grad.flatten()[:36].view(6, 6)).square().sum().backward()
+        grads.append(p.state()[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("into", ["grad", "main_grad"])
+def test_a_graph_that_reads_a_sum_does_not_write_it(into):
+    w, v = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    w.grad, v.grad = w.main_grad, v.main_grad = torch.ones(8, 8), torch.ones(8, 8)
+    s, read = torch.ones(8, 8, requires_grad=True), getattr(w, into)
+    loss = lambda x: tfl.linear(torch.relu(tfl.linear(x, v)), w).sum() + (s * read).sum()  # noqa: E731
+    with tfl.accumulate_gradients([w, v], into):
+        with_our_pass(loss)(torch.randn(4, 8, requires_grad=True)).backward()
+    assert torch.equal(s.grad, torch.ones(8, 8))
+
+
 def test_gradients_stay_the_tensors_that_they_are():
     program = Program(chain)
     with tfl.accumulate_gradients(program.model):
@@ -446,7 +470,7 @@ def test_graphs_of_16_bit_weights_give_gradients_of_one_dtype(asked_last):
     """Which compilers check: that of the weights asked for last. Others are added by torch."""
     ours, theirs = (Program(chain, compiled=c, dtype=torch.bfloat16) for c in (True, False))
     with tfl.accumulate_gradients(ours.model, dtype=torch.float32), tfl.explain() as report:
-        tfl.accumulate_gradients(tfl.FusedLinear(2, 2, dtype=torch.bfloat16), dtype=asked_last)
+        tfl.accumulate_gradients(copy.deepcopy(theirs.model), dtype=asked_last)
         steps(ours)
         grads, _ = ours.state()
         ours.model.zero_grad()

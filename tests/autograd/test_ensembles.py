@@ -71,6 +71,11 @@ def test_no_members(layer):
     assert vmap(layer)(*(t[:0] for t in operands())).shape == loop(layer, *operands())[:0].shape
 
 
+def test_a_number_of_members_that_is_a_symbol(layer):
+    compiled = torch.compile(vmap(layer), backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(*operands()), loop(layer, *operands()))
+
+
 def test_autocast(layer):
     leaves = [t.detach().float().requires_grad_() for t in operands()]
     with torch.autocast("cpu"):

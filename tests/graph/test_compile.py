@@ -108,6 +108,18 @@ def test_compiled_autograd(name, device):
     assert_same(step(model, x), want)
 
 
+@pytest.mark.parametrize("op", [tfl.linear, tfl.linear_relu, tfl.linear_silu, tfl.linear_glu])
+def test_rows_in_a_loop_that_allows_no_writes(op):
+    from torch._higher_order_ops.scan import scan
+
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    results = []
+    for given in (x, x[:, None]):  # a row is a vector, or a matrix
+        total, _ = scan(lambda c, v: (c + op(v, w).sum(-1), c * 2), given[0].sum(-1), given)
+        results.append([total.sum(), *torch.autograd.grad(total.sum(), w)])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:.*boxed arguments:UserWarning")
 def test_a_graph_of_low_memory_can_keep_one_tensor(device):
     """What it keeps is its partitioner's affair, which by itself, or told to, makes GELU again."""

@@ -59,8 +59,9 @@ def test_options_hold_what_a_mode_means():
     for key, value in list_mode_options("max-autotune").items():
         assert options[key] == value
     assert options["epilogue_fusion"] is False
-    assert set(tfl.compile_options()) - {"pre_grad_pass_timing"} == {KEY, "joint_custom_pre_pass"}
-    for key in (KEY, "joint_custom_pre_pass"):
+    keys = {KEY, "joint_custom_pre_pass", "post_grad_custom_pre_pass"}
+    assert set(tfl.compile_options()) - {"pre_grad_pass_timing"} == keys
+    for key in keys:
         assert tfl.compile_options()[key] is not tfl.compile_options()[key]
     theirs = tfl.compile_options(options={"joint_custom_pre_pass": None})
     assert theirs["joint_custom_pre_pass"] is None

@@ -202,15 +202,21 @@ def test_wrong_use_says_so():
 
 
 @pytest.mark.parametrize("way", ["inductor", "aot_eager"])
-def test_bodies_of_control_flow_are_left_alone(way):
+@pytest.mark.parametrize("again", [False, True])
+def test_bodies_of_control_flow_are_left_alone(way, again):
     """Those of cond and scan make backward graphs of their own."""
     w = torch.randn(8, 8, requires_grad=True)
 
     def layer(x):
         return F.relu(F.linear(x, w))
 
+    def body(x):
+        return (
+            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        )
+
     def conditional(x):
-        return torch.cond(x.sum() > 0, layer, torch.sin, (layer(x),))
+        return torch.cond(x.sum() > 0, body, torch.sin, (layer(x),))
 
     x = torch.randn(4, 8).abs()
     backend, options = tfl.compile_backend("aot_eager"), tfl.compile_options()

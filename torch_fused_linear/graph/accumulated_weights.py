@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 
 from .. import accumulation
 from .._torch_internals import OpOverload, runs_as_cuda_graphs
+from .criterion import is_static
+from .identity import CountingPass
 from .rewriting import arguments_of, replace, result_of
 
 _fused = torch.ops.fused
@@ -30,10 +32,32 @@ def take_apart(graph: Graph) -> None:
 
 def _gives_gradient_of_parameter(node: Node) -> bool:
     gradient, weight = result_of(node, 1), arguments_of(node)["weight"]
-    if gradient is None or weight.op != "placeholder" or weight.meta["val"].dim() != 2:
+    value = weight.meta["val"]
+    if gradient is None or weight.op != "placeholder" or value.dim() != 2 or not is_static(value):
         return False
     users = list(gradient.users)
     return [user.op for user in users] == ["output"] and users[0].args[0].count(gradient) == 1
+
+
+class StoragesPass(CountingPass):
+    """Tells those operators what else their graph reads, which must not be written meanwhile.
+
+    It belongs in Inductor's ``post_grad_custom_pre_pass``; without it torch adds the gradients.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        sums = graph.find_nodes(
+            op="call_function", target=_fused._accumulated_weight_gradient.default
+        )
+        inputs = graph.find_nodes(op="placeholder")
+        read = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+        if not sums:
+            return
+        with graph.inserting_after(inputs[-1]), read[0].meta["val"].fake_mode:
+            storages = graph.call_function(_fused._storages.default, (read,))
+            storages.meta["val"] = _fused._storages([n.meta["val"] for n in read])
+        for node in sums:
+            node.kwargs = {"storages": storages}
 
 
 def _apart(backward: OpOverload) -> Callable:
@@ -47,7 +71,7 @@ def _apart(backward: OpOverload) -> Callable:
         others = [wants_input, False, wants_bias and grad_bias is None]
         layer = grad_output, input, weight, None, "none", others
         grad_input, _, sums, *of_previous = backward(*layer, *previous.values())
-        is_wide = accumulation.are_widened and weight.itemsize == 2
+        is_wide = weight.itemsize == 2 and accumulation.widened.get(weight.shape, False)
         dtype = torch.float32 if is_wide else weight.dtype
         grad_weight = _fused._accumulated_weight_gradient(grad_output, input, weight, dtype)
         return grad_input, grad_weight, sums if grad_bias is None else grad_bias, *of_previous

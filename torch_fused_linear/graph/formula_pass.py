@@ -56,7 +56,7 @@ class FormulaPass(CountingPass):
             accumulated_weights.take_apart(graph)
 
     def uuid(self) -> str:
-        return f"{super().uuid()} {accumulated_weights.are_wanted()} {accumulation.are_widened}"
+        return f"{super().uuid()} {accumulated_weights.are_wanted()} {accumulation.widened}"
 
 
 # --- each formula has the arguments of its operator, and a function says where it is better -------

@@ -70,10 +70,10 @@ class FusionPass(CountingPass):
             if not isinstance(target, HigherOrderOperator) or target.__name__.startswith(_IN_PLACE):
                 continue
             for name in (n.target for n in node.all_input_nodes if n.op == "get_attr"):
-                body = getattr(graph.owning_module, name)
-                if body in self._bodies:
-                    body.graph, counts = self._bodies.pop(body)
-                    self.replaced -= counts
+                for body in getattr(graph.owning_module, name).modules():
+                    if body in self._bodies:
+                        body.graph, counts = self._bodies.pop(body)
+                        self.replaced -= counts
 
 
 def apply(module: GraphModule, fusion: FusionPass) -> None:

@@ -57,6 +57,7 @@ def compile_options(
         ValueError: ``options`` has a ``pre_grad_custom_pass`` already.
     """
     # The imports take a second, but the compiler needs them anyway.
+    from .accumulated_weights import StoragesPass
     from .formula_pass import FormulaPass
     from .fusion_pass import FusionPass
 
@@ -66,6 +67,7 @@ def compile_options(
             "torch_fused_linear.graph.fusion_pass.FusionPass()(graph) in yours instead"
         )
     ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": FormulaPass()}
+    ours["post_grad_custom_pre_pass"] = StoragesPass()
     return {**_torch_internals.options_of_mode(mode), **ours, **(options or {})}
 
 
