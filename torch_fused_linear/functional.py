@@ -57,9 +57,7 @@ def linear_relu(
     where the next layer does, as a linear one does.
 
     Args:
-        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
-        bias: :math:`(\text{out\_features})` or ``None``.
+        input, weight, bias: as :func:`linear`.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
@@ -96,9 +94,7 @@ def linear_gelu(
     its storage, collectives) are then not seen: docs/memory.md lists them.
 
     Args:
-        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
-        bias: :math:`(\text{out\_features})` or ``None``.
+        input, weight, bias: as :func:`linear`.
         approximate: ``'tanh'`` or ``'none'`` (erf).
         memory: ``'default'`` or ``'low'``.
 
@@ -106,14 +102,11 @@ def linear_gelu(
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``memory`` is neither of these.
+        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
     """
-    if (
-        is_compiling()
-        or (y := direct.linear_gelu(input, weight, bias, approximate, memory)) is None
-    ):
-        y = _dispatched("linear_gelu", input, weight, bias, approximate=approximate, memory=memory)
+    tensors = (input, weight, bias)
+    if is_compiling() or (y := direct.linear_gelu(*tensors, approximate, memory)) is None:
+        y = _dispatched("linear_gelu", *tensors, approximate=approximate, memory=memory)
     return y
 
 
@@ -129,17 +122,14 @@ def linear_silu(
     The backward keeps :math:`z`. ``memory='low'`` means what it means for :func:`linear_gelu`.
 
     Args:
-        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
-        bias: :math:`(\text{out\_features})` or ``None``.
+        input, weight, bias: as :func:`linear`.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``memory`` is neither of these.
+        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
     """
     if is_compiling() or (y := direct.linear_silu(input, weight, bias, memory)) is None:
         y = _dispatched("linear_silu", input, weight, bias, memory=memory)
@@ -159,17 +149,14 @@ def linear_relu2(
     :func:`linear_gelu`.
 
     Args:
-        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
-        bias: :math:`(\text{out\_features})` or ``None``.
+        input, weight, bias: as :func:`linear`.
         memory: ``'default'`` or ``'low'``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``memory`` is neither of these.
+        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
     """
     if is_compiling() or (y := direct.linear_relu2(input, weight, bias, memory)) is None:
         y = _dispatched("linear_relu2", input, weight, bias, memory=memory)
@@ -293,14 +280,11 @@ def gated_mlp(
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        gate: as :func:`linear_glu`.
-        up: as :func:`linear_glu`.
+        gate, up: as :func:`linear_glu`.
         down: :math:`(\text{out\_features}, \text{hidden\_features})`.
-        gate_bias: as :func:`linear_glu`.
-        up_bias: as :func:`linear_glu`.
+        gate_bias, up_bias: as :func:`linear_glu`.
         down_bias: :math:`(\text{out\_features})` or ``None``.
-        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
-        memory: ``'default'`` or ``'low'``.
+        activation, memory: as :func:`linear_glu`.
 
     Returns:
         :math:`(*, \text{out\_features})`.

@@ -49,6 +49,35 @@ x = F.relu(self.fc2(x)) ** 3
 h = F.relu(self.fc3(x))
 return self.fc1(h.square() + h) + self.fc2(x) ** 2
 
+# dropouts_draw_before_others: relu relu relu
+@property
+def noise(self):
+    return 0 * torch.rand(1)
+
+def forward(self, x, *more):
+    h = self.drop(self.fc1(x))
+    noise = self.noise
+    h = self.drop(self.fc2(F.relu(h) + noise))
+    if len(self.noise) == 1:
+        h = F.relu(h)
+    h = self.drop(self.fc1(h))
+    return self.noise + F.relu(h)
+
+# whose_input_changes_before: - | straight to
+def scaled(self, x):
+    x.data.mul_(3)
+    yield x
+
+def product(self, *args, a):
+    return args[0] * a
+
+def forward(self, x):
+    x = x * 1
+    h = self.fc1(x)
+    x = self.product(a=F.relu(h), *self.scaled(x))
+    h, scaled = self.fc2(x), self.scaled(x)
+    return (*scaled, F.relu(h))[1]
+
 # nested: gelu linear
 return x + self.fc2(self.nodrop(self.act(self.fc1(x))))
 

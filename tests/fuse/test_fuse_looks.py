@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from fused_models import Block, operators, pair, results, unmark_all
 from processes import python
+from programs import module_of
 from stacks import assert_same
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.fuse.source import ORIGINALS, Text
+from torch_fused_linear.fuse.source import ORIGINALS, Text, key_of
 
 SOURCE = '''import torch
 import torch.nn.functional as F
@@ -118,7 +119,7 @@ def test_signature_globals_closure_and_class(library, monkeypatch):
         model = make()
         plain = copy.deepcopy(model)
         assert tfl.fuse_(model).fused
-        assert type(model) is type(plain) and type(model).forward.__code__ in ORIGINALS
+        assert type(model) is type(plain) and key_of(type(model).forward.__code__) in ORIGINALS
         assert inspect.signature(model.forward) == inspect.signature(plain.forward)
         assert model.forward.__doc__ == plain.forward.__doc__
         assert type(model).forward.__globals__ is vars(library)
@@ -226,10 +227,31 @@ def test_a_file_that_was_edited_is_not_believed(library, is_known):
     plain = copy.deepcopy(model)
     report = tfl.fuse_(model)  # what was not edited may be
     torch.testing.assert_close(model(X), plain(X))
-    assert ORIGINALS.keys() & {library.Block.other.__code__, library.Block.forward.__code__} == {
-        library.Block.forward.__code__
-    }
+    codes = library.Block.other.__code__, library.Block.forward.__code__
+    assert [key_of(code) in ORIGINALS for code in codes] == [False, True]
     assert any("is not what is in the file" in s.reason for s in report.skipped)
+
+
+def test_code_of_files_with_equal_text(tmp_path):
+    """Such as copies of a library: each gets its own back."""
+    paths = [tmp_path / f"copy{k}.py" for k in range(2)]
+    models = [module_of(path, SOURCE).Block() for path in paths]
+    for change in (tfl.fuse_, tfl.unfuse_):
+        for model in models:
+            change(model)
+        files = [type(model).forward.__code__.co_filename for model in models]
+        assert files == [*map(str, paths)]
+
+
+DEEP_FORWARD = "class Block(Block):\n    def forward(self, x): return torch.relu(self.fc1(x))"
+
+
+@pytest.mark.parametrize("begun", ["BIG = 0", DEEP_FORWARD])
+def test_expressions_nested_too_deep(begun, tmp_path):
+    model = module_of(tmp_path / "deep.py", f"{SOURCE}\n\n{begun}{' + 1' * 900}\n").Block()
+    plain, report = copy.deepcopy(model), tfl.fuse_(model)
+    torch.testing.assert_close(model(X), plain(X))
+    assert begun != DEEP_FORWARD or any("nested too deep" in s.reason for s in report.skipped)
 
 
 CELL = "class Cell(Block):\n    def forward(self, x):\n        return self.act(self.fc1(x))\n"

@@ -72,6 +72,13 @@ def step(function, /, *args, **named):
     return function(*args, **named) if begun is None else begun
 
 
+def drawn(function, /, *args, **named):
+    """The same where others run before the next of these calls, and may draw random numbers: a
+    dropout draws its own here."""
+    h = step(function, *args, **named)
+    return end(h) if is_a(Begun, h) and not all(isinstance(b[0], str) for b in h[5]) else h
+
+
 def last(function, /, *args, **named):
     """The same where the result may go anywhere."""
     return end(step(function, *args, **named))
@@ -194,7 +201,8 @@ def later(function, /, *args, **named):
     """In place of ``act(h)`` whose result only a product or a square gets."""
     h, more, options = _parts(args, named)
     if is_a(Begun, h) or is_a(Half, h):
-        kind = None if more else plain_kind(function, options)
+        is_free = not more and (is_a(Half, h) or not h[5])
+        kind = plain_kind(function, options) if is_free else None
         if kind is not None and not (is_a(Half, h) and _is_in_place(function, options)):
             return _behind(h, kind, function, more, options)
         args, named = _with(end(h), args, named)

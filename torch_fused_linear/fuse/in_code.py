@@ -9,7 +9,7 @@ from torch import nn
 from .. import _library
 from .._when_imported import when_imported
 from . import call, plain
-from .call import halves, method_chunk  # noqa: F401  (as the rest of this file's names)
+from .call import drawn, halves, method_chunk  # noqa: F401  (as the rest of this file's names)
 from .plain import method_pow  # noqa: F401
 
 #: This module's name in the globals of a rewritten function.

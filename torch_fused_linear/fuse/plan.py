@@ -14,7 +14,7 @@ from .model import FUSED, Chain, Element, Model, functions_of, is_sequential, pa
 from .plain import MARK
 from .report import Block, Report, Skipped
 from .rewrite import SEQUENTIAL, Roles, rewrite, roles_of, united
-from .source import ORIGINALS, Text, code_of, place_of
+from .source import ORIGINALS, Text, code_of, key_of, place_of
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -177,7 +177,7 @@ class Plan:
         found = activation.of(plain.is_activation)
         if isinstance(layers[0], nn.Conv2d) and "relu" not in kinds:
             return f"{type(found[0]).__name__}: a convolution can be fused with ReLU only"
-        if kinds == {None}:
+        if kinds == {None} and found:
             return plain.activation_objection(found[0], activation.step.options()[0])
         if drops(steps[1:-1]) and "relu" not in kinds:
             return "a dropout that acts in training stands before the activation"
@@ -200,7 +200,7 @@ class Plan:
     def _is_fused(self, element: Element, layer: nn.Module) -> bool:
         function = element.text.function if element.text else SEQUENTIAL
         marked = [layer] if element.text else [layer, element.owner]
-        return function.__code__ in ORIGINALS and all(MARK in vars(m) for m in marked)
+        return key_of(function.__code__) in ORIGINALS and all(MARK in vars(m) for m in marked)
 
     def _skip(self, layers: Iterable[nn.Module], reason: str, element: Element) -> None:
         """Notes the reason for each that has none yet."""

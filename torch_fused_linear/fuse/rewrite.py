@@ -15,7 +15,7 @@ from torch import nn
 
 from . import in_code, plain
 from .runs import Form, Step, halved, path_of, position, step_of
-from .source import ORIGINALS, Text, code_of, codes_in, functions_in, warned_before
+from .source import ORIGINALS, Text, code_of, codes_in, functions_in, key_of, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
@@ -26,7 +26,7 @@ if {plain.MARK!r} in self.__dict__:
 # the name that holds it.
 Roles = dict[int, str]
 # What comes later here leaves open what those before decide.
-ORDER = ("last", "last_product", "step", "first", "product", "halves", "later")
+ORDER = ("last", "last_product", "step", "drawn", "first", "product", "halves", "later")
 _rewritten: weakref.WeakKeyDictionary[FunctionType, Roles] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -41,9 +41,11 @@ def roles_of(text: Text, steps: list[Step]) -> Roles:
     for step, after in itertools.pairwise(steps):
         if after.is_square and step is not steps[0]:
             found[step.node] = "later"
+        elif not text.is_still(after) and found.get(step.node) == "step":
+            found[step.node] = "drawn"
         if after.guard is not None and isinstance(after.data, ast.Name):
             found[after.guard] = after.data.id
-    return {k: found[node] for k, node in enumerate(ast.walk(text.node)) if node in found}
+    return {text.numbers[node]: role for node, role in found.items() if node in text.numbers}
 
 
 def first_of(form: Form) -> dict[ast.AST, str]:
@@ -71,17 +73,16 @@ def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
     with _lock:
         wanted = {}
         for text, roles in chosen.items():
-            before = (
-                _rewritten.get(text.function, {}) if text.function.__code__ in ORIGINALS else {}
-            )
+            is_ours = key_of(text.function.__code__) in ORIGINALS
+            before = _rewritten.get(text.function, {}) if is_ours else {}
             if united(before, roles) != before:
                 wanted[text] = united(before, roles)
-        if with_sequential and SEQUENTIAL.__code__ not in ORIGINALS:
+        if with_sequential and key_of(SEQUENTIAL.__code__) not in ORIGINALS:
             wanted[Text(SEQUENTIAL)] = {}
         codes = _compiled(wanted)
         for text, code in codes.items():
             text.function.__globals__[in_code.NAME] = in_code
-            ORIGINALS[code] = text.code
+            ORIGINALS[key_of(code)] = text.code
             _rewritten[text.function] = wanted[text]
             text.function.__code__ = code
 
@@ -109,7 +110,7 @@ def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
             if text.function is SEQUENTIAL:
                 (look_for_mark,) = ast.parse(_SEQUENCE).body
                 node.body.insert(0, ast.increment_lineno(look_for_mark, node.lineno))
-        ast.fix_missing_locations(tree)
+            ast.fix_missing_locations(node)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
         by_key = {(code.co_name, code.co_firstlineno): code for code in codes}
         found |= {text: by_key[text.key] for text in texts}
@@ -130,7 +131,8 @@ class _Rewriter(ast.NodeTransformer):
             called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
             role, _, other = role.partition(" ")  # of the first of two: what calls the other
             if other:
-                called.insert(0, ast.Tuple(path_of(ast.parse(other, "", "eval").body), ast.Load()))
+                path = path_of(ast.parse(other, "", "eval").body)
+                called.insert(0, ast.Tuple([ast.copy_location(p, node) for p in path], ast.Load()))
             node.func, node.args = _name(role), [*called, *node.args]
         return self.generic_visit(node)
 

@@ -7,6 +7,8 @@ call. Such a sequence of calls is a *run*. It may begin with a *product*, a gate
 """
 
 import ast
+import itertools
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -25,7 +27,7 @@ GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an ex
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
-CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+INNER += (ast.Starred, ast.Dict, ast.JoinedStr)  # of which others are gone through before
 INNER_FUNCTIONS = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.excepthandler, ast.match_case)
 
@@ -159,7 +161,11 @@ class Scope:
 
     def __init__(self, node: ast.AST, code: CodeType) -> None:
         self.node, self.code = node, code
-        self.parents = {c: p for p in ast.walk(node) for c in ast.iter_child_nodes(p)}
+        self.numbers = {part: number for number, part in enumerate(ast.walk(node))}
+        self.parents = {c: p for p in self.numbers for c in ast.iter_child_nodes(p)}
+        self.names: dict[str, list[ast.Name]] = defaultdict(list)
+        for part in (p for p in self.numbers if isinstance(p, ast.Name)):
+            self.names[part.id].append(part)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """What `node` is in, the nearest first."""
@@ -206,12 +212,34 @@ class Scope:
         )
 
     def _comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
-        """Whether the statement `part` calls nothing before `node`, and `node` once in any case."""
+        """Whether the statement `part` runs nothing but what is harmless before `node`, and `node`
+        once in any case."""
         around = list(self.around(node))
-        if any(isinstance(p, INNER) for p in around[: around.index(part)]):
+        inside = around[: around.index(part)]
+        args = [a for p in inside if isinstance(p, ast.Call) for a in p.args]
+        # `f(a=node, *late)`, which is gone through before
+        late = [a for a in args if isinstance(a, ast.Starred) and position(a) > position(node)]
+        is_named = any(isinstance(p, ast.keyword) for p in inside)
+        if any(isinstance(p, INNER) for p in inside) or (is_named and late):
             return False
-        own, here = {*ast.walk(node), *around}, position(node)
-        return all(position(n) >= here or n in own for n in ast.walk(part) if isinstance(n, CALLS))
+        earlier = self._earlier(node)
+        is_double = any(isinstance(n, ast.keyword) and n.arg is None for n in earlier)
+        return not is_double and all(isinstance(n, HARMLESS) for n in earlier)
+
+    def _earlier(self, node: ast.AST) -> list[ast.AST]:
+        """What stands before it in its statement."""
+        own, here = {*ast.walk(node), *self.around(node)}, position(node)
+        parts = (n for n in ast.walk(self.statement_of(node)) if hasattr(n, "lineno"))
+        return [n for n in parts if n not in own and position(n) < here]
+
+    def is_still(self, step: Step) -> bool:
+        """Whether nothing but names is looked at since the name got its value that it takes."""
+        if not isinstance(step.data, ast.Name):
+            return True
+        before = self.before(self.statement_of(step.node))[:1]
+        is_next = before == [self.origin(step.data)] and step.guard is None
+        looked = self._earlier(step.node)
+        return is_next and all(isinstance(n, (ast.Name, ast.Constant)) for n in looked)
 
     def takes_locals(self) -> bool:
         """Whether the function takes all its local names together, begun calls among them."""
@@ -225,7 +253,7 @@ class Scope:
         """Whether only these nodes see what the statement `start` assigns to `name`."""
         return not any(
             self._reaches(start, n)
-            for n in mentions(self.node, name)
+            for n in self.names[name]
             if n not in reads
             if not isinstance(n.ctx, ast.Store) or isinstance(self.parents[n], ast.AugAssign)
         )
@@ -238,13 +266,12 @@ class Scope:
         is_before = position(read) < (start.end_lineno, start.end_col_offset)
         if is_before and not any(p in loops for p in around):
             return False
+        holding = {start, *self.around(start)}
         for inner in around[:-1]:
-            between = [inner]
-            for statement in self.before(inner):
-                is_other = statement is not start and assignment(statement)[0] == read.id
-                if is_other and not any(start in ast.walk(s) for s in between):
-                    return False
-                between.append(statement)
+            before = [] if inner in holding else self.before(inner)
+            since = itertools.takewhile(lambda s: s not in holding, before)
+            if any(assignment(statement)[0] == read.id for statement in since):
+                return False
         return True
 
 
@@ -358,7 +385,7 @@ def _is_known_ahead(scope: Scope, *steps: Step) -> bool:
     """Whether the layer that runs second can be looked up when the first does."""
     first, second = sorted((step.node for step in steps), key=position)
     path = path_of(second.func)
-    names = [n for p in path if isinstance(p, ast.Name) for n in mentions(scope.node, p.id)]
+    names = [n for p in path if isinstance(p, ast.Name) for n in scope.names[p.id]]
     between = (n for n in names if position(first) < position(n) < position(second))
     return bool(path) and all(isinstance(n.ctx, ast.Load) for n in between)
 

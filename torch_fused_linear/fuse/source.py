@@ -4,12 +4,13 @@ import __future__
 
 import ast
 import linecache
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 from torch.compiler import is_dynamo_compiling
 
@@ -17,8 +18,8 @@ from .runs import Scope, dotted, is_docstring, step_of
 
 # What `from __future__ import` sets in a code's flags.
 FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-# What the user wrote in place of code that we have put into functions.
-ORIGINALS: dict[CodeType, CodeType] = {}
+# What the user wrote in place of code that we have put into functions, by its file, too.
+ORIGINALS: dict[tuple[str, CodeType], CodeType] = {}
 # The name, part by part, and the options of what a function calls that does nothing else.
 Recipe = tuple[list[str], dict]
 _recipes: weakref.WeakKeyDictionary[CodeType, Recipe | None] = weakref.WeakKeyDictionary()
@@ -47,7 +48,7 @@ class Text(Scope):
         self.file = "".join(lines), path, code.co_flags & FUTURE
         try:
             nodes, codes = index(*self.file)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError) as error:
             raise Unreadable(f"the source of {name} does not compile") from error
         self.key = code.co_name, code.co_firstlineno
         if len(nodes.get(self.key, ())) != 1 or code not in codes:
@@ -58,6 +59,9 @@ class Text(Scope):
         super().__init__(*nodes[self.key], code)
         if getattr(self.node, "type_params", None):
             raise Unreadable(f"{name} has type parameters")
+        last = [*self.numbers][-1]  # among the deepest
+        if len([*self.around(last)]) > sys.getrecursionlimit() // 5:
+            raise Unreadable(f"{name} is nested too deep")
 
 
 def functions_in(tree: ast.AST) -> dict[tuple[str, int], list[ast.AST]]:
@@ -82,8 +86,9 @@ def warned_before() -> Iterator[None]:
 @warned_before()
 def index(source: str, path: str, flags: int) -> tuple[dict, list[CodeType]]:
     """The functions of a file, and their code."""
-    codes = codes_in(compile(source, path, "exec", flags, dont_inherit=True))
-    return functions_in(ast.parse(source)), codes
+    tree = ast.parse(source)
+    codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
+    return functions_in(tree), codes
 
 
 def codes_in(code: CodeType) -> list[CodeType]:
@@ -92,9 +97,14 @@ def codes_in(code: CodeType) -> list[CodeType]:
     return [code, *(each for constant in inner for each in codes_in(constant))]
 
 
+def key_of(code: CodeType) -> tuple[str, CodeType]:
+    """Equal text has equal code, in whatever file."""
+    return code.co_filename, code
+
+
 def code_of(function: FunctionType) -> CodeType:
     """As the user wrote it."""
-    return ORIGINALS.get(function.__code__, function.__code__)
+    return ORIGINALS.get(key_of(function.__code__), function.__code__)
 
 
 def unwrapped(function: object) -> FunctionType | None:
@@ -121,8 +131,8 @@ def called_by(function: FunctionType) -> tuple[object, dict]:
         return None, {}
     (name, *attributes), options = recipe
     value = function.__globals__.get(name)
-    for attribute in attributes:
-        value = getattr(value, attribute, None)
+    for attribute in attributes:  # of modules: others may run somebody's code
+        value = getattr(value, attribute, None) if isinstance(value, ModuleType) else None
     return (None, {}) if value is function else (value, options)
 
 

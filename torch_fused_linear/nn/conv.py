@@ -62,6 +62,8 @@ class FusedConv2dReLU(nn.Conv2d):
                 padding = [height // 2, width // 2]
                 if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
                     input = F.pad(input, [0, width % 2, 0, height % 2])
+            elif self.padding != "valid":
+                raise RuntimeError("conv2d_relu: invalid padding " + self.padding)
         elif isinstance(self.padding, int):  # set later
             padding = [self.padding, self.padding]
         else:

@@ -140,11 +140,7 @@ class FusedLinearReLU(_WithActivation):
         would add it behind the activation: wrap the plain model, and call :func:`fuse_` on it.
 
     Args:
-        in_features: size of each input sample.
-        out_features: size of each output sample.
-        bias: if ``False``, the layer has no bias. Default: ``True``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        in_features, out_features, bias, device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one bit for each element of the output instead
             of the output itself. It pays where nobody else keeps the output: the linear layer after
             it does, dropout, pooling or a sum does not. Default: ``'default'``.
@@ -168,11 +164,7 @@ class FusedLinearGELU(_WithActivation):
     Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
-        in_features: size of each input sample.
-        out_features: size of each output sample.
-        bias: if ``False``, the layer has no bias. Default: ``True``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        in_features, out_features, bias, device, dtype: as for :class:`FusedLinear`.
         approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
         memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
             that comes straight after recomputes it, bit for bit, from what this layer keeps, and
