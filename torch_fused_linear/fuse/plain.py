@@ -131,8 +131,6 @@ def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -
         return not is_foreign(input)
     if type(input) not in PLAIN or input.is_nested or not agree(input, weight, bias):
         return False
-    if not is_dynamo_compiling() and input.has_names():
-        return False
     if type(layer) is nn.Conv2d:
         is_image = weight.dim() == 4 and input.dim() in (3, 4)
         return is_image and input.shape[-3] == weight.shape[1] * layer.groups
