@@ -6,11 +6,8 @@ Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "relu2"]
 Approximate = Literal["tanh", "none"]
 Memory = Literal["default", "low"]
 
-_KNOWN = {
-    "activation": get_args(Activation),
-    "approximate": get_args(Approximate),
-    "memory": get_args(Memory),
-}
+_TYPES = {"activation": Activation, "approximate": Approximate, "memory": Memory}
+_KNOWN = {name: get_args(values) for name, values in _TYPES.items()}
 
 
 def check(who: str, **arguments: object) -> None:

@@ -124,11 +124,9 @@ def _direct() -> Any:
 
 def _installed_elsewhere() -> Path | None:
     """A finished copy of the package that this one hides, as in the folder of its sources."""
-    for folder in sys.path:
-        other = Path(folder, _PACKAGE.name)
-        if other.resolve() != _PACKAGE and any(other.glob("lib/*/_C*.so")):
-            return other
-    return None
+    copies = (Path(folder, _PACKAGE.name) for folder in sys.path)
+    others = (copy for copy in copies if copy.resolve() != _PACKAGE)
+    return next((other for other in others if any(other.glob("lib/*/_C*.so"))), None)
 
 
 def how_to_rebuild() -> str:
@@ -136,19 +134,15 @@ def how_to_rebuild() -> str:
     root, python = _PACKAGE.parent, shlex.quote(sys.executable)
     if (root / "setup.py").exists():
         return f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
-    return (
-        f"{python} -m pip install --no-deps --force-reinstall SOURCES"
-        "   (the folder with the sources of torch_fused_linear)"
-    )
+    command = f"{python} -m pip install --no-deps --force-reinstall SOURCES"
+    return f"{command}   (the folder with the sources of torch_fused_linear)"
 
 
 def _message(what: str) -> str:
-    hidden = _installed_elsewhere()
-    if hidden:
+    if hidden := _installed_elsewhere():
         what += f", and the folder {_PACKAGE.parent} hides {hidden}: work in another folder, or"
-    return (
-        f"torch_fused_linear: {what} (torch {torch.__version__}); to build it: {how_to_rebuild()}"
-    )
+    what += f" (torch {torch.__version__})"
+    return f"torch_fused_linear: {what}; to build it: {how_to_rebuild()}"
 
 
 try:

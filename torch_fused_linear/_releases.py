@@ -21,10 +21,8 @@ def too_old(version: str) -> str | None:
     """What there is to say of a torch that is older than all of them."""
     if _number(version) >= _number(TESTED[0]):
         return None
-    return (
-        f"torch_fused_linear: torch {version} is too old; {_SUPPORTED}: "
-        f"pip install '{requirement(list(TESTED))}'"
-    )
+    command = f"pip install '{requirement(list(TESTED))}'"
+    return f"torch_fused_linear: torch {version} is too old; {_SUPPORTED}: {command}"
 
 
 def untested(version: str) -> str | None:

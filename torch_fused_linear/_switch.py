@@ -25,9 +25,8 @@ class Switch(DecoratorContextManager):
 
     def __init__(self, value: Any) -> None:
         if type(value) not in self._types:
-            raise TypeError(
-                f"{type(self).__name__}: {self._argument} must be {self._expected}, got {value!r}"
-            )
+            expected = f"{self._argument} must be {self._expected}"
+            raise TypeError(f"{type(self).__name__}: {expected}, got {value!r}")
         self._value = value
         self._entered: list[Any] = []  # what each block that is open has to put back
         self._before: list[Any] = [self._now()]  # empty once it is known whether a block follows

@@ -45,8 +45,7 @@ def function_modes() -> list:
 
 def floats_in(output: Any) -> list[torch.Tensor]:
     """The floating-point tensors in lists, dictionaries and what else torch takes apart."""
-    leaves = tree_leaves(output)
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
 # --- operators ----------------------------------------------------------------------------------

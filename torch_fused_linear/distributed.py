@@ -66,12 +66,10 @@ class MLPParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (FusedMLP, FusedGatedMLP)):
-            raise NotImplementedError(
-                f"MLPParallel: expected a FusedMLP or FusedGatedMLP, got {type(module)}"
-            )
-        return distribute_module(
-            module, device_mesh, self._shard, self._prepare_input, self._prepare_output
-        )
+            expected = "a FusedMLP or FusedGatedMLP"
+            raise NotImplementedError(f"MLPParallel: expected {expected}, got {type(module)}")
+        hooks = self._prepare_input, self._prepare_output
+        return distribute_module(module, device_mesh, self._shard, *hooks)
 
     def _shard(self, name: str, module: FusedMLP | FusedGatedMLP, mesh: DeviceMesh) -> None:
         if name:  # a child, which is seen to with its parent

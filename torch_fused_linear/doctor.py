@@ -42,10 +42,8 @@ def cublaslt_version() -> str | None:
 
 def versions() -> dict[str, Any]:
     """Everything that a report of a failure or of a speed should name."""
-    devices = []
-    for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        devices.append(f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}")
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    devices = [f"{d.name}, capability {d.major}.{d.minor}" for d in found]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -85,10 +83,8 @@ def largest_error(device: str) -> float:
 def onednn_path() -> str:
     if not torch.backends.mkldnn.is_available():
         return "not in this torch"
-    half = {
-        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
+    ops = torch.ops.mkldnn
+    half = {"bfloat16": ops._is_mkldnn_bf16_supported, "float16": ops._is_mkldnn_fp16_supported}
     return ", ".join(["float32", *(name for name, supported in half.items() if supported())])
 
 
@@ -128,11 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usable = "available" if has_gpu else "built, but there is no CUDA device"
     say("cuBLASLt", usable if built["cuda"] else "not built")
 
-    unused = built["cuda"] is None and has_gpu
-    if unused:
+    working = built["cuda"] is not None or not has_gpu
+    if not working:
         say("cuda", "a GPU is here that this build does not use: FAILED")
         say("to build", _library.how_to_rebuild())
-    working = not unused
     for device in ["cpu", *["cuda"] * (built["cuda"] is not None and has_gpu)]:
         try:
             error = largest_error(device)

@@ -160,15 +160,9 @@ class _Operators:
         has_batch = input.shape is None or len(input.shape) == 4
         first = None if has_batch else op.Constant(value_ints=[0])
         image = input if has_batch else op.Unsqueeze(input, first)  # a batch of one
-        result = op.Conv(
-            image,
-            weight,
-            bias,
-            strides=[stride[0], stride[-1]],
-            pads=2 * [padding[0], padding[-1]],  # above and to the left, below and to the right
-            dilations=[dilation[0], dilation[-1]],
-            group=groups,
-        )
+        steps = {"strides": [stride[0], stride[-1]], "dilations": [dilation[0], dilation[-1]]}
+        pads = 2 * [padding[0], padding[-1]]  # above and to the left, below and to the right
+        result = op.Conv(image, weight, bias, **steps, pads=pads, group=groups)
         return op.Relu(result if has_batch else op.Squeeze(result, first))
 
 

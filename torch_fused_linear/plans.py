@@ -158,8 +158,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
 
     Args:
         module: any module or callable.
-        inputs: what it is called with, of the sizes that will be used.
-        kwargs: likewise.
+        inputs, kwargs: what it is called with, of the sizes that will be used.
     """
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     tensors = [t for t in (*inputs, *kwargs.values(), *parameters) if isinstance(t, Tensor)]
@@ -169,8 +168,7 @@ def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
     before = [buffer.clone() for buffer in buffers]
     try:
         with _told_on_a_terminal(), torch.random.fork_rng(devices), patience(0):
-            outputs = _floats_in(module(*inputs, **kwargs))
-            roots = [t for t in outputs if t.requires_grad]
+            roots = [t for t in _floats_in(module(*inputs, **kwargs)) if t.requires_grad]
             if roots and leaves and torch.is_grad_enabled():
                 ones = [torch.ones_like(t) for t in roots]
                 torch.autograd.grad(roots, leaves, ones, allow_unused=True)

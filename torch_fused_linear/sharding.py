@@ -153,9 +153,8 @@ def _register_rules() -> None:
         tensors = {name: given[name] for name in names if isinstance(given.get(name), known)}
         mesh = op_schema.get_mesh_from_args()
         ways = [list(map(placement, way)) for way in _ways(rule, given, tensors, mesh.size())]
-        return strategies.expand_to_full_mesh_op_strategy(
-            mesh, op_schema, ways, input_index=len(rule.outputs)
-        )
+        expand = strategies.expand_to_full_mesh_op_strategy
+        return expand(mesh, op_schema, ways, input_index=len(rule.outputs))
 
     for name in RULES:
         op = getattr(torch.ops.fused, name).default
@@ -166,9 +165,7 @@ def _register_rules() -> None:
         strategies.register_op_strategy(op, info)(strategy)
     _torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
     subclasses.know(DTensor, collectives.AsyncCollectiveTensor)
-    subclasses.kernels.impl(
-        "_is_sharded", lambda tensor: isinstance(tensor, DTensor), "BackendSelect"
-    )
+    subclasses.kernels.impl("_is_sharded", lambda t: isinstance(t, DTensor), "BackendSelect")
 
 
 def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:

@@ -64,10 +64,8 @@ def glu(
     if up is None and up_bias is not None:
         raise ValueError(f"{name}: up_bias must be None without up: gate_bias is both")
     if up is None and (gate.dim() != 2 or gate.shape[0] % 2):
-        raise ValueError(
-            f"{name}: without up, gate must have shape [2 * hidden, in], gate's rows first, "
-            f"got {list(gate.shape)}"
-        )
+        expected = "shape [2 * hidden, in], gate's rows first"
+        raise ValueError(f"{name}: without up, gate must have {expected}, got {list(gate.shape)}")
     _begin(name, input, gate, activation=activation, memory=memory)
     z = F.linear(input, gate, gate_bias)
     first, second = z.chunk(2, -1) if up is None else (z, F.linear(input, up, up_bias))
@@ -91,9 +89,7 @@ def conv2d_relu(input, weight, bias=None, *geometry) -> Tensor:
 
 def _if_foreign(compute, *args, **kwargs) -> Tensor | None:
     """The result, or ``None`` where the operator itself is for these tensors."""
-    if any(map(is_foreign, tree_leaves(args))):
-        return compute(*args, **kwargs)
-    return None
+    return compute(*args, **kwargs) if any(map(is_foreign, tree_leaves(args))) else None
 
 
 kernels = torch.library.Library("fused", "IMPL")

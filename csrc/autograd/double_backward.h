@@ -28,7 +28,6 @@ inline Tensor empty_strided(const Tensor& like, const std::vector<c10::SymInt>& 
 // A tensor of this shape, without meaningful values and of one element's memory, for an argument
 // of which only the shape is read.
 inline Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
-  // one element, however many are meant
   return empty_strided(like, sizes, std::vector<c10::SymInt>(sizes.size(), 0));
 }
 

@@ -75,11 +75,6 @@ struct State : Work {
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
-  bool wants_hidden() const { return form.has_down && wanted[down_edge]; }
-
-  std::array<bool, 5> wanted_of_pass(const Tensor& hidden) const {
-    return form.wanted_of_pass(wanted, wants_hidden() && !hidden.defined());
-  }
 
   // Where the graph is not run again, nobody else holds them.
   void drop_preactivations() {
@@ -229,7 +224,8 @@ variable_list gradients(State& state, const Tensor& grad) {
   const auto& down = state.kept[down_index];
   const bool has_down = state.form.has_down, by_columns = state.form.by_columns[2];
   auto hidden = std::exchange(state.kept[hidden_index], {});
-  const auto wanted_of_pass = state.wanted_of_pass(hidden);
+  const bool wants_hidden = has_down && wanted[down_edge] && !hidden.defined();
+  const auto wanted_of_pass = state.form.wanted_of_pass(wanted, wants_hidden);
   Quintuple pass;
   if (state.wants_layer()) {
     const bool in_one = are_kernels<Steps> && has_down &&

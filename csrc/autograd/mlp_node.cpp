@@ -25,7 +25,6 @@ struct Edges {
   static Edges of(size_t edges) { return {(edges - 1) / 2}; }
   size_t weight(size_t layer) const { return 1 + layer; }
   size_t bias(size_t layer) const { return 1 + layers + layer; }
-  size_t count() const { return 1 + 2 * layers; }
 };
 
 // Of one layer what the node keeps: its input, its weight and, if hidden, what act' is read from.
@@ -189,7 +188,7 @@ class Chain {
   const Edges edges_ = Edges::of(work_.edges.size());
   size_t lowest_ = 0;  // the lowest layer with anything to do
   std::vector<Layer> kept_;
-  variable_list result_ = variable_list(edges_.count());
+  variable_list result_ = variable_list(work_.edges.size());
 };
 
 class MlpNode final : public Node {

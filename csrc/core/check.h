@@ -115,11 +115,7 @@ inline std::string describe(const OptionalTensor& tensor) {
   if (!has_value(tensor)) return "None";
   std::ostringstream text;
   text << tensor->scalar_type() << ' ';
-  if (tensor->is_nested()) {
-    text << "(nested)";
-  } else {
-    text << tensor->sym_sizes();
-  }
+  text << (tensor->is_nested() ? "(nested)" : c10::str(tensor->sym_sizes()));
   if (tensor->layout() != at::kStrided) text << ' ' << tensor->layout();
   text << " on " << tensor->device();
   return text.str();

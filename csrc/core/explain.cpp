@@ -33,10 +33,7 @@ void add(std::string row) {
 }
 
 std::string shape_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  if (tensor.is_nested()) return "(nested)";
-  text << tensor.sym_sizes();
-  return text.str();
+  return tensor.is_nested() ? "(nested)" : c10::str(tensor.sym_sizes());
 }
 
 bool is_tracing() {

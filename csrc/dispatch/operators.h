@@ -363,7 +363,7 @@ using MlpInOne = Operator<
                         std::string_view)>;
 
 // The weight's gradient in a compiled backward; zeros where it has been added to what is there, as
-// found when the graph runs, which may read no such memory: those are the addresses of what it reads.
+// found when the graph runs. Not to what the graph reads, whose storages' addresses are given.
 using AccumulatedWeightGradient = Operator<
     "_accumulated_weight_gradient(Tensor grad_output, Tensor input, Tensor weight, "
     "ScalarType dtype, Tensor? storages=None) -> Tensor",

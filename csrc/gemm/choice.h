@@ -104,8 +104,7 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
 // Finds eager's own sequence, or the fallback where ATen has none (a bit mask).
 inline const Strategy& eager_of(const PassProblem& p, const Available& available) {
   for (const auto& s : strategies) {
-    const bool eager = s.role == Role::eager || s.role == Role::eager_fallback;
-    if (s.pass == p.pass && eager && !objection(p, s, available)) return s;
+    if (s.pass == p.pass && s.is_eager() && !objection(p, s, available)) return s;
   }
   return fallback_of(p.pass);
 }

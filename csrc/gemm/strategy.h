@@ -46,6 +46,8 @@ struct Strategy {
   bool fuses_activation;  // act, or act', is in the product's epilogue, with its aux
   bool fuses_bias;        // the bias is added, or its gradient summed, in the product's epilogue
   std::array<Step, 3> steps;
+
+  bool is_eager() const { return role == Role::eager || role == Role::eager_fallback; }
 };
 
 // Of one pass the fullest use of the library comes first.

@@ -151,6 +151,9 @@ csrc/autograd/accumulation.cpp: tests/autograd/test_accumulation.py
 -? at::_efficientzerotensor({weight.size(1), weight.size(0)}, options).t()
 -             : at::_efficientzerotensor(weight.sizes(), options);
 +? into.detach() : into.detach();
+# a sum that the graph goes on to read
+- || std::ranges::count(storages, address) > 0;
++;
 # a compiled gradient that another node goes on with
 -if (node && are_any() && internals::is_compilers(*node)) {
 +if (node && are_any()) {
@@ -212,7 +215,7 @@ torch_fused_linear/graph/matching.py: tests/graph
 
 torch_fused_linear/graph/fusion_pass.py: tests/graph
 # a pass that moves a read over a write
--return not written and self.in_one_mode(nodes)
+-return not is_written and self.in_one_mode(nodes)
 +return self.in_one_mode(nodes)
 # a pass that moves a layer out of its mode
 -return not any(min(places) < i < max(places) for i in self.switches)
@@ -284,6 +287,9 @@ torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_programs.py
 +if is_before:
 
 torch_fused_linear/fuse/rewrite.py: tests/fuse/test_fuse_programs.py
+# a dropout that draws late
+-            found[step.node] = "drawn"
++            pass
 # a begun call behind an if
 -            node.orelse.insert(0, ast.copy_location(end, node.test))
 

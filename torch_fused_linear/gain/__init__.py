@@ -54,8 +54,7 @@ def gain(
 
     Args:
         model: on the device and in the dtype that are meant. Its parameters are copied once.
-        inputs: what it is called with.
-        kwargs: what it is called with by keyword.
+        inputs, kwargs: what it is called with, by position and by keyword.
         loss: the loss of its output, for the step. By default the ``loss`` that the output has, or
             the mean of all floating-point tensors in it.
         step: also measure a training step: loss and all gradients, without an optimizer.
@@ -85,8 +84,7 @@ def gain(
             finally:
                 unfuse_(copies.models[FUSED])
                 random.setstate(state)
-    kind = copies.device.type
-    device = torch.cuda.get_device_name(copies.device) if kind == "cuda" else "CPU"
+    device = torch.cuda.get_device_name(copies.device) if copies.device.type == "cuda" else "CPU"
     return Gain(copies.report, f"{device}, {copies.dtype}".replace("torch.", ""), modes)
 
 

@@ -37,15 +37,9 @@ def command_line() -> OneLineParser:
     )
     add = parser.add_argument
     add("model", help="package.module:function, which returns a model; timm:NAME; hf:TYPE")
-    add(
-        "--input",
-        action="append",
-        type=shape,
-        metavar="SHAPE",
-        required=True,
-        help="32x197x768 of random numbers, or 8x1024:50257 of whole numbers below 50257; once "
-        "for each input",
-    )
+    numbers = "32x197x768 of random numbers, or 8x1024:50257 of whole numbers below 50257"
+    once = f"{numbers}; once for each input"
+    add("--input", action="append", type=shape, metavar="SHAPE", required=True, help=once)
     add("--dtype", choices=DTYPES, default="fp32", help="of the parameters; default: fp32")
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--step", action="store_true", help="also a training step, without an optimizer")
@@ -105,9 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{found.report}\n")
     print(found)
     if given.json:
-        given.json.write_text(
-            json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1) + "\n"
-        )
+        numbers = asdict(found) | {"verdict": found.verdict}
+        given.json.write_text(json.dumps(numbers, indent=1) + "\n")
     if given.picture:
         found.save_picture(given.picture)
     return 0

@@ -150,8 +150,7 @@ class _Rewrite:
 
     def with_activation(self, linear: matching.Linear) -> _Layer:
         result = linear.nodes[-1]
-        own = matching.own_activation(result)
-        if own:
+        if own := matching.own_activation(result):
             return _Layer(linear, own)
         for node, path in matching.walk(result):
             activation = matching.find_activation(node)
@@ -214,11 +213,9 @@ class _Rewrite:
         """Whether the first of the nodes may be run where the last is: nothing that it reads is
         written in between, and the mode is the same."""
         places, members = [self.order[node] for node in nodes], set(nodes)
-        written = any(
-            min(places) < self.order[node] < max(places) and node not in members
-            for node in self.writers
-        )
-        return not written and self.in_one_mode(nodes)
+        writers = [self.order[node] for node in self.writers if node not in members]
+        is_written = any(min(places) < i < max(places) for i in writers)
+        return not is_written and self.in_one_mode(nodes)
 
     # ---- replacing ----
 
@@ -250,9 +247,8 @@ class _Rewrite:
                 new = self.call(getattr(F, name), (new,), result, activation.options)
                 new = self.call(torch.square, (new,), result, {}) if is_square else new
         self.replace(result, new)
-        self.erase(
-            [*self.members(chain[:-1]), *(n for way in ways for n in way), *last.linear.nodes]
-        )
+        between = [node for way in ways for node in way]
+        self.erase([*self.members(chain[:-1]), *between, *last.linear.nodes])
         return "mlp"
 
     def replace_gated(self, found: matching_gated.Gated) -> str:

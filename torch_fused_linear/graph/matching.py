@@ -65,9 +65,7 @@ def find_linear(node: Node) -> Linear | None:
 
 def _product(node: Node) -> Linear | None:
     what = kind(node)
-    if what not in ("linear", *OWN, "addmm", "matmul"):
-        return None
-    args = arguments(node)
+    args = arguments(node) if what in ("linear", *OWN, "addmm", "matmul") else None
     if args is None:
         return None
     if what == "addmm":
@@ -102,15 +100,12 @@ def _untransposed(node: Node) -> Node | None:
 
 def _biased_product(node: Node) -> Linear | None:
     """A product without bias, and the sum with a vector."""
-    if kind(node) not in ("add", "add_"):
-        return None
-    args = arguments(node)
+    args = arguments(node) if kind(node) in ("add", "add_") else None
     operands = [args["input"], args.get("other")] if args else [None]
     if not all(isinstance(operand, Node) for operand in operands):
         return None
     # In place it is the product that must be written to.
-    in_place = kind(node) == "add_"
-    for product, bias in [operands] if in_place else [operands, operands[::-1]]:
+    for product, bias in [operands] if kind(node) == "add_" else [operands, operands[::-1]]:
         linear = _product(product)
         # Under autocast the product may be narrower than the sum, which is then no layer's.
         if (
@@ -161,6 +156,7 @@ def _is_supported(linear: Linear) -> bool:
 def find_activation(node: Node) -> Activation | None:
     """The activation that is the only thing done with the node's result."""
     for activation in (_square(node), _call(node), _tanh_formula(node)):
+        # Under autocast, on a GPU, a square is of another dtype.
         if activation and all(dtype_of(n) == dtype_of(node) for n in activation.nodes):
             return activation
     return None
@@ -177,9 +173,7 @@ def own_activation(node: Node) -> str | None:
 
 def _call(node: Node) -> Activation | None:
     user = only_user(node)
-    if user is None or kind(user) not in ("relu", "gelu", "silu"):
-        return None
-    args = arguments(user)
+    args = arguments(user) if user and kind(user) in ("relu", "gelu", "silu") else None
     if args is None or args["input"] is not node:
         return None
     if kind(user) != "gelu":
@@ -194,16 +188,9 @@ def _square(node: Node) -> Activation | None:
     square = relu and relu.name == "relu" and only_user(relu.nodes[0])
     if not square or kind(square) not in ("square", "pow", "mul"):
         return None
-    args = arguments(square)
     x = relu.nodes[0]
-    if dtype_of(square) != dtype_of(x):  # under autocast, on a GPU
-        return None
-    is_square = {
-        "square": lambda: args == {"input": x},
-        "pow": lambda: args == {"input": x, "exponent": 2},
-        "mul": lambda: args == {"input": x, "other": x},
-    }[kind(square)]()
-    return Activation([x, square], "relu2") if is_square else None
+    squares = {"input": x}, {"input": x, "exponent": 2}, {"input": x, "other": x}
+    return Activation([x, square], "relu2") if arguments(square) in squares else None
 
 
 def _tanh_formula(x: Node) -> Activation | None:

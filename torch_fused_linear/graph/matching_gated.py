@@ -45,13 +45,10 @@ def find_gated(node: Node) -> list[Gated]:
 
 
 def _of_factors(activated: Node, up: Node) -> Gated | None:
-    name = own_activation(activated)
-    if name:  # an operator of ours that has it inside
+    if name := own_activation(activated):  # an operator of ours that has it inside
         return _of_layers(activated, up, name, [])
-    if kind(activated) not in ("relu", "gelu", "silu"):
-        return None
-    z = arguments(activated)
-    z = z and z["input"]
+    args = arguments(activated) if kind(activated) in ("relu", "gelu", "silu") else None
+    z = args and args["input"]
     activation = isinstance(z, Node) and matching.find_activation(z)
     if not activation or activation.nodes != [activated]:
         return None

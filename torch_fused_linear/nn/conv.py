@@ -28,8 +28,7 @@ class FusedConv2dReLU(nn.Conv2d):
         bias: if ``False``, the layer has no bias. Default: ``True``.
         padding_mode: ``'zeros'``, ``'reflect'``, ``'replicate'`` or ``'circular'``; all but zeros
             are put around the image before the operator. Default: ``'zeros'``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        device, dtype: as for :class:`FusedLinear`.
 
     Shape:
         - Input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, contiguous or
@@ -81,16 +80,13 @@ class FusedConv2dReLU(nn.Conv2d):
         Args:
             conv: the layer to take over: exactly an ``nn.Conv2d``, without hooks or anything else
                 that the fused layer would not have.
-            device: where the parameters shall be. Default: where they are.
-            dtype: of the parameters. Default: the one they have. A parameter that is of another
-                device or dtype is copied.
+            device, dtype: as for :meth:`FusedLinear.from_linear`.
 
         Returns:
             The fused layer, in the mode (training or not) of ``conv``.
 
         Raises:
-            TypeError: ``conv`` is something else, a subclass, lazy, parametrised, has hooks, other
-                parameters, a ``forward`` set on the object, or was compiled.
+            TypeError: ``conv`` is something else or more, as for :meth:`FusedLinear.from_linear`.
         """
         check_plain(f"{cls.__name__}.from_conv", conv, (nn.Conv2d,))
         return _like(conv, cls, device, dtype)

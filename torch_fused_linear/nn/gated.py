@@ -30,8 +30,7 @@ class FusedGatedMLP(nn.Module):
         bias: if ``True``, the three layers have a bias. Default: ``False``.
         activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
             Default: ``'silu'``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
             the backward makes the product of ``up_proj`` again. Default: ``'default'``.
 
@@ -96,8 +95,7 @@ class FusedGatedMLP(nn.Module):
                 without hooks or anything else that the operator would pass by.
             up: its result is multiplied with that.
             down: takes the product.
-            activation: as of the class.
-            memory: as of the class.
+            activation, memory: as of the class.
 
         Returns:
             The block, in the mode (training or not) of ``gate``.
@@ -111,13 +109,10 @@ class FusedGatedMLP(nn.Module):
         check(function, activation=activation, memory=memory)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
-        hidden = gate.out_features
-        if up.weight.shape != gate.weight.shape or down.in_features != hidden:
+        if up.weight.shape != gate.weight.shape or down.in_features != gate.out_features:
+            expected = "weights [hidden, in], [hidden, in] and [out, hidden]"
             shapes = ", ".join(str(list(layer.weight.shape)) for layer in (gate, up, down))
-            raise ValueError(
-                f"{function}: expected weights [hidden, in], [hidden, in] and [out, hidden], got "
-                f"{shapes}"
-            )
+            raise ValueError(f"{function}: expected {expected}, got {shapes}")
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
@@ -145,10 +140,9 @@ class FusedGatedMLP(nn.Module):
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
-        return not has_any_global_hook() and all(
-            type(layer) is nn.Linear and is_plain(layer)
-            for layer in (self.gate_proj, self.up_proj, self.down_proj)
-        )
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        are_plain = all(type(layer) is nn.Linear and is_plain(layer) for layer in layers)
+        return are_plain and not has_any_global_hook()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in ("weight", "bias"):

@@ -34,8 +34,7 @@ class FusedMLP(nn.Sequential):
         activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
             Default: ``'relu'``.
         bias: if ``False``, the layers have no bias. Default: ``True``.
-        device: where the parameters are made.
-        dtype: of the parameters: fp64, fp32, fp16 or bf16.
+        device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU or SiLU
             instead of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
 

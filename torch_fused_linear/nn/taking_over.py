@@ -15,8 +15,7 @@ _HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None:
     """Raises, for the function that asks, a TypeError that names what of a layer would be lost that
     is to be taken over. It may be exactly one of the classes; the first is named as expected."""
-    objection = _objection(layer, classes)
-    if objection:
+    if objection := _objection(layer, classes):
         expected = classes[0].__name__
         article = f"an nn.{expected}" if hasattr(nn, expected) else f"a {expected}"
         raise TypeError(

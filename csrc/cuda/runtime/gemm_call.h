@@ -83,24 +83,20 @@ inline PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, co
 
 // Completes a call whose matrices, bias, pass, activation, and what is kept and added, are set.
 inline void complete(PassCall& call, gemm::Type type, int device) {
-  const bool has_aux = call.aux.data != nullptr;
-  // A mask's leading dimension counts bits. A single row has no stride; who makes it for the
-  // library pads it, while one saved in some other way has nothing behind its end.
-  const auto keeps = call.problem.keeps;
-  const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
-  const int64_t ld_aux = !has_aux                       ? 0
-                         : keeps != Keeps::values       ? call.aux.ld * 8
-                         : call.aux.rows == 1 && padded ? padded_features(call.aux.cols)
-                                                        : call.aux.ld;
   auto& matmul = call.problem.matmul;
   const auto given = matmul;
   matmul = gemm::matmul_problem(call.left, call.right, call.result, gemm::Epilogue::identity, type,
                                 nullptr, nullptr, 0, gemm_settings(device, type));
   matmul.adds = given.adds, matmul.to_f32 = given.to_f32;
   if (call.bias != nullptr) matmul.aligned_bias = gemm::is_aligned(call.bias);
-  if (has_aux) {
+  if (call.aux.data != nullptr) {
     matmul.aligned_aux = gemm::is_aligned(call.aux.data);
-    matmul.ld_aux = ld_aux;
+    // A mask's leading dimension counts bits. A single row has no stride; who makes it for the
+    // library pads it, while one saved in some other way has nothing behind its end.
+    const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
+    matmul.ld_aux = call.problem.keeps != Keeps::values ? call.aux.ld * 8
+                    : call.aux.rows == 1 && padded      ? padded_features(call.aux.cols)
+                                                        : call.aux.ld;
   }
   call.problem.bias = call.bias != nullptr;
   call.problem.deterministic = at::globalContext().deterministicAlgorithms();

@@ -37,8 +37,7 @@ std::string not_taken(const PassProblem& problem, const Strategy& strategy, cons
 }
 
 bool is_eager(const PassProblem& problem, const Strategy& strategy) {
-  return &strategy == &gemm::eager_of(problem, available(problem)) &&
-         (strategy.role == gemm::Role::eager || strategy.role == gemm::Role::eager_fallback);
+  return strategy.is_eager() && &strategy == &gemm::eager_of(problem, available(problem));
 }
 
 bool is_of_file(const std::optional<Decision>& decision) {

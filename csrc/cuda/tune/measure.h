@@ -29,13 +29,12 @@ struct Candidate {
 };
 
 Candidate candidate(const PassCall& call, const Strategy& strategy, const Algorithm& algorithm) {
-  Decision decision{Decision::Origin::measured, &strategy, algorithm, 0, 0};
   Plan plan{&strategy, {}, {}, {}, algorithm, {}};
   if (strategy.provider == Provider::cublaslt) {
     plan.matmul = gemm::matmul_of(call.problem, strategy);
     plan.descriptors.emplace(plan.matmul);
   }
-  return {std::move(plan), decision};
+  return {std::move(plan), {Decision::Origin::measured, &strategy, algorithm}};
 }
 
 // Lists everything worth trying. Who asked for the library's own epilogues gets no other strategy,
@@ -80,10 +79,9 @@ std::vector<Candidate> candidates_around(const PassCall& call, const Decision& w
 // Finds eager's own way, or the number of candidates where ATen has none (a bit mask).
 size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
   const auto& eager = gemm::eager_of(call.problem, available(call.problem));
-  const bool sound = eager.role == gemm::Role::eager || eager.role == gemm::Role::eager_fallback;
   const auto it =
       std::ranges::find(candidates, &eager, [](const Candidate& c) { return c.decision.strategy; });
-  return sound ? it - candidates.begin() : candidates.size();
+  return eager.is_eager() ? it - candidates.begin() : candidates.size();
 }
 
 size_t index_of(const std::vector<Candidate>& candidates, const Decision& decision,
