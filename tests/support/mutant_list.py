@@ -152,11 +152,11 @@ csrc/autograd/accumulation.cpp: tests/autograd/test_accumulation.py
 -             : at::_efficientzerotensor(weight.sizes(), options);
 +? into.detach() : into.detach();
 # a sum that the graph goes on to read
-- || std::ranges::count(storages, address) > 0;
-+;
+-std::ranges::count(storages, address) > 0;
++false;
 # a compiled gradient that another node goes on with
--if (node && are_any() && internals::is_compilers(*node)) {
-+if (node && are_any()) {
+-if (node && are_any() && internals::is_compilers(*node) && has_value(storages)) {
++if (node && are_any() && has_value(storages)) {
 
 torch_fused_linear/graph/accumulated_weights.py: tests/autograd/test_accumulation.py
 # a graph goes on with a gradient that was added to what is there

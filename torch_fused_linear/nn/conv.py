@@ -41,6 +41,9 @@ class FusedConv2dReLU(nn.Conv2d):
         weight: as in :class:`torch.nn.Conv2d`, whose ``state_dict`` loads as it is.
         bias: as in :class:`torch.nn.Conv2d`.
 
+    Raises:
+        RuntimeError: ``padding`` was set to another word since.
+
     Examples::
 
         >>> layer = FusedConv2dReLU(16, 33, 3, stride=2, padding=1)
