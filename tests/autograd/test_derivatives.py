@@ -75,9 +75,8 @@ def test_second_order_of_every_input_and_pair(op, device):
     """That of an upper weight alone reaches the layers below it."""
     case = op.smooth_case((3,), 4, 5, device=device, seed=1)
     assert_same(second(op.call, case), second(op.eager, case))
-    count = len(case.inputs)
     for size in (1, 2):
-        for wanted in itertools.combinations(range(count), size):
+        for wanted in itertools.combinations(range(len(case.inputs)), size):
             ours, eager = (second(call, case, wanted) for call in (op.call, op.eager))
             assert_same(ours, eager, f"{op!r} {wanted}")
 
@@ -130,9 +129,8 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
     case, results = op.case((2,), 4, 4, device=device, seed=5), []
     for call in (op.call, op.eager):
         leaves = case.leaves([k not in frozen for k in range(9)])
-        first = torch.autograd.grad(
-            call(*leaves).cos().sum(), [leaves[k] for k in upper], create_graph=True
-        )
+        asked = [leaves[k] for k in upper]
+        first = torch.autograd.grad(call(*leaves).cos().sum(), asked, create_graph=True)
         trained = [t for t in leaves if t.requires_grad]
         total = sum(t.sin().sum() for t in first)
         then = torch.autograd.grad(total, trained, create_graph=True)
@@ -243,8 +241,7 @@ TRANSFORMS = {
 @ops.every_op
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transform(name, op, device):
-    case = op.smooth_case((2,), 3, 4, device=device, bias="biases" not in name)
-    args = tuple(case.inputs)
+    args = tuple(op.smooth_case((2,), 3, 4, device=device, bias="biases" not in name).inputs)
     assert_both(op, lambda fn: TRANSFORMS[name](fn, args), *args)
     if name == "grad":
         for policy in ("cublaslt", "eager"):
@@ -263,9 +260,8 @@ def test_autograd_around_vmap(op, device):
     assert_same(run(mapped(op.call), batch), run(mapped(op.eager), batch))
 
 
-@ops.rows(
-    [op for op in ops.OPS[1:] if op.name != "linear_silu"]
-)  # whose backward has no forward mode
+# The backward of SiLU has no forward mode.
+@ops.rows([op for op in ops.OPS[1:] if op.name != "linear_silu"])
 def test_a_tangent_that_meets_a_gradient_of_a_fused_consumer(op, device):
     """Two roots: one hands over, the other one's gradient is a dual number."""
     case, results = op.case(device=device), []

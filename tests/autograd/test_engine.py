@@ -48,8 +48,7 @@ def test_only_wanted_gradients_come_back(policy, op, device):
 
 
 def backward_steps(call, case, wanted=None):
-    leaves = case.leaves(wanted)
-    y = call(*leaves)
+    y = call(*case.leaves(wanted))
     with Calls() as calls:
         y.backward(case.g)
     kinds = ("fused::", "aten::addmm", "aten::mm", "aten::convolution_backward")
@@ -75,8 +74,7 @@ def test_what_runs_in_a_blocks_backward():
     for form in ("stacked", "halves"):
         op = ops.gated(form, "silu", down=True, hidden=8)
         case = op.case((5,), 6, 4)
-        leaves = case.leaves()
-        y = op.call(*leaves)
+        y = op.call(*case.leaves())
         ran = operators_of(lambda y=y, g=case.g: y.backward(g), "operator", "path")
         names = [name for name, _ in ran]
         assert names.count("_glu_backward") == 1
@@ -118,8 +116,7 @@ def test_a_graph_that_is_kept_and_then_freed(policy, op, device):
         for _ in range(2):
             y.backward(case.g, retain_graph=True)
         assert_bits([leaf.grad for leaf in leaves], [2 * g for g in want])
-        differentiable = torch.autograd.grad(y, leaves, case.g, create_graph=True)
-        assert_same(differentiable, want)
+        assert_same(torch.autograd.grad(y, leaves, case.g, create_graph=True), want)
         torch.autograd.grad(y, leaves, case.g)
         with pytest.raises(RuntimeError, match="a second time"):
             torch.autograd.grad(y, leaves, case.g)
@@ -313,8 +310,7 @@ def test_another_tensor_put_into_the_input_is_read_where_torch_reads_it(op):
     """A buffer that is filled anew: torch keeps a matrix itself, of other inputs a view."""
 
     def gradients(call, lead):
-        case = op.case(lead, 8, 8)
-        x, *others = case.leaves()
+        x, *others = op.case(lead, 8, 8).leaves()
         x = x.detach()
         y = call(x, *others)
         x.data = torch.zeros_like(x)

@@ -152,6 +152,5 @@ def test_modules_stacked_by_torch_func(make):
 )
 def test_operands_that_do_not_fit(x, w, b):
     op = torch.ops.fused._ensemble_linear
-    bias = torch.zeros(b) if b else None
     with pytest.raises(RuntimeError, match=r"_ensemble_linear: expected input \[members"):
-        op(torch.zeros(x), torch.zeros(w), bias, "relu")
+        op(torch.zeros(x), torch.zeros(w), torch.zeros(b) if b else None, "relu")

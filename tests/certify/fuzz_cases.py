@@ -186,13 +186,11 @@ class Case:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Layer]]:
         """The same calls on other tensors."""
-        x, *rest = tensors
-        left = iter(rest)
-        layers = [
+        left = iter(tensors)
+        return next(left), [
             Layer(layer.op, [None if t is None else next(left) for t in layer.tensors])
             for layer in self.layers
         ]
-        return x, layers
 
     def __str__(self) -> str:
         layers = []
@@ -219,8 +217,7 @@ def plain(x: Tensor, layers: Sequence[Layer]) -> Tensor:
 
 
 def one_of_ours(x: Tensor, layer: Layer, through_ops: bool) -> Tensor:
-    function = layer.op.call if through_ops else layer.op.function
-    return function(x, *layer.tensors)
+    return (layer.op.call if through_ops else layer.op.function)(x, *layer.tensors)
 
 
 def ours(case: Case, x: Tensor, layers: Sequence[Layer]) -> Tensor:

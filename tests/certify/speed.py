@@ -36,8 +36,7 @@ class Trial(parts.Trial):
         machine.warm_up(torch.device(device))
 
     def one(self, seed: int, unit: int) -> Found:
-        case = drawn(seed, unit)
-        return judged(gpu_gate.measured(case, torch.device(self.device)))
+        return judged(gpu_gate.measured(drawn(seed, unit), torch.device(self.device)))
 
 
 def judged(record: Record, again=gpu_gate.measured_again) -> Found:

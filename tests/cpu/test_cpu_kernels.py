@@ -191,8 +191,6 @@ def test_our_loops_run_on_torchs_threads():
 
 # Many rows, rows longer than a block, a width that divides nothing.
 GRADIENT_SHAPES = [(140_001, 30), (43, 100_003), (16_411, 257), ((3, 75, 71), 264)]
-
-
 KINDS = ["relu", "relu from bits", "gelu_tanh", "gelu_erf"]
 kind_param = pytest.mark.parametrize("kind", KINDS)
 
@@ -284,8 +282,7 @@ def test_gradient_from_bits(dtype):
             backward(grad, encode_mask(passed), "relu", bias_grad=False)
         want = torch.where(passed, grad, 0)
         assert torch.equal(dz.view(integers), want.view(integers)), (lead, width)
-        found = [call.path for call in report.calls]
-        assert found == [f"{FROM_BITS} + ATen sum", FROM_BITS]
+        assert [call.path for call in report.calls] == [f"{FROM_BITS} + ATen sum", FROM_BITS]
     case = LINEAR.case((2, 20), 40, 264, dtype)
     args = (case.g, case.x, case.w, encode_mask(case.g > 0), "relu", [True] * 3)
     (path,) = paths(lambda: torch.ops.fused._linear_backward(*args))
@@ -296,8 +293,7 @@ def test_gradient_from_bits(dtype):
 def test_between_layers(op):
     """The gradient that is handed over is that of the layers one by one."""
     first = LINEAR.case(16_001, 40, 264, torch.float32)
-    second = LINEAR.case(1, 264, 150, torch.float32)
-    parameters = [*first.inputs[1:], *second.inputs[1:]]
+    parameters = [*first.inputs[1:], *LINEAR.case(1, 264, 150, torch.float32).inputs[1:]]
 
     def gradients():
         leaves = [t.clone().requires_grad_() for t in (first.x, *parameters)]

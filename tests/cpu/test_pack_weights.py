@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import one_thread  # noqa: F401
-from numerics import Tally, add_checked, assert_bits
+from numerics import Tally, add_checked, assert_bits, in_double
 from operators import LINEAR, op_param
+from subclasses import Plain
 from watching import operators_of
 
 import torch_fused_linear as tfl
@@ -84,12 +85,10 @@ def test_error_is_no_worse_than_eagers(dtype, op, bias):
     tally = Tally()
     for seed, lead in enumerate([(tokens,), (1,), (2, 3 * tokens)]):
         case = LINEAR.case(lead, inputs, outputs, dtype, bias=bias, seed=seed)
-        x, w, b = case.x, case.w, case.b
-        torch.ops.fused._pack_weight(w, "weight")
-        mine = op.call(x, w, b)
-        wide = [t if t is None else t.double() for t in (x, w, b)]
-        truth = op.eager(*wide)
-        add_checked(tally, mine, op.eager(x, w, b), truth, 1.0, f"{op!r} {lead}")
+        torch.ops.fused._pack_weight(case.w, "weight")
+        mine, eager = op.call(*case.inputs), op.eager(*case.inputs)
+        truth = op.eager(*in_double(case).inputs)
+        add_checked(tally, mine, eager, truth, 1.0, f"{op!r} {lead}")
     tally.check(repr(op))
 
 
@@ -316,20 +315,13 @@ def in_inference_mode():
         return torch.nn.Linear(4, 3).requires_grad_(False)
 
 
+WEIGHT = torch.ones(3, 4)
 REFUSED = {
     "requires_grad": (lambda: torch.nn.Linear(4, 3), ValueError, "frozen"),
     "meta": (lambda: linear(torch.empty(3, 4, device="meta")), ValueError, "on the CPU, got meta"),
     "inference": (in_inference_mode, ValueError, "inference tensor"),
-    "integer": (
-        lambda: linear(torch.ones(3, 4, dtype=torch.int8)),
-        NotImplementedError,
-        "got Char",
-    ),
-    "subclass": (
-        lambda: linear(torch.ones(3, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
-        TypeError,
-        "plain tensor, got",
-    ),
+    "integer": (lambda: linear(WEIGHT.char()), NotImplementedError, "got Char"),
+    "subclass": (lambda: linear(WEIGHT.as_subclass(Plain)), TypeError, "plain tensor, got"),
 }
 
 

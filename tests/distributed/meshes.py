@@ -15,9 +15,8 @@ def device_type():
 def mesh_of(shape):
     """(4,), (2, 2), or with a 2 the mesh of two that this rank is in, of two such."""
     if shape == (2,) and dist.get_world_size() == 4:
-        return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pair", "in_pair"))[
-            "in_pair"
-        ]
+        names = ("pair", "in_pair")
+        return init_device_mesh(device_type(), (2, 2), mesh_dim_names=names)["in_pair"]
     return init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 

@@ -51,8 +51,7 @@ class Block(nn.Module):
     def forward(self, x):
         if self.is_mlp:
             return x + self.mlp(self.norm(x))
-        h = self.act(self.up(self.norm(x)))
-        return x + self.down(h)
+        return x + self.down(self.act(self.up(self.norm(x))))
 
 
 def model_of(kind, blocks=2, dtype=torch.float64, activation="gelu_tanh"):
@@ -68,9 +67,8 @@ def model_of(kind, blocks=2, dtype=torch.float64, activation="gelu_tanh"):
 def batch(step, rank=None, ranks=1, dtype=torch.float64):
     """Of all ranks, or one rank's part."""
     generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, 8, 4, WIDTH, generator=generator, dtype=torch.float64).to(
-        dtype=dtype, device=device_type()
-    )
+    drawn = torch.randn(2, 8, 4, WIDTH, generator=generator, dtype=torch.float64)
+    x, y = drawn.to(dtype=dtype, device=device_type())
     return (x, y) if rank is None else (x.chunk(ranks)[rank], y.chunk(ranks)[rank])
 
 
@@ -139,20 +137,19 @@ def plan_of(kind, sequence, local):
     """How a block is spread: with sequence parallelism, or with whole activations between."""
     layout = SEQUENCE if sequence else Replicate()
     plan = {"norm": SequenceParallel()} if sequence else {}
+    last = {"output_layouts": layout, "use_local_output": not sequence}
     if kind in CHILDREN:
         *columns, row = CHILDREN[kind]
         plan |= {name: ColwiseParallel(input_layouts=layout) for name in columns}
-        plan[row] = RowwiseParallel(output_layouts=layout, use_local_output=not sequence)
+        plan[row] = RowwiseParallel(**last)
     elif kind in ("mlp", "gated"):
-        plan["mlp"] = MLPParallel(
-            input_layouts=layout, output_layouts=layout, use_local_output=not sequence
-        )
+        plan["mlp"] = MLPParallel(input_layouts=layout, **last)
     else:
         hidden = Shard(-1 if local else 2)  # torch redistributes what it is called differently
         plan["up"] = ColwiseParallel(
             input_layouts=layout, output_layouts=hidden, use_local_output=local
         )
-        plan["down"] = RowwiseParallel(output_layouts=layout, use_local_output=not sequence)
+        plan["down"] = RowwiseParallel(**last)
     return plan
 
 
@@ -306,9 +303,7 @@ def checkpoint_across(folder):
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     want = {name: full(value).clone() for name, value in model.state_dict().items()}
 
-    other = shard(model_of("layers"), mesh_of((4,)), "layer")
-    plain = model_of("plain")
-    for each in (other, plain):
+    for each in (shard(model_of("layers"), mesh_of((4,)), "layer"), model_of("plain")):
         state = get_model_state_dict(each)
         assert any(not torch.equal(full(v), want[k]) for k, v in state.items())
         dcp.load(state, checkpoint_id=folder)

@@ -114,8 +114,7 @@ def communication():
         with torch.no_grad(), CommDebugMode() as inference:
             way().redistribute(mesh, same)
         with CommDebugMode() as training, tfl.explain() as report:
-            y = way().redistribute(mesh, same)
-            y.sum().backward()
+            way().redistribute(mesh, same).sum().backward()
             x.grad.redistribute(mesh, same)
         found[name] = [
             {op.__name__: n for op, n in mode.get_comm_counts().items()}

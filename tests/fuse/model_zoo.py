@@ -104,11 +104,10 @@ def write(path: Path, found: dict[str, dict], known: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=HERE / "model_zoo.json")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what is there of this very fuse_"
-    )
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    add = parser.add_argument
+    add("--out", type=Path, default=HERE / "model_zoo.json")
+    add("--resume", action="store_true", help="keep what is there of this very fuse_")
+    add("--only", default="", help="models whose name contains this")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -118,8 +117,7 @@ def main() -> int:
         if record["fuse"] == fuse_hash():
             found = {r["name"]: r for r in record["models"]}
     known = zoo.names()
-    names = [n for n in known if options.only in n and n not in found]
-    for name in names:
+    for name in [n for n in known if options.only in n and n not in found]:
         found[name] = record = record_of(name)
         write(options.out, found, len(known))
         print(f"{len(found)}: {record}", flush=True)

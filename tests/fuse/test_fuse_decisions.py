@@ -84,6 +84,7 @@ def hiding(name):
 
 
 OtherConv2d = type("OtherConv2d", (nn.Conv2d,), {})
+small = functools.partial(nn.Conv2d, 1, 2, 3)
 ON_META = {"device": "meta", "dtype": torch.bfloat16}
 IMAGE = torch.randn(1, 1, 6, 6)
 # The layer, what it gets, whether the call may wait for its activation, and why fuse_ refuses it.
@@ -96,11 +97,7 @@ LAYERS = {
     "transposed": (layer(make=Conv1D), X, True),
     "convolution": (of(nn.Conv2d, 1, 2, 3), IMAGE, True),
     "convolution of groups": (of(nn.Conv2d, 2, 2, 3, groups=2), torch.randn(1, 2, 6, 6), True),
-    "padded later": (
-        layer(lambda m: setattr(m, "padding", 1), make=lambda: nn.Conv2d(1, 2, 3)),
-        IMAGE,
-        True,
-    ),
+    "padded later": (layer(lambda m: setattr(m, "padding", 1), make=small), IMAGE, True),
     "frozen": (layer(lambda m: m.requires_grad_(False)), X, True),
     "no mark": (layer(mark=None), X, False),
     "hook": (layer(hooked), X, False, "has forward hooks"),
@@ -112,7 +109,7 @@ LAYERS = {
     "hidden weight": (layer(hiding("weight")), X, False, "a weight of its own, set on"),
     "hidden bias": (layer(hiding("bias")), X, False, "a bias of its own"),
     "own product": (
-        layer(hiding("_conv_forward"), make=lambda: nn.Conv2d(1, 2, 3)),
+        layer(hiding("_conv_forward"), make=small),
         IMAGE,
         False,
         "a conv_forward of its own",

@@ -177,17 +177,15 @@ def hidden(net, name):
 @pytest.mark.parametrize("make", [Gated, GateLast, InSteps, ByIndex, ByName, LateName])
 @pytest.mark.parametrize("name", ["up", "fc1"])
 def test_a_layer_does_not_wait_for_one_that_writes_to_its_input(make, name, change):
-    model, plain = pair(make)
-    gate = operators(model, *X)
+    nets = pair(make)
+    gate = operators(nets[0], *X)
     assert ("linear_glu" in gate or "gated_mlp" in gate) is (make is not LateName)
-    for net in (model, plain):
+    for net in nets:
         change(net, name)
     for is_compiled in (False, True):
-        x = X[0].clone(), X[0].clone()
         with torch.no_grad():
-            nets = (model, plain)
             runs = [torch.compile(net, backend="eager") if is_compiled else net for net in nets]
-            torch.testing.assert_close(runs[0](x[0]), runs[1](x[1]))
+            torch.testing.assert_close(*(run(X[0].clone()) for run in runs))
 
 
 class Mode(torch.overrides.TorchFunctionMode):
@@ -234,12 +232,10 @@ def test_functional_transforms(make):
     assert calls.calls
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian, torch.vmap):
         torch.testing.assert_close(transform(model)(*X), transform(plain)(*X))
-    graph = torch.fx.symbolic_trace(model)
-    called = [n.target for n in graph.graph.nodes if n.op == "call_module"]
-    assert called == [
-        n.target for n in torch.fx.symbolic_trace(plain).graph.nodes if n.op == "call_module"
-    ]
-    torch.testing.assert_close(graph(*X), plain(*X))
+    graphs = [torch.fx.symbolic_trace(net) for net in (model, plain)]
+    called = [[n.target for n in g.graph.nodes if n.op == "call_module"] for g in graphs]
+    assert called[0] == called[1]
+    torch.testing.assert_close(graphs[0](*X), plain(*X))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

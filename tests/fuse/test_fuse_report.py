@@ -55,8 +55,7 @@ def test_the_lists():
 
 
 def test_the_table_counts_what_is_alike():
-    text = str(tfl.fuse_(model()))
-    lines = text.splitlines()
+    lines = str(tfl.fuse_(model())).splitlines()
     assert lines[0] == "5 blocks fused, 1 place left alone"
     (tower,) = [line for line in lines if "tower" in line]
     assert tower.split()[:4] == ["3", "×", "tower.*.0", "Sequential"]

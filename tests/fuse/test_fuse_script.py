@@ -80,9 +80,7 @@ def test_tied_parameters_stay_tied():
 
 def test_traced_frozen_and_loaded_modules():
     plain = Plain().eval()
-    traced = torch.jit.trace(plain, X)
-    frozen = torch.jit.freeze(torch.jit.script(plain))
-    for module in (traced, frozen):
+    for module in (torch.jit.trace(plain, X), torch.jit.freeze(torch.jit.script(plain))):
         assert len(tfl.fuse_script_(module).fused) == 1
         torch.testing.assert_close(module(X), plain(X))
 
@@ -116,8 +114,7 @@ def test_autocast_around_the_call():
 
 
 def test_anything_else_is_refused():
+    words = "fuse_script_: expected a scripted or traced module, got"
     for other in (nn.Linear(2, 2), 3, torch.jit.script(tanh_gelu)):
-        with pytest.raises(
-            TypeError, match="fuse_script_: expected a scripted or traced module, got"
-        ):
+        with pytest.raises(TypeError, match=words):
             tfl.fuse_script_(other)

@@ -41,8 +41,7 @@ def new_activation(rng: random.Random) -> nn.Module:
 
 
 def new_layer(rng: random.Random, i: int, o: int) -> nn.Module:
-    make = rng.choice([nn.Linear, Lora, functools.partial(nn.Linear, bias=False)])
-    layer = make(i, o)
+    layer = rng.choice([nn.Linear, Lora, functools.partial(nn.Linear, bias=False)])(i, o)
     return rng.choice([layer, layer, Wrapped(layer), nn.Sequential(layer, nn.ReLU())])
 
 
@@ -221,8 +220,7 @@ def patched_forward(rng: random.Random, model: nn.Module) -> None:
 def patched_helper(rng: random.Random, model: nn.Module) -> None:
     found = [m for m in model.modules() if hasattr(m, "helper")]
     if found:
-        module = rng.choice(found)
-        module.helper = lambda x: x * 2
+        rng.choice(found).helper = lambda x: x * 2
 
 
 def patched_function(rng: random.Random, model: nn.Module) -> None:
@@ -293,10 +291,9 @@ def apply(changes: list[tuple[str, int]], model: nn.Module) -> None:
 def global_hooks() -> Iterator[None]:
     """Hooks on all modules: what they see of layers and activations, they see after fusing, too."""
     hooks = nn.modules.module
-    leaves = (nn.Linear, nn.Conv2d, nn.ReLU, nn.GELU)
 
     def see(kind, module, values):
-        if isinstance(module, leaves):
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.ReLU, nn.GELU)):
             note(f"global {kind} {type(module).__name__}", *values)
 
     with contextlib.ExitStack() as stack:

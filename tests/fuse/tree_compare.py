@@ -84,9 +84,8 @@ def close(got: Tensor, want: Tensor, tolerance: float, least: float) -> bool:
 def assert_same(got: Outcome, want: Outcome, what: str, tolerance: float = 1e-9) -> None:
     """Where the plain model fails in its backward, the fused one may succeed."""
     if got.raised is not None or (want.raised is not None and want.where == "forward"):
-        assert got.raised is want.raised, (
-            f"{what}: raised {got.message or 'nothing'}, plain {want.message or 'nothing'}"
-        )
+        errors = f"raised {got.message or 'nothing'}, plain {want.message or 'nothing'}"
+        assert got.raised is want.raised, f"{what}: {errors}"
     # What cancels, as the gradient of a bias before a batch normalisation, is rounding errors.
     sizes = [size(t) for n, t in want.values.items() if t is not None and n != "random state"]
     least = 1e-5 * max(sizes, default=0.0)

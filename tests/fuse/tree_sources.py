@@ -71,10 +71,8 @@ class Body:
                 return fresh[token]
             return self.piece(token)
 
-        text = re.sub(
-            r"\b(?:[EV][46]|[NT][46][a-z]|L[46]{2}|A|C)\b", fill, self.rng.choice(self.table)
-        )
-        self.lines.append(text)
+        tokens = r"\b(?:[EV][46]|[NT][46][a-z]|L[46]{2}|A|C)\b"
+        self.lines.append(re.sub(tokens, fill, self.rng.choice(self.table)))
         self.names |= pending
 
     def piece(self, token: str) -> str:
@@ -186,8 +184,6 @@ ASKED = """
         self.times += 1
         return x
 """
-
-
 SIMPLE_NAMES = [f"C{i}" for i in range(0, 1000, 3)]
 
 
@@ -205,9 +201,8 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     helper.statement()
     forward = body.finish()
     if base and rng.random() < 0.5:
-        above = rng.choice(
-            ["super().forward(", f"super({name}, self).forward(", f"{base}.forward(self, "]
-        )
+        ways = ["super().forward(", f"super({name}, self).forward(", f"{base}.forward(self, "]
+        above = rng.choice(ways)
         forward = textwrap.indent(f"x = {above}x)\n{textwrap.dedent(forward)}", " " * 8)
     decorator = "    @twice\n" if not simple and rng.random() < 0.08 else ""
     text = f"{decorator}    def forward(self, x):\n{forward}\n"
@@ -225,9 +220,8 @@ def write_class(rng: random.Random, name: str, bases: list[str]) -> str:
     parts = "self.parts = nn.ModuleList(parts)"
     start = f"super().__init__({'parts' if base else ''})"
     init = textwrap.indent("\n".join([start, *([] if base else [parts]), *lines]), " " * 8)
-    code = (
-        f"class {name}({base or 'nn.Module'}):\n    def __init__(self, parts=()):\n{init}\n\n{text}"
-    )
+    head = f"class {name}({base or 'nn.Module'}):\n    def __init__(self, parts=()):\n"
+    code = f"{head}{init}\n\n{text}"
     if not simple and rng.random() < 0.1 and "F.relu" in code:
         inner = textwrap.indent(code.replace("F.relu(", "function("), "    ")
         made = f"{name} = make_{name}(F.relu)\n"

@@ -39,8 +39,7 @@ class Tree:
     def build(self, plain: bool = False) -> nn.Module:
         rng = random.Random(f"model {self.seed}")
         torch.default_generator.manual_seed(self.seed)
-        library = self.plain if plain else self.library
-        model = Grower(rng, self, library).node(2).double()
+        model = Grower(rng, self, self.plain if plain else self.library).node(2).double()
         tree_changes.apply(self.before, model)
         return model
 
@@ -76,8 +75,7 @@ class Grower:
             ways = ["stack", "own", "own", "chain" if depth else "own"]
         elif depth:
             ways += ["own"] * 4 + ["chain"] * 2
-        way = self.rng.choice(ways)
-        module = getattr(self, way)(depth - 1)
+        module = getattr(self, self.rng.choice(ways))(depth - 1)
         self.grown.append(module)
         return module
 
@@ -109,9 +107,8 @@ class Grower:
         if rng.random() < 0.15 and len(modules) > 2:
             modules = [nn.Sequential(*modules[:2]), *modules[2:]]
         if rng.random() < 0.15:
-            return nn.Sequential(
-                collections.OrderedDict((f"m{i}", m) for i, m in enumerate(modules))
-            )
+            named = collections.OrderedDict((f"m{i}", m) for i, m in enumerate(modules))
+            return nn.Sequential(named)
         return (Named if rng.random() < 0.15 else nn.Sequential)(*modules)
 
     def own(self, depth: int) -> nn.Module:
@@ -134,19 +131,18 @@ class Grower:
 
 
 def odd_input(rng: random.Random) -> Tensor:
-    return rng.choice(
-        [
-            torch.randn(4),
-            torch.randn(0, 4),
-            torch.randn(4, 3).t(),
-            torch.randn(2, 1, 2, 4),
-            torch.full((3, 4), float("nan")),
-            torch.zeros(3, 4),
-            torch.randn(3, 4).float(),  # another type than the model's
-            torch.randn(3, 5),  # another width
-            torch.ones(3, 4, dtype=torch.int64),
-        ]
-    )
+    inputs = [
+        torch.randn(4),
+        torch.randn(0, 4),
+        torch.randn(4, 3).t(),
+        torch.randn(2, 1, 2, 4),
+        torch.full((3, 4), float("nan")),
+        torch.zeros(3, 4),
+        torch.randn(3, 4).float(),  # another type than the model's
+        torch.randn(3, 5),  # another width
+        torch.ones(3, 4, dtype=torch.int64),
+    ]
+    return rng.choice(inputs)
 
 
 def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
@@ -156,6 +152,7 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
     with setting(torch.set_default_dtype, torch.float64, torch.float32):
         usual = rng.choice([torch.randn(3, 4), torch.randn(2, 3, 4)])
         x = odd_input(rng) if rng.random() < 0.12 else usual
+    worlds = [None] * 10 + ["global hooks", "global names", "global relu"] + [str(seed // 3)] * 4
     return Tree(
         seed,
         load_library(folder, seed // TREES, CLASSES),
@@ -163,9 +160,7 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
         x,
         before=tree_changes.some_changes(rng, 0 if simple else rng.choice([0, 1, 2])),
         after=tree_changes.some_changes(rng, rng.choice([1, 2, 3])),
-        world=rng.choice(
-            [None] * 10 + ["global hooks", "global names", "global relu"] + [str(seed // 3)] * 4
-        ),
+        world=rng.choice(worlds),
         memory=rng.choice(["default", "default", "low"]),
         filtered=rng.random() < 0.1,
         part=rng.random() < 0.1,

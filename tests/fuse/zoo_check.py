@@ -137,8 +137,7 @@ def check(name: str, steps: bool | None = None) -> dict[str, Any]:
         record["skipped"] = why
     else:
         model.load_state_dict(state)
-        report = tfl.fuse_(model)
-        record["blocks"] = len(report.fused)
+        record["blocks"] = len(tfl.fuse_(model).fused)
         record["forward"] = compare(forward, model, inputs, outputs)
         record["step"] = compare(step, model, inputs, gradients) if gradients else why_not
         model.load_state_dict(state)

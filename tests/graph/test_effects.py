@@ -126,16 +126,14 @@ def operators_of_torchs_tests():
     from torch.testing._internal import common_methods_invocations
 
     # its import keeps all later tests from setting what cuDNN and TF32 do
-    flags = torch.backends.flags_frozen.__globals__
-    flags["__allow_nonbracketed_mutation_flag"] = True
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     assert not torch.backends.flags_frozen()
     return common_methods_invocations.op_db
 
 
 def same_bits(a, b):
-    return torch.equal(a, b) or torch.equal(
-        *(t.contiguous().flatten().view(torch.uint8) for t in (a, b))
-    )
+    in_bytes = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b) or torch.equal(*in_bytes)
 
 
 def test_nothing_that_is_taken_for_a_reader_writes():
@@ -195,8 +193,6 @@ AROUND = {
         {"conv2d_relu": 1},
     ),
 }
-
-
 WRITES = {
     "weight": lambda x, w: w.mul_(2),
     "input": lambda x, w: operator.iadd(x, 1),
@@ -208,8 +204,6 @@ WRITES = {
         torch.ones(10, w.numel()), w.view(-1), torch.ones(w.numel()), training=True
     ),
 }
-
-
 # The writes differ in one chain, the places in two writes.
 PAIRS = [("a chain", write) for write in WRITES]
 PAIRS += [(around, write) for around in AROUND for write in ("weight", "input")][2:]

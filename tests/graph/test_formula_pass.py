@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from fusion import recording_backend, results
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from two_layers import assert_as_exact
@@ -67,9 +68,7 @@ def compiled_by(formulas, graphs):
         formulas(joint.graph)
         joint.graph.lint()
         joint.recompile()
-        return torch._functorch.partitioners.min_cut_rematerialization_partition(
-            joint, inputs, **kwargs
-        )
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     how = {"partition_fn": part, "decompositions": select_decomp_table()}
     return tfl.compile_backend(recording_backend(graphs, **how))
@@ -220,8 +219,7 @@ def test_on_a_gpu(cuda):
     """By the machine that is there: as exact as what the compiler makes of the plain model."""
     model = Gated("gelu_tanh", sizes=(128, 320)).to(cuda, torch.bfloat16)
     x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
-    wide = copy.deepcopy(model).double()
-    exact = results(wide, [x.detach().double().requires_grad_()])
+    exact = results(copy.deepcopy(model).double(), [x.detach().double().requires_grad_()])
     eager = results(torch.compile(model), [x])
     torch._dynamo.reset()
     options = tfl.compile_options()

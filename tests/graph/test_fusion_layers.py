@@ -89,9 +89,8 @@ NOT_LAYERS = {
 def chain_of_a_chain(x, w, b, v, c):
     """The second begins at what the first gives, which something else uses as well."""
     first = F.relu(F.linear(chain(x, w, b, v, c), w, b).relu())
-    return (
-        chain(first[..., :6] + 1, w, b, v, c) + F.linear(F.relu(F.linear(first, v, c)), w)[..., :6]
-    )
+    second = chain(first[..., :6] + 1, w, b, v, c)
+    return second + F.linear(F.relu(F.linear(first, v, c)), w)[..., :6]
 
 
 def under_different_modes(x, w, b, v, c):
@@ -216,8 +215,6 @@ SPELLINGS = {
     "same": lambda x, w, b: F.relu(F.conv2d(x, w, b, padding="same", dilation=(2, 1))),
     "weight and image in one": lambda x, w, b: F.relu(F.conv2d(w, w, b)) + x.sum(),
 }
-
-
 MODULES = {
     # The image has its padding already; the convolution itself has none.
     "reflect": (
@@ -412,13 +409,11 @@ def test_dtypes(dtype):
 
 
 def test_every_geometry():
-    cases = [op.case(dtype=torch.float32).leaves() for op in ODD.values()]
-
     def function(*leaves):
         given = iter(leaves)
         return torch.cat([op.eager(*islice(given, 3)).flatten() for op in ODD.values()])
 
-    leaves = [t for leaves in cases for t in leaves]
+    leaves = [t for op in ODD.values() for t in op.case(dtype=torch.float32).leaves()]
     check(function, leaves, conv=True, conv2d_relu=len(ODD))
 
 

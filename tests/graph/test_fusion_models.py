@@ -23,8 +23,7 @@ class Hidden(nn.Module):
 
 
 def hidden(family, **options):
-    make = hugging_face(f"{family}Model", f"{family}Config", **options)
-    return lambda: Hidden(make())
+    return lambda: Hidden(hugging_face(f"{family}Model", f"{family}Config", **options)())
 
 
 def vit():

@@ -21,9 +21,8 @@ PAIRS = list(itertools.product(LAYERS, LAYERS))
 def test_four_layers_hand_over_three_times(dtype, device):
     left_out = {"none"} if dtype != torch.float16 else {"none", "relu2"}  # squares overflow
     for activations in (MIXED, *([name] * 4 for name in LAYERS if name not in left_out)):
-        report = assert_equal_plain(
-            Stack.step, 3, activations=activations, dtype=dtype, device=device
-        )
+        options = {"activations": activations, "dtype": dtype, "device": device}
+        report = assert_equal_plain(Stack.step, 3, **options)
         handed = {c.operator for c in report.calls if c.handover == "handed over"}
         gated = {"_glu_backward", "_linear_backward"}
         assert handed == (gated if "glu" in activations else {"_linear_backward_across"}), report
@@ -188,8 +187,7 @@ def test_threads_on_one_graph(device):
     def work(k):
         barrier.wait()
         for factor in range(k + 1, k + 21):
-            g = stack.g * factor
-            got = torch.autograd.grad(y, stack.leaves, g, retain_graph=True)
+            got = torch.autograd.grad(y, stack.leaves, stack.g * factor, retain_graph=True)
             assert_same(got, [t * factor for t in want], f"factor {factor}")
 
     with tfl.explain() as report, ThreadPoolExecutor(4) as pool:

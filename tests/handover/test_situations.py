@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import torch_fused_linear as tfl
 
 ACTIVE = [name for name in LAYERS if name != "none"]
-
-
 SITUATIONS = []
 
 
@@ -199,8 +197,7 @@ def asked(stack, k, leaves=True, edge=False):
 def as_an_input(stack, k):
     outputs = stack.outputs()
     outputs[k].retain_grad()  # .grad of a tensor that is no leaf warns without
-    grads = stack.step(outputs[-1], inputs=[outputs[k], stack.weights[0]])
-    return [*grads, outputs[k].grad]
+    return [*stack.step(outputs[-1], inputs=[outputs[k], stack.weights[0]]), outputs[k].grad]
 
 
 for _k in range(3):

@@ -299,8 +299,7 @@ def test_planning_on_a_gpu(tmp_path, run):
 
 @device_param
 def test_graph_pass(device, run):
-    pictures = ["graph_pass_fuse.png", "graph_pass_graph.png"]
-    found = run("graph_pass", device, pictures=pictures)
+    found = run("graph_pass", device, pictures=["graph_pass_fuse.png", "graph_pass_graph.png"])
     # Three blocks of 4 linear layers, and 2 in the head; chains of two become one operator each.
     before, after = found["before"], found["after"]
     assert (before["linear"], before["gelu"], before["relu"]) == (14, 3, 1)

@@ -37,10 +37,7 @@ def shell(tmp_path_factory):
         pytest.skip(f"needs {' and '.join(absent)}")
     folder = tmp_path_factory.mktemp("tree")
     (folder / "examples").symlink_to(processes.ROOT / "examples")
-    python = folder / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
+    python = processes.script(folder / "bin" / "python3", f'exec "{sys.executable}" "$@"')
     environment = {
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(processes.ROOT),
@@ -108,9 +105,8 @@ def test_a_model_that_fuse_script_changed_trains_as_the_plain_one_in_python(shel
     assert len(tfl.fuse_script_(scripted).fused) == 2
     scripted.save(tmp_path / "model.pt")
     shell(BINARIES / "scripted", LIBRARY, tmp_path)
-    torch.testing.assert_close(
-        [*torch.load(tmp_path / "result.pt")], trained_in_python("cpu", plain)
-    )
+    got, want = torch.load(tmp_path / "result.pt"), trained_in_python("cpu", plain)
+    torch.testing.assert_close(list(got), want)
 
 
 @device_param

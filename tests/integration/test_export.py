@@ -129,8 +129,7 @@ def runner(tmp_path_factory):
     if not shutil.which("cmake") or not has_compiler:
         pytest.skip("needs cmake and a C++ compiler")
     build = tmp_path_factory.mktemp("aoti_runner")
-    root = f"-DTORCH_ROOT={Path(torch.__file__).parent}"
-    run("cmake", "-S", RUNNER, "-B", build, root)
+    run("cmake", "-S", RUNNER, "-B", build, f"-DTORCH_ROOT={Path(torch.__file__).parent}")
     run("cmake", "--build", build)
     return build / "aoti_runner"
 

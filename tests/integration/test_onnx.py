@@ -40,10 +40,7 @@ def assert_equals_eager(path, given, want, **tolerance):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [i.name for i in session.get_inputs()]
     got = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
-    for k, (a, b) in enumerate(zip(got, want, strict=True)):
-        torch.testing.assert_close(
-            torch.from_numpy(a), b, **tolerance, msg=lambda text, k=k: f"{k}: {text}"
-        )
+    torch.testing.assert_close([*map(torch.from_numpy, got)], want, **tolerance)
 
 
 @pytest.mark.parametrize(

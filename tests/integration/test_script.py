@@ -75,8 +75,7 @@ def test_save_and_load_in_a_fresh_process(how, name, tmp_path):
 def test_optimised(name):
     """Frozen first."""
     model, x = network(name).eval(), batch(name, 5)
-    program = torch.jit.optimize_for_inference(torch.jit.script(model))
-    assert_same([program(x)], [model(x)])
+    assert_same([torch.jit.optimize_for_inference(torch.jit.script(model))(x)], [model(x)])
 
 
 def test_trace_of_fused_mlp_says_what_to_do():

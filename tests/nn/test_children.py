@@ -28,10 +28,6 @@ def block():
     return tfl.FusedGatedMLP(4, 6)
 
 
-def put(model, name, module):
-    setattr(model, name, module)
-
-
 def own_forward(model):
     model[0].forward = lambda x: F.linear(x, model[0].weight, model[0].bias) * 3
 
@@ -41,8 +37,8 @@ CHANGES = {
     "forward pre-hook": lambda m: m[2].register_forward_pre_hook(lambda _, a: (a[0] * 2,)),
     "hook on the activation": lambda m: m[1].register_forward_hook(lambda *a: a[2] * 2),
     "parametrisation": lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
-    "another activation": lambda m: put(m, "1", nn.Tanh()),
-    "another gelu": lambda m: put(m, "1", nn.GELU("none")),
+    "another activation": lambda m: setattr(m, "1", nn.Tanh()),
+    "another gelu": lambda m: setattr(m, "1", nn.GELU("none")),
     "a forward of its own": own_forward,
     "a layer more": lambda m: m.extend([nn.Identity(), nn.Linear(3, 2)]),
     "a module less": lambda m: m.pop(2),
@@ -51,7 +47,7 @@ UNSEEN = {  # in the output
     "backward hook": lambda m: m[0].register_full_backward_hook(lambda _, gi, go: (gi[0] * 2,)),
     "backward pre-hook": lambda m: m[2].register_full_backward_pre_hook(lambda _, go: (go[0] * 2,)),
     "weight norm": lambda m: parametrizations.weight_norm(m[2]),
-    "another linear": lambda m: put(m, "0", tfl.FusedLinear.from_linear(m[0])),
+    "another linear": lambda m: setattr(m, "0", tfl.FusedLinear.from_linear(m[0])),
     "a module more": lambda m: m.append(nn.Dropout(0.0)),
 }
 
@@ -73,7 +69,7 @@ def test_a_changed_chain(change):
     "change",
     [
         lambda m: m.up_proj.register_forward_hook(lambda module, args, y: y * 2),
-        lambda m: put(m, "gate_proj", nn.Sequential(m.gate_proj, nn.Tanh())),
+        lambda m: setattr(m, "gate_proj", nn.Sequential(m.gate_proj, nn.Tanh())),
         lambda m: parametrizations.weight_norm(m.down_proj),
     ],
     ids=["hook", "another", "weight norm"],

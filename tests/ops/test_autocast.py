@@ -69,8 +69,7 @@ def test_mixed_dtypes_are_fine_only_inside(op, device):
         assert y.dtype == torch.bfloat16
         eager = op.eager(half, *parameters).bfloat16()  # on a GPU torch squares in fp32
         torch.testing.assert_close(y, eager, rtol=3e-2, atol=3e-2)
-        without_biases = op.call(half, *parameters[: len(parameters) - op.biases])
-        assert without_biases.dtype == torch.bfloat16
+        assert op.call(half, *parameters[: len(parameters) - op.biases]).dtype == torch.bfloat16
     with pytest.raises(ops.ERRORS, match=op.name):
         op.call(half, *parameters)
 
@@ -113,10 +112,9 @@ def test_a_parameter_is_cast_once_per_region(op, device):
 def test_steps_keep_the_dtypes_they_are_given(name, place, device):
     """Of every size and on every path, though ATen's products within them would be cast."""
     place = device if place == "real" else place
-    step = getattr(torch.ops.fused, name)
 
     def results(args):
-        given = step(*args)
+        given = getattr(torch.ops.fused, name)(*args)
         return tree_leaves(args[2] if name == "_weight_gradient" else given)
 
     for size in (8, 512):

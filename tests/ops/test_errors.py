@@ -17,7 +17,7 @@ from watching import operators_of
 
 import torch_fused_linear as tfl
 
-FLOAT, DOUBLE, COMPLEX = torch.float32, torch.float64, torch.complex64
+FLOAT, DOUBLE, COMPLEX, BOOL = torch.float32, torch.float64, torch.complex64, torch.bool
 fused = torch.ops.fused
 
 
@@ -77,10 +77,7 @@ REFUSED = {
     ),
     "weight's dtype, integer": (lambda: (t(5, 4), t(6, 4, dtype=torch.int64), None), ["Long"]),
     "bias's dtype": (lambda: (t(5, 4), t(6, 4), t(6, dtype=DOUBLE)), ["bias", "Double"]),
-    "booleans": (
-        lambda: (t(5, 4, dtype=torch.bool), t(6, 4, dtype=torch.bool), None),
-        ["input", "Bool"],
-    ),
+    "booleans": (lambda: (t(5, 4, dtype=BOOL), t(6, 4, dtype=BOOL), None), ["input", "Bool"]),
     "sparse weight, bias": (lambda: (t(5, 4), t(6, 4).to_sparse(), t(6)), []),
     "nested, wrong size": (lambda: (nested(), t(6, 5), t(6)), []),
 }

@@ -69,9 +69,8 @@ def test_large_operands_in_every_layout(policy, dtype, device):
 @ops.rows(ops.SMOOTH)
 def test_smooth_ones_against_fp64(op, dtype, device):
     """On a CPU a third of them with each dtype."""
-    third = ops.DTYPES.index(dtype) % 3
     for k, x, w, g in layouts_of_three(thinned=True):
-        if device.type == "cuda" or k % 3 == third:
+        if device.type == "cuda" or k % 3 == ops.DTYPES.index(dtype) % 3:
             case = op.case(*SHAPES[k % 2], dtype, device, seed=k)
             assert_near(op, laid_out(case, x, w, g=g), f"x={x} w={w} g={g}")
 
@@ -170,8 +169,7 @@ def test_convolutions(how, device):
 @ops.rows(ops.EVERY)
 def test_gradient_of_a_sum_is_expanded(op, dtype, device):
     """sum().backward() passes a gradient with stride 0 in every dimension."""
-    layouts = ("", "xw") if op.name == "conv2d_relu" else ("",)
-    for layout in layouts:
+    for layout in ("", "xw") if op.name == "conv2d_relu" else ("",):
         case = ops.channels_last(op.case((2, 3), 7, 9, dtype, device), layout)
         ones = torch.ones((), dtype=dtype, device=device)
         dense = ops.without_kinks(op, ops.Case(case.inputs, torch.ones_like(case.g)))

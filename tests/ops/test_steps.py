@@ -70,9 +70,7 @@ def test_a_gated_layers_forward(keeps, bias, device):
         assert_same([output, *got], [F.silu(gate) * up, *(kept if keeps else [])])
 
 
-@pytest.mark.parametrize(
-    "form, products", [("apart", 2), ("stacked", 1), ("halves", 1), ("up first", 2)]
-)
+@pytest.mark.parametrize("form, products", [*zip(ops.FORMS, (2, 1, 1, 2))])
 def test_one_product_where_gate_and_up_are_neighbours(form, products):
     op = ops.gated(form, "silu")
     ran = operators_of(lambda: op.call(*op.case((7,), 8, 6).inputs))
@@ -159,18 +157,16 @@ def test_bits_of_subnormal_numbers_flushed_to_zero():
 def test_which_kernel_makes_the_bits(dtype, device):
     """Ours, but under the policy "eager", in torch.func and of what is traced without data."""
     output = values((6, 200), dtype, device)
-    assert operators_of(lambda: fused._relu_mask(output), "path", "shapes") == [
-        ("own mask kernel", "[6, 200]")
-    ]
-    case = ops.linear("relu", memory="low").case((6,), 8, 200, dtype, device)
-    ((name, path),) = operators_of(
-        lambda: fused.linear_relu(*case.leaves(), memory="low"), "operator", "path"
-    )
+    ran = operators_of(lambda: fused._relu_mask(output), "path", "shapes")
+    assert ran == [("own mask kernel", "[6, 200]")]
+    op = ops.linear("relu", memory="low")
+    leaves = op.case((6,), 8, 200, dtype, device).leaves()
+    ((name, path),) = operators_of(lambda: op.call(*leaves), "operator", "path")
     assert name == "_linear_relu_bits" and path.endswith(("own mask kernel", "own Hopper kernel"))
     want = fused._relu_mask(output)
     with tfl.set_policy("eager"), torch.inference_mode():
-        ((path, _),) = operators_of(lambda: fused._relu_mask(output), "path", "dtype")
-        assert path == "PyTorch's own (not fused)"
+        ran = operators_of(lambda: fused._relu_mask(output), "path")
+        assert ran == ["PyTorch's own (not fused)"]
         assert fused._relu_mask(output.t().contiguous().t()).is_contiguous()
         assert torch.equal(fused._relu_mask(output), want)
     assert torch.equal(torch.vmap(fused._relu_mask)(output), want)
@@ -205,8 +201,7 @@ def true_dz(activation, z, g):
 @pytest.mark.parametrize("activation", ["none", *ops.ACTS])
 def test_activation_backward(activation, dtype, device):
     eps = torch.finfo(dtype).eps
-    leads = itertools.cycle([(), (257,), (33,), (2, 3), (1,)])
-    for o, lead in zip(WIDTHS * 2, leads):
+    for o, lead in zip(WIDTHS * 2, itertools.cycle([(), (257,), (33,), (2, 3), (1,)])):
         case = ops.LINEAR.case(lead, 3, o, dtype, device, seed=o)
         z = ops.LINEAR.eager(*(t.double() for t in case.inputs)).to(dtype)
         z = z.masked_fill(z == 0, 1)  # there the two saved forms of ReLU differ, as they say
@@ -349,8 +344,7 @@ def test_only_what_is_wanted(kind, policy, dtype, device):
 def poison(case):
     """Leaves NaN in the memory that the results are likely to get."""
     sizes = [t.numel() for t in (case.z, case.w, case.g[0], case.z[0])]
-    rooms = [case.g.new_full((size,), math.nan) for size in sizes for _ in range(8)]
-    del rooms
+    [case.g.new_full((size,), math.nan) for size in sizes for _ in range(8)]
 
 
 def in_a_larger_buffer(saved, canary):

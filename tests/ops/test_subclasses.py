@@ -16,8 +16,6 @@ import torch_fused_linear as tfl
 MODES = {**MODES, "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
 NOT_FUSED = "PyTorch's own (not fused)"
 ROW = f"(no kernel: tensor subclass) + {NOT_FUSED}"
-
-
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 place_param = pytest.mark.parametrize("place", [0, 1, 2], ids=["input", "weight", "bias"])
 
@@ -102,9 +100,8 @@ def test_layers_chains_and_convolutions():
     layer = tfl.FusedConv2dReLU(3, 4, 3, padding="same")
     want = layer.to_unfused()(image * 2)
     torch.testing.assert_close(layer(Scaled(image)), want)
-    torch.testing.assert_close(
-        torch.ops.fused.conv2d_relu(Scaled(image), layer.weight, layer.bias, [1, 1], [1, 1]), want
-    )
+    given = Scaled(image), layer.weight, layer.bias, [1, 1], [1, 1]
+    torch.testing.assert_close(torch.ops.fused.conv2d_relu(*given), want)
 
 
 def test_what_explain_says():

@@ -24,8 +24,7 @@ def shapes_and_biases(device, thinned=False):
         for k, shape in enumerate(itertools.product(SIZES, repeat=3)):
             yield k, shape, k % 2 == 0
         return
-    square = itertools.product(range(n), range(n), [0, 3, 6])
-    for k, (a, b, c) in enumerate(square):
+    for k, (a, b, c) in enumerate(itertools.product(range(n), range(n), [0, 3, 6])):
         for bias in (True, False):
             yield k, (SIZES[a], SIZES[b], SIZES[(a + b + c) % n]), bias
 
@@ -143,8 +142,7 @@ def assert_layout(y, case):
     """Channels-last where image or kernel is, as torch tells it, for which ambiguous tensors are
     contiguous: on every device, for every dtype."""
     formats = [torch._prims_common.suggest_memory_format(t) for t in case.inputs[:2]]
-    last = torch.channels_last
-    want = last if last in formats else torch.contiguous_format
+    want = ops.LAST if ops.LAST in formats else torch.contiguous_format
     image = y if y.dim() == 4 else y.unsqueeze(0)
     assert image.is_contiguous(memory_format=want), y.stride()
 
@@ -221,8 +219,7 @@ def test_functions_and_operators_are_one(policy, op, device):
 
 
 def test_defaults():
-    case = ops.OPS[2].case()
-    x, w, b = case.inputs
+    x, w, b = ops.OPS[2].case().inputs
     tanh, erf = ops.linear("gelu_tanh").eager(x, w, b), ops.linear("gelu_erf").eager(x, w, b)
     for functions in (torch.ops.fused, tfl):
         assert_same([functions.linear_gelu(x, w, b)], [tanh])

@@ -47,9 +47,8 @@ def tree_files():
 def tree_hash():
     digest = hashlib.sha256()
     for path in tree_files():
-        digest.update(
-            f"{path}\0{hashlib.sha256((ROOT / path).read_bytes()).hexdigest()}\n".encode()
-        )
+        content = hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+        digest.update(f"{path}\0{content}\n".encode())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ SMALL = {
     "eos_token_id": 1,
     "pad_token_id": 31,
 }
+CHUNKED = {**SMALL, "chunk_size_feed_forward": 1}
 
 
 def transformers():
@@ -75,12 +76,7 @@ FAMILIES = {
     "torchvision MLP": (torchvision_chain, ROWS, 1, 2),
     # with the transform before the vocabulary
     "BERT": (hugging_face("BertForMaskedLM", "BertConfig", **SMALL), TOKENS, 3, 2),
-    "BERT in chunks": (
-        hugging_face("BertModel", "BertConfig", **SMALL, chunk_size_feed_forward=1),
-        TOKENS,
-        2,
-        10,
-    ),
+    "BERT in chunks": (hugging_face("BertModel", "BertConfig", **CHUNKED), TOKENS, 2, 10),
     # with the head, which calls gelu as a function
     "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 3, 2),
     "encoder": (encoder(), WIDE, 1, 1),

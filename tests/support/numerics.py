@@ -83,9 +83,8 @@ def assert_near(op: Op, case: Case, label="", ulps=32) -> None:
     for name, mine, want, size in zip(*columns, strict=True):
         tolerance = ulps * torch.finfo(mine.dtype).eps
         message = f"{op!r} {label} {name} is not near the fp64 result"
-        torch.testing.assert_close(
-            mine.double(), want, rtol=tolerance, atol=tolerance * size, msg=message
-        )
+        near = {"rtol": tolerance, "atol": tolerance * size}
+        torch.testing.assert_close(mine.double(), want, **near, msg=message)
 
 
 # --- as exact as eager ---------------------------------------------------------------------------

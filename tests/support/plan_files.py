@@ -12,8 +12,6 @@ from torch_fused_linear import plans
 ALGORITHM = slice(-11, -3)  # of a plan's words
 PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu", "chain")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
-
-
 # What a plan is valid for, by whom it was written, and the plan: its words.
 FOREIGN = "GPU A\t130100\t580.65\t9.9\tsome_strategy 1 2"
 

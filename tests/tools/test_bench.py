@@ -256,8 +256,7 @@ def test_micro_batches_leave_the_sum_of_their_gradients(mode):
 
 
 def test_small_cases_do_not_stay_in_the_cache():
-    small = Case("layer", (64, 64), 64, "bf16", "relu", "forward")
-    sets = contenders.data_sets(small, CPU)
+    sets = contenders.data_sets(Case("layer", (64, 64), 64, "bf16", "relu", "forward"), CPU)
     assert len(sets) == operands.MAX_SETS
     assert len({data.input.data_ptr() for data in sets}) == len(sets)
     used = []
@@ -598,9 +597,8 @@ OPERATORS["gelu-erf"] = "linear_gelu (erf)"
 
 @pytest.mark.parametrize(("name", "activation"), dict.fromkeys((n, a) for n, a, _ in MODELS))
 def test_each_model_is_of_its_size_and_activation(name, activation):
-    pytest.importorskip("timm")
-    pytest.importorskip("transformers")
-    pytest.importorskip("torchvision")
+    for library in ("timm", "transformers", "torchvision"):
+        pytest.importorskip(library)
     (sizes,) = {size for n, _, size in MODELS if n == name}
     case = Case("models", sizes, 1, "bf16", activation, "forward", name)
     with torch.device("meta"):

@@ -171,8 +171,7 @@ def test_hopper_without_cutlass_says_how_to_get_it(machine, monkeypatch):
     assert not built and "nvidia-cutlass" in why
     monkeypatch.setenv("TORCH_FUSED_LINEAR_HOPPER", "1")
     assert "pip install --no-deps nvidia-cutlass" in words_of_exit(toolkits.hopper, "9.0")
-    requirement = (ROOT / "requirements-hopper.txt").read_text().splitlines()[-1]
-    assert requirement == toolkits.CUTLASS
+    assert (ROOT / "requirements-hopper.txt").read_text().splitlines()[-1] == toolkits.CUTLASS
 
 
 # A minute for two, which have the most of our own code.
@@ -363,11 +362,9 @@ def test_the_library_is_of_these_sources():
     toolkit, made = None, []
     if info["cuda"] is not None:
         kernels = json.loads((PACKAGE / "lib" / "fused_kernels.json").read_text())
-        with_hopper = Path("cutlass") if kernels["hopper"] else None
+        cutlass = Path("cutlass") if kernels["hopper"] else None
         home = toolkits.find_nvcc(torch.cuda, toolkits.homes(torch))[0]
-        toolkit = toolkits.Toolkit(
-            home, kernels["cuda"], (home,), kernels["arch_list"], with_hopper
-        )
+        toolkit = toolkits.Toolkit(home, kernels["cuda"], (home,), kernels["arch_list"], cutlass)
         made.append(parts.kernels(toolkit, kernels["debug"], ""))
     made.append(parts.operators(torch, toolkit, info["debug"], "", 1))
     for part in made:
@@ -412,8 +409,7 @@ def test_calls_go_straight_to_their_functions():
 
 def test_the_public_header_is_installed_beside_the_library():
     for name in ("fused_linear.h", "fused_activation.h"):
-        installed = PACKAGE / "include" / name
-        assert installed.read_bytes() == (ROOT / "csrc" / name).read_bytes()
+        assert (PACKAGE / "include" / name).read_bytes() == (ROOT / "csrc" / name).read_bytes()
 
 
 # --- building again ---------------------------------------------------------------------------
@@ -711,6 +707,5 @@ def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_no_record_without_a_gpu():
     before = gpu_record.RECORD.read_bytes() if gpu_record.RECORD.exists() else None
-    result = python(ROOT / "tests" / "support" / "gpu_record.py", code=1)
-    assert "no CUDA device" in result.stderr
+    assert "no CUDA device" in python(SUPPORT / "gpu_record.py", code=1).stderr
     assert (gpu_record.RECORD.read_bytes() if gpu_record.RECORD.exists() else None) == before

@@ -146,8 +146,7 @@ def test_under_autocast_the_digits_are_those_of_its_dtype():
 
 
 def test_results_are_compared_with_the_same_random_numbers():
-    found = quick(Model(), torch.randn(32, 16), step=True)
-    for mode in found.modes.values():
+    for mode in quick(Model(), torch.randn(32, 16), step=True).modes.values():
         assert mode.apart[FUSED] < 1e-5 and "do not use" not in mode.verdict
 
 
@@ -184,45 +183,37 @@ def timed(**medians):
 
 FASTER, AS_FAST = timed(eager=110, fuse=100), timed(eager=101, fuse=100)
 LESS = {EAGER: 200, FUSED: 150}
+VERDICTS = [
+    (Mode(times=FASTER), "use fuse_: 1.10 times eager"),
+    (Mode(times=AS_FAST), "leave it: the gain is within noise"),
+    # the spread is as wide
+    (Mode(times=timed(eager=103, fuse=100)), "leave it: the gain is within noise"),
+    (Mode(times=timed(eager=100, fuse=110)), "leave it: eager is faster, 1.10 times"),
+    (
+        Mode(times=timed(eager=200, fuse=180, compile=105, ours=100)),
+        "use compile_options(): 1.05 times torch.compile, 2.00 times eager",
+    ),
+    (Mode(times=timed(eager=110, fuse=100, compile=150, ours=140)), "use fuse_: 1.10 times eager"),
+    (
+        Mode(times=timed(eager=200, fuse=150, compile=100, ours=105)),
+        "leave it: torch.compile is faster, 1.05 times",
+    ),
+    (Mode(times=FASTER, memory=LESS), "use fuse_: 1.10 times eager, 0.75 of the memory of eager"),
+    (Mode(times=AS_FAST, memory=LESS), "use fuse_: 0.75 of the memory of eager"),
+    (
+        Mode(times=FASTER, failed={OURS: "no"}),
+        "do not use compile_options(): it failed; please report it",
+    ),
+    (Mode(times=FASTER, failed={OURS: "no", COMPILED: "no"}), "use fuse_: 1.10 times eager"),
+    (Mode(failed={EAGER: "no", FUSED: "no"}), "leave it: nothing was measured"),
+    (
+        Mode(times=FASTER, rounding=1e-7, apart={FUSED: float("nan")}),
+        "do not use fuse_: its results are not eager's; please report it",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("mode", "verdict"),
-    [
-        (Mode(times=FASTER), "use fuse_: 1.10 times eager"),
-        (Mode(times=AS_FAST), "leave it: the gain is within noise"),
-        # the spread is as wide
-        (Mode(times=timed(eager=103, fuse=100)), "leave it: the gain is within noise"),
-        (Mode(times=timed(eager=100, fuse=110)), "leave it: eager is faster, 1.10 times"),
-        (
-            Mode(times=timed(eager=200, fuse=180, compile=105, ours=100)),
-            "use compile_options(): 1.05 times torch.compile, 2.00 times eager",
-        ),
-        (
-            Mode(times=timed(eager=110, fuse=100, compile=150, ours=140)),
-            "use fuse_: 1.10 times eager",
-        ),
-        (
-            Mode(times=timed(eager=200, fuse=150, compile=100, ours=105)),
-            "leave it: torch.compile is faster, 1.05 times",
-        ),
-        (
-            Mode(times=FASTER, memory=LESS),
-            "use fuse_: 1.10 times eager, 0.75 of the memory of eager",
-        ),
-        (Mode(times=AS_FAST, memory=LESS), "use fuse_: 0.75 of the memory of eager"),
-        (
-            Mode(times=FASTER, failed={OURS: "no"}),
-            "do not use compile_options(): it failed; please report it",
-        ),
-        (Mode(times=FASTER, failed={OURS: "no", COMPILED: "no"}), "use fuse_: 1.10 times eager"),
-        (Mode(failed={EAGER: "no", FUSED: "no"}), "leave it: nothing was measured"),
-        (
-            Mode(times=FASTER, rounding=1e-7, apart={FUSED: float("nan")}),
-            "do not use fuse_: its results are not eager's; please report it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("mode", "verdict"), VERDICTS)
 def test_verdicts(mode, verdict):
     assert mode.verdict == verdict
 
@@ -235,14 +226,12 @@ def test_nothing_to_fuse():
 
 def test_a_fast_path_of_torch_is_told():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    found = quick(layer, torch.randn(2, 4, 16))
-    assert "nothing that can be fused runs" in str(found)
+    assert "nothing that can be fused runs" in str(quick(layer, torch.randn(2, 4, 16)))
 
 
 def test_with_the_compiler():
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
-    found = quick(model, torch.randn(8, 16), compile=True)
-    mode = found.modes["inference"]
+    mode = quick(model, torch.randn(8, 16), compile=True).modes["inference"]
     assert mode.failed == {} and list(mode.times) == [EAGER, FUSED, COMPILED, OURS]
     assert set(mode.apart) == {FUSED, COMPILED, OURS} and max(mode.apart.values()) < 1e-5
 
