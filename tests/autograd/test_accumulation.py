@@ -147,7 +147,10 @@ def test_a_graph_that_reads_a_sum_does_not_write_it(into):
     w, v = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
     w.grad, v.grad = w.main_grad, v.main_grad = torch.ones(8, 8), torch.ones(8, 8)
     s, read = torch.ones(8, 8, requires_grad=True), getattr(w, into)
-    loss = lambda x: tfl.linear(torch.relu(tfl.linear(x, v)), w).sum() + (s * read).sum()  # noqa: E731
+
+    def loss(x):
+        return tfl.linear(torch.relu(tfl.linear(x, v)), w).sum() + (s * read).sum()
+
     with tfl.accumulate_gradients([w, v], into):
         with_our_pass(loss)(torch.randn(4, 8, requires_grad=True)).backward()
     assert torch.equal(s.grad, torch.ones(8, 8))

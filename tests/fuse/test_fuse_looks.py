@@ -243,6 +243,36 @@ def test_code_of_files_with_equal_text(tmp_path):
         assert files == [*map(str, paths)]
 
 
+ASKED = """
+class Config:
+    times = 0
+
+    @property
+    def act(self):
+        self.times += 1
+        return (F.relu, torch.tanh)[self.times % 2]
+
+config = Config()
+
+def act(x):
+    return config.act(x)
+
+class Asked(Block):
+    def forward(self, x):
+        return act(self.fc1(x))
+"""
+
+
+def test_no_property_is_asked_that_the_code_does_not_ask(tmp_path):
+    module = module_of(tmp_path / "asked.py", SOURCE + ASKED)
+    model = module.Asked()
+    want = [model(X) for _ in range(3)]
+    module.config.times = 0
+    tfl.fuse_(model)
+    torch.testing.assert_close([model(X) for _ in range(3)], want)
+    assert module.config.times == 3
+
+
 DEEP_FORWARD = "class Block(Block):\n    def forward(self, x): return torch.relu(self.fc1(x))"
 
 

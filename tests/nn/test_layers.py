@@ -189,6 +189,10 @@ def test_what_is_assigned_later_counts(row):
         for module in (layer, twin[0]):
             module.padding, module.dilation, module.stride = (2, 2), (2, 2), (1, 1)
         torch.testing.assert_close(layer(x), twin(x))
+        for module in (layer, twin[0]):
+            module.padding = "SAME"
+            with pytest.raises(RuntimeError, match=r"(?i)invalid padding"):
+                module(x)
 
 
 @pytest.mark.parametrize("row", MEMORY, ids=repr)

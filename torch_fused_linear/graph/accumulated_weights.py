@@ -46,13 +46,12 @@ class StoragesPass(CountingPass):
     """
 
     def __call__(self, graph: Graph) -> None:
-        sums = graph.find_nodes(
-            op="call_function", target=_fused._accumulated_weight_gradient.default
-        )
-        inputs = graph.find_nodes(op="placeholder")
-        read = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+        operator = _fused._accumulated_weight_gradient.default
+        sums = graph.find_nodes(op="call_function", target=operator)
         if not sums:
             return
+        inputs = graph.find_nodes(op="placeholder")
+        read = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
         with graph.inserting_after(inputs[-1]), read[0].meta["val"].fake_mode:
             storages = graph.call_function(_fused._storages.default, (read,))
             storages.meta["val"] = _fused._storages([n.meta["val"] for n in read])
