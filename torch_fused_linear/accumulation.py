@@ -39,6 +39,19 @@ def _fake_storages(tensors: list[Tensor]) -> Tensor:
     return torch.empty(len(tensors), dtype=torch.int64, device="cpu")
 
 
+# Not a meta kernel, whose result would have no one device: addresses are on the CPU.
+@torch.library.register_fake("fused::_accumulated_weight_gradient", lib=_library)
+def _fake_weight_gradient(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    storages: Tensor | None = None,
+) -> Tensor:
+    layer = grad_output, input, weight, None, "none"
+    return torch.ops.fused._linear_backward(*layer, [False, True, False])[1].to(dtype)
+
+
 class AccumulationHandle:
     """What :func:`torch_fused_linear.accumulate_gradients` has begun: ``remove()``, or the end of a
     ``with`` block, ends it. Gradients stay as they are."""

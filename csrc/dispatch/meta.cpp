@@ -87,9 +87,6 @@ TORCH_LIBRARY_IMPL(fused, Meta, m) {
   register_linear<MetaLinear>(m);
   register_gated<MetaGlu>(m);
   register_conv<MetaConv>(m);
-  m.impl(AccumulatedWeightGradient::name,
-         [](const Tensor&, const Tensor&, const Tensor& weight, at::ScalarType dtype,
-            const OptionalTensor&) { return S::grad_weight(weight, true).to(dtype); });
 }
 
 }  // namespace fused::dispatch

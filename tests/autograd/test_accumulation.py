@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config
 from helpers import device_param
 from operators import LOW_DTYPES
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
@@ -154,6 +155,15 @@ def test_a_graph_that_reads_a_sum_does_not_write_it(into):
     with tfl.accumulate_gradients([w, v], into):
         with_our_pass(loss)(torch.randn(4, 8, requires_grad=True)).backward()
     assert torch.equal(s.grad, torch.ones(8, 8))
+
+
+def test_what_a_graph_reads_is_told_by_addresses_on_the_cpu():
+    """Also to a sum on a GPU, whose fake tensors know one device each."""
+    with FakeTensorMode():
+        grad, x, w = (torch.empty(*size, device="cuda") for size in ((3, 4), (3, 5), (4, 5)))
+        told = torch.ops.fused._storages([grad, x])
+        made = torch.ops.fused._accumulated_weight_gradient(grad, x, w, torch.float32, told)
+    assert (told.device.type, made.device, made.shape) == ("cpu", w.device, w.shape)
 
 
 def test_gradients_stay_the_tensors_that_they_are():
