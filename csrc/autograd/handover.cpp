@@ -52,12 +52,9 @@ void Note::expect(const Tensor& arrived) const {
 void Producer::leave(int graph_task, Note note) {
   {
     const std::lock_guard lock(notes_mutex_);
-    if (const auto it = find(graph_task); it != notes_.end()) {
-      it->second = std::move(note);
-    } else {
-      notes_.emplace_back(graph_task, std::move(note));
-      ++waiting_;
-    }
+    std::erase_if(notes_, [graph_task](const auto& known) { return known.first == graph_task; });
+    notes_.emplace_back(graph_task, std::move(note));
+    waiting_ = notes_.size();
   }
   if (graph_task == -1 || internals::current_run() != graph_task) return;
   // The engine drops the callback, which does nothing but be there, with the run, well ended or
@@ -69,14 +66,10 @@ void Producer::leave(int graph_task, Note note) {
   internals::at_end_of_run([end = std::shared_ptr<const void>(nullptr, take_back)] {});
 }
 
-std::vector<std::pair<int, Note>>::iterator Producer::find(int graph_task) {
-  return std::ranges::find(notes_, graph_task, &std::pair<int, Note>::first);
-}
-
 std::optional<Note> Producer::take(int graph_task) {
   if (waiting_ == 0) return std::nullopt;
   const std::lock_guard lock(notes_mutex_);
-  const auto it = find(graph_task);
+  const auto it = std::ranges::find(notes_, graph_task, &std::pair<int, Note>::first);
   if (it == notes_.end()) return std::nullopt;
   std::optional<Note> note(std::move(it->second));
   notes_.erase(it);

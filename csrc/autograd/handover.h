@@ -75,8 +75,6 @@ class Producer : public Node {
   std::pair<Work, std::optional<Note>> begin(size_t lent);
 
  private:
-  std::vector<std::pair<int, Note>>::iterator find(int graph_task);
-
   std::mutex notes_mutex_;
   std::vector<std::pair<int, Note>> notes_;
   std::atomic<size_t> waiting_{0};  // lets a node without notes pass without the lock

@@ -7,8 +7,6 @@
 #include "dispatch/gated_kernels.h"
 #include "reference/linear.h"
 
-#include <ATen/OpMathType.h>
-
 #include <algorithm>
 
 namespace fused::cpu {
@@ -33,13 +31,11 @@ struct Rows {
   Tensor grad, gate, up, grad_gate, grad_up, hidden;
 };
 
-Tensor some(const Tensor& rows, int64_t first, int64_t count) {
-  return rows.defined() ? rows.narrow(0, first, count) : rows;
-}
-
 // The same roundings in between as torch's own operators make.
 void block_backward(const Rows& all, Activation activation, int64_t first, int64_t count) {
-  const auto of = [&](const Tensor& rows) { return some(rows, first, count); };
+  const auto of = [&](const Tensor& rows) {
+    return rows.defined() ? rows.narrow(0, first, count) : rows;
+  };
   const auto grad = of(all.grad), gate = of(all.gate), up = of(all.up);
   if (all.hidden.defined() || all.grad_up.defined()) {
     const auto activated = activate(gate, activation);
@@ -55,9 +51,7 @@ struct Glu : reference::Glu {
   using Reference = reference::Glu;
 
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
-    const bool apart = has_value(up);
-    const int64_t features = gate.size(-1) / (apart ? 1 : 2);
-    const auto result = S::rows(gate, features);
+    const auto result = S::rows(gate, gate.size(-1) / (has_value(up) ? 1 : 2));
     if (result.numel() == 0) return result;
     const auto rows = as_rows(result);
     const auto [first_half, second_half] = parts(gate, up);
@@ -92,10 +86,7 @@ struct Glu : reference::Glu {
       std::tie(rows.grad_gate, rows.grad_up) = gated::halves(as_rows(grad_gate));
     }
 
-    const auto type = at::toOpMathType(step.gate.scalar_type()) == at::kFloat &&
-                              step.gate.scalar_type() != at::kFloat
-                          ? at::kFloat
-                          : at::kDouble;
+    const auto type = step.gate.element_size() == 2 ? at::kFloat : at::kDouble;
     const auto blocks = blocks_of(rows.grad);
     const auto partial = [&](const Tensor& summed, bool is_wanted) {
       return is_wanted ? at::empty({blocks.count, summed.size(-1)}, summed.options().dtype(type))

@@ -60,8 +60,7 @@ struct Declared {
 };
 
 Declared& declared() {
-  static Declared* const it =
-      new Declared;  // tensors must not be freed at exit, after torch is gone
+  static auto* it = new Declared;  // tensors must not be freed at exit, after torch is gone
   return *it;
 }
 

@@ -124,15 +124,6 @@ inline constexpr int64_t block_elements = 1 << 16;
 // Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
 inline constexpr int64_t least_elements = 1 << 22;
 
-inline void gradient_into(const Tensor& dz, const Tensor& grad, const Tensor& saved,
-                          Activation activation) {
-  if (saved.scalar_type() == at::kByte) {
-    apply_relu_mask(dz, grad, saved);
-  } else {
-    activation_gradient_out(dz, grad, saved, activation);
-  }
-}
-
 // ATen converts what it adds up in another type in a pass of its own, so that 16 bits do not pay.
 inline bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
   const auto type = grad.scalar_type();
@@ -151,7 +142,11 @@ inline Tensor one_pass(const Tensor& dz, const Tensor& grad, const Tensor& saved
   if (sums_wanted) sums = at::empty({blocks.count, features}, dz.options().dtype(at::kDouble));
   blocks.run([&](int64_t block, int64_t first, int64_t count) {
     const auto some = [&](const Tensor& tensor) { return tensor.narrow(0, first, count); };
-    gradient_into(some(dz), some(grad), some(saved), activation);
+    if (saved.scalar_type() == at::kByte) {
+      apply_relu_mask(some(dz), some(grad), some(saved));
+    } else {
+      activation_gradient_out(some(dz), some(grad), some(saved), activation);
+    }
     if (!sums_wanted) return;
     auto sum = sums.select(0, block);
     at::sum_out(sum, some(dz), 0, /*keepdim=*/false, at::kDouble);

@@ -48,12 +48,7 @@ inline constexpr bool writes_aux(const PassProblem& p) {
   return is_forward(p.pass) && (p.keeps == Keeps::values || p.keeps == Keeps::mask);
 }
 
-inline int64_t& tokens_of(PassProblem& p) {
-  return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
-}
-inline int64_t tokens_of(const PassProblem& p) {
-  return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n;
-}
+inline auto& tokens_of(auto&& p) { return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n; }
 
 // Gives the key of a measurement: token counts between two powers of two share one, as equal
 // devices do.

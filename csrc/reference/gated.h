@@ -18,9 +18,7 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
   return has_value(up) ? std::pair(gate, *up) : gated::halves(gate);
 }
 
-// ReLU's pre-activation and output are positive in the same places.
-inline constexpr auto gate_gradient = activation_gradient;
-
+// The derivative is read from gate, also ReLU's: that is positive where its output is.
 struct GluFormula {
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
@@ -37,12 +35,12 @@ struct GluFormula {
     if (!has_value(step.up)) {
       if (!wanted[0] && !wanted[2]) return {none(), none(), none(), none(), hidden};
       const auto both =
-          at::cat({gate_gradient(grad * up, gate, step.activation), grad * activated}, -1);
+          at::cat({activation_gradient(grad * up, gate, step.activation), grad * activated}, -1);
       return {wanted[0] ? both : none(), none(), wanted[2] ? as_rows(both).sum(0) : none(), none(),
               hidden};
     }
     const auto grad_gate =
-        wanted[0] || wanted[2] ? gate_gradient(grad * up, gate, step.activation) : none();
+        wanted[0] || wanted[2] ? activation_gradient(grad * up, gate, step.activation) : none();
     const auto grad_up = wanted[1] || wanted[3] ? grad * activated : none();
     return {wanted[0] ? grad_gate : none(), wanted[1] ? grad_up : none(),
             wanted[2] ? as_rows(grad_gate).sum(0) : none(),

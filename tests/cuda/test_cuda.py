@@ -188,10 +188,8 @@ def test_memory_held_after_a_forward(policy, op):
         with torch.no_grad():
             assert held(*case.inputs) == output
         w = case.w.clone().requires_grad_()
-        saved = {
-            "none": 0,
-            "relu": blocks(4096 * 512 // 8) if policy == "cublaslt" else 0,
-        }.get(op.activation, output)
+        bits = blocks(4096 * 512 // 8) if policy == "cublaslt" else 0
+        saved = {"none": 0, "relu": bits}.get(op.activation, output)
         assert held(case.x, w, case.b) <= output + saved
 
 
@@ -274,9 +272,8 @@ def test_bits_of_relu_are_one_kernel(cols):
 @pytest.mark.parametrize("cols", [10, 256, 1000])
 def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(cols, rows, dtype):
     """A cluster adds up few chunks of the rows; many take a second kernel."""
-    random = torch.Generator("cuda").manual_seed(0)
     # Integers, whose sums are exact.
-    options = {"generator": random, "device": "cuda"}
+    options = {"generator": torch.Generator("cuda").manual_seed(0), "device": "cuda"}
     grad, output = torch.randint(-8, 9, (2, rows, cols), **options).to(dtype).unbind()
 
     def call():

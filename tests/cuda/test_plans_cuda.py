@@ -67,10 +67,9 @@ def test_steps_across_layers(layer, dtype, name):
 
 
 def test_policy_cublaslt_keeps_to_the_library():
+    x = torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
     with tfl.set_policy("cublaslt"):
-        network(64, 256, 64)(
-            torch.randn(512, 64, device="cuda", dtype=torch.bfloat16)
-        ).sum().backward()
+        network(64, 256, 64)(x).sum().backward()
     assert len(lines("d_bgrad DGELU_BGRAD")) == 1
     assert len(lines("GELU_AUX_BIAS")) == 1 and lines("bgradb BGRADB")
 
@@ -252,14 +251,13 @@ def test_infinities_and_zeros_do_not_disturb():
 
 def test_two_processes_with_one_file_have_the_same_bits(tmp_path):
     file = tmp_path / "plans"
-    first, _, a = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_PLANS=str(file))
+    known = {"TORCH_FUSED_LINEAR_PLANS": str(file)}
+    first, _, a = run_step(tmp_path / "a", **known)
     assert "measured" in first and "from a file" not in first
     assert file.exists()
-    second, _, b = run_step(tmp_path / "b", TORCH_FUSED_LINEAR_PLANS=str(file))
+    second, _, b = run_step(tmp_path / "b", **known)
     assert "measured" not in second and "from a file" in second
-    third, _, c = run_step(
-        tmp_path / "c", TORCH_FUSED_LINEAR_PLANS=str(file), TORCH_FUSED_LINEAR_BUDGET_MS="0"
-    )
+    third, _, c = run_step(tmp_path / "c", **known, TORCH_FUSED_LINEAR_BUDGET_MS="0")
     assert third == second
     assert all(map(torch.equal, a, b)) and all(map(torch.equal, a, c))
 

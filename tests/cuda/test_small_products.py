@@ -225,8 +225,7 @@ def test_networks_in_one_launch(sizes, dtype, tmp_path):
 
 
 def test_what_a_network_does_is_measured():
-    deep = Deep(1, torch.float32)
-    deep.step()
+    Deep(1, torch.float32).step()
     (line,) = [line for line in plans.show().splitlines() if line.startswith("chain")]
     assert "256x64x64x64x64: " in line and "eager" in line
 
@@ -236,11 +235,8 @@ def test_what_a_network_does_is_measured():
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_members_of_an_ensemble_share_launches(activation, dtype, shared, tmp_path):
     torch.manual_seed(0)
-    for members, tokens, i, h, o in [
-        (2, 256, 64, 64, 64),
-        (10, 77, 23, 256, 1),
-        (3, 512, 9, 40, 7),
-    ]:
+    sizes = [(2, 256, 64, 64, 64), (10, 77, 23, 256, 1), (3, 512, 9, 40, 7)]
+    for members, tokens, i, h, o in sizes:
 
         def draw(*sizes):
             return torch.randn(sizes, device="cuda").to(dtype).requires_grad_()
@@ -253,8 +249,7 @@ def test_members_of_an_ensemble_share_launches(activation, dtype, shared, tmp_pa
             return tfl.mlp(x, [w, v], [b, c], activation=activation)
 
         def step(x=x, layers=layers, grad=grad):
-            dims = (None if shared else 0, 0, 0, 0, 0)
-            y = torch.func.vmap(network, dims)(x, *layers)
+            y = torch.func.vmap(network, (None if shared else 0, 0, 0, 0, 0))(x, *layers)
             return [y.detach(), *torch.autograd.grad(y, [x, *layers], grad)]
 
         def of_torch(dtype, x=x, layers=layers, grad=grad):

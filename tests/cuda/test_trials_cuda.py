@@ -1,8 +1,7 @@
 """What a trial must see before a way is taken, and what must not reach the call that it is for."""
 
-import subprocess
-
 import cpp_programs
+import processes
 import pytest
 import torch
 from helpers import captured
@@ -155,10 +154,8 @@ def unfaithful(tmp_path):
     include = f"{cpp_programs.CUDA[0]}/include"
     major = torch.version.cuda.partition(".")[0]
     names = [f'-D{n.upper()}="lib{n}.so.{major}"' for n in ("cublasLt", "cudart")]
-    subprocess.run(
-        ["g++", "-shared", "-fPIC", f"-I{include}", *names, source, "-o", library, "-ldl"],
-        check=True,
-    )
+    command = ("g++", "-shared", "-fPIC", f"-I{include}", *names, source, "-o", library, "-ldl")
+    processes.run(*command)
     return lambda what: {"LD_PRELOAD": str(library), "UNFAITHFUL": what}
 
 

@@ -26,13 +26,11 @@ struct Backward {
     arguments.epilogue.ptr_C = static_cast<const Element*>(p.aux);
     arguments.epilogue.dC = Kernel::columns(p.ld_aux);
     arguments.epilogue.thread = {{{{}, {}, {}}, {p.partials, 0.0f, {}}}, {}};
-    return Kernel::launch(arguments, p);
+    return hopper::launch<typename Kernel::Gemm>(arguments, p);
   }
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t backward(const Product& product) {
-  return Backward<type, activation, transposed>::run(product);
-}
+constexpr Launch backward = Backward<type, activation, transposed>::run;
 
 }  // namespace fused::cuda::hopper

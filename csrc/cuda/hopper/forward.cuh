@@ -44,18 +44,14 @@ struct Forward {
     } else {
       arguments.epilogue.thread = {{bias, {}, {}}, {}};
     }
-    return Kernel::launch(arguments, p);
+    return hopper::launch<typename Kernel::Gemm>(arguments, p);
   }
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t forward(const Product& product) {
-  return Forward<type, activation, transposed, false>::run(product);
-}
+constexpr Launch forward = Forward<type, activation, transposed, false>::run;
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t saving_forward(const Product& product) {
-  return Forward<type, activation, transposed, true>::run(product);
-}
+constexpr Launch saving_forward = Forward<type, activation, transposed, true>::run;
 
 }  // namespace fused::cuda::hopper

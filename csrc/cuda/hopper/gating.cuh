@@ -76,13 +76,11 @@ struct Gating {
         {},
         store(g.hidden, p.m),
         {}};
-    return Kernel::launch(arguments, p);
+    return hopper::launch<typename Kernel::Gemm>(arguments, p);
   }
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t gating(const Product& product) {
-  return Gating<type, activation, transposed>::run(product);
-}
+constexpr Launch gating = Gating<type, activation, transposed>::run;
 
 }  // namespace fused::cuda::hopper

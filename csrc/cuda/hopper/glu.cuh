@@ -277,8 +277,6 @@ struct Glu {
 };
 
 template <gemm::Type type, Activation activation, bool transposed>
-cudaError_t glu(const Product& product) {
-  return Glu<type, activation, transposed>::run(product);
-}
+constexpr Launch glu = Glu<type, activation, transposed>::run;
 
 }  // namespace fused::cuda::hopper

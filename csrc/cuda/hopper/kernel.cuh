@@ -115,10 +115,6 @@ struct Kernel {
     arguments.epilogue.dD = columns(p.ldd);
     return arguments;
   }
-
-  static cudaError_t launch(const Arguments& arguments, const Product& p) {
-    return hopper::launch<Gemm>(arguments, p);
-  }
 };
 
 // One half of a block does this while the other multiplies: it must not take longer.

@@ -24,13 +24,7 @@ __global__ void __launch_bounds__(block_threads)
 
 }  // namespace
 
-bool have_code() {
-  cudaFuncAttributes attributes{};
-  const bool have =
-      cudaFuncGetAttributes(&attributes, forward_kernel<float, Activation::relu, 1>) == cudaSuccess;
-  if (!have) static_cast<void>(cudaGetLastError());
-  return have;
-}
+bool have_code() { return compiled_arch(forward_kernel<float, Activation::relu, 1>) != 0; }
 
 void activation_forward(Activation activation, gemm::Type type, int64_t rows, int64_t cols,
                         const void* z, int64_t ld_z, void* y, int64_t ld_y, cudaStream_t stream) {

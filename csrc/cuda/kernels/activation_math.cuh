@@ -24,6 +24,8 @@ struct alignas(sizeof(T) * n) Vector {
 
 __device__ inline float widen(__half x) { return __half2float(x); }
 __device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float2 widen(__half2 x) { return __half22float2(x); }
+__device__ inline float2 widen(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
 
@@ -48,13 +50,7 @@ __device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
-      const Pair<T> pair(from.values[2 * i], from.values[2 * i + 1]);
-      float2 wide;
-      if constexpr (std::is_same_v<T, __half>) {
-        wide = __half22float2(pair);
-      } else {
-        wide = __bfloat1622float2(pair);
-      }
+      const float2 wide = widen(Pair<T>(from.values[2 * i], from.values[2 * i + 1]));
       to[2 * i] = wide.x;
       to[2 * i + 1] = wide.y;
     }
