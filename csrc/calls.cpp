@@ -88,7 +88,7 @@ Triple linear_backward(const LinearBackward& layer) {
                                         name(layer.activation), layer.wanted);
 }
 
-void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
+void weight_gradient(const Tensor& grad_output, const OptionalTensor& input, const Tensor& into,
                      bool adds) {
   dispatch::WeightGradient::call(grad_output, input, into, adds);
 }

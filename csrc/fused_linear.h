@@ -140,10 +140,11 @@ struct PreviousLayer {
 // -> gradients of input, weight and bias; those not wanted are [0]
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackward& layer);
 
-// The weight's gradient alone, gradᵀ · input, added to what is there or written in its place.
-void weight_gradient(const Tensor& grad_output,  // [*, out]
-                     const Tensor& input,        // [*, in]
-                     const Tensor& into,         // [out, in], of their dtype or fp32
+// The weight's gradient alone, gradᵀ · input, added to what is there or written in its place;
+// without input the bias's, the sum of grad's rows.
+void weight_gradient(const Tensor& grad_output,           // [*, out]
+                     const std::optional<Tensor>& input,  // [*, in]
+                     const Tensor& into,  // [out, in] or [out], of their dtype or fp32
                      bool adds);
 
 // linear_backward, and on into the previous layer: its act' is applied to the gradient of input,

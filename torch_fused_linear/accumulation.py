@@ -86,7 +86,7 @@ class AccumulationHandle:
             if self._dtype is not None and parameter.dtype in (torch.float16, torch.bfloat16):
                 self._dtypes.append((parameter, parameter.grad_dtype))
                 parameter.grad_dtype = self._dtype
-            if parameter.dim() == 2 and parameter.is_floating_point():
+            if parameter.dim() in (1, 2) and parameter.is_floating_point():
                 if parameter.itemsize == 2:
                     widened[parameter.shape] = parameter.grad_dtype == torch.float32
                 torch.ops.fused._accumulate(parameter, self._into, begins=True)

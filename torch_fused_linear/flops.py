@@ -52,8 +52,8 @@ def linear_backward_across(
 
 
 def weight_gradient(grad_output, input, into, *args, **kwargs) -> int:
-    """Of a weight's gradient that is added to what is there."""
-    return linear(input, into)
+    """Of a weight's gradient that is added to what is there; without input of a bias's."""
+    return linear(input, into) if input else 0
 
 
 def linear_glu(input, gate, up=None, *args, **kwargs) -> int:

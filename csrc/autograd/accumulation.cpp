@@ -4,6 +4,7 @@
 #include "core/shapes.h"
 #include "dispatch/operators.h"
 #include "fused_linear.h"
+#include "reference/linear.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -160,6 +161,7 @@ std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
 }
 
 Tensor gradient_of(const Tensor& weight, const Tensor& grad, const Tensor& input) {
+  if (!input.defined()) return reference::as_rows(grad).sum(0);
   const auto like = weight.to(input.scalar_type());
   return std::get<1>(steps::linear_backward(
       {grad, input, like, std::nullopt, Activation::none, {false, true, false}}));
@@ -172,8 +174,8 @@ void set(const Tensor& weight, std::string_view text, bool begins) {
   TORCH_CHECK_VALUE(it > std::begin(names) && it != std::end(names),
                     "_accumulate: into must be 'grad' or 'main_grad', got '", text, "'");
   const auto into = static_cast<Into>(it - names);
-  TORCH_CHECK_VALUE(!begins || (weight.is_leaf() && weight.dim() == 2),
-                    "accumulate_gradients: expected a leaf of shape [out, in], got ",
+  TORCH_CHECK_VALUE(!begins || (weight.is_leaf() && (weight.dim() == 2 || weight.dim() == 1)),
+                    "accumulate_gradients: expected a leaf of shape [out, in] or [out], got ",
                     weight.is_leaf() ? "a leaf" : "a result", " of shape ", weight.sizes());
   auto& all = weights();
   const std::lock_guard lock(all.mutex);
@@ -229,7 +231,7 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const bool is_read = is_shared(into, grad) || is_shared(into, input) || is_shared(into, weight) ||
                        std::ranges::count(storages, address) > 0;
   const char* why = adds && is_read ? shares_memory : nullptr;
-  if (input.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
+  if (grad.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
   if (why != nullptr) {
     explain::remark(std::string("weight's gradient apart: ") + why);
@@ -237,7 +239,8 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   }
   {
     const std::lock_guard lock(internals::mutex_of(*accumulator));
-    steps::weight_gradient(grad, input, into, adds);
+    steps::weight_gradient(grad, input.defined() ? OptionalTensor(input) : std::nullopt, into,
+                           adds);
     into.unsafeGetTensorImpl()->bump_version();
   }
   if (!adds) return into;
@@ -246,7 +249,7 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   if (std::ranges::none_of(accumulator->pre_hooks(), DropZeros::is)) {
     accumulator->add_pre_hook(std::make_unique<DropZeros>(*accumulator));
   }
-  return grad_lies_by_columns(weight)
+  return weight.dim() == 2 && grad_lies_by_columns(weight)
              ? at::_efficientzerotensor({weight.size(1), weight.size(0)}, options).t()
              : at::_efficientzerotensor(weight.sizes(), options);
 }

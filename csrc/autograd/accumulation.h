@@ -1,8 +1,8 @@
 #pragma once
 
-// Gradients of weights that the product itself adds to what is there (beta = 1): to `.grad`, or to
-// Megatron's `main_grad`. Asked for by weight; everything that torch's way could be seen by keeps
-// torch's way.
+// Gradients of weights that the product itself adds to what is there (beta = 1), and of biases that
+// their sum adds: to `.grad`, or to Megatron's `main_grad`. Asked for by weight; everything that
+// torch's way could be seen by keeps torch's way.
 
 #include "autograd/node.h"
 
@@ -23,9 +23,9 @@ struct Target {
   bool adds = true;      // else it is written: the first gradient, in a dtype of its own
   bool is_main = false;  // into is Megatron's
 
-  // Adds gradᵀ · input. -> what the node passes along the weight's edge: zeros without memory where
-  // hooks listen behind the sum, or a graph, which reads these storages, gives a tensor of its
-  // dtype.
+  // Adds gradᵀ · input, or a bias's gradient, the sum of grad's rows, where input is undefined. ->
+  // what the node passes along the edge: zeros without memory where hooks listen behind the sum, or
+  // a graph, which reads these storages, gives a tensor of its dtype.
   Tensor add(const Tensor& grad, const Tensor& input, std::optional<at::ScalarType> of_graph = {},
              std::span<const int64_t> storages = {}) const;
 };
@@ -34,5 +34,12 @@ struct Target {
 // goes on to read what would be written.
 std::optional<Target> target_of(torch::autograd::Node* node, size_t edge,
                                 at::ArrayRef<Tensor> reads = {});
+
+// A bias's gradient, which is made already, as the node passes it along its edge.
+inline Tensor bias_gradient(torch::autograd::Node* node, size_t edge, const Tensor& made,
+                            at::ArrayRef<Tensor> reads = {}) {
+  const auto target = target_of(node, edge, reads);
+  return target ? target->add(made, {}) : made;
+}
 
 }  // namespace fused::autograd::accumulation

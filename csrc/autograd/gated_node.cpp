@@ -103,8 +103,11 @@ void put_bias_gradients(const State& state, const Quintuple& pass, variable_list
   const auto& [gate_z, up_z, gate_bias, up_bias, hidden] = pass;
   const bool split = state.form.has_up && state.form.is_one_tensor() && gate_bias.numel() > 0;
   const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
-  if (state.wanted[gate_bias_edge]) result[gate_bias_edge] = first;
-  if (state.wanted[up_bias_edge]) result[up_bias_edge] = second;
+  const auto put = [&](size_t edge, const Tensor& made) {
+    if (!state.wanted[edge]) return;
+    result[edge] = accumulation::bias_gradient(state.node.get(), edge, made, state.kept);
+  };
+  put(gate_bias_edge, first), put(up_bias_edge, second);
 }
 
 // What a backward is made of: kernels, or what is differentiable itself.
@@ -248,9 +251,11 @@ variable_list gradients(State& state, const Tensor& grad) {
   state.note.reset();
   state.drop_preactivations();
   if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
+    const auto bias_sum = accumulation::target_of(state.node.get(), down_bias_edge, state.kept);
     std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
         backward_of_linear<Steps>(state, down_edge, grad, hidden, down, by_columns,
-                                  {false, wanted[down_edge], wanted[down_bias_edge]});
+                                  {false, wanted[down_edge], wanted[down_bias_edge] && !bias_sum});
+    if (bias_sum) result[down_bias_edge] = bias_sum->add(grad, {});
     hidden.reset();
   }
   if (state.wants_layer()) {

@@ -104,13 +104,17 @@ Triple usual(const State& state, const Tensor& grad) {
   const auto search =
       state.form.of_ensemble ? handover::Search{{}, "an ensemble"} : handover::find_receiver(state);
   const auto& receiver = search.receiver;
-  const auto sum = accumulation::target_of(state.node.get(), weight_edge);
+  using accumulation::target_of;
+  const auto sum = target_of(state.node.get(), weight_edge);
+  const auto bias_sum =
+      state.form.of_ensemble ? std::nullopt : target_of(state.node.get(), bias_edge);
   const KernelsOnly guard;
   auto arrived = arrive(state, grad);
   if (sum) arrived = dealt_with(state, std::move(arrived));
   auto mask = mask_of(state.wanted);
   const bool bias_known = arrived.grad_bias.defined(), wants_weight = mask[weight_edge];
-  mask[bias_edge] = mask[bias_edge] && !bias_known;
+  const bool sums_rows = bias_sum && !bias_known && arrived.still_to_apply == Activation::none;
+  mask[bias_edge] = mask[bias_edge] && !bias_known && !sums_rows;
   mask[weight_edge] = wants_weight && !sum;
   const OptionalTensor saved(state.saved());
   // A gated layer that takes over computes its output again on the way.
@@ -156,7 +160,9 @@ Triple usual(const State& state, const Tensor& grad) {
     }
   }
   if (sum) grad_weight = sum->add(arrived.grad, kept_input);
-  return {grad_input, grad_weight, bias_known ? arrived.grad_bias : grad_bias};
+  if (bias_known) grad_bias = arrived.grad_bias;
+  if (bias_sum) grad_bias = bias_sum->add(sums_rows ? arrived.grad : grad_bias, {});
+  return {grad_input, grad_weight, grad_bias};
 }
 
 variable_list run(const State& state, const Tensor& grad) {

@@ -103,20 +103,27 @@ class Chain {
   template <class Steps>
   void go_down(const Tensor& grad, const variable_list& variables) {
     constexpr bool usual = std::is_same_v<Steps, Kernels>;
+    const auto target_of = [&](size_t edge) {
+      return usual ? accumulation::target_of(work_.node.get(), edge, variables) : std::nullopt;
+    };
+    const auto put_bias = [&](size_t layer, const Tensor& rows) {
+      if (!wants_bias(layer)) return;
+      const auto sum = target_of(edges_.bias(layer));
+      result_[edges_.bias(layer)] = sum ? sum->add(rows, {}) : rows;
+    };
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =
           Steps::activation_backward(grad, kept_[top].saved, form_.activation, wants_bias(top));
-      if (wants_bias(top)) result_[edges_.bias(top)] = grad_bias;
+      put_bias(top, grad_bias);
     }
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
-      const auto sum = usual
-                           ? accumulation::target_of(work_.node.get(), edges_.weight(i), variables)
-                           : std::nullopt;
+      const auto sum = target_of(edges_.weight(i));
+      const bool sums_rows = wants_bias(i) && !is_hidden(i);
       const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
-                                     wants_bias(i) && !is_hidden(i)};
+                                     sums_rows && !target_of(edges_.bias(i))};
       auto kept_input = kept_[i].input;
       if (usual && wants_weight(i) && !kept_input.defined()) {
         kept_input = activated(kept_[i - 1].saved, form_.activation);
@@ -129,13 +136,13 @@ class Chain {
       if (i > lowest_) {
         std::tie(dz, grad_weight, grad_bias, grad_bias_below) = Steps::linear_backward_across(
             layer, {kept_[i - 1].saved, form_.activation, wants_bias(i - 1)});
-        if (wants_bias(i - 1)) result_[edges_.bias(i - 1)] = grad_bias_below;
+        put_bias(i - 1, grad_bias_below);
       } else {
         std::tie(dz, grad_weight, grad_bias) = Steps::linear_backward(layer);
       }
       if (sum) grad_weight = sum->add(grad_output, kept_input);
       if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
-      if (mask[2]) result_[edges_.bias(i)] = grad_bias;
+      if (sums_rows) put_bias(i, mask[2] ? grad_bias : grad_output);
     }
     if (wants_input()) result_[Edges::input] = dz;
   }

@@ -251,21 +251,22 @@ inline void check_linear_backward(const char* op, const steps::LinearBackward& l
   check_saved(op, layer.grad_output, *layer.saved, layer.activation);
 }
 
-inline void check_weight_gradient(const char* op, const Tensor& grad_output, const Tensor& input,
-                                  const Tensor& into) {
-  check_floating(op, input);
-  check_dtype_and_device(op, "grad_output", grad_output, input);
-  check_device(op, "into", into, input);
-  TORCH_CHECK(input.dim() >= 1 && grad_output.dim() >= 1, op,
+inline void check_weight_gradient(const char* op, const Tensor& grad_output,
+                                  const OptionalTensor& input, const Tensor& into) {
+  const auto& rows = has_value(input) ? *input : grad_output;
+  check_floating(op, rows);
+  check_dtype_and_device(op, "grad_output", grad_output, rows);
+  check_device(op, "into", into, rows);
+  TORCH_CHECK(rows.dim() >= 1 && grad_output.dim() >= 1, op,
               ": input and grad_output must have shape [..., features]");
-  check_rows(op, "grad_output", grad_output, input, grad_output.sym_size(-1));
-  TORCH_CHECK(into.dim() == 2 && into.sym_size(0) == grad_output.sym_size(-1) &&
-                  into.sym_size(1) == input.sym_size(-1) && into.layout() == at::kStrided &&
+  check_rows(op, "grad_output", grad_output, rows, grad_output.sym_size(-1));
+  c10::SymDimVector sizes{grad_output.sym_size(-1)};
+  if (has_value(input)) sizes.push_back(input->sym_size(-1));
+  TORCH_CHECK(into.sym_sizes().equals(sizes) && into.layout() == at::kStrided &&
                   (into.is_contiguous() || into.t().is_contiguous()) &&
-                  (into.scalar_type() == input.scalar_type() || into.scalar_type() == at::kFloat),
-              op, ": into must be [", grad_output.sym_size(-1), ", ", input.sym_size(-1),
-              "] without gaps, of the dtype of input, ", input.scalar_type(), ", or Float, got ",
-              describe(into));
+                  (into.scalar_type() == rows.scalar_type() || into.scalar_type() == at::kFloat),
+              op, ": into must be ", c10::SymIntArrayRef(sizes), " without gaps, of the dtype of ",
+              "grad_output, ", rows.scalar_type(), ", or Float, got ", describe(into));
 }
 
 }  // namespace fused

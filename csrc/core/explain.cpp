@@ -119,6 +119,7 @@ Remarks::~Remarks() { next_remark = outer_; }
 
 void remark(std::string_view text) {
   if (!enabled() || next_remark == nullptr) return;
+  if (next_remark->find(text) != std::string::npos) return;
   if (!next_remark->empty()) *next_remark += "; ";
   *next_remark += text;
 }

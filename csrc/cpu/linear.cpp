@@ -144,13 +144,13 @@ struct Linear : reference::Linear {
     return {grad_input, grad_weight, grad_bias};
   }
 
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds) {
-    if (into.scalar_type() != input.scalar_type() || input.numel() == 0) {
+  static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
+                              const Tensor& into, bool adds) {
+    if (!has_value(input) || into.scalar_type() != input->scalar_type() || input->numel() == 0) {
       Reference::weight_gradient(grad_output, input, into, adds);
       return;
     }
-    multiply_gradient_into(into, as_rows(dense(grad_output)), as_rows(input),
+    multiply_gradient_into(into, as_rows(dense(grad_output)), as_rows(*input),
                            grad_lies_by_columns(into), adds);
   }
 

@@ -97,17 +97,24 @@ struct Linear {
     return {grad_input, made.grad_weight, made.grad_bias};
   }
 
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds) {
+  static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
+                              const Tensor& into, bool adds) {
     if (into.numel() == 0) return;
-    const c10::cuda::CUDAGuard guard(input.device());
-    const auto grad = rows_of(grad_output), rows = rows_of(input);
-    if (rows.matrix.rows == 0 && !adds) into.zero_();
-    if (rows.matrix.rows == 0) return;
+    const c10::cuda::CUDAGuard guard(into.device());
+    const auto grad = has_value(input) ? rows_of(grad_output) : plain_rows(grad_output);
+    if (grad.matrix.rows == 0 && !adds) into.zero_();
+    if (grad.matrix.rows == 0) return;
+    const bool to_f32 = into.scalar_type() != grad_output.scalar_type();
+    if (!has_value(input)) {
+      one_pass(grad.matrix, {}, false, Activation::none, gemm_type(grad_output.scalar_type()),
+               nullptr, {into.data_ptr(), to_f32, adds});
+      return;
+    }
+    const auto rows = rows_of(*input);
     auto call = weight_call(grad.matrix, rows.matrix, into, !into.is_contiguous());
     call.problem.matmul.adds = adds;
-    call.problem.matmul.to_f32 = into.scalar_type() != input.scalar_type();
-    run_surely(call, input);
+    call.problem.matmul.to_f32 = to_f32;
+    run_surely(call, *input);
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
@@ -209,7 +216,7 @@ struct Linear {
     if (grad.rows == 0 && wants_sums) sums.zero_();
     if (grad.rows == 0 || grad.cols == 0 || (dz == nullptr && !wants_sums)) return;
     one_pass(grad, saved, mask, activation, gemm_type(like.scalar_type()), dz,
-             wants_sums ? sums.data_ptr() : nullptr);
+             {wants_sums ? sums.data_ptr() : nullptr});
   }
 
   // dzᵀ input; by columns it is the transpose of inputᵀ dz, the product that eager takes.

@@ -101,11 +101,12 @@ struct LinearKernels {
     return way(layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds) {
-    const explain::Row row("_weight_gradient", input, into);
+  static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
+                              const Tensor& into, bool adds) {
+    const auto& rows = has_value(input) ? *input : grad_output;
+    const explain::Row row("_weight_gradient", rows, into);
     check_weight_gradient(row.op, grad_output, input, into);
-    way(input, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
+    way(rows, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,

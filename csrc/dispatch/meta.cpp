@@ -37,7 +37,7 @@ struct MetaLinear {
             S::grad_bias(layer.weight, layer.wanted[2])};
   }
 
-  static void weight_gradient(const Tensor&, const Tensor&, const Tensor&, bool) {}
+  static void weight_gradient(const Tensor&, const OptionalTensor&, const Tensor&, bool) {}
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
                                           const steps::PreviousLayer& previous) {

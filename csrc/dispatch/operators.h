@@ -266,7 +266,7 @@ struct LinearBackward
 };
 
 struct WeightGradient : Operator<
-                            "_weight_gradient(Tensor grad_output, Tensor input, "
+                            "_weight_gradient(Tensor grad_output, Tensor? input, "
                             "Tensor(a!) into, bool adds) -> ()",
                             decltype(steps::weight_gradient)> {
   FUSED_STEP(weight_gradient);

@@ -135,15 +135,16 @@ struct LinearFormula {
             layer.wanted[2] ? rows.sum(0) : none()};
   }
 
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds) {
-    const auto grad = as_rows(grad_output), rows = as_rows(input);
-    if (adds && into.scalar_type() == grad.scalar_type()) {
-      into.addmm_(grad.t(), rows);
+  static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
+                              const Tensor& into, bool adds) {
+    const auto grad = as_rows(grad_output);
+    if (has_value(input) && adds && into.scalar_type() == grad.scalar_type()) {
+      into.addmm_(grad.t(), as_rows(*input));
       return;
     }
-    const auto product = reference::weight_gradient(grad, rows, into);
-    adds ? into.add_(product) : into.copy_(product);
+    const auto gradient = has_value(input) ? reference::weight_gradient(grad, as_rows(*input), into)
+                                           : grad.sum(0, /*keepdim=*/false, into.scalar_type());
+    adds ? into.add_(gradient) : into.copy_(gradient);
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
@@ -206,8 +207,8 @@ struct Linear {
     return {by_columns ? grad_input : grad_input.contiguous(), grad_weight, grad_bias};
   }
 
-  static void weight_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& into,
-                              bool adds) {
+  static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
+                              const Tensor& into, bool adds) {
     explain::append(explain::not_fused);
     LinearFormula::weight_gradient(grad_output, input, into, adds);
   }

@@ -70,7 +70,8 @@ def _backward(x, w, b, g) -> Iterator[Args]:
 
 
 def _weight_gradient(x, w, b, g) -> Iterator[Args]:
-    yield from (((g, x, w.detach().clone(), adds), {}) for adds in (True, False))
+    for input, into in ((x, w), (None, b)):
+        yield from (((g, input, into.detach().clone(), adds), {}) for adds in (True, False))
 
 
 def _ensemble(x, w, b, g) -> Iterator[Args]:

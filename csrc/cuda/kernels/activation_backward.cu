@@ -74,10 +74,10 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
       some_rows<activation, mask, width, n>(args, row, grad, saved, bits, shift, dz, sums);
     });
   }
-  if (args.grad_bias == nullptr) return;
+  if (args.sums.data == nullptr) return;
   __shared__ A shared[block_threads * width];
   sum_over_y(sums, shared);
-  put_sums<T>(sums, shared, col < args.cols, col, args.cols, partials, args.grad_bias);
+  put_sums<T>(sums, shared, col < args.cols, col, args.cols, partials, args.sums);
 }
 
 bool takes_vectors(const ActivationBackward& args) {
@@ -100,7 +100,7 @@ Chunks chunks_of(const ActivationBackward& args) {
   // them up itself.
   const int64_t worth = passes_in_flight / few_passes;
   const bool cluster =
-      args.grad_bias != nullptr && has_clusters(args.arch) && worth <= most_blocks_in_cluster;
+      args.sums.data != nullptr && has_clusters(args.arch) && worth <= most_blocks_in_cluster;
   const int64_t most =
       cluster ? std::min<int64_t>(passes_in_flight, most_blocks_in_cluster) : worth;
   return in_chunks(args.rows, per_row, block, std::min(chunks, most), cluster);
@@ -115,7 +115,7 @@ auto* kernel_for(bool vectors) {
 }  // namespace
 
 int64_t scratch_bytes(const ActivationBackward& args) {
-  return args.grad_bias == nullptr ? 0 : chunks_of(args).partial_bytes(args.cols, args.type);
+  return args.sums.data == nullptr ? 0 : chunks_of(args).partial_bytes(args.cols, args.type);
 }
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream) {
@@ -135,8 +135,7 @@ void activation_backward(const ActivationBackward& args, void* scratch, cudaStre
       launch(kernel_for<T, act>(vectors));
     });
     if (partials == nullptr) return;
-    sum_partials(partials, chunks.grid.y, args.cols, args.cols, static_cast<T*>(args.grad_bias),
-                 stream);
+    sum_partials<T>(partials, chunks.grid.y, args.cols, args.cols, args.sums, stream);
   });
 }
 
@@ -145,7 +144,7 @@ void sum_rows(gemm::Type type, const float* partials, int64_t rows, int64_t cols
   with_type(type, [&](auto element) {
     using T = decltype(element);
     if constexpr (!std::is_same_v<T, double>) {
-      sum_partials(partials, rows, cols, ld, static_cast<T*>(sums), stream);
+      sum_partials<T>(partials, rows, cols, ld, {sums}, stream);
     }
   });
 }

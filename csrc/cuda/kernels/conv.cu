@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(block_threads)
   if (args.grad_bias == nullptr) return;
   __shared__ A shared[block_threads];
   A sums[1] = {sum_over_block(sum, shared)};
-  put_sums<T>(sums, shared, threadIdx.x == 0, channel, channels, partials, args.grad_bias);
+  put_sums<T>(sums, shared, threadIdx.x == 0, channel, channels, partials, {args.grad_bias});
 }
 
 // Segments are the rows, of which each channel has some.
@@ -165,8 +165,7 @@ void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t strea
         vectors ? planes_backward_kernel<T, full_vector<T>> : planes_backward_kernel<T, 1>;
     launch_chunks(kernel, chunks, stream, args, segments_per_plane, chunks.rows_each, partials);
     if (partials == nullptr) return;
-    sum_partials(partials, chunks.grid.y, channels, channels, static_cast<T*>(args.grad_bias),
-                 stream);
+    sum_partials<T>(partials, chunks.grid.y, channels, channels, {args.grad_bias}, stream);
   });
 }
 

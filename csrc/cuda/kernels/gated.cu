@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     if (result == nullptr) return;
     __syncthreads();  // the one before has been read
     sum_over_y(sums, shared);
-    put_sums<T>(sums, shared, col < args.cols, col, args.cols, chunks, result);
+    put_sums<T>(sums, shared, col < args.cols, col, args.cols, chunks, {result});
   };
   put(gate_sums, args.gate_sums, partials);
   put(up_sums, args.up_sums, partials == nullptr ? nullptr : partials + gridDim.y * args.cols);
@@ -168,7 +168,7 @@ void gating_backward(const GatingBackward& args, void* scratch, cudaStream_t str
     if (partials == nullptr) return;
     const auto add_up = [&](const Accumulator<T>* sums, void* result) {
       if (result == nullptr) return;
-      sum_partials(sums, chunks.grid.y, args.cols, args.cols, static_cast<T*>(result), stream);
+      sum_partials<T>(sums, chunks.grid.y, args.cols, args.cols, {result}, stream);
     };
     add_up(partials, args.gate_sums);
     add_up(partials + chunks.grid.y * args.cols, args.up_sums);

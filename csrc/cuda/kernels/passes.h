@@ -22,6 +22,12 @@ void activation_forward(Activation activation, gemm::Type type, int64_t rows, in
 void write_relu_mask(gemm::Type type, int64_t rows, int64_t cols, const void* output, int64_t ld,
                      void* mask, cudaStream_t stream);
 
+// Where the sums of columns go: of the rows' type or in fp32, written or added to what is there.
+struct Sums {
+  void* data = nullptr;  // [cols]; or nothing
+  bool to_f32 = false, adds = false;
+};
+
 // dz = act'(saved) · grad and its column sums, read and written once. Sums run in fp32 (fp64 for
 // fp64) in an order fixed by the sizes: the same input gives the same bits.
 struct ActivationBackward {
@@ -36,7 +42,7 @@ struct ActivationBackward {
   const void* saved = nullptr;  // [rows, cols], a mask [rows, >= cols / 8]; not read for none
   int64_t ld_saved = 0;         // elements, of a mask bytes
   void* dz = nullptr;           // [rows, cols], contiguous; or nothing
-  void* grad_bias = nullptr;    // [cols]; or nothing
+  Sums sums;
 };
 
 // sums[col] = the sum of partials[row, col], in fp32

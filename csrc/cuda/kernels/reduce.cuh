@@ -5,10 +5,12 @@
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/passes.h"
 
 #include <cooperative_groups.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
@@ -44,9 +46,22 @@ __device__ A sum_over_block(A sum, A* shared) {
 }
 
 template <typename T>
+__device__ void put_sum(Accumulator<T> sum, const Sums& sums, int64_t col) {
+  const auto put = [&](auto& to) {
+    if (sums.adds) sum += widen(to);
+    to = narrow<std::remove_reference_t<decltype(to)>>(sum);
+  };
+  if (sizeof(T) == 2 && sums.to_f32) {
+    put(static_cast<float*>(sums.data)[col]);
+  } else {
+    put(static_cast<T*>(sums.data)[col]);
+  }
+}
+
+template <typename T>
 __global__ void __launch_bounds__(block_threads)
     sum_partials_kernel(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
-                        T* grad_bias) {
+                        Sums sums) {
   using A = Accumulator<T>;
   __shared__ A shared[block_threads];
   wait_for_previous_kernel();
@@ -58,7 +73,7 @@ __global__ void __launch_bounds__(block_threads)
     }
   }
   sum_over_y(sum, shared);
-  if (threadIdx.y == 0 && col < cols) grad_bias[col] = narrow<T>(sum[0]);
+  if (threadIdx.y == 0 && col < cols) put_sum<T>(sum[0], sums, col);
 }
 
 // A cluster's blocks read each other's shared memory: one kernel adds up a few chunks.
@@ -152,7 +167,7 @@ void launch_chunks(void (*kernel)(Parameters...), const Chunks& chunks, cudaStre
 // the chunks are one, or into `partials`, [chunks, cols].
 template <typename T, int width>
 __device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, bool holds_column,
-                         int64_t col, int64_t cols, Accumulator<T>* partials, void* result) {
+                         int64_t col, int64_t cols, Accumulator<T>* partials, const Sums& result) {
   const bool is_cluster = partials == nullptr && gridDim.y > 1;
   if (is_cluster) sum_over_cluster(sums, shared, holds_column);
   if (threadIdx.y != 0 || !holds_column || (is_cluster && blockIdx.y > 0)) return;
@@ -161,16 +176,16 @@ __device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, 
     if (partials != nullptr) {
       partials[blockIdx.y * cols + col + j] = sums[j];
     } else {
-      static_cast<T*>(result)[col + j] = narrow<T>(sums[j]);
+      put_sum<T>(sums[j], result, col + j);
     }
   }
 }
 
 template <typename T>
 void sum_partials(const Accumulator<T>* partials, int64_t chunks, int64_t cols, int64_t ld,
-                  T* grad_bias, cudaStream_t stream) {
+                  const Sums& sums, cudaStream_t stream) {
   launch_early(sum_partials_kernel<T>, dim3((cols + 31) / 32), dim3(32, 8), 1, stream, partials,
-               chunks, cols, ld, grad_bias);
+               chunks, cols, ld, sums);
 }
 
 }  // namespace

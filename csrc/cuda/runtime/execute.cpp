@@ -204,7 +204,7 @@ kernels::SmallProduct small_product(const PassCall& call) {
 }
 
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
-              gemm::Type type, void* dz, void* sums) {
+              gemm::Type type, void* dz, const kernels::Sums& sums) {
   kernels::ActivationBackward args;
   args.activation = activation;
   args.mask = mask;
@@ -263,11 +263,11 @@ bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t str
       case Step::own_one_pass:
         if (active) {
           one_pass(call.result, call.aux, p.keeps == Keeps::mask, p.activation, type,
-                   call.result.data, call.bias);
+                   call.result.data, {call.bias});
         }
         break;
       case Step::own_column_sum:
-        if (p.bias) one_pass(summed(call), {}, false, Activation::none, type, nullptr, call.bias);
+        if (p.bias) one_pass(summed(call), {}, false, Activation::none, type, nullptr, {call.bias});
         break;
       case Step::aten_activation:
         if (!active) break;

@@ -23,7 +23,7 @@ kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& 
 // Computes act'(saved) · grad and its column sums; of no activation the sums alone. Either of dz
 // and sums may be null; dz, contiguous rows, may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
-              gemm::Type type, void* dz, void* sums);
+              gemm::Type type, void* dz, const kernels::Sums& sums);
 
 // Computes the gradients of a gated layer's pass; results may take the gradient's place.
 void gating_pass(kernels::GatingBackward args);
