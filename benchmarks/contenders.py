@@ -217,7 +217,7 @@ def applies(name: str, case: Case, device: torch.device) -> bool:
     if case.mode in MEMORY_MODES:
         return name not in (*COMPILED, *work.calls, "addmm", "linear", "nvmath")
     if name in COMPILED:
-        return case.mode in ("forward", "step")
+        return case.mode in ("forward", "step") or case.suite == "accumulation"
     if case.kind != "layers":
         return True
     one_layer = len(case.sizes) == 2

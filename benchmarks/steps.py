@@ -1,8 +1,9 @@
-"""Parts of a backward by themselves: the gradient of an activation in one pass over memory, that of
-a ReLU layer through the layer after it, and a weight's over several micro-batches."""
+"""Parts of a backward by themselves: the gradient of an activation in one pass over memory, and
+that of a ReLU layer through the layer after it; and a block's steps over several micro-batches."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
@@ -123,35 +124,50 @@ EDGE = {
 
 
 class MicroBatches:
-    """A weight, and of each micro-batch the input and the gradient of the output."""
+    """A block's parameters, and of each micro-batch the input and the gradient of the output."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        i, o = case.sizes
         normal = partial(torch.randn, device=device, dtype=DTYPES[case.dtype])
-        self.weight = normal(o, i)
-        self.batches = [(normal(case.tokens, i), normal(case.tokens, o)) for _ in range(4)]
-        self.nbytes = self.weight.nbytes + sum(x.nbytes + g.nbytes for x, g in self.batches)
+        ends = [*itertools.pairwise(case.sizes)]
+        self.parameters = [p for i, o in ends for p in (normal(o, i) / i**0.5, normal(o))]
+        sizes = case.sizes[0], case.sizes[-1]
+        self.batches = [[normal(case.tokens, n) for n in sizes] for _ in range(4)]
+        tensors = itertools.chain(self.parameters, *self.batches)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
 
-def accumulated(case: Case, data: MicroBatches, by_product: bool) -> Call:
-    """As after ``zero_grad()``: the first micro-batch makes ``.grad``, the others add to it."""
-    weight = data.weight.detach().requires_grad_()  # the same memory, a gradient of its own
-    weight.grad_dtype = torch.float32 if case.mode == "fp32 grad" else weight.dtype
-    if by_product:
-        tfl.accumulate_gradients(weight)  # for as long as there is the weight
-    layer = tfl.linear if by_product else F.linear
-    outputs = [layer(x, weight) for x, _ in data.batches]
+def torchs_block(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w, b), approximate="tanh"), v, c)
 
-    def run() -> Tensor:
-        weight.grad = None
-        for y, (_, grad) in zip(outputs, data.batches):
-            y.backward(grad, retain_graph=True)
-        return weight.grad
+
+def our_block(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
+    return tfl.linear(tfl.linear_gelu(x, w, b), v, c)
+
+
+def accumulated(case: Case, data: MicroBatches, name: str) -> Call:
+    """Steps as after ``zero_grad()``: the first makes ``.grad``, the others add to it."""
+    block = our_block if name in ("ours", "apart") else torchs_block
+    if name.startswith("compile"):
+        options = tfl.compile_options() if name == "compile+pass" else None
+        block = torch.compile(block, dynamic=False, options=options)
+    # the same memory, gradients of their own
+    parameters = [p.detach().requires_grad_() for p in data.parameters]
+    for p in parameters:
+        p.grad_dtype = torch.float32 if case.mode == "fp32 grad" else p.dtype
+    if name in ("ours", "compile+pass"):
+        tfl.accumulate_gradients(parameters)  # for as long as they are there
+
+    def run() -> list[Tensor]:
+        for p in parameters:
+            p.grad = None
+        for x, grad in data.batches:  # the input's gradient is made as well
+            block(x.detach().requires_grad_(), *parameters).backward(grad)
+        return [p.grad for p in parameters]
 
     return run
 
 
 ACCUMULATION = {
-    "ours": partial(accumulated, by_product=True),
-    "eager": partial(accumulated, by_product=False),
+    name: partial(accumulated, name=name)
+    for name in ("ours", "compile+pass", "apart", "eager", "compile")
 }

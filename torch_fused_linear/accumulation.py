@@ -42,11 +42,7 @@ def _fake_storages(tensors: list[Tensor]) -> Tensor:
 # Not a meta kernel, whose result would have no one device: addresses are on the CPU.
 @torch.library.register_fake("fused::_accumulated_weight_gradient", lib=_library)
 def _fake_weight_gradient(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    dtype: torch.dtype,
-    storages: Tensor | None = None,
+    grad_output: Tensor, input: Tensor, weight: Tensor, dtype: torch.dtype, storages: object = None
 ) -> Tensor:
     layer = grad_output, input, weight, None, "none"
     return torch.ops.fused._linear_backward(*layer, [False, True, False])[1].to(dtype)
@@ -123,8 +119,8 @@ def accumulate_gradients(
     With several micro-batches torch makes a weight's gradient and adds it to ``.grad`` in a second
     pass over memory. Here the product writes the sum (``beta = 1``), in the dtype of ``.grad``: the
     weight's, or fp32 for weights of 16 bits (``Tensor.grad_dtype``), which also spares one rounding
-    a micro-batch. It concerns all operators of this library, whatever module calls them; biases and
-    layers of torch's own go on as they do.
+    a micro-batch; and the kernel that sums a bias's gradient, in eager. It concerns all operators
+    of this library, whatever module calls them; layers of torch's own go on as they do.
 
     Semantics are torch's. The first micro-batch writes, the others add, in place; hooks after the
     accumulation see the sum. Where something would see this micro-batch's gradient alone (tensor
@@ -137,8 +133,8 @@ def accumulate_gradients(
     for last; a call that asks for another has what was compiled before traced anew.
 
     Args:
-        target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` among
-            them are accumulated.
+        target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` and
+            biases ``[out]`` among them are accumulated.
         into: ``"grad"``, or ``"main_grad"`` as Megatron-LM has it: the gradient is added to the
             attribute ``main_grad`` of the weight, of its shape, in fp32 or its dtype, as far as it
             has one, and ``grad_added_to_main_grad`` is set; else the gradient is in ``.grad``.

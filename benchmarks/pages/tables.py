@@ -185,9 +185,12 @@ def accumulation(results: Sequence[Result]) -> list[str]:
         counts = [re.match(r"(\d+) x ", kernel) for kernel in result["kernels"][name]]
         return str(sum(int(count[1]) if count else 1 for count in counts))
 
-    words = {"I→O": "{shape}", "T each": "{tokens}", "": "{mode}"}
-    numbers = [("ours", medians("ours")), ("eager", medians("eager")), ("times", times)]
-    numbers += [(f"kernels, {name}", partial(kernels, name)) for name in ("ours", "eager")]
+    words = {"block": "{shape}", "T each": "{tokens}", "": "{mode}"}
+    names = ("ours", "apart", "eager", "compile", "compile+pass")
+    numbers = [(name, medians(name)) for name in names]
+    numbers += [(f"over {name}", partial(times, than=name)) for name in ("apart", "eager")]
+    numbers += [("compiled", partial(times, name="compile+pass", than="compile"))]
+    numbers += [(f"kernels, {name}", partial(kernels, name)) for name in ("ours", "apart")]
     return listing(find(results, suite="accumulation"), words, numbers)
 
 
