@@ -377,7 +377,7 @@ struct Conv {
     auto* sums = bias_grad ? grad_bias.data_ptr() : nullptr;
     if (format == MemoryFormat::ChannelsLast) {
       one_pass(rows(grad, image), rows(saved, image), /*mask=*/false, Activation::relu, image.type,
-               dz.data_ptr(), sums);
+               dz.data_ptr(), {sums});
       return {dz, grad_bias};
     }
     kernels::PlanesBackward args;

@@ -79,7 +79,7 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
   auto dz = empty(given.sizes(), given);
   const auto grad = plain_rows(given), saved = plain_rows(*layer.saved);
   one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation, gemm_type(dz.scalar_type()),
-           dz.data_ptr(), nullptr);
+           dz.data_ptr(), {});
   return dz;
 }
 

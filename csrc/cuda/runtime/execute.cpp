@@ -215,7 +215,7 @@ void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation act
   args.rows = grad.rows, args.cols = grad.cols;
   args.grad = grad.data, args.ld_grad = grad.ld;
   args.saved = saved.data, args.ld_saved = saved.ld;
-  args.dz = dz, args.grad_bias = sums;
+  args.dz = dz, args.sums = sums;
   explain::append(activation == Activation::none ? "own column sum" : "own one-pass kernel");
   const Workspace scratch(kernels::scratch_bytes(args));
   kernels::activation_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
