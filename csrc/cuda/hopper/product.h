@@ -9,13 +9,13 @@ namespace fused::cuda::hopper {
 
 // Column-major, as in gemm/problem.h: features run along m, tokens along n.
 struct Product : gemm::Operands {
-  int m, n, k;
-  int64_t lda, ldb, ldd;
-  int64_t ld_aux;   // of bits, if it holds bits
-  float* partials;  // backward: or nullptr
-  gemm::hopper::Order order;
-  int processors;  // of the device
-  cudaStream_t stream;
+  int m = 0, n = 0, k = 0;
+  int64_t lda = 0, ldb = 0, ldd = 0;
+  int64_t ld_aux = 0;         // of bits, if it holds bits
+  float* partials = nullptr;  // backward: or nothing
+  gemm::hopper::Order order = {};
+  int processors = 0;  // of the device
+  cudaStream_t stream = nullptr;
 };
 
 // saving_forward also writes the pre-activation, or ReLU's bits.
