@@ -230,6 +230,9 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const auto address = reinterpret_cast<int64_t>(into.storage().unsafeGetStorageImpl());
   const bool is_read = is_shared(into, grad) || is_shared(into, input) || is_shared(into, weight) ||
                        std::ranges::count(storages, address) > 0;
+  // What is summed already torch adds by one kernel as well.
+  const bool is_sum = !input.defined() && grad.dim() == 1;
+  if (is_sum && !is_main && grad.scalar_type() == into.scalar_type()) return grad;
   const char* why = adds && is_read ? shares_memory : nullptr;
   if (grad.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";

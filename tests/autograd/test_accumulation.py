@@ -114,9 +114,10 @@ def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu", com
 def test_sums_are_torchs_in_every_kind_of_layer(make, device, compiled):
     report = run_both(steps, make, device=device, compiled=compiled)
     added = [call for call in report.calls if call.operator == "_weight_gradient"]
-    program = Program(make)  # of biases a compiled graph has the sums made by the compiler
-    adding = program.weights if compiled else program.parameters
-    assert len(added) == 2 * len(adding)  # the first micro-batch writes
+    program = Program(make)
+    # A last layer's bias, of which a compiler makes the sum; others' sums come with their products.
+    own_sums = 0 if compiled else program.parameters[-1].dim() == 1
+    assert len(added) == 2 * (len(program.weights) + own_sums)  # the first micro-batch writes
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -554,6 +555,23 @@ def sum_of_eight(dtype, grad_dtype, accumulates, device, out=40):
     grad = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).cpu()
     errors = (grad.double() - exact).square().split([48, 1], dim=1)
     return grad, torch.stack([of_one.mean().sqrt() for of_one in errors])
+
+
+@device_param
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_fp32_sums_of_16_bit_gradients(make, device):
+    """Also of biases whose sums come with a product, by one kernel that casts and adds."""
+    ours, theirs = (Program(make, device, dtype=torch.bfloat16) for _ in range(2))
+    for parameter in theirs.parameters:
+        parameter.grad_dtype = torch.float32
+    with tfl.accumulate_gradients(ours.model, dtype=torch.float32), tfl.explain() as report:
+        steps(ours)
+    steps(theirs)
+    for ours, theirs in zip(ours.parameters, theirs.parameters, strict=True):
+        assert ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+    added = [call for call in report.calls if call.operator == "_weight_gradient"]
+    assert len(added) == 3 * len(Program(make).parameters)
 
 
 @device_param
