@@ -83,7 +83,7 @@ class AccumulationHandle:
                 self._dtypes.append((parameter, parameter.grad_dtype))
                 parameter.grad_dtype = self._dtype
             if parameter.dim() in (1, 2) and parameter.is_floating_point():
-                if parameter.itemsize == 2:
+                if parameter.dim() == 2 and parameter.itemsize == 2:
                     widened[parameter.shape] = parameter.grad_dtype == torch.float32
                 torch.ops.fused._accumulate(parameter, self._into, begins=True)
                 self._weights[id(parameter)] = parameter
@@ -145,7 +145,7 @@ def accumulate_gradients(
         A handle with ``remove()``, which is also a context manager.
 
     Raises:
-        ValueError: if ``into`` or ``dtype`` is none of these, or a weight is no leaf.
+        ValueError: if ``into`` or ``dtype`` is none of these, or a weight or bias is no leaf.
         TypeError: if ``target`` holds something that is no tensor.
         RuntimeError: torch's own, if a parameter has a gradient of another dtype than ``dtype``.
     """

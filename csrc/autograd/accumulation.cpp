@@ -89,13 +89,21 @@ class DropZeros final : public torch::autograd::FunctionPreHook {
   GraphNode& accumulator_;  // which holds the hook
 };
 
-// Who would see this gradient apart from the sum, or nullptr.
-const char* observer_of(GraphNode& node, GraphNode& accumulator) {
+// Whether hooks see the gradient before the sum.
+bool is_watched(GraphNode& accumulator) {
+  return !accumulator.tensor_pre_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
+         !std::ranges::all_of(accumulator.pre_hooks(), DropZeros::is);
+}
+
+// Who would see this gradient apart from the sum, or nullptr. A bias's is not added before any hook
+// of the layer's parameters has run: it may look at all of them.
+const char* observer_of(GraphNode& node, GraphNode& accumulator, bool is_bias) {
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
-  if (!accumulator.tensor_pre_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
-      !std::ranges::all_of(accumulator.pre_hooks(), DropZeros::is)) {
-    return "a hook on the weight";
+  if (is_watched(accumulator)) return "a hook on the weight";
+  for (size_t i = 0; is_bias && i < node.num_outputs(); ++i) {
+    auto* other = node.next_edge(i).function.get();
+    if (other && (is_watched(*other) || is_heard(*other))) return "a hook beside the bias";
   }
   if (!node.post_hooks().empty()) return "a hook on the node";
   if (internals::is_captured(&accumulator)) return "its gradient was asked for";
@@ -117,9 +125,8 @@ const char* misfit_of(const Tensor& into, const Tensor& weight) {
   if (into.requires_grad()) return "a gradient that is part of a graph";
   if (into.is_inference() && !c10::InferenceMode::is_enabled()) return "an inference tensor";
   if (into.sizes() != weight.sizes() || into.device() != weight.device()) return "another shape";
-  if (into.scalar_type() != weight.scalar_type() && into.scalar_type() != at::kFloat) {
-    return "another dtype";
-  }
+  const bool is_wider = into.scalar_type() == at::kFloat && weight.element_size() == 2;
+  if (into.scalar_type() != weight.scalar_type() && !is_wider) return "another dtype";
   if (!into.is_contiguous() && !into.t().is_contiguous()) return "strides that do not fit";
   return nullptr;
 }
@@ -207,7 +214,7 @@ std::optional<Target> target_of(GraphNode* node, size_t edge, at::ArrayRef<Tenso
   const auto wish = wish_for(weight);
   if (wish == Into::none || !weight.requires_grad()) return {};  // frozen since the forward
   Target target{accumulator, weight, {}};
-  const char* why = observer_of(*node, *accumulator);
+  const char* why = observer_of(*node, *accumulator, weight.dim() == 1);
   if (why == nullptr) {
     target.is_main = wish == Into::main_grad;
     target.into = target.is_main ? main_grad(weight, /*added=*/false) : weight.grad();
@@ -234,7 +241,9 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const bool is_sum = !input.defined() && grad.dim() == 1;
   if (is_sum && !is_main && grad.scalar_type() == into.scalar_type()) return grad;
   const char* why = adds && is_read ? shares_memory : nullptr;
-  if (grad.scalar_type() != weight.scalar_type()) why = "another dtype";  // since the forward
+  // Since the forward:
+  if (grad.scalar_type() != weight.scalar_type()) why = "another dtype";
+  if (grad.size(-1) != into.size(0)) why = "another shape";
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
   if (why != nullptr) {
     explain::remark(std::string("weight's gradient apart: ") + why);

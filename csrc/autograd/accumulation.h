@@ -35,11 +35,4 @@ struct Target {
 std::optional<Target> target_of(torch::autograd::Node* node, size_t edge,
                                 at::ArrayRef<Tensor> reads = {});
 
-// A bias's gradient, which is made already, as the node passes it along its edge.
-inline Tensor bias_gradient(torch::autograd::Node* node, size_t edge, const Tensor& made,
-                            at::ArrayRef<Tensor> reads = {}) {
-  const auto target = target_of(node, edge, reads);
-  return target ? target->add(made, {}) : made;
-}
-
 }  // namespace fused::autograd::accumulation

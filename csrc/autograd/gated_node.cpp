@@ -105,7 +105,8 @@ void put_bias_gradients(const State& state, const Quintuple& pass, variable_list
   const auto [first, second] = split ? gated::halves(gate_bias) : std::pair(gate_bias, up_bias);
   const auto put = [&](size_t edge, const Tensor& made) {
     if (!state.wanted[edge]) return;
-    result[edge] = accumulation::bias_gradient(state.node.get(), edge, made, state.kept);
+    const auto sum = accumulation::target_of(state.node.get(), edge, state.kept);
+    result[edge] = sum ? sum->add(made, {}) : made;
   };
   put(gate_bias_edge, first), put(up_bias_edge, second);
 }

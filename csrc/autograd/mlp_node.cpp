@@ -106,10 +106,10 @@ class Chain {
     const auto target_of = [&](size_t edge) {
       return usual ? accumulation::target_of(work_.node.get(), edge, variables) : std::nullopt;
     };
-    const auto put_bias = [&](size_t layer, const Tensor& rows) {
+    const auto put_bias = [&](size_t layer, const Tensor& made) {
       if (!wants_bias(layer)) return;
       const auto sum = target_of(edges_.bias(layer));
-      result_[edges_.bias(layer)] = sum ? sum->add(rows, {}) : rows;
+      result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
     };
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
@@ -121,9 +121,10 @@ class Chain {
     for (size_t i = layers_; i-- > lowest_;) {
       // A hidden layer's bias gradient has come with the step of the layer above.
       const auto sum = target_of(edges_.weight(i));
-      const bool sums_rows = wants_bias(i) && !is_hidden(i);
+      const bool wants_sum = wants_bias(i) && !is_hidden(i);
+      const auto bias_sum = wants_sum ? target_of(edges_.bias(i)) : std::nullopt;
       const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
-                                     sums_rows && !target_of(edges_.bias(i))};
+                                     wants_sum && !bias_sum};
       auto kept_input = kept_[i].input;
       if (usual && wants_weight(i) && !kept_input.defined()) {
         kept_input = activated(kept_[i - 1].saved, form_.activation);
@@ -136,13 +137,15 @@ class Chain {
       if (i > lowest_) {
         std::tie(dz, grad_weight, grad_bias, grad_bias_below) = Steps::linear_backward_across(
             layer, {kept_[i - 1].saved, form_.activation, wants_bias(i - 1)});
-        put_bias(i - 1, grad_bias_below);
       } else {
         std::tie(dz, grad_weight, grad_bias) = Steps::linear_backward(layer);
       }
       if (sum) grad_weight = sum->add(grad_output, kept_input);
       if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
-      if (sums_rows) put_bias(i, mask[2] ? grad_bias : grad_output);
+      if (wants_sum) {
+        result_[edges_.bias(i)] = bias_sum ? bias_sum->add(grad_output, {}) : grad_bias;
+      }
+      if (i > lowest_) put_bias(i - 1, grad_bias_below);  // the gradient above has been read
     }
     if (wants_input()) result_[Edges::input] = dz;
   }

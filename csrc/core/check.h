@@ -264,9 +264,10 @@ inline void check_weight_gradient(const char* op, const Tensor& grad_output,
   if (has_value(input)) sizes.push_back(input->sym_size(-1));
   TORCH_CHECK(into.sym_sizes().equals(sizes) && into.layout() == at::kStrided &&
                   (into.is_contiguous() || into.t().is_contiguous()) &&
-                  (into.scalar_type() == rows.scalar_type() || into.scalar_type() == at::kFloat),
+                  (into.scalar_type() == rows.scalar_type() ||
+                   (into.scalar_type() == at::kFloat && rows.element_size() == 2)),
               op, ": into must be ", c10::SymIntArrayRef(sizes), " without gaps, of the dtype of ",
-              "grad_output, ", rows.scalar_type(), ", or Float, got ", describe(into));
+              "grad_output, ", rows.scalar_type(), ", or Float for 16 bits, got ", describe(into));
 }
 
 }  // namespace fused

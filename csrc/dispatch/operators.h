@@ -22,8 +22,6 @@
 
 namespace fused::dispatch {
 
-using fused::OptionalTensor;
-
 template <size_t size>
 struct Text {
   char chars[size]{};

@@ -28,10 +28,7 @@ struct Kernel<Op, Tensor(Args...)> {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, PythonTLSSnapshot, m) {
-  for_each_row<Public>([&m](auto row) {
-    using Row = decltype(row);
-    m.impl(Row::name, TORCH_FN(Kernel<Row>::call));
-  });
+  for_each_row<Public>([&m](auto row) { m.impl(row.name, TORCH_FN(Kernel<decltype(row)>::call)); });
 }
 
 }  // namespace fused::dispatch

@@ -150,6 +150,23 @@ def test_a_node_that_reads_a_sum_later_does_not_write_it(make):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("make", [MODELS[name] for name in ("layers", "mlp", "mlp, low memory")])
+@pytest.mark.parametrize("bias", range(3))
+def test_a_gradient_that_is_a_sum_of_biases_is_read_before(make, bias):
+    grads = []
+    for into in ("grad", "main_grad"):  # of which there is none
+        p = Program(make)
+        steps(p, 1)
+        y = p.call(torch.ones(9, WIDTHS[0], dtype=torch.double))
+        grad = torch.linspace(-1, 1, y.numel(), dtype=torch.double).view_as(y)
+        b = sorted(p.parameters, key=torch.Tensor.dim)[bias]
+        b.grad = grad.view(-1)[: b.numel()]
+        with tfl.accumulate_gradients(p.model, into):
+            y.backward(grad)
+        grads.append(p.state()[0])
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("into", ["grad", "main_grad"])
 def test_a_graph_that_reads_a_sum_does_not_write_it(into):
     w, v = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
@@ -369,6 +386,27 @@ def other_data(p):
     steps(p)
 
 
+def stepped_by_a_hook(p):
+    """Of the weight that comes last but for its layer's bias."""
+    optimizer = torch.optim.SGD(p.model.parameters(), lr=0.01)
+
+    def step(_):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    p.weights[0].register_post_accumulate_grad_hook(step)
+    steps(p)
+    p.seen += [q.detach().clone() for q in p.parameters]
+
+
+def other_sizes(p):
+    loss, bias = p.loss(), p.model[2].bias
+    bias.data = bias.data[None]
+    bias.grad = torch.ones_like(bias)
+    loss.backward()
+    p.model[2].bias = None
+
+
 def swapped(p):
     steps(p, 1)
     weight = p.weights[1]
@@ -396,7 +434,7 @@ ADDED = {
 }
 NAMED = (retain_graph, tied_twice, held, flat_buffer, fails_in_the_middle, checkpointed)
 NAMED += (saved_tensors_on_the_cpu, clipped_and_stepped, other_data, part_of_a_graph)
-NAMED += (cleared_in_between, in_two_nodes, frozen_in_between, swapped)
+NAMED += (cleared_in_between, in_two_nodes, frozen_in_between, swapped, stepped_by_a_hook)
 ADDED |= {scenario.__name__: scenario for scenario in NAMED}
 APART = {  # and what explain says of it; of a formula it has no row
     "hook that changes": (
@@ -418,6 +456,7 @@ APART = {  # and what explain says of it; of a formula it has no row
         other_gradients(lambda w: torch._neg_view(torch.ones_like(w))),
         "a view that negates",
     ),
+    "other sizes": (other_sizes, ""),
     "sparse": (
         other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1),
         "not a plain tensor",
@@ -428,6 +467,7 @@ APART = {  # and what explain says of it; of a formula it has no row
 # torch does not differentiate a compiled backward; of a failure the graph knows when it has ended;
 # what is compiled cannot be swapped.
 NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle", "swapped"}
+NOT_COMPILED |= {"stepped_by_a_hook", "other sizes"}
 COMPILED = [(name, True) for name in (*ADDED, *APART) if name not in NOT_COMPILED]
 
 
@@ -567,9 +607,9 @@ def test_fp32_sums_of_16_bit_gradients(make, device):
     with tfl.accumulate_gradients(ours.model, dtype=torch.float32), tfl.explain() as report:
         steps(ours)
     steps(theirs)
-    for ours, theirs in zip(ours.parameters, theirs.parameters, strict=True):
-        assert ours.grad.dtype == torch.float32
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+    for p, q in zip(ours.parameters, theirs.parameters, strict=True):
+        assert p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=0.02)
     added = [call for call in report.calls if call.operator == "_weight_gradient"]
     assert len(added) == 3 * len(Program(make).parameters)
 
@@ -748,5 +788,7 @@ def test_wrong_arguments_are_named():
         torch.ops.fused._weight_gradient(grad, x, torch.ones(4, 8)[:, :5], True)
     with pytest.raises(RuntimeError, match="_weight_gradient: grad_output must have"):
         torch.ops.fused._weight_gradient(torch.ones(2, 4), x, torch.ones(4, 5), True)
+    with pytest.raises(RuntimeError, match=r"_weight_gradient: into must be \[4\] .*, Double, or"):
+        torch.ops.fused._weight_gradient(grad.double(), None, torch.ones(4), True)
     with pytest.raises(ValueError, match="into must be 'grad' or 'main_grad', got 'x'"):
         torch.ops.fused._accumulate(torch.ones(2, 2), "x", True)

@@ -60,9 +60,7 @@ inline Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t gene
   auto& known = thread_plans();
   if (generation != plans::generation()) return nullptr;
   if (known.size() >= plans_kept) known.clear();
-  auto& slot = known[problem];
-  slot = std::make_unique<Plan>(std::move(plan));
-  return slot.get();
+  return (known[problem] = std::make_unique<Plan>(std::move(plan))).get();
 }
 
 }  // namespace fused::cuda
