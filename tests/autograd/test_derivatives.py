@@ -132,8 +132,7 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
         asked = [leaves[k] for k in upper]
         first = torch.autograd.grad(call(*leaves).cos().sum(), asked, create_graph=True)
         trained = [t for t in leaves if t.requires_grad]
-        total = sum(t.sin().sum() for t in first)
-        then = torch.autograd.grad(total, trained, create_graph=True)
+        then = torch.autograd.grad(sum(t.sin().sum() for t in first), trained, create_graph=True)
         third = torch.autograd.grad(sum(t.sin().sum() for t in then), trained)
         results.append([*first, *then, *third])
     assert_same(*results, exact=1e-11)

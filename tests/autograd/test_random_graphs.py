@@ -88,8 +88,7 @@ def test_equal_to_plain_torch(start, parameters, nearby):
         tfl.handover("no" not in name),
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        for finished in [pool.submit(work, thread) for thread in range(THREADS)]:
-            finished.result()
+        list(pool.map(work, range(THREADS)))
 
 
 def test_reentrant_checkpoints():

@@ -316,12 +316,11 @@ class Draw:
                 break
             sizes, widths[:count] = [inner, *widths[:count]], []
             any_row = row(name, OPERATORS[name][0], "default", sizes, form)
-            shapes = any_row.shapes((), inner, sizes[-1])
             tensors = [
                 self.bias(*shape)
                 if len(shape) == 1
                 else self.weight(*shape, first=number == 0 and (k == 0 or is_gated))
-                for k, shape in enumerate(shapes[1:])
+                for k, shape in enumerate(any_row.shapes((), inner, sizes[-1])[1:])
             ]
             inner = sizes[-1]
             activation = self.choice.choice(OPERATORS[name])

@@ -87,13 +87,12 @@ class Trial(parts.Trial):
 
     def one(self, seed: int, unit: int) -> Found:
         end, found = time.monotonic() + 1.0, {"failures": [], "steps": 0, "rounds": 0}
-        number = 0
         while time.monotonic() < end:
-            work = [Work(f"{seed} {unit} {number} {t}", self.device) for t in range(THREADS)]
+            name = f"{seed} {unit} {found['rounds']}"
+            work = [Work(f"{name} {t}", self.device) for t in range(THREADS)]
             found["failures"] += self.compared(work)
             found["steps"] += 3 * THREADS * STEPS
             found["rounds"] += 1
-            number += 1
         found["memory"] = [resident(self.device)]
         return found
 

@@ -84,10 +84,8 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
 
 
 def test_a_program_that_is_not_clean_is_reported(monkeypatch):
-    tested = {"a b": False, "a c": True}
-    monkeypatch.setattr(sanitizers.sanitized, "tested", lambda kind: tested)
-    found = sanitizers.compiled("thread")
-    assert found == {"clean": {"thread": 1}, "failures": ["thread: a b"]}
+    monkeypatch.setattr(sanitizers.sanitized, "tested", lambda kind: {"a b": False, "a c": True})
+    assert sanitizers.compiled("thread") == {"clean": {"thread": 1}, "failures": ["thread: a b"]}
 
 
 @pytest.mark.parametrize("again, below", [(1.0, 0), (0.9, 1)])

@@ -101,8 +101,7 @@ def test_any_strides_and_nan(dtype, op):
     want = op.call(case.x, case.w, case.b)
     torch.ops.fused._pack_weight(weight, "weight")
     for _ in range(3):
-        got = op.call(wide_input, weight, bias)
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(op.call(wide_input, weight, bias), want, rtol=2e-2, atol=2e-2)
     wide_input[3, 5] = torch.nan
     y = op.call(wide_input, weight, bias)
     assert y[3].isnan().all() and not y[4].isnan().any()
@@ -348,14 +347,12 @@ def test_a_model_is_packed_once_for_each_weight():
 def test_a_dead_weight_is_let_go_of(dtype):
     """Its copy is freed when the next one is packed."""
     resident = []
-    tokens, _, _ = SIZES[dtype]
     for _ in range(6):
         layer = frozen(tfl.FusedLinear(2048, 4096, dtype=dtype))
-        x = torch.randn(max(tokens, 512), 2048, dtype=dtype)
+        x = torch.randn(max(SIZES[dtype][0], 512), 2048, dtype=dtype)
         assert "packed" in path(layer, x)
         del layer, x
         gc.collect()
         with open("/proc/self/statm") as file:
             resident.append(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    weight = 2048 * 4096 * dtype.itemsize
-    assert resident[-1] - resident[1] < 3 * weight
+    assert resident[-1] - resident[1] < 3 * 2048 * 4096 * dtype.itemsize

@@ -8,7 +8,6 @@ from ranks import Ranks
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory):
-    """Four processes on the CPU."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")
     ranks = Ranks(4, "gloo", tmp_path_factory.mktemp("gloo"))
@@ -18,7 +17,6 @@ def four(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_gpus(tmp_path_factory):
-    """Two processes with a GPU each."""
     if torch.cuda.device_count() < 2 or not dist.is_nccl_available():
         pytest.skip("needs two GPUs and NCCL")
     ranks = Ranks(2, "nccl", tmp_path_factory.mktemp("nccl"))

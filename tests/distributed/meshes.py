@@ -31,8 +31,7 @@ def local_of(tensor, mesh, placements):
         here, count = mesh.get_local_rank(dim), mesh.size(dim)
         if isinstance(placement, Shard):
             chunks = tensor.chunk(count, placement.dim)
-            empty = tensor.narrow(placement.dim, 0, 0)
-            tensor = chunks[here] if here < len(chunks) else empty
+            tensor = chunks[here] if here < len(chunks) else tensor.narrow(placement.dim, 0, 0)
         elif isinstance(placement, Partial):
             tensor = tensor * (-0.5 if here else 1 + 0.5 * (count - 1))
     return tensor.contiguous()

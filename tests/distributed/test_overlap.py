@@ -5,6 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.fx_passes import micro_pipeline_tp as overlap
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
 import torch_fused_linear as tfl
 
@@ -21,17 +24,12 @@ def group():
 
 def feed_forward(x, up, down, group):
     """A block of tensor and sequence parallelism, in functional collectives."""
-    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
-
     h = F.gelu(F.linear(all_gather_tensor(x, 0, group), up), approximate="tanh")
     return reduce_scatter_tensor(F.linear(h, down), "sum", 0, group)
 
 
 def count(ours, function, *args):
     """How many products torch would overlap with a collective in the compiled forward."""
-    from torch._inductor.fx_passes import micro_pipeline_tp as overlap
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
     found = []
 
     def capture(module, _):
@@ -52,8 +50,7 @@ def count(ours, function, *args):
 
 
 def and_layers(x, up, down, group):
-    y = feed_forward(x, up, down, group)
-    return F.linear(F.relu(F.linear(y * 2, up)), down)
+    return F.linear(F.relu(F.linear(feed_forward(x, up, down, group) * 2, up)), down)
 
 
 @pytest.mark.parametrize(

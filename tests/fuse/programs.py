@@ -9,13 +9,13 @@ are written to later, squares, which are left to torch.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+from processes import module_at
 
 TEXT = '''
 # spellings: relu relu relu gelu relu relu linear
@@ -542,7 +542,4 @@ def all_programs(folder: Path) -> ModuleType:
 def module_of(path: Path, text: str) -> ModuleType:
     """A module from a file that gets this text."""
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path)

@@ -136,8 +136,7 @@ def test_signature_globals_closure_and_class(library, monkeypatch):
 def test_the_lines_that_are_shown_are_the_users(library):
     model = library.Block()
     source = inspect.getsource(model.forward)
-    block = tfl.fuse_(model).fused[0]
-    file, _, line = block.place.rpartition(":")
+    file, _, line = tfl.fuse_(model).fused[0].place.rpartition(":")
     assert file == library.__file__ and "self.fc1(x)" in linecache.getline(file, int(line))
     assert inspect.getsource(model.forward) == source and "h = self.fc1(x)  # the first" in source
     with pytest.raises(RuntimeError) as caught:

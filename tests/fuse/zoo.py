@@ -206,9 +206,8 @@ def transformers_ways(model_type: str, changes: dict) -> Iterator[Callable]:
         model = model_class(config)
         return model, list(inputs_of(model, config))
 
-    classes = model_classes(config_class)[:2]
     for gentle in (False, True):
-        for model_class in classes:
+        for model_class in model_classes(config_class)[:2]:
             yield lambda c=model_class, g=gentle: make(c, g)
 
 

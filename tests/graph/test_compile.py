@@ -5,11 +5,14 @@ import inspect
 import pytest
 import torch
 from compiler import has_compiler
+from functorch.compile import aot_function, min_cut_rematerialization_partition
 from layers import step
 from networks import NETWORKS, batch, network
 from numerics import assert_same, run
 from operators import EVERY, stack
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._higher_order_ops.scan import scan
 
 import torch_fused_linear as tfl
 
@@ -77,10 +80,8 @@ def test_inductor(name, device):
 def test_dynamic_batch_does_not_recompile(name, device):
     """Sizes stay symbols through our shape functions and autograd: one graph for all batches."""
     model, counter = network(name, device, torch.float64), CompileCounterWithBackend("aot_eager")
-    compiled = compiled_in_one(model, counter, dynamic=True)
-    sizes = (2, 3, 5, 64, 129)
-    xs = [batch(name, n, device=device, dtype=torch.float64) for n in sizes]
-    assert_steps(compiled, model, *xs)
+    xs = [batch(name, n, device=device, dtype=torch.float64) for n in (2, 3, 5, 64, 129)]
+    assert_steps(compiled_in_one(model, counter, dynamic=True), model, *xs)
     assert counter.frame_count == 2, "with gradients and without"
 
 
@@ -110,8 +111,6 @@ def test_compiled_autograd(name, device):
 
 @pytest.mark.parametrize("op", [tfl.linear, tfl.linear_relu, tfl.linear_silu, tfl.linear_glu])
 def test_rows_in_a_loop_that_allows_no_writes(op):
-    from torch._higher_order_ops.scan import scan
-
     w, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
     results = []
     for given in (x, x[:, None]):  # a row is a vector, or a matrix
@@ -123,9 +122,6 @@ def test_rows_in_a_loop_that_allows_no_writes(op):
 @pytest.mark.filterwarnings("ignore:.*boxed arguments:UserWarning")
 def test_a_graph_of_low_memory_can_keep_one_tensor(device):
     """What it keeps is its partitioner's affair, which by itself, or told to, makes GELU again."""
-    from functorch.compile import aot_function, min_cut_rematerialization_partition
-    from torch._functorch.compile_utils import fx_graph_cse
-
     op = stack("gelu_tanh", 2, (128,), memory="low")
     case = op.case((64,), 16, 8, device=device)
     shapes, again = [], []

@@ -199,8 +199,7 @@ def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, c
         torch._dynamo.reset()
         options = tfl.compile_options()
         with tfl.explain() as report, caplog.at_level("INFO"):
-            call = torch.compile(model, options=options)
-            got, code = run_and_get_code(results, call, args)
+            got, code = run_and_get_code(results, torch.compile(model, options=options), args)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         assert options["pre_grad_custom_pass"].replaced == {"gated_mlp": 1}
         assert options["joint_custom_pre_pass"].written_out == written

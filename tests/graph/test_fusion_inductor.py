@@ -5,6 +5,7 @@ from compiler import needs_compiler
 from fusion import results
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import list_mode_options
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -52,8 +53,6 @@ def test_inductor_runs_our_operators_and_its_caches_hold(tmp_path, monkeypatch):
 
 
 def test_options_hold_what_a_mode_means():
-    from torch._inductor import list_mode_options
-
     options = tfl.compile_options("max-autotune", {"epilogue_fusion": False})
     for key, value in list_mode_options("max-autotune").items():
         assert options[key] == value

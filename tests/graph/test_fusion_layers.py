@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fusion import chain, chain_of, check, conv_relu, images, results, tanh_formula, tensors
 from operators import ODD
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_fused_linear as tfl
 from torch_fused_linear.graph import matching_conv
@@ -323,8 +324,6 @@ def test_what_is_replaced(function, make, how):
 
 
 def test_tensor_subclasses_are_left_alone():
-    from torch.testing._internal.two_tensor import TwoTensor
-
     x, w, b, *_ = (TwoTensor(t.detach(), t.detach().clone()) for t in tensors(5))
     backend = tfl.compile_backend("aot_eager")
     compiled = torch.compile(LAYERS["F.linear, F.relu"], backend=backend)

@@ -94,18 +94,12 @@ def test_vmap(kind):
 # What forward and backward call of our operators, and of ATen's for the same.
 FIRST = {F.relu: "linear_relu", F.gelu: "_linear_aux", tanh_formula: "_linear_aux"}
 ACROSS = ["fused._linear_backward_across.default", "fused._linear_backward.default"]
+OF_IMAGES = ["fused._channels_relu_backward.default", "aten.convolution_backward.default"]
 GRAPHS = [
     (chain_of(act), partial(tensors, 2, 5), [f"fused.{op}.default", "fused.linear.default"], ACROSS)
     for act, op in FIRST.items()
 ]
-GRAPHS.append(
-    (
-        conv_relu,
-        partial(images, 2),
-        ["fused.conv2d_relu.default"],
-        ["fused._channels_relu_backward.default", "aten.convolution_backward.default"],
-    )
-)
+GRAPHS += [(conv_relu, partial(images, 2), ["fused.conv2d_relu.default"], OF_IMAGES)]
 
 
 @pytest.mark.parametrize("function, make, forward, backward", GRAPHS)

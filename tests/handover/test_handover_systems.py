@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers import one_thread  # noqa: F401
 from stacks import assert_same, network
+from torch.nn.parallel import DistributedDataParallel
 from watching import explained
 
 import torch_fused_linear as tfl
@@ -91,8 +92,6 @@ def one_process(tmp_path, device):
 
 def ddp(model, device, **options):
     """Its hooks sit on the parameters, where gradients arrive as they always do."""
-    from torch.nn.parallel import DistributedDataParallel
-
     return DistributedDataParallel(model, bucket_cap_mb=0.0001, **options)
 
 

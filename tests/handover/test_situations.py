@@ -359,8 +359,7 @@ def _(stack):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        y = stack()
-        stack.backward(y, gradients=[stack.g])
+        stack.backward(stack())
     torch.cuda.synchronize()
     return stack.grads()
 

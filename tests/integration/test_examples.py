@@ -3,10 +3,8 @@
 The programs of examples/cpp have a file of their own, test_examples_cpp.py.
 """
 
-import importlib.util
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -15,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import device_param, one_thread  # noqa: F401
-from processes import ROOT, python
+from mnist_files import write_mnist
+from processes import ROOT, module_at, python
+
+from examples.digits.networks import PUBLISHED
+from torch_fused_linear import plans
 
 pytest.importorskip("matplotlib")
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-PATHS = os.pathsep.join([str(ROOT), str(EXAMPLES)])
 
 
 def load(name):
@@ -30,9 +31,7 @@ def load(name):
     if name not in sys.modules:
         if str(EXAMPLES) not in sys.path:  # as a script has it
             sys.path.append(str(EXAMPLES))
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        module_at(path, name)
     return sys.modules[name]
 
 
@@ -160,8 +159,6 @@ def test_mnist_on_digits(device, run, capsys):
 
 def test_mnist_reads_the_true_files(tmp_path, run, capsys):
     pytest.importorskip("sklearn")
-    from mnist_files import write_mnist
-
     write_mnist(tmp_path / "files")
     found = run("mnist", "cpu", "--data", tmp_path / "files", **MNIST)
     output = capsys.readouterr().out
@@ -173,8 +170,6 @@ def test_mnist_reads_the_true_files(tmp_path, run, capsys):
 
 
 def test_mnist_says_what_the_tutorial_published():
-    from examples.digits.networks import PUBLISHED
-
     text = " ".join(load("mnist").__doc__.split())
     first, last, accuracy = PUBLISHED
     assert f"a loss of {first} at the first batch and {last} at batch 220" in text
@@ -268,8 +263,6 @@ def test_gelu(device, run):
 
 
 def test_planning_on_a_cpu(run):
-    from torch_fused_linear import plans
-
     before = plans.get_budget()
     found = run("planning", "cpu")  # without a picture, which would be one of noise
     assert found["budgets"] == {"before": before, "inside": 50, "after": before}
@@ -281,8 +274,6 @@ def test_planning_on_a_cpu(run):
 
 @pytest.mark.cuda
 def test_planning_on_a_gpu(tmp_path, run):
-    from torch_fused_linear import plans
-
     try:
         found = run("planning", "cuda", pictures=["planning.png"])
     finally:

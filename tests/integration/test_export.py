@@ -125,7 +125,6 @@ def test_package_of_images(tmp_path):
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
-    """examples/cpp/aoti_runner, built."""
     if not shutil.which("cmake") or not has_compiler:
         pytest.skip("needs cmake and a C++ compiler")
     build = tmp_path_factory.mktemp("aoti_runner")

@@ -45,13 +45,11 @@ def test_no_other_module_takes_private_names_of_torch():
             assert not list(private_names(path)), path
 
 
-PRIVATE_HEADERS = r"<torch/csrc/(dynamo|autograd/(engine|graph_task))\b|<torch/csrc/.*compiled"
-
-
 def test_no_other_file_includes_the_engine_or_the_compiled_one():
+    private = r"<torch/csrc/(dynamo|autograd/(engine|graph_task))\b|<torch/csrc/.*compiled"
     for path in sorted((ROOT / "csrc").rglob("*.*")):
         if path.stem != "torch_internals":
-            assert not re.search(PRIVATE_HEADERS, path.read_text()), path
+            assert not re.search(private, path.read_text()), path
 
 
 # --- modules and modes --------------------------------------------------------------------------

@@ -207,9 +207,8 @@ def test_flops_are_eagers(op, device):
     case = op.case((5,), 8, 16, torch.float32, device)
 
     def count(call, wanted):
-        leaves = case.leaves(wanted)
         with FlopCounterMode(display=False) as counter:
-            y = call(*leaves)
+            y = call(*case.leaves(wanted))
             if y.requires_grad:
                 y.backward(case.g)
         return counter.get_total_flops()
@@ -302,8 +301,7 @@ def test_fuse_takes_low_memory_where_it_pays(name):
     assert len(tfl.fuse_(default).fused) == len(tfl.fuse_(low, memory="low").fused)
     x = torch.randn(64, 128)
     models = (plain, default, low, copy.deepcopy(low))
-    kept = [kept_bytes(lambda m=m: m(x)) // 64 for m in models]
-    assert kept == [*want, want[-1]]
+    assert [kept_bytes(lambda m=m: m(x)) // 64 for m in models] == [*want, want[-1]]
     if not any(isinstance(m, nn.Dropout) and m.p for m in plain.modules()):
         steps = [step(m, x) for m in models]
         for other in steps[1:]:

@@ -63,8 +63,7 @@ def test_state_dict_goes_both_ways_strictly(row):
     state = dict(zip(names, plain.state_dict().values()))
     assert layer.load_state_dict(state, strict=True).missing_keys == []
     plain.load_state_dict(dict(zip(plain.state_dict(), layer.state_dict().values())), strict=True)
-    buffer = io.BytesIO()
-    torch.save(layer.state_dict(), buffer)
+    torch.save(layer.state_dict(), buffer := io.BytesIO())
     buffer.seek(0)
     other = row.make()
     other.load_state_dict(torch.load(buffer), strict=True)
@@ -114,8 +113,7 @@ def test_forward_and_gradients(row, device):
 @layer_param
 def test_copies_and_pickles(row):
     layer, x = row.make(), row.input()
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
+    torch.save(layer, buffer := io.BytesIO())
     buffer.seek(0)
     copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     for other in (*copies, torch.load(buffer, weights_only=False)):

@@ -184,11 +184,10 @@ def test_on_the_meta_device(name, mode, op):
 
 
 @ops.op_param
-def test_compiled(op):
+def test_compiled(op, fresh_compiler):
     names = ["weight [in]", "integers", "bias [1]", "bias [rows, out]"]
     name = names[ops.OPS.index(op) % len(names)]
     args = TAKEN[name]()
-    torch._dynamo.reset()
     compiled = torch.compile(op.call, backend="aot_eager", fullgraph=True)
     grad = args[0].is_floating_point()
     assert_same_outcome(outcome(compiled, args, grad), outcome(op.eager, args, grad), name)

@@ -9,17 +9,11 @@ from operators import DTYPES
 from stacks import HANDED, MIXED, Stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from watching import operators_of
+from watching import explained, operators_of
 
 import torch_fused_linear as tfl
 
 BACKWARD, ACROSS = "_linear_backward", "_linear_backward_across"
-
-
-def explained(stack, **options):
-    with tfl.explain() as report:
-        stack.backward(stack(), **options)
-    return report
 
 
 def rows(report, *names):
@@ -32,7 +26,7 @@ NAMES = dict(zip(DTYPES, ("Double", "Float", "Half", "BFloat16"), strict=True))
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 def test_a_step_of_a_stack(dtype, device):
     stack = Stack(MIXED, lead=(2, 3), dtype=dtype, widths=[4, 8, 16, 24, 3], device=device)
-    report = explained(stack)
+    _, report = explained(stack.step)
     assert rows(report, "operator", "shapes", "handover") == [
         ("linear_relu", "[2, 3, 4] x [8, 4]", ""),
         ("_linear_aux", "[2, 3, 8] x [16, 8]", ""),
@@ -90,8 +84,7 @@ def test_inference_and_single_operators(device):
 
 
 def test_paths_on_the_cpu():
-    report = explained(Stack())
-    assert {call.path for call in report.calls} == {"PyTorch's own (not fused)"}
+    assert set(operators_of(Stack().step, "path")) == {"PyTorch's own (not fused)"}
     x, w, small = torch.randn(256, 128), torch.randn(256, 128), torch.randn(2, 128)
     with tfl.explain() as report, torch.no_grad():
         tfl.linear_gelu(x, w)
@@ -111,9 +104,9 @@ def test_paths_on_a_gpu(cuda):
     options = {"lead": (64,), "widths": [64, 128, 64, 128], "dtype": torch.bfloat16}
 
     def paths(activation, name):
+        stack = Stack([activation] * 2 + ["none"], device=cuda, **options)
         with tfl.set_policy(name):
-            report = explained(Stack([activation] * 2 + ["none"], device=cuda, **options))
-        return [call.path for call in report.calls]
+            return operators_of(stack.step, "path")
 
     relu = paths("relu", "cublaslt")
     assert relu[:2] == ["RELU_AUX_BIAS"] * 2
@@ -134,7 +127,7 @@ def test_paths_on_a_gpu(cuda):
 
 
 def test_table(device):
-    report = explained(Stack(device=device))
+    _, report = explained(Stack(device=device).step)
     lines = str(report).splitlines()
     assert len(lines) == 2 + len(report.calls)
     assert lines[0].split() == ["operator", "shapes", "dtype", "device", "path", "handover"]
@@ -154,7 +147,7 @@ def test_off_afterwards():
         raise KeyError
     empty = tfl.explain()
     assert str(empty).startswith("operator") and empty.calls == [] and empty.handed_over == 0
-    report = explained(stack)
+    _, report = explained(stack.step)
     before = list(report.calls)
     stack.backward(stack())
     with empty:
@@ -187,8 +180,7 @@ def test_a_traced_backward_leaves_no_remark_for_the_next_row():
     with tfl.explain() as report:
         for _ in range(2):  # the second time results come from the tracer's cache
             with FakeTensorMode():
-                traced = Stack()
-                traced.backward(traced())
+                Stack().step()
         with torch.no_grad():
             Stack()()
         x = torch.ones(1, 1)
@@ -229,14 +221,8 @@ def test_one_object_again_and_within_itself():
 
 def test_all_threads_are_recorded():
     """Recording is process-wide: the rows of a backward in another thread are there."""
-
-    def step():
-        stack = Stack()
-        stack.backward(stack())
-
     with tfl.explain() as report, ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(step) for _ in range(4)]:
-            done.result()
+        list(pool.map(lambda _: Stack().step(), range(4)))
     assert len(report.calls) == 4 * 8 and report.handed_over == 4 * 3
     assert_remarks_in_place(report)
 

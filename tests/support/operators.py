@@ -108,11 +108,12 @@ class Op:
     def act(self, z: Tensor) -> Tensor:
         return z if self.activation == "none" else ACTS[self.activation](z)
 
-    def _shapes(self, lead, i, o, bias) -> tuple[Shapes, tuple[int, ...]]:
+    def _shapes(self, lead, i, o, bias) -> tuple[Shapes, int, tuple[int, ...]]:
+        """Of the tensors, how many are no biases, and of the output."""
         lead = (lead,) if isinstance(lead, int) else tuple(lead)
         shapes = self.shapes(lead, i, o)
-        kept = shapes if bias else shapes[: len(shapes) - self.biases]
-        return kept, _output(self, lead, i, o)
+        weights = len(shapes) - self.biases
+        return shapes if bias else shapes[:weights], weights, _output(self, lead, i, o)
 
     def case(
         self, lead=(3,), i=4, o=5, dtype=torch.float64, device="cpu", bias=True, seed=0
@@ -124,8 +125,7 @@ class Op:
             values = torch.randn(shape, generator=gen, dtype=torch.float64) * scale
             return values.to(device=device, dtype=dtype)
 
-        shapes, output = self._shapes(lead, i, o, bias)
-        weights = len(self.shapes((1,), i, o)) - self.biases
+        shapes, weights, output = self._shapes(lead, i, o, bias)
         scales = [1.0, *(1 / math.sqrt(max(math.prod(s[1:]), 1)) for s in shapes[1:weights])]
         scales += [1.0] * (len(shapes) - weights)
         return Case([normal(s, scale) for s, scale in zip(shapes, scales)], normal(output))
@@ -149,8 +149,7 @@ class Op:
             values = torch.randint(low, high + 1, shape, generator=gen, dtype=torch.int64)
             return values.to(dtype=dtype).to(device)
 
-        shapes, output = self._shapes(lead, i, o, bias)
-        weights = len(self.shapes((1,), i, o)) - self.biases
+        shapes, weights, output = self._shapes(lead, i, o, bias)
         inputs = [integers(-1, 1, s) for s in shapes[:weights]]
         g = integers(-1, 1, output)
         return Case([*inputs, *(integers(-3, 2, s) + 0.5 for s in shapes[weights:])], g)

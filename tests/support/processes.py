@@ -1,5 +1,6 @@
 """Programs that a test runs or puts in another's place."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -35,6 +36,15 @@ def starting_with(folder, code):
     begin = f"import os, sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
     (folder / "sitecustomize.py").write_text(begin + code)
     return {"PYTHONPATH": os.pathsep.join(map(str, [folder, ROOT / "tests" / "support", ROOT]))}
+
+
+def module_at(path, name=None):
+    """What a file makes; it is then found by its name, or the one that is given."""
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def script(path, text):

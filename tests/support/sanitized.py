@@ -79,8 +79,7 @@ def tested(kind: str, chosen: Sequence[str] = ()) -> dict[str, bool]:
         for test in cpp_programs.names_in(f"{name}.cpp"):
             command = [*(start if kind == "thread" else []), str(program), test]
             with tempfile.TemporaryDirectory() as folder:
-                env = {**os.environ, **OPTIONS[kind]}
-                run = subprocess.run(command, env=env, cwd=folder)
+                run = subprocess.run(command, env={**os.environ, **OPTIONS[kind]}, cwd=folder)
             clean[f"{name} {test}"] = run.returncode == 0
             print(f"{name} {test}: {'failed' if run.returncode else 'clean'}", flush=True)
     return clean

@@ -1,6 +1,5 @@
 """The build: what it decides, what it leaves in the tree, what loading says when that is wrong."""
 
-import importlib.util
 import json
 import os
 import re
@@ -10,9 +9,10 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
+import gpu_record
 import pytest
 import torch
-from processes import ROOT, git_files, python, run, script
+from processes import ROOT, git_files, module_at, python, run, script
 
 from torch_fused_linear import _library, _releases
 
@@ -20,18 +20,10 @@ PACKAGE = ROOT / "torch_fused_linear"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-def module_at(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 build = module_at(ROOT / "setup.py")
 compiling, parts, precompiled = build.compiling, build.parts, build.parts.precompiled
 toolkits, torchs = build.toolkits, build.torchs
 SUPPORT = ROOT / "tests" / "support"
-gpu_record = module_at(SUPPORT / "gpu_record.py")
 
 
 def words_of_exit(function, *arguments):
@@ -72,14 +64,13 @@ def machine(monkeypatch, tmp_path):
     for name in ("CUDA", "HOPPER", "LABEL", "TORCH", "CUTLASS"):
         monkeypatch.delenv(f"TORCH_FUSED_LINEAR_{name}", raising=False)
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    torch = torchs.Torch(tmp_path, "2.11.0+cu130", "13.0")
 
     def of(*gpus, nvcc="13.0"):
         home = toolkit(tmp_path / "cuda", nvcc) if nvcc else tmp_path
         monkeypatch.setattr(toolkits, "visible_gpus", lambda: gpus)
         monkeypatch.setattr(toolkits, "homes", lambda torch: [home])
         monkeypatch.setattr(toolkits, "cutlass_headers", lambda: None)
-        return torch
+        return torchs.Torch(tmp_path, "2.11.0+cu130", "13.0")
 
     return of
 
@@ -433,8 +424,7 @@ done
 def build_in(folder, compiler=FAILING, code=0):
     settings = {"CXX": str(script(folder / "compiler", compiler)), "DEBUG": "0"}
     settings["TORCH_FUSED_LINEAR_CUDA"] = "0"
-    command = ("setup.py", "build_ext", "--inplace")
-    return python(*command, cwd=folder, code=code, **settings).stdout
+    return python("setup.py", "build_ext", "--inplace", cwd=folder, code=code, **settings).stdout
 
 
 @pytest.fixture(scope="module")

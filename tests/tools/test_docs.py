@@ -89,10 +89,9 @@ def test_python_runs(page, tmp_path, monkeypatch):
         if not_here := missing(snippet.needs):
             left_out.update(not_here)
             continue
-        # With the page's lines, so that a traceback points into the page.
-        code = compile("\n" * (snippet.line - 1) + snippet.text, str(page), "exec")
         with tfl.set_policy(tfl.get_policy()), tfl.handover(True):
-            exec(code, names)
+            # With the page's lines, so that a traceback points into the page.
+            exec(compile("\n" * (snippet.line - 1) + snippet.text, str(page), "exec"), names)
     if left_out:
         pytest.skip(f"all ran but what needs {', '.join(sorted(left_out))}")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
-from processes import ROOT, git_files, python, run, script
-from test_build import MINOR, SUFFIX, WORKING, build, fake_torch, module_at, words_of_exit
+from processes import ROOT, git_files, module_at, python, run, script
+from test_build import MINOR, SUFFIX, WORKING, build, fake_torch, words_of_exit
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _releases
