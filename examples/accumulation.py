@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
         ours, our_seconds = train(in_product, data)
 
     added = sum(call.operator == "_weight_gradient" for call in report.calls)
-    print(f"{added} gradients written or added by products in {args.steps} steps")
+    print(f"{added} gradients written or added where they are made in {args.steps} steps")
     print("first and last loss, torch adds: ", f"{losses[0]:.4f} {losses[-1]:.4f}")
     print("first and last loss, products do:", f"{ours[0]:.4f} {ours[-1]:.4f}")
     if data.is_cuda:

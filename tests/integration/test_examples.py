@@ -329,6 +329,6 @@ def test_llama(device, run):
 
 def test_accumulation(device):
     found = load("accumulation").main(["--device", str(device), "--steps", "9"])
-    assert found["added"] == [9 * 4 * 3]
+    assert found["added"] == [9 * 4 * 6]
     assert found["products"] == pytest.approx(found["torch"], rel=0.02)
     assert found["products"][-1] < 0.9 * found["products"][0]

@@ -182,8 +182,8 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(passes, monkeypatch, tmp_pa
     text, code = (parts.HOPPER / "kernels.cu").read_text(), ""
     for kernel in passes.split() or kernels:
         type_, activation, transposed = kernels[kernel].split()
-        code += f"template cudaError_t {kernel}<gemm::Type::{type_}, Activation::{activation}, "
-        code += f"{transposed}>(const Product&);\n"
+        code += f"template const Launch {kernel}<gemm::Type::{type_}, Activation::{activation}, "
+        code += f"{transposed}>;\n"
     includes, _, rest = text.partition("template <>")
     (tmp_path / "kernels.cu").write_text(f"{includes}{code}}}\n")
     assert "FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>" in rest
