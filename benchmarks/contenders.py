@@ -144,6 +144,13 @@ def products(case: Case, data: Operands) -> Call:
     return run
 
 
+def accumulated(case: Case, data: steps.MicroBatches, name: str) -> Call:
+    block = steps.our_block if name in ("ours", "apart") else steps.torchs_block
+    if name in COMPILED:
+        block, _ = compiled(block, name, conv=False)
+    return steps.accumulated(case, data, block, by_products=name in ("ours", "compile+pass"))
+
+
 # ------------------------------------------------------------------------------- who takes part
 
 
@@ -183,13 +190,17 @@ LAYERS = {
     **of_layers(rivals.BLOCKS),
 }
 GATED, CONVOLUTIONS = of_layers(gated.BLOCKS), of_layers(convolutions.LAYERS)
+ACCUMULATION = {
+    name: partial(accumulated, name=name)
+    for name in ("ours", "compile+pass", "apart", "eager", "compile")
+}
 WORK = {
     "layers": Work(Operands.random, LAYERS | BY_COMPILER, {"mm": products}),
     "gated": Work(Operands.random, GATED | BY_COMPILER, {"mm": products}),
     "conv": Work(Operands.random, CONVOLUTIONS | BY_COMPILER, {"conv": convolutions.bare}),
     "edge": Work(steps.Edge, {}, steps.EDGE),
     "one pass": Work(steps.OnePass, {}, steps.ONE_PASS),
-    "accumulation": Work(steps.MicroBatches, {}, steps.ACCUMULATION),
+    "accumulation": Work(steps.MicroBatches, {}, ACCUMULATION),
 }
 OF_MODELS = {"fused", "fused-low", "eager", *COMPILED} - {"max-autotune"}  # in models.py
 BASELINES = tuple(

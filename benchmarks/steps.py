@@ -4,6 +4,7 @@ that of a ReLU layer through the layer after it; and a block's steps over severa
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -144,17 +145,15 @@ def our_block(x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor) -> Tensor:
     return tfl.linear(tfl.linear_gelu(x, w, b), v, c)
 
 
-def accumulated(case: Case, data: MicroBatches, name: str) -> Call:
+def accumulated(
+    case: Case, data: MicroBatches, block: Callable[..., Tensor], by_products: bool
+) -> Call:
     """Steps as after ``zero_grad()``: the first makes ``.grad``, the others add to it."""
-    block = our_block if name in ("ours", "apart") else torchs_block
-    if name.startswith("compile"):
-        options = tfl.compile_options() if name == "compile+pass" else None
-        block = torch.compile(block, dynamic=False, options=options)
     # the same memory, gradients of their own
     parameters = [p.detach().requires_grad_() for p in data.parameters]
     for p in parameters:
         p.grad_dtype = torch.float32 if case.mode == "fp32 grad" else p.dtype
-    if name in ("ours", "compile+pass"):
+    if by_products:
         tfl.accumulate_gradients(parameters)  # for as long as they are there
 
     def run() -> list[Tensor]:
@@ -165,9 +164,3 @@ def accumulated(case: Case, data: MicroBatches, name: str) -> Call:
         return [p.grad for p in parameters]
 
     return run
-
-
-ACCUMULATION = {
-    name: partial(accumulated, name=name)
-    for name in ("ours", "compile+pass", "apart", "eager", "compile")
-}
