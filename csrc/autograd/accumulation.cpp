@@ -243,7 +243,8 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const char* why = adds && is_read ? shares_memory : nullptr;
   // Since the forward:
   if (grad.scalar_type() != weight.scalar_type()) why = "another dtype";
-  if (grad.size(-1) != into.size(0)) why = "another shape";
+  const int64_t dims = input.defined() ? 2 : 1;
+  if (into.dim() != dims || grad.size(-1) != into.size(0)) why = "another shape";
   if (of_graph && *of_graph != options.dtype()) why = "the graph gives another dtype";
   if (why != nullptr) {
     explain::remark(std::string("weight's gradient apart: ") + why);

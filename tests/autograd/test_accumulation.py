@@ -397,12 +397,16 @@ def cleared_by_a_hook(p):
     steps(p)
 
 
-def other_sizes(p):
-    loss, bias = p.loss(), p.model[2].bias
-    bias.data = bias.data[None]
-    bias.grad = torch.ones_like(bias)
-    loss.backward()
-    p.model[2].bias = None
+def other_sizes(rows_of):
+    def play(p):
+        loss, bias = p.loss(), p.model[2].bias
+        bias.data = bias.data.repeat(rows_of(bias), 1)
+        bias.grad = torch.ones_like(bias)
+        loss.backward()
+        p.seen.append(bias.grad)
+        p.model[2].bias = None
+
+    return play
 
 
 def swapped(p):
@@ -454,7 +458,8 @@ APART = {  # and what explain says of it; of a formula it has no row
         other_gradients(lambda w: torch._neg_view(torch.ones_like(w))),
         "a view that negates",
     ),
-    "other sizes": (other_sizes, ""),
+    "a row": (other_sizes(lambda bias: 1), ""),
+    "a square": (other_sizes(len), ""),
     "sparse": (
         other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1),
         "not a plain tensor",
@@ -464,7 +469,8 @@ APART = {  # and what explain says of it; of a formula it has no row
 
 # torch does not differentiate a compiled backward; of a failure the graph knows when it has ended;
 # what is compiled cannot be swapped.
-NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle", "swapped", "other sizes"}
+NOT_COMPILED = {"create_graph", "part_of_a_graph", "fails_in_the_middle", "swapped"}
+NOT_COMPILED |= {"a row", "a square"}
 COMPILED = [(name, True) for name in (*ADDED, *APART) if name not in NOT_COMPILED]
 
 
