@@ -120,11 +120,9 @@ class GatedStore {
   using StrideC = cute::Stride<cute::_1, int64_t, int64_t>;
   using StrideD = StrideC;
 
-  struct SharedStorage {
-    struct alignas(1024) Values {
-      Element data[half_features * tokens_of_tile];
-    };
-    Values gate, up, hidden;
+  // Of one result at a time: what is saved here holds further stages of the operands.
+  struct alignas(1024) SharedStorage {
+    Element data[half_features * tokens_of_tile];
   };
 
   static auto tma_of(void* data, int features, int tokens, int64_t ld) {
@@ -171,9 +169,8 @@ class GatedStore {
                                  char* memory) {
     auto& shared = *reinterpret_cast<SharedStorage*>(memory);
     const int warp = thread / 32, lane = thread % 32;
-    const int tile = cute::get<0>(at);
     // A thread's sums are of two features, eight apart, and of pairs of tokens.
-    const int feature = tile * half_features + 16 * warp + lane / 4;
+    const int feature = cute::get<0>(at) * half_features + 16 * warp + lane / 4;
     float gate_bias[2], up_bias[2];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -181,62 +178,61 @@ class GatedStore {
       up_bias[i] = at_or_zero(params_.up_bias, feature + 8 * i);
     }
     const auto gates = sums(cute::_, 0, 0), ups = sums(cute::_, 1, 0);
-    // Where this lane's row of eight features of a transposed 8 x 8 matrix begins.
-    const int chunk = 2 * warp + lane / 8 % 2, token = lane % 8 + lane / 16 * 8;
-    const int place = token * half_features + (chunk ^ token % 8) * 8;
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < tokens_of_tile / 8; j += 2) {
-      uint32_t gate[4], up[4], hidden[4];
-      CUTLASS_PRAGMA_UNROLL
-      for (int q = 0; q < 4; ++q) {
-        cutlass::Array<Element, 2> g, u, h;
-        CUTLASS_PRAGMA_UNROLL
-        for (int c = 0; c < 2; ++c) {
-          const int index = 4 * (j + q / 2) + 2 * (q % 2) + c;
-          g[c] = Element(gates(index) + gate_bias[q % 2]);
-          u[c] = Element(ups(index) + up_bias[q % 2]);
-          h[c] = Element(quick::activate<activation>(float(g[c])) * float(u[c]));
-        }
-        gate[q] = reinterpret_cast<const uint32_t&>(g);
-        up[q] = reinterpret_cast<const uint32_t&>(u);
-        hidden[q] = reinterpret_cast<const uint32_t&>(h);
-      }
-      const int offset = place + j * 8 * half_features;
-      if (params_.keeps()) {
-        put(gate, shared.gate.data + offset);
-        put(up, shared.up.data + offset);
-      }
-      put(hidden, shared.hidden.data + offset);
-    }
-    cute::tma_store_fence();
-    cutlass::arch::NamedBarrier::sync(cutlass::NumThreadsPerWarpGroup,
-                                      cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
-    if (thread != 0) return;
-    const int tokens = cute::get<1>(at);
+    const auto gate = [&](int i, int q) { return Element(gates(i) + gate_bias[q]); };
+    const auto up = [&](int i, int q) { return Element(ups(i) + up_bias[q]); };
+    const auto hidden = [&](int i, int q) {
+      return Element(quick::activate<activation>(float(gate(i, q))) * float(up(i, q)));
+    };
     if (params_.keeps()) {
-      store(params_.to_gate, shared.gate.data, tile, tokens);
-      store(params_.to_up, shared.up.data, tile, tokens);
+      write(gate, params_.to_gate, at, thread, shared);
+      write(up, params_.to_up, at, thread, shared);
     }
-    store(params_.to_hidden, shared.hidden.data, tile, tokens);
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // the other warp group's values take their place
+    write(hidden, params_.to_hidden, at, thread, shared);
   }
 
  private:
   CUTLASS_DEVICE float at_or_zero(const Element* bias, int feature) const {
     return bias != nullptr && feature < params_.features ? float(bias[feature]) : 0.0f;
   }
-  CUTLASS_DEVICE static void put(const uint32_t (&matrices)[4], Element* row) {
-    cute::SM90_U16x8_STSM_T::copy(matrices[0], matrices[1], matrices[2], matrices[3],
-                                  *reinterpret_cast<cute::uint128_t*>(row));
+
+  // Stores value(place among a thread's sums, which of its two features) of all.
+  template <typename Value, typename At>
+  CUTLASS_DEVICE void write(const Value& value, const Tma& tma, const At& at, int thread,
+                            SharedStorage& shared) const {
+    const int warp = thread / 32, lane = thread % 32;
+    // Where this lane's row of eight features of a transposed 8 x 8 matrix begins.
+    const int chunk = 2 * warp + lane / 8 % 2, token = lane % 8 + lane / 16 * 8;
+    Element* place = shared.data + token * half_features + (chunk ^ token % 8) * 8;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < tokens_of_tile / 8; j += 2) {
+      uint32_t matrices[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int q = 0; q < 4; ++q) {
+        cutlass::Array<Element, 2> pair;
+        CUTLASS_PRAGMA_UNROLL
+        for (int c = 0; c < 2; ++c) pair[c] = value(4 * (j + q / 2) + 2 * (q % 2) + c, q % 2);
+        matrices[q] = reinterpret_cast<const uint32_t&>(pair);
+      }
+      cute::SM90_U16x8_STSM_T::copy(
+          matrices[0], matrices[1], matrices[2], matrices[3],
+          *reinterpret_cast<cute::uint128_t*>(place + j * 8 * half_features));
+    }
+    cute::tma_store_fence();
+    wait_for_all();
+    if (thread == 0) {
+      const auto shape = cute::make_shape(params_.features, params_.tokens);
+      const auto block = cute::local_tile(tma.get_tma_tensor(shape), Block{}, cute::take<0, 2>(at));
+      const auto values = cute::make_tensor(cute::make_smem_ptr(shared.data), SmemBlock{});
+      const auto slice = tma.get_slice(0);
+      cute::copy(tma, slice.partition_S(values), slice.partition_D(block));
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();
+    }
+    wait_for_all();  // what is written next takes the place of these
   }
-  CUTLASS_DEVICE void store(const Tma& tma, Element* data, int tile, int tokens) const {
-    const auto shape = cute::make_shape(params_.features, params_.tokens);
-    const auto block =
-        cute::local_tile(tma.get_tma_tensor(shape), Block{}, cute::make_coord(tile, tokens));
-    const auto values = cute::make_tensor(cute::make_smem_ptr(data), SmemBlock{});
-    const auto slice = tma.get_slice(0);
-    cute::copy(tma, slice.partition_S(values), slice.partition_D(block));
+  CUTLASS_DEVICE static void wait_for_all() {
+    cutlass::arch::NamedBarrier::sync(cutlass::NumThreadsPerWarpGroup,
+                                      cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
   }
 
   const Params& params_;
