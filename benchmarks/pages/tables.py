@@ -212,6 +212,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "on a CPU, compiled": cpu_compiled,
     "beside other libraries": beside_other_libraries,
     "gated blocks": partial(gated_blocks, "gated"),
+    "gated blocks again": partial(gated_blocks, "gated-again"),
     "gated blocks beside CODA": partial(gated_blocks, "gated-coda"),
     "gated blocks on a CPU": partial(gated_blocks, "gated-cpu"),
     "calls of gated blocks": partial(gated_blocks, "gated-host"),
