@@ -112,7 +112,9 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                matrix_of(results.back()), data_of(added.back()), own,
                                kept.size() > i ? matrix_of(kept.back()) : Matrix(),
                                kept.size() > i ? Keeps::values : Keeps::nothing));
-    if (!takes_small(layers.back(), input)) return {};
+    // A chain's key tells of the first layer alone whether there is a bias.
+    const bool is_alike = added.back().defined() == added.front().defined();
+    if (!is_alike || !takes_small(layers.back(), input)) return {};
     left.matrix = layers.back().result;
   }
   const auto chain = as_chain(layers);
