@@ -26,6 +26,7 @@ __device__ inline void wait_for_previous_kernel() {
 // Waits for all threads of the cluster's blocks, and sees what was written before.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
+  __syncwarp();  // what is aligned, a warp runs as one
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }

@@ -71,6 +71,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
     case Provider::cublaslt:
       if (matmul(device_of(p.matmul.device).handle, plan.matmul, *plan.descriptors, plan.algorithm,
                  operands_of(call, strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
+        static_cast<void>(cudaGetLastError());  // which the way taken instead would find
         return false;
       }
       explain::append(gemm::name(plan.matmul.epilogue));
