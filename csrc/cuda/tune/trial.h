@@ -77,7 +77,7 @@ class Trial {
  public:
   Trial(const PassCall& call, const PassProblem& bucket) : call_(call), bucket_(bucket) {}
 
-  // Remembers the verdict for the process, unless memory was too short. No error gets out.
+  // Remembers the verdict for the process, but for a failure. No error gets out.
   Verdict judge(const plans::Decision& decision) {
     if (call_.layers != nullptr) return judge_layers(decision);
     if (const auto verdict = known(decision)) return *verdict;
@@ -86,11 +86,11 @@ class Trial {
       verdict = try_out(decision);
     } catch (const c10::OutOfMemoryError&) {
       lacked_memory_ = true;
-      return Verdict::failed;
     } catch (const std::exception& failure) {
       static_cast<void>(cudaGetLastError());  // the call itself goes on
       log_refusal(decision, plans::message_of(failure));
     }
+    if (verdict == Verdict::failed) return verdict;
     plans::passes().change(bucket_, [&](plans::KnownPass& known) {
       known.verdicts[{decision.strategy, decision.algorithm.bytes}] = verdict;
     });
@@ -115,19 +115,16 @@ class Trial {
     // Gives eager's errors, nothing where it does not run. A strided bias, or another number of
     // tokens, may spare its product a rounding, so that the better way counts.
     const std::optional<TrialErrors>& reference() {
-      if (!reference_known_) {
-        reference_known_ = true;
-        reference_errors_ = errors_of_eager(/*bias_is_matrix=*/false);
+      if (!reference_) {
+        auto least = errors_of_eager(/*bias_is_matrix=*/false);
         const auto& call = operands_.ends.front().call;
         if (gemm::is_forward(call.problem.pass) && call.bias != nullptr) {
           const auto other = errors_of_eager(/*bias_is_matrix=*/true);
-          if (other && (!reference_errors_ ||
-                        other->elements.squares < reference_errors_->elements.squares)) {
-            reference_errors_ = other;
-          }
+          if (other && (!least || other->elements.squares < least->elements.squares)) least = other;
         }
+        reference_ = least;  // of both runs, or they come again
       }
-      return reference_errors_;
+      return *reference_;
     }
 
     std::optional<TrialErrors> errors_of(const plans::Decision& decision) {
@@ -221,8 +218,7 @@ class Trial {
 
     TrialOperands operands_;
     std::vector<bool> exact_known_;
-    bool reference_known_ = false;
-    std::optional<TrialErrors> reference_errors_;
+    std::optional<std::optional<TrialErrors>> reference_;
   };
 
   // A kernel of all layers does to each what the strategy of its name does to one alone.
