@@ -98,7 +98,9 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
   auto left = rows_of(input);
   for (size_t i = 0; i < count; ++i) {
     const auto right = rows_of(weights[i]);
-    if (left.copy.defined() || right.copy.defined() ||
+    // A chain's key tells of the first layer alone whether there is a bias.
+    const bool is_alike = has_value(biases.get(i)) == has_value(biases.get(0));
+    if (!is_alike || left.copy.defined() || right.copy.defined() ||
         right.matrix.rows > gemm::small::most_features) {
       return {};
     }
@@ -112,9 +114,7 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                matrix_of(results.back()), data_of(added.back()), own,
                                kept.size() > i ? matrix_of(kept.back()) : Matrix(),
                                kept.size() > i ? Keeps::values : Keeps::nothing));
-    // A chain's key tells of the first layer alone whether there is a bias.
-    const bool is_alike = added.back().defined() == added.front().defined();
-    if (!is_alike || !takes_small(layers.back(), input)) return {};
+    if (!takes_small(layers.back(), input)) return {};
     left.matrix = layers.back().result;
   }
   const auto chain = as_chain(layers);
