@@ -37,16 +37,20 @@ Candidate candidate(const PassCall& call, const Strategy& strategy, const Algori
   return {std::move(plan), {Decision::Origin::measured, &strategy, algorithm}};
 }
 
-// Lists everything worth trying. Who asked for the library's own epilogues gets no other strategy,
-// and eager's for comparison.
-std::vector<Candidate> candidates_for(const PassCall& call, const Strategy* by_rule) {
+// Lists everything worth trying, the rule's first: the heuristic that is asked for more, or for
+// fewer tokens, may not name it again. Who asked for the library's own epilogues gets no other
+// strategy, and eager's for comparison.
+std::vector<Candidate> candidates_for(const PassCall& call,
+                                      const std::optional<Decision>& by_rule) {
   std::vector<Candidate> result;
+  if (by_rule) result.push_back(candidate(call, *by_rule->strategy, by_rule->algorithm));
   for (const auto& strategy : gemm::strategies) {
     if (gemm::objection(call.problem, strategy, available(call.problem))) continue;
+    const bool rules = by_rule && by_rule->strategy == &strategy;
     const bool of_library = strategy.provider == Provider::cublaslt;
-    if (of_library && call.problem.library_only && by_rule != nullptr && &strategy != by_rule)
-      continue;
+    if (call.problem.library_only && of_library && by_rule && !rules) continue;
     for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
+      if (rules && algorithm.bytes == by_rule->algorithm.bytes) continue;
       result.push_back(candidate(call, strategy, algorithm));
     }
   }
@@ -60,10 +64,10 @@ double budget_for(const PassCall& call) {
   return plans::budget() * 1e3 * plans::share_of_budget(operations);
 }
 
-// Lists other configurations of the algorithm that has won, and itself; nothing where there are
-// none.
+// Lists other configurations of the algorithm that has won, behind itself.
 std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
   std::vector<Candidate> result;
+  result.push_back(candidate(call, *winner.strategy, winner.algorithm));
   if (winner.strategy->provider != Provider::cublaslt) return result;
   // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
   constexpr double load_us = 5e3;
@@ -72,7 +76,6 @@ std::vector<Candidate> candidates_around(const PassCall& call, const Decision& w
        algorithms_around(call, *winner.strategy, winner.algorithm, static_cast<size_t>(room))) {
     result.push_back(candidate(call, *winner.strategy, algorithm));
   }
-  if (!result.empty()) result.push_back(candidate(call, *winner.strategy, winner.algorithm));
   return result;
 }
 
@@ -82,15 +85,6 @@ size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidat
   const auto it =
       std::ranges::find(candidates, &eager, [](const Candidate& c) { return c.decision.strategy; });
   return eager.is_eager() ? it - candidates.begin() : candidates.size();
-}
-
-size_t index_of(const std::vector<Candidate>& candidates, const Decision& decision,
-                size_t otherwise) {
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    const auto& d = candidates[i].decision;
-    if (d.strategy == decision.strategy && d.algorithm == decision.algorithm) return i;
-  }
-  return otherwise;
 }
 
 void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwatch,
@@ -104,9 +98,9 @@ void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwa
   }
 }
 
+// The first is what another must clearly beat.
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
-                                const Decision& incumbent, Trial& trial, double calls, double share,
-                                const char* what) {
+                                Trial& trial, double calls, double share, const char* what) {
   const auto clock = start_clock();
   int64_t bytes = 1;
   for (const auto& c : candidates) bytes = std::max(bytes, c.plan.algorithm.workspace);
@@ -119,7 +113,7 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   });
 
   const size_t yardstick = yardstick_of(call, candidates);
-  plans::Candidates field{{}, index_of(candidates, incumbent, yardstick), yardstick};
+  plans::Candidates field{{}, /*incumbent=*/0, yardstick};
   // Those that must be timed come first, as loading all kernels may take too long.
   const auto is_needed = [&](size_t i) { return i == field.incumbent || i == yardstick; };
   std::vector<size_t> order(candidates.size());
@@ -127,8 +121,9 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   std::ranges::stable_partition(order, is_needed);
   field.eligible.resize(candidates.size());
   for (const size_t i : order) {
+    const auto* strategy = candidates[i].decision.strategy;
     const bool wanted =
-        !call.problem.library_only || candidates[i].decision.strategy == incumbent.strategy;
+        !call.problem.library_only || strategy == candidates.front().decision.strategy;
     const bool in_time = clock() < share * budget_for(call);
     field.eligible[i] = wanted && (is_needed(i) || in_time) && stopwatch.once(i);
   }
@@ -187,23 +182,21 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
     call.result.data = result->data();
     if (result->data() == nullptr) return std::nullopt;
   }
-  auto candidates = candidates_for(call, by_rule ? by_rule->strategy : nullptr);
+  auto candidates = candidates_for(call, by_rule);
   if (candidates.empty()) return std::nullopt;
-  const size_t yardstick = yardstick_of(call, candidates);
-  const auto incumbent =
-      by_rule ? *by_rule : candidates[std::min(yardstick, candidates.size() - 1)].decision;
   constexpr double calls = 24, calls_around = 8;
-  auto decision = contest(call, candidates, incumbent, trial, calls, share_at_first, "");
+  auto decision = contest(call, candidates, trial, calls, share_at_first, "");
   if (!decision || trial.lacked_memory()) {
-    plans::log("not measured, by rule: " + plans::summary(bucket, incumbent));
+    const auto& instead = by_rule ? *by_rule : candidates.front().decision;
+    plans::log("not measured, by rule: " + plans::summary(bucket, instead));
     return std::nullopt;
   }
   // The heuristic does not offer all; not worth it where launching takes the time.
   if (decision->microseconds > Stopwatch::launch_bound) {
     auto around = candidates_around(call, *decision);
-    if (!around.empty()) {
+    if (around.size() > 1) {
       const auto eager = decision->eager_microseconds;
-      if (const auto better = contest(call, around, *decision, trial, calls_around, share_around,
+      if (const auto better = contest(call, around, trial, calls_around, share_around,
                                       "further configurations: ")) {
         decision = better;
       }
