@@ -113,6 +113,9 @@ inline void check(const Tensor& input, const Tensor& weight, const OptionalTenso
     TORCH_CHECK(size >= reach, op_name, ": input must have, with its padding, a ",
                 d == 0 ? "height" : "width", " of at least the dilated kernel's, ", reach, ", got ",
                 size);
+    // Torch refuses padding alone as well, but where there is no image.
+    TORCH_CHECK(!TORCH_GUARD_OR_FALSE(input.sym_size(d - 2).sym_eq(0)) || input.sym_size(0) == 0,
+                op_name, ": input must have at least one pixel, got ", input.sym_sizes());
   }
   if (has_value(bias)) check_bias(op_name, *bias, weight);
 }
