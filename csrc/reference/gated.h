@@ -48,12 +48,12 @@ struct GluFormula {
   }
 
   static Tensor forward(const gated::Layer& layer, const gated::Down& down, Activation activation) {
-    const auto gate = at::linear(layer.input, layer.gate, layer.gate_bias);
+    const auto gate = aten_linear(layer.input, layer.gate, layer.gate_bias);
     const auto hidden =
         layer.is_stacked()
             ? glu(gate, {}, activation)
-            : glu(gate, at::linear(layer.input, *layer.up, layer.up_bias), activation);
-    return down.exists() ? at::linear(hidden, down.weight, down.bias) : hidden;
+            : glu(gate, aten_linear(layer.input, *layer.up, layer.up_bias), activation);
+    return down.exists() ? aten_linear(hidden, down.weight, down.bias) : hidden;
   }
 };
 

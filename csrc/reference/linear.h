@@ -87,10 +87,16 @@ Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previo
   return {dz, grad_weight, grad_bias, grad_previous_bias};
 }
 
+// On the meta device torch promotes a sum that it makes in place elsewhere.
+inline Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto result = at::linear(input, weight, bias);
+  return result.is_meta() ? result.to(input.scalar_type()) : result;
+}
+
 struct LinearFormula {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
-    return activate(at::linear(input, weight, bias), activation);
+    return activate(aten_linear(input, weight, bias), activation);
   }
 
   // -> output and, for ReLU, the bit mask; for GELU the pre-activation
