@@ -40,17 +40,16 @@ Candidate candidate(const PassCall& call, const Strategy& strategy, const Algori
 // Lists everything worth trying, the rule's first: the heuristic that is asked for more, or for
 // fewer tokens, may not name it again. Who asked for the library's own epilogues gets no other
 // strategy, and eager's for comparison.
-std::vector<Candidate> candidates_for(const PassCall& call,
-                                      const std::optional<Decision>& by_rule) {
+std::vector<Candidate> candidates_for(const PassCall& call, const std::optional<Decision>& rule) {
   std::vector<Candidate> result;
-  if (by_rule) result.push_back(candidate(call, *by_rule->strategy, by_rule->algorithm));
+  if (rule) result.push_back(candidate(call, *rule->strategy, rule->algorithm));
   for (const auto& strategy : gemm::strategies) {
     if (gemm::objection(call.problem, strategy, available(call.problem))) continue;
-    const bool rules = by_rule && by_rule->strategy == &strategy;
+    const bool by_rule = rule && rule->strategy == &strategy;
     const bool of_library = strategy.provider == Provider::cublaslt;
-    if (call.problem.library_only && of_library && by_rule && !rules) continue;
+    if (call.problem.library_only && of_library && rule && !by_rule) continue;
     for (const auto& algorithm : algorithms_for(call, strategy, algorithms_asked)) {
-      if (rules && algorithm.bytes == by_rule->algorithm.bytes) continue;
+      if (by_rule && algorithm.bytes == rule->algorithm.bytes) continue;
       result.push_back(candidate(call, strategy, algorithm));
     }
   }
