@@ -19,6 +19,11 @@ from torch_fused_linear.graph.fusion_pass import FusionPass
 # --- layers --------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def turned(w):
+    return w.t()
+
+
 LAYERS = {
     "F.linear, F.relu": lambda x, w, b: F.relu(F.linear(x, w, b)),
     "torch.relu": lambda x, w, b: torch.relu(F.linear(x, w, b)),
@@ -40,6 +45,8 @@ LAYERS = {
     "through views": lambda x, w, b: F.linear(x, w, b).unsqueeze(0).reshape(-1).relu(),
     "dropout that does nothing": lambda x, w, b: F.dropout(F.linear(x, w, b), 0.0).relu(),
     "our own linear": lambda x, w, b: F.relu(tfl.linear(x, w, b)),
+    "turned without gradients": lambda x, w, b: F.relu(x @ turned(w)) * w.sum(),
+    "turned first": lambda x, w, b: (lambda v: F.relu(x @ (v.t(), v.t_())[0]))(w[:6] + 0),
     "ATen": lambda x, w, b: torch.ops.aten.relu.default(torch.ops.aten.linear.default(x, w, b)),
 }
 FLAT_LAYERS = {
@@ -70,9 +77,9 @@ NOT_LAYERS = {
     "the bits are read as integers": lambda x, w, b: F.linear(x, w, b).view(torch.int32).relu(),
     "another activation": lambda x, w, b: F.relu6(F.linear(x, w, b)),
     "GELU by the sigmoid": lambda x, w, b: (lambda z: z * torch.sigmoid(1.702 * z))(x @ w.t()),
-    "GELU with another constant": lambda x, w, b: (
-        lambda z: 0.5 * z * (1.0 + torch.tanh(0.8 * (z + 0.044715 * z.pow(3.0))))
-    )(x @ w.t()),
+    "GELU with another constant": lambda x, w, b: tanh_formula(x @ w.t(), 0.8),
+    "a tanh that is kept": lambda x, w, b: tanh_formula(F.linear(x.data, w.data), out=x.new(5, 8)),
+    "a bias of another dtype": lambda x, w, b: F.linear(x.expand(2, 5, 6), w, b.double()).relu(),
     "no activation": lambda x, w, b: F.linear(x, w, b),
     "a scaled bias": lambda x, w, b: torch.addmm(b, x, w.t(), beta=2).relu(),
     "a bias for every row": lambda x, w, b: torch.addmm(b.expand(5, 8), x, w.t()).relu(),
@@ -122,9 +129,7 @@ FIRST_ALONE = {
     "the hidden tensor is used": lambda x, w, b, v, c: (
         lambda hidden: F.linear(hidden, v, c).sum() + hidden.sum()
     )(F.relu(F.linear(x, w, b))),
-    "the hidden tensor is the weight, too": lambda x, w, b, v, c: (
-        lambda hidden: F.linear(hidden, hidden)
-    )(F.relu(F.linear(x, w, b))),
+    "its own weight": lambda x, w, b, v, c: (lambda h: F.linear(h, h))(F.relu(F.linear(x, w, b))),
     "layers under different modes": under_different_modes,
 }
 MIXED = {
@@ -192,10 +197,8 @@ NO_BLOCKS = {
     ),
     "another input": (lambda m, x: m.down(m.act(m.gate(x)) * m.up(x + 1)), {"linear_silu": 1}),
     "three chunks": (lambda m, x: (lambda a, b, _: m.act(a) * b)(*chunks(m, x, 3)), {}),
-    "chunks of rows": (
-        lambda m, x: (lambda a, b: m.act(a) * b)(*chunks(m, torch.cat([x, x]), dim=0)),
-        {},
-    ),
+    "chunks of rows": (lambda m, x: (lambda a, b: m.act(a) * b)(*chunks(m, x, dim=0)), {}),
+    "two activations": (lambda m, x: F.silu(tfl.linear_relu(x, m.gate.weight)) * m.up(x), {}),
     "the same half": (lambda m, x: (lambda a, b: m.act(a) * a + b)(*chunks(m, x)), {}),
 }
 
@@ -254,9 +257,7 @@ def relu_outside_of_autocast(x, w, b):
 
 LEFT_ALONE = {
     "a second use": lambda x, w, b: (lambda z: F.relu(z) + z)(F.conv2d(x, w, b)),
-    "a second use of what is rectified in place": lambda x, w, b: (
-        lambda z: F.relu(z, inplace=True) + z
-    )(F.conv2d(x, w, b)),
+    "a second use, in place": lambda x, w, b: (lambda z: F.relu(z, True) + z)(F.conv2d(x, w, b)),
     "gradients of one part only": under_no_grad_in_part,
     "written in between": written_before_relu,
     "autocast of one part only": relu_outside_of_autocast,

@@ -73,5 +73,5 @@ def conv_relu(x, w, b):
     return F.relu(F.conv2d(x, w, b))
 
 
-def tanh_formula(x):
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3.0))))
+def tanh_formula(x, scale=(2 / math.pi) ** 0.5, **into):
+    return 0.5 * x * (1.0 + torch.tanh(scale * (x + 0.044715 * x.pow(3.0)), **into))

@@ -301,6 +301,9 @@ class _Rewrite:
         bias = None if linear.bias is None else self.current(linear.bias)
         if not linear.transposed:
             return input, weight, bias
+        base = matching.untransposed(linear.weight)
+        if base and self.may_join([linear.weight, *linear.nodes]):
+            return input, self.current(base), bias
         turned = self.graph.call_method("t", (weight,))
         turned.meta = {"example_value": matching.value(weight).t()}
         return input, turned, bias

@@ -41,8 +41,14 @@ class Activation:
     name: str
 
 
+# Methods after which a node's fake tensor is no longer what it was.
+_TURNS = "t_ transpose_ swapdims_ swapaxes_ squeeze_ unsqueeze_ set_ resize_ resize_as_ as_strided_"
+
+
 def value(node: Node) -> FakeTensor | None:
     """The fake tensor that the node stands for: no other kind of tensor will do."""
+    if any(user.target in _TURNS.split() for user in node.users):
+        return None
     found = node.meta.get("example_value", node.meta.get("val"))
     return found if isinstance(found, FakeTensor) else None
 
@@ -71,30 +77,23 @@ def _product(node: Node) -> Linear | None:
     if what == "addmm":
         if args.get("beta", 1) != 1 or args.get("alpha", 1) != 1 or "mat2" not in args:
             return None
-        return _of_transposed(node, args["mat1"], args["mat2"], args["input"])
+        return Linear([node], args["mat1"], args["mat2"], args["input"], transposed=True)
     if what == "matmul":
-        return _of_transposed(node, args["input"], args["other"], None)
+        return Linear([node], args["input"], args["other"], None, transposed=True)
     return Linear([node], args["input"], args["weight"], args.get("bias"))
 
 
-def _of_transposed(node: Node, input: Node, matrix: Node, bias: Node | None) -> Linear:
-    weight = _untransposed(matrix)
-    return Linear([node], input, weight or matrix, bias, transposed=weight is None)
-
-
-def _untransposed(node: Node) -> Node | None:
+def untransposed(node: Node) -> Node | None:
     """What the node is the transposed matrix of."""
-    if not isinstance(node, Node) or node.kwargs:
-        return None
     what, args = kind(node), node.args
     swaps = {
         "t": lambda: len(args) == 1,
         "getattr": lambda: args[1] in ("T", "mT"),
-        "transpose": lambda: {d % 2 for d in args[1:]} == {0, 1} and len(args) == 3,
+        "transpose": lambda: set(args[1:]) in ({0, 1}, {0, -1}, {-2, 1}, {-2, -1}),
         "permute": lambda: list(args[1] if len(args) == 2 else args[1:]) in ([1, 0], [-1, -2]),
     }
     fake = value(args[0]) if what in swaps and isinstance(args[0], Node) else None
-    of_matrix = fake is not None and fake.dim() == 2
+    of_matrix = fake is not None and fake.dim() == 2 and not node.kwargs
     return args[0] if of_matrix and swaps[what]() else None
 
 
@@ -145,7 +144,7 @@ def _is_supported(linear: Linear) -> bool:
     if input.dim() < 1 or weight.dim() != 2:
         return False
     features = weight.shape[1 if linear.transposed else 0]
-    if linear.bias is not None and not same(list(fakes[2].shape), [features]):
+    if any(f.dtype != weight.dtype or not same(list(f.shape), [features]) for f in fakes[2:-1]):
         return False
     return same(list(result.shape), [*input.shape[:-1], features])
 
@@ -201,9 +200,8 @@ def _tanh_formula(x: Node) -> Activation | None:
         tail = only_user(half) if _other(half, "mul", 0.5) is x else None
         bracket = tail and _other(tail, "mul", half)
         tanh = bracket and _other(bracket, "add", 1.0)
-        if not tanh or kind(tanh) != "tanh":
-            continue
-        scaled = tanh.args[0]
+        args = arguments(tanh) if tanh and kind(tanh) == "tanh" else None
+        scaled = args and args["input"]
         inner = _other(scaled, "mul", math.sqrt(2 / math.pi))
         cubic = inner and _other(inner, "add", x)
         power = cubic and _other(cubic, "mul", 0.044715)

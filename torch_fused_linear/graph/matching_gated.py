@@ -58,7 +58,7 @@ def _of_factors(activated: Node, up: Node) -> Gated | None:
 
 def _of_layers(z: Node, up: Node, name: str, nodes: list[Node]) -> Gated | None:
     gate_layer, up_layer = find_linear(z), find_linear(up)
-    if not gate_layer or not up_layer or own_activation(up):
+    if not gate_layer or not up_layer or own_activation(up) or (nodes and own_activation(z)):
         return None
     shapes = [list(value(layer.nodes[-1]).shape) for layer in (gate_layer, up_layer)]
     if gate_layer.input is not up_layer.input or not matching.same(*shapes):
