@@ -34,6 +34,7 @@ LAYERS = {
     "keywords": lambda x, w, b: F.relu(input=F.linear(bias=b, weight=w, input=x)),
     "no bias": lambda x, w, b: F.relu(F.linear(x, w)),
     "matmul": lambda x, w, b: F.relu(x @ w.t()),
+    "matmul, keywords": lambda x, w, b: F.relu(x @ torch.t(input=w)),
     "matmul and sum": lambda x, w, b: F.relu(torch.matmul(x, w.T) + b),
     "sum and matmul": lambda x, w, b: F.relu(torch.add(b, x.matmul(w.mT))),
     "sum in place": lambda x, w, b: F.relu(operator.iadd(x @ w.permute(1, 0), b)),

@@ -42,12 +42,13 @@ class Activation:
 
 
 # Methods after which a node's fake tensor is no longer what it was.
-_TURNS = "t_ transpose_ swapdims_ swapaxes_ squeeze_ unsqueeze_ set_ resize_ resize_as_ as_strided_"
+_TURNS = {"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "set_"}
+_TURNS |= {"resize_", "resize_as_", "as_strided_"}
 
 
 def value(node: Node) -> FakeTensor | None:
     """The fake tensor that the node stands for: no other kind of tensor will do."""
-    if any(user.target in _TURNS.split() for user in node.users):
+    if any(user.target in _TURNS for user in node.users):
         return None
     found = node.meta.get("example_value", node.meta.get("val"))
     return found if isinstance(found, FakeTensor) else None
@@ -92,9 +93,9 @@ def untransposed(node: Node) -> Node | None:
         "transpose": lambda: set(args[1:]) in ({0, 1}, {0, -1}, {-2, 1}, {-2, -1}),
         "permute": lambda: list(args[1] if len(args) == 2 else args[1:]) in ([1, 0], [-1, -2]),
     }
-    fake = value(args[0]) if what in swaps and isinstance(args[0], Node) else None
-    of_matrix = fake is not None and fake.dim() == 2 and not node.kwargs
-    return args[0] if of_matrix and swaps[what]() else None
+    is_plain = what in swaps and not node.kwargs and isinstance(args[0], Node)
+    fake = value(args[0]) if is_plain else None
+    return args[0] if fake is not None and fake.dim() == 2 and swaps[what]() else None
 
 
 def _biased_product(node: Node) -> Linear | None:

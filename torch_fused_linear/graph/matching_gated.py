@@ -50,7 +50,7 @@ def _of_factors(activated: Node, up: Node) -> Gated | None:
     args = arguments(activated) if kind(activated) in ("relu", "gelu", "silu") else None
     z = args and args["input"]
     activation = isinstance(z, Node) and matching.find_activation(z)
-    if not activation or activation.nodes != [activated]:
+    if not activation or activation.nodes != [activated] or own_activation(z):
         return None
     found = _of_layers(z, up, activation.name, [activated])
     return found or _of_halves(z, up, activation.name, activated)
@@ -58,7 +58,7 @@ def _of_factors(activated: Node, up: Node) -> Gated | None:
 
 def _of_layers(z: Node, up: Node, name: str, nodes: list[Node]) -> Gated | None:
     gate_layer, up_layer = find_linear(z), find_linear(up)
-    if not gate_layer or not up_layer or own_activation(up) or (nodes and own_activation(z)):
+    if not gate_layer or not up_layer or own_activation(up):
         return None
     shapes = [list(value(layer.nodes[-1]).shape) for layer in (gate_layer, up_layer)]
     if gate_layer.input is not up_layer.input or not matching.same(*shapes):
