@@ -29,7 +29,8 @@ struct GradGate {
 template <gemm::Type type, Activation activation, bool transposed>
 struct Gating {
   using Element = ElementOf<type>;
-
+  // Five tensors go through shared memory, which is worth more as further stages of the operands.
+  using EpilogueTile = cute::Shape<cute::_64, cute::_32>;
   using Descriptor = epilogue::collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element,
                                                                       Element, EpilogueSchedule>;
   using Load = epilogue::collective::detail::AuxLoadDescriptor<Descriptor, Columns, Element>;
@@ -57,7 +58,7 @@ struct Gating {
       Compute<GradUp, float>, Store,  // 3, 4
       Compute<Hidden, float>, Store,  // 5, 6
       Compute<GradGate, Element>>;    // 7: the result
-  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion>;
+  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion, EpilogueTile>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);

@@ -92,22 +92,21 @@ template <typename Mainloop, typename Epilogue>
 using GemmOf = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                     Epilogue, cutlass::gemm::PersistentScheduler>;
 
-template <typename Element, bool transposed, typename Source, typename Fusion>
+template <typename Element, bool transposed, typename Source, typename Fusion,
+          typename Part = EpilogueTile>
 struct Kernel {
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float,
-      float, Source, Columns, vector, Element, Columns, vector, EpilogueSchedule,
-      Fusion>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, Part, float, float,
+      Source, Columns, vector, Element, Columns, vector, EpilogueSchedule, Fusion>::CollectiveOp;
   static constexpr int epilogue_bytes = sizeof(typename Epilogue::SharedStorage);
   using Gemm = GemmOf<MainloopOf<Element, transposed, epilogue_bytes>, Epilogue>;
-  using Arguments = typename Gemm::Arguments;
   using StrideD = typename Gemm::StrideD;
 
   static StrideD columns(int64_t ld) { return stride_of<false>(ld); }
 
   // The caller sets what the epilogue fuses.
-  static Arguments arguments(const Product& p) {
-    Arguments arguments{};
+  static auto arguments(const Product& p) {
+    typename Gemm::Arguments arguments{};
     arguments.problem_shape = {p.m, p.n, p.k, 1};
     arguments.mainloop = {static_cast<const Element*>(p.a), stride_of<transposed>(p.lda),
                           static_cast<const Element*>(p.b), stride_of<true>(p.ldb)};
