@@ -130,14 +130,16 @@ def test_gating_is_written_out(gpu, activation, stacked):
     assert "aten.addmm.default" not in backward
 
 
-def test_with_the_product_before_and_the_forward_out_of_sight(gpu):
+@pytest.mark.parametrize("width, hopper, written", [(1024, 0, 1), (8, 1, 1), (1024, 1, 0)])
+def test_with_the_product_before(gpu, monkeypatch, width, hopper, written):
     """As on a GPU, and in a graph of the backward alone, where h is made again."""
+    monkeypatch.setattr(criterion, "has_hopper_products", lambda device: hopper)
 
     def function(grad, gate, up, down):
         mask = [True, True, False, False, True]
         return torch.ops.fused._glu_backward(grad, gate, up, "silu", mask, down)
 
-    args = torch.randn(4, 6), torch.randn(4, 8), torch.randn(4, 8), torch.randn(6, 8)
+    args = [torch.randint(-2, 3, s).bfloat16() for s in ((4, width), (4, 8), (4, 8), (width, 8))]
     formulas, calls = FormulaPass(), []
 
     def compiler(module, inputs):
@@ -147,9 +149,9 @@ def test_with_the_product_before_and_the_forward_out_of_sight(gpu):
         return make_boxed_func(module.forward)
 
     got = torch.compile(function, backend=aot_autograd(fw_compiler=compiler))(*args)
-    torch.testing.assert_close(got, function(*args))
-    assert formulas.written_out == {"_glu_backward": 1}
-    assert "aten.mm.default" in calls and not any(call.startswith("fused") for call in calls)
+    torch.testing.assert_close(got, function(*args), rtol=0.02, atol=0.02)
+    assert formulas.written_out.total() == written == calls.count("aten.mm.default")
+    assert calls.count("fused._glu_backward.default") == 1 - written
 
 
 # What is left as it is: a model, with which sizes, on which machine, and why.
@@ -214,17 +216,19 @@ def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, c
 
 @pytest.mark.cuda
 @needs_compiler
-def test_on_a_gpu(cuda):
+@pytest.mark.parametrize("width", [128, 1024])
+def test_on_a_gpu(cuda, width):
     """By the machine that is there: as exact as what the compiler makes of the plain model."""
-    model = Gated("gelu_tanh", sizes=(128, 320)).to(cuda, torch.bfloat16)
-    x = torch.randn(1024, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    model = Gated("gelu_tanh", sizes=(width, 320)).to(cuda, torch.bfloat16)
+    stays = width == 1024 and criterion.has_hopper_products(model.up.weight.device)
+    x = torch.randn(1024, width, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     exact = results(copy.deepcopy(model).double(), [x.detach().double().requires_grad_()])
     eager = results(torch.compile(model), [x])
     torch._dynamo.reset()
     options = tfl.compile_options()
     got, code = run_and_get_code(results, torch.compile(model, options=options), [x])
-    assert options["joint_custom_pre_pass"].written_out == {"_glu_backward": 1}
-    assert "ops.fused._glu_backward" not in "".join(code)
+    assert options["joint_custom_pre_pass"].written_out.total() == 1 - stays
+    assert ("ops.fused._glu_backward" in "".join(code)) == stays
     assert_as_exact(got, eager, exact)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from .._library import build_info
 from .spellings import kind
 
 CONVOLUTION_PASS = 2  # bias and ReLU, in a kernel of the compiler's
@@ -29,6 +30,12 @@ def bandwidth_of(device: torch.device) -> float | None:
     found = torch.cuda.get_device_properties(device)
     # Twice a cycle; the clock is in kHz, the width in bits.
     return REACHED * 2e3 * found.memory_clock_rate * found.memory_bus_width / 8
+
+
+@cache
+def has_hopper_products(device: torch.device) -> bool:
+    is_built = device.type == "cuda" and build_info()["hopper"]
+    return is_built and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def is_static(*tensors: Tensor) -> bool:
