@@ -51,7 +51,8 @@ class Table:
         cells += [str(record.replaced.get(name, "-")) for name in self.ours if self.has_models]
         ours = numbers.get(self.ours[0]) if self.ours else None
         cells += [ratio(record.fraction("ours"))] if self.yardstick else []
-        cells += [f"{ours.spread:.1%}" if ours else "-"] if self.unit == "us" else []
+        spread = f"{(ours.q3 - ours.q1) / ours.median:.1%}" if ours else "-"
+        cells += [spread] if self.unit == "us" else []
         label = (case.shape, case.tokens, case.dtype, case.activation, case.mode)
         return self._line(label, cells)
 

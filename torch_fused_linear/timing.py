@@ -56,25 +56,12 @@ class Number:
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, q1, q3, len(samples), calls)
 
-    @property
-    def spread(self) -> float:
-        """The distance of the quartiles as a part of the median."""
-        return (self.q3 - self.q1) / self.median if self.median else 0.0
-
 
 def wall_clock(call: Call, times: int) -> float:
     begin = time.perf_counter()
     for _ in range(times):
         call()
     return time.perf_counter() - begin
-
-
-def host_clock(call: Call, times: int) -> float:
-    """What the CPU spends on the calls: nobody waits for the GPU inside."""
-    torch.cuda.synchronize()
-    seconds = wall_clock(call, times)
-    torch.cuda.synchronize()
-    return seconds
 
 
 def event_clock(call: Call, times: int) -> float:
@@ -88,10 +75,8 @@ def event_clock(call: Call, times: int) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def clock_for(device: torch.device, host: bool = False) -> Clock:
-    if device.type != "cuda":
-        return wall_clock
-    return host_clock if host else event_clock
+def clock_for(device: torch.device) -> Clock:
+    return event_clock if device.type == "cuda" else wall_clock
 
 
 @contextlib.contextmanager
