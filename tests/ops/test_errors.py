@@ -6,7 +6,6 @@ on the meta device.
 """
 
 import itertools
-import warnings
 
 import operators as ops
 import pytest
@@ -82,6 +81,7 @@ REFUSED = {
     "nested, wrong size": (lambda: (nested(), t(6, 5), t(6)), []),
 }
 ARGUMENTS = {**TAKEN, **{name: make for name, (make, _) in REFUSED.items()}}
+pytestmark = pytest.mark.filterwarnings("ignore")
 # Of the other layouts torch has no meta tensors.
 ON_META = [name for name in ARGUMENTS if not name.startswith(("nested", "sparse", "com", "oneDNN"))]
 
@@ -91,13 +91,6 @@ def thinned(names, modes):
     for k, (name, mode) in enumerate(itertools.product(names, modes)):
         for op in ops.OPS if mode == "gradients" else (ops.LINEAR, ops.OPS[1 + k % 5]):
             yield pytest.param(name, mode, op, id=f"{name}-{mode}-{op}")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def outcome(function, args, grad):
