@@ -6,6 +6,7 @@ import pytest
 from processes import ROOT
 from test_docs import FENCE, PAGES
 
+from benchmarks.gated import SIZES
 from benchmarks.pages.everything import times_compiled
 from benchmarks.pages.expect import ratio
 from benchmarks.pages.results import by_machine, duration, find
@@ -55,8 +56,9 @@ def step_of_gpt2(name):
     return duration(median(name, MACHINES["NVIDIA H100 80GB HBM3"], **case))
 
 
-def gated_block(sizes, mode):
-    return {"suite": "gated", "sizes": sizes, "tokens": 8192, "mode": mode}
+def gated_step(width, theirs, suite="gated"):
+    (sizes,) = (list(sizes) for sizes in SIZES if sizes[0] == width)
+    return times(theirs, "ours", suite=suite, sizes=sizes, tokens=8192, mode="step")
 
 
 LAYER = {"sizes": [4096, 16384], "tokens": 8192, "dtype": "bf16", "activation": "gelu-erf"}
@@ -118,13 +120,14 @@ CLAIMS = [
         times("quack-tuned", "ours", **block(4096) | {"suite": "rivals"}),
     ),
     (
-        r"with interleaved weights, ([\d.]+) \(2048→5632→2048\)",
-        times("quack-tuned", "ours", **gated_block([2048, 5632, 2048], "step")),
+        r"interleaved weights, ([\d.]+) \(2048→5632→2048\) to ([\d.]+) \(4096→14336→4096\), CODA's "
+        r"([\d.]+) to ([\d.]+) \|",
+        *(gated_step(w, o, "gated-coda") for o in ("quack-tuned", "coda") for w in (2048, 4096)),
     ),
     (
         r"gated block's step takes ([\d.]+) times ours \(1024→2816→1024\) to ([\d.]+) \(4096→14336",
-        times("liger", "ours", **gated_block([1024, 2816, 1024], "step")),
-        times("liger", "ours", **gated_block([4096, 14336, 4096], "step")),
+        gated_step(1024, "liger"),
+        gated_step(4096, "liger"),
     ),
 ]
 # Numbers with a point that are no results: versions, a GPU's capability, and the contract's bound.
@@ -160,7 +163,7 @@ def test_only_what_the_results_have_is_called_measured():
     contenders = {"torch.compile": {"compile", "max-autotune"}}
     assert len(rows) == 2 + 6
     for name, _, _, beside in rows[2:]:
-        word = re.split(r"[ `-]", name.lower())[0]
+        word = re.split(r"[ `,-]", name.lower())[0]
         took_part = contenders.get(name, {other for other in tried if word in other})
         assert took_part <= tried
         assert bool(took_part) == ("times ours" in beside), name
