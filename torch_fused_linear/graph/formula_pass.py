@@ -115,7 +115,7 @@ def _is_gated_in_one_pass(node, given) -> bool:
 
 
 def _is_in_product(given) -> bool:
-    """Whether it hides in our own product: where there is one, in sums as long as a tile's pass."""
+    """Whether our product (csrc/gemm/hopper.h) hides it, by sums as long as a tile's pass."""
     down, grad = given["down"], given["grad_output"].meta["val"]
     if down is None or given["activation"] == "relu":
         return False
