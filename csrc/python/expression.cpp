@@ -1,6 +1,5 @@
-// What stands in rewritten code for a plain marked layer, plain tensors of one dtype and device, a
-// known activation. A layer without a mark is called as it was; torch_fused_linear/fuse/call.py
-// decides else.
+// What stands in rewritten code: it runs plain marked layers with known activations, and calls
+// layers without a mark as they were; torch_fused_linear/fuse/call.py decides about all else.
 
 #include "python/expression.h"
 
@@ -110,7 +109,9 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
       if (is_last) {
         return run_operator<dispatch::Linear>(call->input, call->matrix(), call->vector());
       }
-      return Py_BuildValue("(OOONO())", begun, function, h, call->wrapped(), call->bias);
+      const Reference weight(call->wrapped()), nothing(PyTuple_New(0));
+      if (weight.object == nullptr) return nullptr;
+      return PyTuple_Pack(6, begun, function, h, weight.object, call->bias, nothing.object);
     }
   }
   return ask(is_last ? "last" : "step", given, count, names);
@@ -141,9 +142,8 @@ PyObject* later(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* n
   END_HANDLE_TH_ERRORS
 }
 
-// first((owner, name, ...), function, h, ...) in place of function(h, ...), the last that is done
-// with a layer before that of the path runs, by whose result it is multiplied: it waits only where
-// that one will.
+// first((owner, name, ...), function, h, ...) in place of function(h, ...), the last call of a
+// factor before the layer of the other, that of the path: it waits only where that one will.
 PyObject* first(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   HANDLE_TH_ERRORS
   PyObject *const path = given[0], *other = part(path, 0);

@@ -28,7 +28,7 @@ struct Dict : Reference {
 
 // A class's own attribute, borrowed.
 PyObject* own(PyObject* owner, PyObject* name) {
-  if (PyModule_Check(owner)) return item(PyModule_GetDict(owner), name);
+  if (!PyType_Check(owner)) return item(PyModule_GetDict(owner), name);
   return item(reinterpret_cast<PyTypeObject*>(owner)->tp_dict, name);
 }
 
