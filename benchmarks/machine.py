@@ -72,8 +72,8 @@ def sensors(device: torch.device) -> Callable[[], tuple[int, int]] | None:
 
 
 @contextlib.contextmanager
-def observed(device: torch.device, samples: list[tuple[float, float]]) -> Iterator[None]:
-    """Adds the clock at the end and the mean power, in W, to the samples."""
+def observed(device: torch.device, samples: list[tuple[float, float, float]]) -> Iterator[None]:
+    """Adds the clock at the end, and the joules and seconds until then, to the samples."""
     read = sensors(device) if device.type == "cuda" else None
     if read is None:
         yield
@@ -81,7 +81,7 @@ def observed(device: torch.device, samples: list[tuple[float, float]]) -> Iterat
     begin, (_, before) = time.perf_counter(), read()
     yield
     clock, after = read()
-    samples.append((clock, (after - before) / 1e3 / (time.perf_counter() - begin)))
+    samples.append((clock, (after - before) / 1e3, time.perf_counter() - begin))
 
 
 def warm_up(device: torch.device, seconds: float = 0.5) -> None:

@@ -223,7 +223,7 @@ class Models:
         self.case, self.device = case, device
         self.copies: dict[str, nn.Module] = {}
         self.counts: dict[str, Callable[[], int]] = {}
-        self.samples: dict[str, list[tuple[float, float]]] = {}  # of clock and power, of each turn
+        self.samples: dict[str, list[tuple[float, float, float]]] = {}  # machine.observed's
 
     @cached_property
     def original(self) -> tuple[nn.Module, list[Any]]:
@@ -281,8 +281,11 @@ class Models:
         """Of each contender what Record.observed has; nothing without a GPU."""
         found: dict[str, dict[str, float]] = {}
         for contender in contenders if self.device.type == "cuda" else ():
-            samples = list(zip(*self.samples[contender.name]))
-            means = dict(zip(("MHz", "W"), map(statistics.median, samples)))
+            means = {}
+            if samples := self.samples[contender.name]:
+                clocks, joules, seconds = zip(*samples)
+                # One turn is too short for the counter of energy.
+                means = {"MHz": statistics.median(clocks), "mean W": sum(joules) / sum(seconds)}
             with contender.conditions():
                 torch.cuda.reset_peak_memory_stats()
                 contender.call()

@@ -32,6 +32,7 @@ MODEL_HEADS = {
     "compile+pass": ("compile", "with our pass", "operators"),
     "reduce-overhead+pass": ("reduce-overhead", "with our pass", "operators"),
 }
+SENSORS = {"MHz": "MHz", "W": "mean W"}  # Record.observed
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
     "Blocks of two layers, small networks and single layers. A step is forward and backward with "
@@ -47,9 +48,11 @@ CONVOLUTIONS_ABOUT = (
 MODELS_ABOUT = (
     "Whole models with random weights and without dropout; a step is loss, backward and all "
     "gradients. Times: eager's time over that after `fuse_`; in the second table the time of "
-    "`torch.compile` over that of `torch.compile` with `compile_options()`. The last columns count "
-    "the blocks fused and the operators put in; a graph that several layers share, as in a step of "
-    "OPT, counts once. `gelu` is the tanh form."
+    "`torch.compile` over that of `torch.compile` with `compile_options()`. Kernels: the same of "
+    "the sums of what their kernels take, which do not wait for the CPU; again: the same of one "
+    "contender twice, which is noise; MHz, W: clock and power of the two, where they were read. "
+    "`fuse_` fused so many blocks, the pass put in so many operators; a graph that several layers "
+    "share, as in a step of OPT, counts once. `gelu` is the tanh form."
 )
 
 
@@ -100,12 +103,29 @@ def models(results: Iterable[Result]) -> list[str]:
     for name, (theirs, ours, count) in MODEL_HEADS.items():
         beside = OURS[name][1]
         runs = [run for r in results if (run := latest_with(r, [name], [beside]))]
-        numbers = [(theirs, medians(beside)), (ours, medians(name))]
-        numbers.append(("times", partial(times, name=name, than=beside)))
-        numbers.append((count, lambda r, name=name: str(r.get("replaced", {}).get(name, "-"))))
+        numbers = [
+            (theirs, medians(beside)),
+            (ours, medians(name)),
+            ("times", partial(times, name=name, than=beside)),
+            ("kernels", partial(times_of_kernels, name=name, than=beside)),
+            ("again", partial(times, name=f"{beside} again", than=beside)),
+            *((title, partial(both_of, what, beside, name)) for title, what in SENSORS.items()),
+            (count, lambda r, name=name: str(r.get("replaced", {}).get(name, "-"))),
+        ]
+        numbers = [(head, cell) for head, cell in numbers if any(map(cell, runs))]
         if runs:
             lines += [""] * bool(lines) + listing(runs, words, numbers)
     return lines
+
+
+def times_of_kernels(result: Result, name: str, than: str) -> str:
+    seen = result.get("observed", {})
+    return f"{seen[than]['kernels'] / seen[name]['kernels']:.2f}" if name in seen else ""
+
+
+def both_of(what: str, one: str, other: str, result: Result) -> str:
+    found = (result.get("observed", {}).get(name, {}).get(what) for name in (one, other))
+    return " / ".join(f"{value:.0f}" for value in found if value is not None)
 
 
 def losses(results: Iterable[Result], what: str) -> list[str]:
