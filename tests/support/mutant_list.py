@@ -286,6 +286,8 @@ csrc/python/plain.cpp: tests/fuse/test_fuse_later.py
 +return true;
 
 torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_programs.py
+# a statement between them ignored
+-            and all(s in origins.values() or passes(s) for s in since)
 # a layer that waits for what changes its input
 -is_sole = is_sole and scope.may_wait(read, {read: start})
 # a call before an activation ignored
@@ -363,8 +365,6 @@ torch_fused_linear/fuse/runs.py: tests/fuse/test_fuse_trees.py
 # another read of a gate ignored
 -    if not is_sole or not scope
 +    if not scope
-# a statement between them ignored
--            and all(s in origins.values() or passes(s) for s in since)
 """
 FAULT = re.compile(r"^# (.+)\n((?:-.*\n)+)((?:\+.*\n)*)", re.MULTILINE)
 
