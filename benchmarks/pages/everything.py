@@ -32,7 +32,7 @@ MODEL_HEADS = {
     "compile+pass": ("compile", "with our pass", "operators"),
     "reduce-overhead+pass": ("reduce-overhead", "with our pass", "operators"),
 }
-SENSORS = {"MHz": "MHz", "W": "mean W"}  # Record.observed
+SENSORS = {"MHz": "MHz", "W": "mean W"}  # by its column's head, the name in Record.observed
 TIMED = ("layer", "ffn", "mlp-small", "headline", "host", "activation", "conv", "models")
 LAYERS_ABOUT = (
     "Blocks of two layers, small networks and single layers. A step is forward and backward with "
@@ -51,7 +51,7 @@ MODELS_ABOUT = (
     "`torch.compile` over that of `torch.compile` with `compile_options()`. Kernels: the same of "
     "the sums of what their kernels take, which do not wait for the CPU; again: the same of one "
     "contender twice, which is noise; MHz, W: clock and power of the two, where they were read. "
-    "`fuse_` fused so many blocks, the pass put in so many operators; a graph that several layers "
+    "The last columns count the blocks fused and the operators put in; a graph that several layers "
     "share, as in a step of OPT, counts once. `gelu` is the tanh form."
 )
 
