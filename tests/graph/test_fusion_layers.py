@@ -111,9 +111,7 @@ def under_different_modes(x, w, b, v, c):
 MLP = {
     "two": chain,
     "no bias": lambda x, w, b, v, c: F.linear(F.gelu(F.linear(x, w)), v),
-    "through dropout that does nothing": lambda x, w, b, v, c: F.linear(
-        F.dropout(F.relu(x @ w.t()), 0.5, training=False), v
-    ),
+    "through dropout that does nothing": chain_of(lambda z: F.dropout(z.relu(), 0.5, False)),
     "three, shared weights": lambda x, w, b, v, c: F.linear(chain(x, w, b, v, c).relu(), w, b),
     "an activation behind": lambda *args: chain(*args).relu(),
     "reshaped and back": chain_of(lambda z: F.relu(z.view(-1)).view(5, 8)),
@@ -367,8 +365,8 @@ def test_a_chain_keeps_what_its_layers_were_told_of_memory(memory):
     assert node.kwargs.get("memory", "default") == memory
 
 
-def graph_of(between, dtype=torch.float32):
-    """A layer and its activation, as they are captured, and a node in between."""
+def replaced(*dtypes, between=lambda graph: None, reader=None):
+    """In a layer and its activation, as they are captured, a node in between, and a reader."""
     graph = torch.fx.Graph()
     with torch._subclasses.FakeTensorMode():
         x, w, y = torch.empty(5, 6), torch.empty(8, 6), torch.empty(5, 8)
@@ -376,23 +374,24 @@ def graph_of(between, dtype=torch.float32):
         nodes.append(graph.call_function(F.linear, tuple(nodes)))
         between(graph)
         nodes.append(graph.call_function(F.relu, (nodes[-1],)))
+        nodes += [graph.call_function(reader, (nodes[-1], nodes[1]))] if reader else []
         graph.output(nodes[-1])
-        for node, value in zip(nodes, [x, w, y, y.to(dtype)]):
-            node.meta["example_value"] = value
-    return graph
+        for node, value, dtype in zip(nodes, [x, w, y, y, x], dtypes or 5 * [torch.float32]):
+            node.meta["example_value"] = value.to(dtype)
+    fusion = FusionPass()
+    fusion(graph)
+    return fusion.replaced
 
 
 def test_what_keeps_an_activation_apart():
     """An unknown call that is made for what it does; another dtype, as autocast may give."""
-
-    def replaced(*args):
-        fusion = FusionPass()
-        fusion(graph_of(*args))
-        return fusion.replaced
-
-    assert replaced(lambda graph: None) == {"linear_relu": 1}
-    assert replaced(lambda graph: graph.call_function(torch.get_num_threads)) == {}
-    assert replaced(lambda graph: None, torch.float64) == {}
+    assert replaced() == {"linear_relu": 1}
+    assert replaced(between=lambda graph: graph.call_function(torch.get_num_threads)) == {}
+    low, wide = 3 * [torch.bfloat16], torch.float32
+    assert replaced(wide, wide, wide, torch.float64) == replaced(*low, wide) == {}
+    assert replaced(*low, wide, low[0], reader=torch.matmul) == {"mlp": 1}  # powers, on a GPU
+    assert replaced(*low, wide, low[0], reader=torch.mul) == {}
+    assert replaced(*low, wide, wide, reader=torch.matmul) == {}
 
 
 # --- more of convolutions ------------------------------------------------------------------------

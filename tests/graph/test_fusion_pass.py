@@ -35,6 +35,7 @@ def chain_and_gelu(x, w, b, v, c):
 # A function, its arguments and what is replaced in it.
 KINDS = {
     "linear": (chain_and_gelu, partial(tensors, 5), {"mlp": 1, "linear_gelu": 1}),
+    "GELU written out": (chain_of(tanh_formula), partial(tensors, 5), {"mlp": 1}),
     "conv": (conv_relu, partial(images, 2), {"conv2d_relu": 1}),
 }
 kind_param = pytest.mark.parametrize("kind", KINDS)
@@ -43,19 +44,19 @@ kind_param = pytest.mark.parametrize("kind", KINDS)
 @kind_param
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast(inside, mixed, kind):
+def test_autocast(inside, mixed, kind, device):
     """Inside the graph or around it: the dtype of the result, and numbers near autocast's own."""
     plain, make, replaced = KINDS[kind]
 
     def low(here):
-        return torch.autocast("cpu", dtype=torch.bfloat16) if here else contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16) if here else contextlib.nullcontext()
 
     def function(*args):
         with low(inside):
             return plain(*args)
 
     with low(not inside):
-        args = make()
+        args = [t.detach().to(device).requires_grad_() for t in make()]
         if mixed:  # as between two layers
             args[0] = args[0].detach().bfloat16().requires_grad_()
         backend = tfl.compile_backend("aot_eager", conv=True)
@@ -64,7 +65,8 @@ def test_autocast(inside, mixed, kind):
     assert [t.dtype for t in got] == [t.dtype for t in want] and got[0].dtype == torch.bfloat16
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()
-    assert backend.replaced == replaced
+    # A convolution as small as this does not pay on a GPU.
+    assert backend.replaced == ({} if (device.type, kind) == ("cuda", "conv") else replaced)
 
 
 @kind_param

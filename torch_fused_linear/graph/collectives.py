@@ -51,6 +51,4 @@ def _collective(node: Node) -> str | None:
 def _moves(node: Node) -> bool:
     if kind(node) == "view" or _collective(node) == "wait_tensor":
         return True
-    if node.op == "call_method":
-        return node.target in _MOVING_METHODS
-    return node.op == "call_function" and node.target in _MOVES
+    return node.target in (_MOVING_METHODS if node.op == "call_method" else _MOVES)

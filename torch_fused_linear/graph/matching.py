@@ -41,6 +41,7 @@ class Activation:
     name: str
 
 
+_PRODUCTS = ("linear", *OWN, "addmm", "matmul")
 # Methods after which a node's fake tensor is no longer what it was.
 _TURNS = {"t_", "transpose_", "swapdims_", "swapaxes_", "squeeze_", "unsqueeze_", "set_"}
 _TURNS |= {"resize_", "resize_as_", "as_strided_"}
@@ -72,7 +73,7 @@ def find_linear(node: Node) -> Linear | None:
 
 def _product(node: Node) -> Linear | None:
     what = kind(node)
-    args = arguments(node) if what in ("linear", *OWN, "addmm", "matmul") else None
+    args = arguments(node) if what in _PRODUCTS else None
     if args is None:
         return None
     if what == "addmm":
@@ -107,15 +108,10 @@ def _biased_product(node: Node) -> Linear | None:
     # In place it is the product that must be written to.
     for product, bias in [operands] if kind(node) == "add_" else [operands, operands[::-1]]:
         linear = _product(product)
+        is_bare = linear and linear.bias is None and kind(product) in ("linear", "matmul")
         # Under autocast the product may be narrower than the sum, which is then no layer's.
-        if (
-            linear
-            and linear.bias is None
-            and kind(product) in ("linear", "matmul")
-            and len(product.users) == 1
-            and dtype_of(product) == dtype_of(bias) == dtype_of(node)
-            and product is not bias
-        ):
+        same_type = dtype_of(product) == dtype_of(bias) == dtype_of(node)
+        if is_bare and same_type and product is not bias and only_user(product):
             return Linear([product, node], linear.input, linear.weight, bias, linear.transposed)
     return None
 
@@ -155,11 +151,20 @@ def _is_supported(linear: Linear) -> bool:
 
 def find_activation(node: Node) -> Activation | None:
     """The activation that is the only thing done with the node's result."""
-    for activation in (_square(node), _call(node), _tanh_formula(node)):
-        # Under autocast, on a GPU, a square is of another dtype.
-        if activation and all(dtype_of(n) == dtype_of(node) for n in activation.nodes):
+    dtype = dtype_of(node)
+    for activation in filter(None, (_square(node), _call(node), _tanh_formula(node))):
+        dtypes = {dtype_of(n) for n in activation.nodes}
+        # Under autocast, on a GPU, a power is of fp32, and so is what is made of it.
+        may_be_wider = dtypes <= {dtype, torch.float32} and _is_narrowed(activation, dtype)
+        if dtypes == {dtype} or may_be_wider:
             return activation
     return None
+
+
+def _is_narrowed(activation: Activation, dtype: torch.dtype) -> bool:
+    """Whether all that is done with the result is products, which take it in this dtype."""
+    *_, (end, _) = walk(activation.nodes[-1])
+    return all(kind(n) in _PRODUCTS and dtype_of(n) == dtype for n in end.users)
 
 
 def own_activation(node: Node) -> str | None:

@@ -31,8 +31,7 @@ def find_gated(node: Node) -> list[Gated]:
         same_type = matching.dtype_of(activated) == matching.dtype_of(up) == matching.dtype_of(node)
         if not same_type or len(activated.users) != 1 or len(up.users) != 1:
             continue
-        found = _of_factors(activated, up)
-        if not found:
+        if not (found := _of_factors(activated, up)):
             continue
         found.nodes.append(node)
         user = only_user(node)
@@ -76,10 +75,8 @@ def _of_halves(z: Node, up: Node, name: str, activated: Node) -> Gated | None:
     layer = args and isinstance(args["input"], Node) and find_linear(args["input"])
     if not layer or own_activation(layer.nodes[-1]) or len(layer.nodes[-1].users) != 1:
         return None
-    features = value(layer.nodes[-1]).shape[-1]
-    last = value(layer.nodes[-1]).dim() - 1
-    if args.get("chunks") != 2 or args.get("dim", 0) not in (-1, last):
-        return None
-    if not isinstance(features, int) or features % 2:
+    shape = value(layer.nodes[-1]).shape
+    in_halves = args.get("chunks") == 2 and args.get("dim", 0) in (-1, len(shape) - 1)
+    if not in_halves or not isinstance(shape[-1], int) or shape[-1] % 2:
         return None
     return Gated([*layer.nodes, both, z, up, activated], name, layer, None, indices == (0, 1))
