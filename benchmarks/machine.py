@@ -72,16 +72,34 @@ def sensors(device: torch.device) -> Callable[[], tuple[int, int]] | None:
 
 
 @contextlib.contextmanager
-def observed(device: torch.device, samples: list[tuple[float, float, float]]) -> Iterator[None]:
-    """Adds the clock at the end, and the joules and seconds until then, to the samples."""
-    read = sensors(device) if device.type == "cuda" else None
-    if read is None:
-        yield
-        return
-    begin, (_, before) = time.perf_counter(), read()
+def observed(device: torch.device, clocks: list[int]) -> Iterator[None]:
+    """Adds the clock at the end to the others, where there is a GPU that tells it."""
     yield
-    clock, after = read()
-    samples.append((clock, (after - before) / 1e3, time.perf_counter() - begin))
+    if device.type == "cuda" and (read := sensors(device)):
+        clocks.append(read()[0])
+
+
+def power(device: torch.device, call: Callable[[], object], seconds: float) -> float | None:
+    """The watts of calls in a loop of their own; nothing where the GPU does not count its energy.
+
+    It is taken from one step of the counter to another, as those are too far apart for a turn.
+    """
+    if (read := sensors(device)) is None:
+        return None
+    steps = [(begin := time.perf_counter(), read()[1])]
+    while (now := time.perf_counter()) < begin + 4 * seconds:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize(device)
+        if (energy := read()[1]) != steps[-1][1]:
+            steps.append((time.perf_counter(), energy))
+            if now > steps[1][0] + seconds:
+                break
+    # The first step's own beginning is not known.
+    if len(steps) < 3:
+        return None
+    (start, before), (end, after) = steps[1], steps[-1]
+    return (after - before) / 1e3 / (end - start)
 
 
 def warm_up(device: torch.device, seconds: float = 0.5) -> None:

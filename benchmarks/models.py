@@ -223,7 +223,7 @@ class Models:
         self.case, self.device = case, device
         self.copies: dict[str, nn.Module] = {}
         self.counts: dict[str, Callable[[], int]] = {}
-        self.samples: dict[str, list[tuple[float, float, float]]] = {}  # machine.observed's
+        self.clocks: dict[str, list[int]] = {}  # at the end of each turn
 
     @cached_property
     def original(self) -> tuple[nn.Module, list[Any]]:
@@ -269,30 +269,31 @@ class Models:
     @contextlib.contextmanager
     def conditions(self, name: str) -> Iterator[None]:
         is_autocast = self.case.dtype == AUTOCAST
-        samples = self.samples.setdefault(name, [])
         with (
             conditions_of(name, self.case),
             torch.autocast(self.device.type, torch.bfloat16, is_autocast),
-            machine.observed(self.device, samples),
+            machine.observed(self.device, self.clocks.setdefault(name, [])),
         ):
             yield
 
-    def observed(self, contenders: Sequence[Contender]) -> dict[str, dict[str, float]]:
+    def observed(
+        self, contenders: Sequence[Contender], seconds: float
+    ) -> dict[str, dict[str, float]]:
         """Of each contender what Record.observed has; nothing without a GPU."""
         found: dict[str, dict[str, float]] = {}
         for contender in contenders if self.device.type == "cuda" else ():
-            means = {}
-            if samples := self.samples[contender.name]:
-                clocks, joules, seconds = zip(*samples)
-                # One turn is too short for the counter of energy.
-                means = {"MHz": statistics.median(clocks), "mean W": sum(joules) / sum(seconds)}
+            seen = {}
+            if clocks := self.clocks[contender.name]:
+                seen["MHz"] = statistics.median(clocks)
             with contender.conditions():
                 torch.cuda.reset_peak_memory_stats()
                 contender.call()
-                peak = torch.cuda.max_memory_allocated() / 2**20
+                seen["peak"] = torch.cuda.max_memory_allocated() / 2**20
+                if watts := machine.power(self.device, contender.call, seconds):
+                    seen["mean W"] = watts
             # Without what is idle between them.
             kernels = sum(e.self_device_time_total for e in events_of(contender, self.device))
-            found[contender.name] = {"kernels": kernels, "peak": peak, **means}
+            found[contender.name] = {"kernels": kernels, **seen}
         return found
 
     def replaced(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Record:
     # Of whole models: blocks that fuse_ found, and operators that the pass put in.
     replaced: dict[str, int] = field(default_factory=dict)
     # Of whole models on a GPU, by contender: "kernels", the microseconds that kernels run of one
-    # call; "peak", in MiB; and over all its turns the median clock, "MHz", and "mean W", the power.
+    # call; "peak", in MiB; "MHz", the median clock of its turns; "mean W", machine.power.
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def speedup(self, name: str) -> float | None:

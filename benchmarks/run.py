@@ -79,7 +79,7 @@ def timed_record(
     running = [ready[name] for name in record.numbers]
     if models:
         record.replaced = models.replaced()
-        record.observed = models.observed(running)
+        record.observed = models.observed(running, seconds)
     if kernels:
         record.kernels = {entrant.name: kernels_of(entrant, device) for entrant in running}
     return record
