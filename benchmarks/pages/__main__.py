@@ -23,7 +23,7 @@ from .results import Result, by_machine
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 RECORDS = ROOT / "tests" / "certify" / "records"
-CHART, MACHINE = Path("figures", "models.svg"), "NVIDIA H100 80GB HBM3"
+CHART, MACHINE = Path("figures", "models.svg"), "NVIDIA H200"
 MARKS = re.compile(r"(<!-- results: ([^:]+): begin -->\n).*?(<!-- results: \2: end -->)", re.DOTALL)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from .results import Result, find, median, of_case, shape
+from .results import Result, find, least, median, of_case, shape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 700, 235, 40, 13, 10, 60  # LEFT is for the rows' names
@@ -16,12 +16,13 @@ MODELS = (
     ("ViT-B/16", "gelu-erf"),
     ("BERT-base", "gelu-erf"),
     ("OPT-125M", "relu"),
+    ("LLaMA, 16 layers", "silu"),
     ("DLRM top MLP", "relu"),
     ("TD3 critic", "relu"),
     ("VGG-16", "relu"),
     ("ResNet-50, folded", "relu"),
 )
-ACTIVATIONS = {"relu": "ReLU", "gelu": "GELU tanh", "gelu-erf": "GELU erf"}
+ACTIVATIONS = {"relu": "ReLU", "gelu": "GELU tanh", "gelu-erf": "GELU erf", "silu": "SwiGLU"}
 # Of each series whose times it has; of several contenders the fastest.
 SERIES = {
     "fuse_": ("fused",),
@@ -89,9 +90,8 @@ def readme_chart(results: Sequence[Result]) -> str:
         for result in named:
             label = of_case(f"{{model}}, {ACTIVATIONS[activation]}{{rare_dtype}}")(result)
             for series, names in SERIES.items():
-                if times := [time for name in names if (time := median(result, name))]:
-                    row = rows.setdefault(label, {})
-                    row[series] = median(result, "eager") / min(times)
+                if time := least(result, names):
+                    rows.setdefault(label, {})[series] = median(result, "eager") / time
     blocks = find(results, suite="ffn", dtype="bf16", tokens=8192, mode="step")
     for result in sorted(blocks, key=lambda r: (r["case"]["sizes"], r["case"]["activation"])):
         if (activation := result["case"]["activation"]) != "gelu-erf":

@@ -9,6 +9,7 @@ from .results import (
     Result,
     find,
     latest_with,
+    least,
     listing,
     median,
     medians,
@@ -50,9 +51,9 @@ MODELS_ABOUT = (
     "gradients. Times: eager's time over that after `fuse_`; in the second table the time of "
     "`torch.compile` over that of `torch.compile` with `compile_options()`. Kernels: the same of "
     "the sums of what their kernels take, which do not wait for the CPU; again: the same of one "
-    "contender twice, which is noise; MHz, W: clock and power of the two, where they were read. "
-    "The last columns count the blocks fused and the operators put in; a graph that several layers "
-    "share, as in a step of OPT, counts once. `gelu` is the tanh form."
+    "contender twice, which is noise; MHz: the clock of the two in their turns; W: the power of "
+    "each in a loop of its own. The last columns count the blocks fused and the operators put in; "
+    "a graph that several layers share, as in a step of OPT, counts once. `gelu` is the tanh form."
 )
 
 
@@ -75,8 +76,7 @@ def times_compiled(result: Result) -> str:
     found = latest_with(result, ["ours"], COMPILED)
     if found is None:
         return ""
-    theirs = min(value for name in COMPILED if (value := median(found, name)))
-    return f"{theirs / median(found, 'ours'):.2f}"
+    return f"{least(found, COMPILED) / median(found, 'ours'):.2f}"
 
 
 def selection(results: Iterable[Result], layers: str, amount: str) -> list[str]:
@@ -99,6 +99,7 @@ def models(results: Iterable[Result]) -> list[str]:
         "batch × tokens": "{shape}",
         "": "{use}",
     }
+    results = sorted(results, key=of_case("{model} {dtype} {activation} {mode}"))
     lines = []
     for name, (theirs, ours, count) in MODEL_HEADS.items():
         beside = OURS[name][1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from .results import Result, find, latest_with, shape, table, times
+from .chart import SERIES
+from .results import Result, find, latest_with, least, shape, table
 
 # The model as it comes, with its own activation.
 MODELS = {
@@ -22,26 +23,26 @@ MODELS = {
 LAYERS = (((64, 64), 512), ((1024, 4096), 8192), ((4096, 16384), 8192))  # sizes, tokens
 MODES = ("forward", "step")
 WAYS = {
-    "eager": "eager",
-    "compile": "compile",
-    "fused": "`fuse_`",
-    "compile+pass": "our pass",
+    "eager": ("eager",),
+    "compile": SERIES["torch.compile"],
+    "`fuse_`": SERIES["fuse_"],
+    "our pass": SERIES["with our pass"],
 }
 LEVEL = 0.02  # what is nearer to the fastest is called level with it
 
 
-def ratio(found: Sequence[Result], name: str, beside: str) -> str:
-    """In the latest run in which both took part."""
-    run = latest_with(found[0] if found else None, [name], [beside])
-    return times(run, name, beside) if run else ""
+def ratio(found: Sequence[Result], names: Sequence[str], beside: Sequence[str]) -> str:
+    """Of the fastest of each, in the latest run in which both took part."""
+    run = latest_with(found[0] if found else None, names, beside)
+    return f"{least(run, beside) / least(run, names):.2f}" if run else ""
 
 
 def fastest(found: Sequence[Result]) -> str:
     """The ways that were the fastest, each beside eager in its latest run."""
-    beside = {name: ratio(found, name, "eager") for name in WAYS}
-    times = {name: float(text) for name, text in beside.items() if text}
+    beside = {way: ratio(found, names, WAYS["eager"]) for way, names in WAYS.items()}
+    times = {way: float(text) for way, text in beside.items() if text}
     best = max(times.values(), default=0.0)
-    return ", ".join(WAYS[name] for name, value in times.items() if value >= best * (1 - LEVEL))
+    return ", ".join(way for way, value in times.items() if value >= best * (1 - LEVEL))
 
 
 def expect(results: Sequence[Result]) -> list[str]:
@@ -54,14 +55,15 @@ def expect(results: Sequence[Result]) -> list[str]:
             continue
         row = [label, here[0]["case"]["dtype"]]
         for found in by_mode:
-            row += [ratio(found, "fused", "eager"), ratio(found, "compile+pass", "compile")]
+            row.append(ratio(found, WAYS["`fuse_`"], WAYS["eager"]))
+            row.append(ratio(found, WAYS["our pass"], WAYS["compile"]))
         rows.append([*row, fastest(by_mode[1] or by_mode[0])])
     for sizes, tokens in LAYERS:
         layers = find(results, suite="layer", sizes=list(sizes), tokens=tokens, activation="relu")
         for dtype in dict.fromkeys(r["case"]["dtype"] for r in layers):
             row = [f"layer {shape({'sizes': sizes})}, ReLU", dtype]
             for mode in MODES:
-                row += [ratio(find(layers, dtype=dtype, mode=mode), "ours", "eager"), ""]
+                row += [ratio(find(layers, dtype=dtype, mode=mode), ["ours"], ["eager"]), ""]
             rows.append([*row, ""])
     head = ["your model", "dtype", "inference, `fuse_`", "inference, our pass", "step, `fuse_`"]
     return table([*head, "step, our pass", "fastest step"], rows, words=2)
@@ -83,7 +85,9 @@ def expect_on_a_cpu(results: Sequence[Result]) -> list[str]:
             for mode, tokens in CPU_COLUMNS.values():
                 here = find(cases, dtype=dtype, activation=activation, mode=mode)
                 found = [r for r in here if r["case"]["tokens"] in tokens]
-                times = sorted(float(text) for r in found if (text := ratio([r], "ours", "eager")))
+                times = sorted(
+                    float(text) for r in found if (text := ratio([r], ["ours"], ["eager"]))
+                )
                 row.append(
                     f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})" if times else ""
                 )

@@ -59,6 +59,11 @@ def median(result: Result, name: str) -> float | None:
     return None if number is None else number["median"]
 
 
+def least(result: Result, names: Iterable[str]) -> float | None:
+    """Of those of these that took part, the fastest one's time."""
+    return min(filter(None, (median(result, name) for name in names)), default=None)
+
+
 def times(result: Result, name: str = "ours", than: str = "eager") -> str:
     """How many times the other's speed one has."""
     mine, other = median(result, name), median(result, than)

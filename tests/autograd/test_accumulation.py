@@ -470,10 +470,7 @@ APART = {  # and what explain says of it; of a formula it has no row
     ),
     "a row": (other_sizes(lambda bias: 1), ""),
     "a square": (other_sizes(len), ""),
-    "sparse": (
-        other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1),
-        "not a plain tensor",
-    ),
+    "sparse": (other_gradients(lambda w: torch.ones_like(w).to_sparse(), 1), "not a plain tensor"),
 }
 
 

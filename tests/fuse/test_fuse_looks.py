@@ -175,11 +175,7 @@ class Extended(nn.Sequential):
 
 @pytest.mark.parametrize(
     "cls, found",
-    [
-        (Reversed, []),
-        (ReversedByForward, []),
-        (Extended, ["linear_relu", "linear", "linear_relu"]),
-    ],
+    [(Reversed, []), (ReversedByForward, []), (Extended, ["linear_relu", "linear", "linear_relu"])],
 )
 def test_modules_of_other_kinds(cls, found):
     model = cls(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)).double()
