@@ -71,7 +71,11 @@ class Plan:
         return f"torch_fused_linear for torch {names}: {what} ({self.why})"
 
     def make(self, lib):
-        """Makes in a folder what is not there, or not of these sources."""
+        """Makes in a folder what is not there, or not of these sources; headers lie beside it."""
+        include = lib.parent / "include"
+        include.mkdir(parents=True, exist_ok=True)
+        for name in parts.HEADERS:
+            shutil.copy2(compiling.CSRC / name, include)
         todo = [part for part in self.parts if not part.is_current(lib)]
         if not todo:
             return print(f"{self}: up to date")
@@ -82,10 +86,6 @@ class Plan:
         compiling.compile_all(units, self.jobs, log)
         for part in todo:
             part.link(lib)
-        include = lib.parent / "include"
-        include.mkdir(exist_ok=True)
-        for name in parts.HEADERS:
-            shutil.copy2(compiling.CSRC / name, include)
 
 
 def build_command(torch_list):

@@ -492,17 +492,17 @@ def test_for_another_torch_both_are_there(copy, monkeypatch, tmp_path):
 
 
 def test_a_finished_build_is_complete_and_not_repeated(copy):
-    assert "up to date" in build_in(copy) and not (copy / "build").exists()
     package = copy / "torch_fused_linear"
+    shutil.rmtree(package / "include")  # as where somebody has copied the libraries alone
+    assert "up to date" in build_in(copy) and not (copy / "build").exists()
+    assert (package / "include" / "fused_activation.h").exists()
     (copy / "csrc" / "library.cpp").write_text("int changed;\n")
     assert "CPU ONLY (TORCH_FUSED_LINEAR_CUDA=0)" in build_in(copy, WORKING)
     assert (copy / LIBRARY).read_text() == "built\n"
     assert (copy / DIRECT).read_text() == "finished", "of this nothing has changed"
-    assert (package / "include" / "fused_activation.h").exists()
     about = json.loads((copy / LIBRARY).with_name("_C.json").read_text())
     assert about["torch"] == torch.__version__ and about["cuda"] is None
-    assert not list(package.rglob("*.tmp"))
-    assert "up to date" in build_in(copy)
+    assert not list(package.rglob("*.tmp")) and "up to date" in build_in(copy)
 
 
 # --- loading ----------------------------------------------------------------------------------
