@@ -5,30 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from .expect import MODELS, WAYS
 from .results import Result, find, least, median, of_case, shape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")  # told apart by the colour-blind as well
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 700, 235, 40, 13, 10, 60  # LEFT is for the rows' names
 BOLD = 'font-size="16" font-weight="bold"'
-# Models as they come, with their own activation.
-MODELS = (
-    ("GPT-2 small", "gelu"),
-    ("ViT-B/16", "gelu-erf"),
-    ("BERT-base", "gelu-erf"),
-    ("OPT-125M", "relu"),
-    ("LLaMA, 16 layers", "silu"),
-    ("DLRM top MLP", "relu"),
-    ("TD3 critic", "relu"),
-    ("VGG-16", "relu"),
-    ("ResNet-50, folded", "relu"),
-)
 ACTIVATIONS = {"relu": "ReLU", "gelu": "GELU tanh", "gelu-erf": "GELU erf", "silu": "SwiGLU"}
-# Of each series whose times it has; of several contenders the fastest.
-SERIES = {
-    "fuse_": ("fused",),
-    "torch.compile": ("compile", "reduce-overhead"),
-    "with our pass": ("compile+pass", "reduce-overhead+pass"),
-}
+# By its name here, which of the ways it is.
+SERIES = {"fuse_": "`fuse_`", "torch.compile": "compile", "with our pass": "our pass"}
 
 
 def text(x: float, y: float, content: str, more: str = "") -> str:
@@ -89,8 +74,8 @@ def readme_chart(results: Sequence[Result]) -> str:
         named = find(results, suite="models", model=model, activation=activation, mode="step")
         for result in named:
             label = of_case(f"{{model}}, {ACTIVATIONS[activation]}{{rare_dtype}}")(result)
-            for series, names in SERIES.items():
-                if time := least(result, names):
+            for series, way in SERIES.items():
+                if time := least(result, WAYS[way]):
                     rows.setdefault(label, {})[series] = median(result, "eager") / time
     blocks = find(results, suite="ffn", dtype="bf16", tokens=8192, mode="step")
     for result in sorted(blocks, key=lambda r: (r["case"]["sizes"], r["case"]["activation"])):
