@@ -153,10 +153,9 @@ def find_activation(node: Node) -> Activation | None:
     """The activation that is the only thing done with the node's result."""
     dtype = dtype_of(node)
     for activation in filter(None, (_square(node), _call(node), _tanh_formula(node))):
-        dtypes = {dtype_of(n) for n in activation.nodes}
+        others = {dtype_of(n) for n in activation.nodes} - {dtype}
         # Under autocast, on a GPU, a power is of fp32, and so is what is made of it.
-        may_be_wider = dtypes <= {dtype, torch.float32} and _is_narrowed(activation, dtype)
-        if dtypes == {dtype} or may_be_wider:
+        if not others or (others == {torch.float32} and _is_narrowed(activation, dtype)):
             return activation
     return None
 
