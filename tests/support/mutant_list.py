@@ -190,9 +190,9 @@ csrc/autograd/double_backward.h: tests/autograd
 +return result;
 
 csrc/autograd/conv_node.cpp: tests/autograd tests/ops tests/nn tests/integration
-# double backward cut at a convolution's output
--kept_[State::output] = SavedVariable(output, /*is_output=*/true);
-+kept_[State::output] = SavedVariable(output.detach(), /*is_output=*/false);
+# double backward cut at a convolution
+-must_be_differentiable(grad, state.kept)
++false
 
 csrc/autograd/conv_node.cpp: tests/graph/test_compile.py
 # padding for dilation in compiled autograd
