@@ -4,7 +4,6 @@ They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` an
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -351,20 +350,24 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     """Calls the operator, or for a tensor of a class of its own torch's functions."""
-    for k, argument in () if is_compiling() else _required(name):
-        if not hasattr(got := type(arguments[k]), "__torch_function__"):
-            raise TypeError(f"{name}: expected {argument} to be a tensor, got {got.__name__}")
+    schema = () if is_compiling() else getattr(torch.ops.fused, name).default._schema.arguments
+    for argument, given in zip(schema, arguments):
+        _expect(f"{name}: expected {argument.name}", str(argument.type), given)
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
     if any(map(subclasses.is_foreign, flat)):
         return subclasses.COMPUTES[name](*arguments, **options)
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
-@cache
-def _required(name: str) -> list[tuple[int, str]]:
-    """Place and name of each tensor that an operator must have."""
-    arguments = enumerate(getattr(torch.ops.fused, name).default._schema.arguments)
-    return [(k, a.name) for k, a in arguments if str(a.type) == "Tensor"]
+def _expect(what: str, kind: str, given: object) -> None:
+    """Raises where the schema wants tensors and something else is given."""
+    is_list, is_tensor = kind.startswith("List["), hasattr(type(given), "__torch_function__")
+    is_free = "Tensor" not in kind or (given is None and kind.startswith("Optional"))
+    if is_list and hasattr(given, "__len__") and not is_tensor:
+        for k, each in enumerate(given):
+            _expect(f"{what}[{k}]", kind[5:-1], each)
+    elif not is_free and (not is_tensor or (is_list and isinstance(given, Tensor))):
+        raise TypeError(f"{what} to be of type {kind}, got {type(given).__name__}")
 
 
 # TorchScript takes the operators for them; it knows no arguments by name alone.

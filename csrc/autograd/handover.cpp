@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 
 namespace fused::autograd::handover {
@@ -30,6 +29,13 @@ const char* stands_between(const torch::autograd::Edge& edge) {
   return "the input is not a fused layer's output";
 }
 
+// Who sees the gradient that arrives at a node, or nullptr.
+const char* watcher(torch::autograd::Node& node) {
+  if (!node.tensor_pre_hooks().empty()) return "a hook on the tensor";
+  if (!node.retains_grad_hooks().empty()) return "retain_grad";
+  return node.pre_hooks().empty() && node.post_hooks().empty() ? nullptr : "a hook on the node";
+}
+
 }  // namespace
 
 bool enabled() { return switched_on().load(std::memory_order_relaxed); }
@@ -37,17 +43,13 @@ void set_enabled(bool enabled) { switched_on() = enabled; }
 
 Note::Note(Tensor passed, variable_list gradients, variable_list saved)
     : passed(std::move(passed)), gradients(std::move(gradients)), saved(std::move(saved)) {
+  version_ = version_of(this->passed);
   for (const auto& tensor : this->saved) versions_.push_back(version_of(tensor));
 }
 
 bool Note::is_unchanged() const { return std::ranges::equal(saved, versions_, {}, version_of); }
 
-void Note::expect(const Tensor& arrived) const {
-  TORCH_CHECK(arrived.is_same(passed),
-              "fused: a hook that was put on a layer's output during the backward gave another ",
-              "gradient, where the layer after has dealt with it; put the hook there before, or ",
-              "torch_fused_linear.handover(False)");
-}
+bool Note::is_of(const Tensor& x) const { return x.is_same(passed) && version_of(x) == version_; }
 
 void Producer::leave(int graph_task, Note note) {
   {
@@ -77,10 +79,13 @@ std::optional<Note> Producer::take(int graph_task) {
   return note;
 }
 
-std::pair<Work, std::optional<Note>> Producer::begin(size_t lent) {
+std::pair<Work, std::optional<Note>> Producer::begin(const Tensor& grad, size_t lent) {
   // A hook may call the node by hand while the engine runs another.
   const bool is_running = torch::autograd::get_current_node().get() == this;
   auto note = is_running ? take(internals::current_run()) : std::nullopt;
+  TORCH_CHECK(!note || (!watcher(*this) && note->is_of(grad)), "fused: a hook was put on a ",
+              "layer's output during the backward, after the next layer's step, which has dealt ",
+              "with its gradient; put it there before, or torch_fused_linear.handover(False)");
   // What has changed since it was unpacked for the note is unpacked again, for torch's own error.
   const bool has_saved = note && note->is_unchanged();
   auto all = unpack(0, has_saved ? lent : kept().size());
@@ -96,13 +101,8 @@ const char* objection(torch::autograd::Node& consumer) {
   if (internals::current_run() == -1) return "no run of the eager engine";
 
   auto& producer = *consumer.next_edge(0).function;
-  if (!producer.tensor_pre_hooks().empty()) return "a hook on the tensor";
-  if (!producer.retains_grad_hooks().empty()) return "retain_grad";
-  // A hook behind the consumer sees what it passes on, one around the producer what arrives.
-  if (!consumer.post_hooks().empty() || !producer.pre_hooks().empty() ||
-      !producer.post_hooks().empty()) {
-    return "a hook on the node";
-  }
+  if (const char* why = watcher(producer)) return why;
+  if (!consumer.post_hooks().empty()) return "a hook on the node";  // it sees what is passed on
   if (internals::is_captured(&producer)) return "its gradient was asked for";
   if (producer.stream() != consumer.stream()) return "another stream";
   if (!internals::waits_for_one(&producer)) return "another consumer";

@@ -8,8 +8,8 @@
 // gradient on the way. It passes dz on in place of dy (of a gated layer gate's) and leaves a note
 // that says so.
 //
-// A hook that is put on the tensor by another hook, after the consumer has run, sees dz. What it
-// gives in its place is an error.
+// A hook that is put there by another hook, after the consumer has run, would see dz: it is an
+// error, as is a write to what was passed on.
 
 #include "autograd/node.h"
 #include "autograd/recompute.h"
@@ -33,14 +33,15 @@ struct Note {
   variable_list saved;      // what the producer's act' is read from, already unpacked: checkpoint
                             // allows it to be unpacked only once
 
-  // Whether nobody has written to them since.
+  // Whether nobody has written to what was saved since.
   bool is_unchanged() const;
 
-  // What has arrived in this place must be what was passed.
-  void expect(const Tensor& arrived) const;
+  // Whether x, which has arrived, is what was passed, as it was.
+  bool is_of(const Tensor& x) const;
 
  private:
-  std::vector<int64_t> versions_;
+  std::vector<int64_t> versions_;  // of what was saved
+  int64_t version_;                // of what was passed
 };
 
 // A node that notes may be left for, each in one run of the engine.
@@ -72,7 +73,7 @@ class Producer : public Node {
 
  protected:
   // What a backward begins with. The kept tensors from `lent` on are those that come with a note.
-  std::pair<Work, std::optional<Note>> begin(size_t lent);
+  std::pair<Work, std::optional<Note>> begin(const Tensor& grad, size_t lent);
 
  private:
   std::mutex notes_mutex_;

@@ -66,7 +66,6 @@ struct Arrived {
 
 Arrived arrive(const State& state, const Tensor& grad) {
   if (!state.note) return {grad, state.form.activation, {}};
-  state.note->expect(grad);
   return {grad, Activation::none, state.note->gradients[0]};
 }
 
@@ -234,7 +233,7 @@ class LinearNode final : public handover::Producer {
 
  protected:
   variable_list gradients(const Tensor& grad) override {
-    auto [work, note] = begin(saved_index);
+    auto [work, note] = begin(grad, saved_index);
     return run({std::move(work), form_, std::move(note)}, grad);
   }
   std::span<SavedVariable> kept() override { return kept_; }

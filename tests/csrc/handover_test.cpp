@@ -108,17 +108,26 @@ TEST(a_stale_note_is_ignored) {
   EXPECT(same(run(layer, [&](const Tensor& grad) { return passed_on(layer, grad); }), want));
 }
 
-// What arrives is not what the note names: a hook came after the consumer had looked.
+// What arrives is not what the note names, or is seen: a hook came after the consumer had looked.
 TEST(another_gradient_arrives) {
-  const Layer layer;
-  layer.y.register_hook([](const Tensor& grad) { return grad * 2; });
-  std::string told;
-  try {
-    run(layer, [&](const Tensor& grad) { return passed_on(layer, grad); });
-  } catch (const c10::Error& error) {
-    told = error.what();
+  const std::function<Tensor(const Layer&, const Tensor&)> ways[] = {
+      [](const Layer&, const Tensor& dz) { return dz * 2; },
+      [](const Layer&, const Tensor& dz) { return dz.mul_(2); },
+      [](const Layer& layer, const Tensor& dz) { return layer.y.retain_grad(), dz; },
+      [](const Layer& layer, const Tensor& dz) {
+        return layer.y.register_hook([](const Tensor&) {}), dz;
+      },
+  };
+  for (const auto& way : ways) {
+    const Layer layer;
+    std::string told;
+    try {
+      run(layer, [&](const Tensor& grad) { return way(layer, passed_on(layer, grad)); });
+    } catch (const c10::Error& error) {
+      told = error.what();
+    }
+    EXPECT(told.find("during the backward") != std::string::npos && layer.node()->waiting() == 0);
   }
-  EXPECT(told.find("during the backward") != std::string::npos && layer.node()->waiting() == 0);
 }
 
 // A run that is broken off takes the notes that it has left with it.

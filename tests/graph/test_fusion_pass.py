@@ -222,3 +222,21 @@ def test_bodies_of_control_flow_are_left_alone(way, again):
     torch.testing.assert_close(got, want)
     fusion = options["pre_grad_custom_pass"] if way == "inductor" else backend
     assert fusion.replaced == {"linear_relu": 1}
+
+
+class Conditional(nn.Linear):
+    """Its control flow is given its own weight, and one of a module inside of it."""
+
+    def forward(self, x):
+        weights = self.weight, self.inner.weight
+        return torch.cond(
+            x.sum() > 0, lambda *ts: ts[0] @ ts[1], lambda *ts: sum(ts), (x, *weights)
+        )
+
+
+def test_weights_of_control_flow_in_exported_graphs():
+    model, x = Conditional(8, 8), torch.randn(8, 8)
+    model.inner = nn.Linear(8, 8)
+    exported = torch.export.export(model, (x,)).module()
+    FusionPass()(exported.graph)
+    torch.testing.assert_close(exported(x), model(x))

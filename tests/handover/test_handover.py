@@ -173,6 +173,27 @@ def test_a_write_to_what_a_layer_saved_is_an_error(on, is_output, device):
         stack.backward(out)
 
 
+LATE = {
+    "a look": lambda y: y.register_hook(lambda g: None),
+    "a write": lambda y: y.register_hook(lambda g: g.mul_(2)),
+    "another gradient": lambda y: y.register_hook(lambda g: g * 2),
+    "retain_grad": lambda y: y.retain_grad(),
+    "the node's hook": lambda y: y.grad_fn.register_prehook(lambda g: None),
+    "the node's later hook": lambda y: y.grad_fn.register_hook(lambda inputs, outputs: None),
+}
+
+
+@pytest.mark.parametrize("producer", ["relu", "glu"])
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_a_hook_that_comes_too_late_is_an_error(late, producer, device):
+    """The next layer's backward is over, and what it passed on is not the true gradient."""
+    stack = Stack((producer, "none"), device=device)
+    output, out = stack.outputs()
+    stack.weights[1].register_hook(lambda _: (late(output), None)[1])
+    with pytest.raises(RuntimeError, match="during the backward"):
+        stack.backward(out)
+
+
 def test_threads_on_one_graph(device):
     """One node runs for several runs of the engine at the same time: notes are kept per run."""
     stack, barrier = Stack(device=device), threading.Barrier(4)

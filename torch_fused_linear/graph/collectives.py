@@ -49,6 +49,5 @@ def _collective(node: Node) -> str | None:
 
 
 def _moves(node: Node) -> bool:
-    if kind(node) == "view" or _collective(node) == "wait_tensor":
-        return True
-    return node.target in (_MOVING_METHODS if node.op == "call_method" else _MOVES)
+    moves = _MOVING_METHODS if node.op == "call_method" else _MOVES
+    return node.target in moves or kind(node) == "view" or _collective(node) == "wait_tensor"

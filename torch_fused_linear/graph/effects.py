@@ -34,10 +34,8 @@ def switches_mode(node: Node) -> bool:
 def may_write(node: Node) -> bool:
     """Whether the node may write to a tensor that it has not made. Numbers drawn at random, as by
     dropout, are no such thing: our operators draw none."""
-    if node.op == "call_module":
-        return True
     if node.op not in ("call_function", "call_method"):
-        return False
+        return node.op == "call_module"
     target = node.target
     if isinstance(target, OpOverload):
         return target._schema.is_mutable or _writes_undeclared(_named(node, [target._schema]))

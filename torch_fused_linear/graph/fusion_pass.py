@@ -65,12 +65,13 @@ class FusionPass(CountingPass):
         """Undoes the pass in graphs that this one gives to scan, cond and their like, which make
         backward graphs of their own. Such graphs come before the one that calls them, which alone
         says what they are for."""
-        for node in graph.nodes:
+        for node in graph.nodes if graph.owning_module is not None else ():
             target = node.target
             if not isinstance(target, HigherOrderOperator) or target.__name__.startswith(_IN_PLACE):
                 continue
             for name in (n.target for n in node.all_input_nodes if n.op == "get_attr"):
-                for body in getattr(graph.owning_module, name).modules():
+                value = operator.attrgetter(name)(graph.owning_module)  # a weight, say, has none
+                for body in getattr(value, "modules", tuple)():
                     if body in self._bodies:
                         body.graph, counts = self._bodies.pop(body)
                         self.replaced -= counts
