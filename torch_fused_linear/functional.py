@@ -4,6 +4,7 @@ They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` an
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -350,19 +351,26 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     """Calls the operator, or for a tensor of a class of its own torch's functions."""
-    schema = () if is_compiling() else getattr(torch.ops.fused, name).default._schema.arguments
-    for argument, given in zip(schema, arguments):
-        _expect(f"{name}: expected {argument.name}", str(argument.type), given)
+    for (what, kind), given in () if is_compiling() else zip(_tensors(name), arguments):
+        _expect(what, kind, given)
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
     if any(map(subclasses.is_foreign, flat)):
         return subclasses.COMPUTES[name](*arguments, **options)
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
+@cache
+def _tensors(name: str) -> list[tuple[str, str]]:
+    """The tensors of an operator, which come first: how an error begins, and the type."""
+    schema = getattr(torch.ops.fused, name).default._schema.arguments
+    kinds = [(f"{name}: expected {a.name}", str(a.type)) for a in schema]
+    return [(what, kind) for what, kind in kinds if "Tensor" in kind]
+
+
 def _expect(what: str, kind: str, given: object) -> None:
     """Raises where the schema wants tensors and something else is given."""
     is_list, is_tensor = kind.startswith("List["), hasattr(type(given), "__torch_function__")
-    is_free = "Tensor" not in kind or (given is None and kind.startswith("Optional"))
+    is_free = given is None and kind.startswith("Optional")
     if is_list and hasattr(given, "__len__") and not is_tensor:
         for k, each in enumerate(given):
             _expect(f"{what}[{k}]", kind[5:-1], each)
