@@ -23,7 +23,7 @@ The middle column is in this file too, as `unfused_step`, and is trained beside 
 from the same weights on the same batches: both learn the same.
 
     python examples/mnist.py                 scikit-learn's 8x8 digits: 64-30-10
-    python examples/mnist.py --data FOLDER   MNIST from its four idx files (plain or .gz)
+    python examples/mnist.py --data FOLDER   MNIST, by torchvision, which keeps it in the folder
 
 With MNIST the tutorial publishes a loss of 0.6833 at the first batch and 0.0566 at batch 220, and
 an accuracy of 0.9146 after one epoch. The digits fill five batches only, so they are gone through
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> dict:
     """Runs the example; -> its numbers."""
     parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
     add = parser.add_argument
-    add("--data", type=Path, help="folder of MNIST's idx files; without it, scikit-learn's digits")
+    add("--data", type=Path, help="where torchvision keeps MNIST; else scikit-learn's digits")
     add("--out", type=Path, default=Path("example_pictures"), help="folder for the pictures")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     given = parser.parse_args(arguments)

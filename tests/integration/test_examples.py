@@ -7,16 +7,17 @@ import json
 import math
 import re
 import signal
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import device_param, one_thread  # noqa: F401
-from mnist_files import write_mnist
 from processes import ROOT, module_at, python
 
-from examples.digits.networks import PUBLISHED
+from examples.digits.data import load_mnist
+from examples.digits.networks import PUBLISHED, sigmoid_loss
 from torch_fused_linear import plans
 
 pytest.importorskip("matplotlib")
@@ -157,9 +158,27 @@ def test_mnist_on_digits(device, run, capsys):
     assert "published" not in capsys.readouterr().out, "those numbers are MNIST's"
 
 
+def write_mnist(folder):
+    """A tiny MNIST that a network can learn: digit d is a bright bar in rows 2d and 2d + 1."""
+    folder.mkdir(parents=True)
+    random = torch.Generator().manual_seed(0)
+    for split, count in (("train", 2700), ("t10k", 200)):
+        labels = torch.randint(10, (count,), generator=random)
+        images = torch.randint(60, (count, 28, 28), generator=random)
+        images += 190 * (torch.arange(28) // 2 == labels[:, None])[:, :, None]
+        for name, values in (("images-idx3", images), ("labels-idx1", labels)):
+            header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+            file = folder / f"{split}-{name}-ubyte"
+            file.write_bytes(header + values.to(torch.uint8).numpy().tobytes())
+    return images, labels
+
+
 def test_mnist_reads_the_true_files(tmp_path, run, capsys):
-    pytest.importorskip("sklearn")
-    write_mnist(tmp_path / "files")
+    pytest.importorskip("torchvision")
+    images, labels = write_mnist(tmp_path / "files" / "MNIST" / "raw")
+    data = load_mnist(tmp_path / "files")
+    assert torch.equal(data.test_labels, labels)
+    torch.testing.assert_close(data.test_images * 0.3081 + 0.1307, images.flatten(1) / 255)
     found = run("mnist", "cpu", "--data", tmp_path / "files", **MNIST)
     output = capsys.readouterr().out
     assert "784-30-10" in output
@@ -167,6 +186,16 @@ def test_mnist_reads_the_true_files(tmp_path, run, capsys):
     assert published, "they stand beside ours"
     assert found["apart"] < 1e-4
     assert found["losses"]["fused"][-1] < 0.1 and found["accuracy"] > 0.9
+
+
+def test_the_tutorials_loss_has_its_gradient():
+    logits = torch.randn(7, 10, dtype=torch.float64, requires_grad=True)
+    output, target = torch.sigmoid(logits), torch.eye(10, dtype=torch.float64)[:7]
+    loss = sigmoid_loss(logits, torch.arange(7))
+    shown = -(target * output.log() + (1 - target) * (1 - output).log()).mean()
+    torch.testing.assert_close(loss / 10, shown)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, (output - target) / 7)
 
 
 def test_mnist_says_what_the_tutorial_published():
