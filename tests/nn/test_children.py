@@ -28,8 +28,11 @@ def block():
     return tfl.FusedGatedMLP(4, 6)
 
 
-def own_forward(model):
-    model[0].forward = lambda x: F.linear(x, model[0].weight, model[0].bias) * 3
+def own(name):
+    def change(model):
+        setattr(model[0], name, lambda x: F.linear(x, model[0].weight, model[0].bias) * 3)
+
+    return change
 
 
 CHANGES = {
@@ -39,7 +42,8 @@ CHANGES = {
     "parametrisation": lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
     "another activation": lambda m: setattr(m, "1", nn.Tanh()),
     "another gelu": lambda m: setattr(m, "1", nn.GELU("none")),
-    "a forward of its own": own_forward,
+    "a forward of its own": own("forward"),
+    "a call of its own": own("_call_impl"),
     "a layer more": lambda m: m.extend([nn.Identity(), nn.Linear(3, 2)]),
     "a module less": lambda m: m.pop(2),
 }

@@ -184,13 +184,15 @@ def test_what_is_assigned_later_counts(row):
         layer.weight.mul_(2)
     torch.testing.assert_close(layer(x), twin(x))
     if row in CONV and row.label == "conv strided":
-        for module in (layer, twin[0]):
-            module.padding, module.dilation, module.stride = (2, 2), (2, 2), (1, 1)
-        torch.testing.assert_close(layer(x), twin(x))
-        for module in (layer, twin[0]):
-            module.padding = "SAME"
-            with pytest.raises(RuntimeError, match=r"(?i)invalid padding"):
-                module(x)
+        layer.stride = twin[0].stride = (1, 1)
+        for layer.padding, layer.dilation in (((2, 2), (2, 2)), ("same", 2), ("same", (2,))):
+            twin[0].padding, twin[0].dilation = layer.padding, layer.dilation
+            torch.testing.assert_close(layer(x), twin(x))
+        for layer.padding in ("SAME", (1, 1, 1)):
+            twin[0].padding = layer.padding
+            for module in (layer, twin):
+                with pytest.raises(RuntimeError, match=r"(?i)padding"):
+                    module(x)
 
 
 @pytest.mark.parametrize("row", MEMORY, ids=repr)

@@ -43,12 +43,6 @@ class FusedConv2dReLU(nn.Conv2d):
 
     Raises:
         RuntimeError: ``padding`` was set to another word since.
-
-    Examples::
-
-        >>> layer = FusedConv2dReLU(16, 33, 3, stride=2, padding=1)
-        >>> layer(torch.randn(20, 16, 50, 100)).size()
-        torch.Size([20, 33, 25, 50])
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -60,7 +54,10 @@ class FusedConv2dReLU(nn.Conv2d):
                 rows, columns = self.kernel_size
                 if not torch.jit.is_tracing():  # which would trace the shape
                     rows, columns = self.weight.shape[2], self.weight.shape[3]
-                height, width = self.dilation[0] * (rows - 1), self.dilation[1] * (columns - 1)
+                step = self.dilation
+                if isinstance(step, int):  # set later
+                    step = (step, step)
+                height, width = step[0] * (rows - 1), step[-1] * (columns - 1)
                 padding = [height // 2, width // 2]
                 if height % 2 != 0 or width % 2 != 0:  # one more below and to the right
                     input = F.pad(input, [0, width % 2, 0, height % 2])
@@ -69,7 +66,7 @@ class FusedConv2dReLU(nn.Conv2d):
         elif isinstance(self.padding, int):  # set later
             padding = [self.padding, self.padding]
         else:
-            padding = [self.padding[0], self.padding[-1]]
+            padding = list(self.padding)
         return conv2d_relu(
             input, self.weight, self.bias, self.stride, padding, self.dilation, self.groups
         )

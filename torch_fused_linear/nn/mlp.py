@@ -16,7 +16,8 @@ def is_plain(module: nn.Module) -> bool:
     """Whether running the module is nothing but running its class's forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     hooks = hooks or module._backward_hooks or module._backward_pre_hooks
-    return not (hooks or "forward" in module.__dict__ or "parametrizations" in module._modules)
+    is_own = "forward" in module.__dict__ or "_call_impl" in module.__dict__
+    return not (hooks or is_own or "parametrizations" in module._modules)
 
 
 class FusedMLP(nn.Sequential):
