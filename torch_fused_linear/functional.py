@@ -122,8 +122,7 @@ def linear_silu(
     The backward keeps :math:`z`. ``memory='low'`` means what it means for :func:`linear_gelu`.
 
     Args:
-        input, weight, bias: as :func:`linear`.
-        memory: ``'default'`` or ``'low'``.
+        input, weight, bias, memory: as :func:`linear_gelu`.
 
     Returns:
         :math:`(*, \text{out\_features})`.
@@ -149,8 +148,7 @@ def linear_relu2(
     :func:`linear_gelu`.
 
     Args:
-        input, weight, bias: as :func:`linear`.
-        memory: ``'default'`` or ``'low'``.
+        input, weight, bias, memory: as :func:`linear_gelu`.
 
     Returns:
         :math:`(*, \text{out\_features})`.

@@ -45,12 +45,6 @@ class FusedGatedMLP(nn.Module):
 
     Raises:
         ValueError: ``activation`` or ``memory`` is none of these.
-
-    Examples::
-
-        >>> block = FusedGatedMLP(64, 172)
-        >>> block(torch.randn(2, 10, 64)).size()
-        torch.Size([2, 10, 64])
     """
 
     __constants__ = ("activation", "memory")

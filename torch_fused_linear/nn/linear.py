@@ -173,12 +173,6 @@ class FusedLinearGELU(_WithActivation):
 
     Raises:
         ValueError: ``approximate`` or ``memory`` is none of these.
-
-    Examples::
-
-        >>> layer = FusedLinearGELU(20, 30, approximate="none")
-        >>> layer(torch.randn(128, 20)).size()
-        torch.Size([128, 30])
     """
 
     __constants__ = (*nn.Linear.__constants__, "approximate", "memory")
@@ -221,10 +215,8 @@ class FusedLinearSiLU(_WithActivation):
     Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
-        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`.
-
-    Raises:
-        ValueError: ``memory`` is neither of these.
+        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`,
+            errors too.
     """
 
     _plain_activation = nn.SiLU
@@ -240,10 +232,8 @@ class FusedLinearReLU2(_WithActivation):
     Shapes and parameters are those of :class:`FusedLinear`; for LoRA see :class:`FusedLinearReLU`.
 
     Args:
-        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`.
-
-    Raises:
-        ValueError: ``memory`` is neither of these.
+        in_features, out_features, bias, device, dtype, memory: as for :class:`FusedLinearGELU`,
+            errors too.
     """
 
     _plain_activation = SquaredReLU
