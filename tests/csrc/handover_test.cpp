@@ -108,21 +108,16 @@ TEST(a_stale_note_is_ignored) {
   EXPECT(same(run(layer, [&](const Tensor& grad) { return passed_on(layer, grad); }), want));
 }
 
-// What arrives is not what the note names, or is seen: a hook came after the consumer had looked.
+// What arrives is not what the note names: a hook changed it after the consumer had looked.
 TEST(another_gradient_arrives) {
-  const std::function<Tensor(const Layer&, const Tensor&)> ways[] = {
-      [](const Layer&, const Tensor& dz) { return dz * 2; },
-      [](const Layer&, const Tensor& dz) { return dz.mul_(2); },
-      [](const Layer& layer, const Tensor& dz) { return layer.y.retain_grad(), dz; },
-      [](const Layer& layer, const Tensor& dz) {
-        return layer.y.register_hook([](const Tensor&) {}), dz;
-      },
-  };
-  for (const auto& way : ways) {
+  for (const bool is_written : {false, true}) {
     const Layer layer;
     std::string told;
     try {
-      run(layer, [&](const Tensor& grad) { return way(layer, passed_on(layer, grad)); });
+      run(layer, [&](const Tensor& grad) {
+        const Tensor dz = passed_on(layer, grad);
+        return is_written ? dz.mul_(2) : dz * 2;
+      });
     } catch (const c10::Error& error) {
       told = error.what();
     }

@@ -259,6 +259,10 @@ def forward(this, x):
 h = F.relu(self.fc1(x))
 return h * len(locals())
 
+# its_frame: - | its_frame.forward takes all its local names together
+h = F.relu(self.fc1(x))
+return h * len(__import__("sys")._getframe().f_locals)
+
 # own_locals: relu
 h = F.relu(self.fc1(x))
 return h * len(vars(self)["_modules"])

@@ -1,6 +1,7 @@
 """Whoever looks at classes, functions, files and stacks sees what is there without fuse_."""
 
 import copy
+import gc
 import importlib
 import inspect
 import io
@@ -14,7 +15,7 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Block, operators, pair, results, unmark_all
+from fused_models import Block, chain, operators, pair, results, unmark_all
 from processes import python
 from programs import module_of
 from stacks import assert_same
@@ -105,8 +106,10 @@ def test_a_class_that_is_patched_before_or_later_runs_the_patch(monkeypatch):
 def test_the_code_is_put_back_with_the_last_mark(monkeypatch):
     model, _ = pair(Block, torch.float32)
     other, fused = copy.deepcopy(model), Block.forward.__code__
-    tfl.unfuse_(model)
-    assert Block.forward.__code__ is fused, "the copy has marks"
+    for change in (gc.freeze, gc.unfreeze):  # the collector does not find what is frozen
+        change()
+        tfl.unfuse_(model)
+        assert Block.forward.__code__ is fused, "the copy has marks"
     assert operators(other, X)
     unmark_all(monkeypatch)
     tfl.unfuse_(other)
@@ -143,6 +146,9 @@ def test_the_lines_that_are_shown_are_the_users(library):
         model(torch.randn(4, 5))
     frames = [f for f in traceback.extract_tb(caught.tb) if f.name == "forward"]
     assert frames[0].lineno == int(line) and "self.fc1(x)" in frames[0].line
+    with pytest.raises(RuntimeError) as caught:
+        pair(chain, torch.float32)[0](torch.randn(4, 5))
+    assert "module(input)" in str([f.line for f in traceback.extract_tb(caught.tb)])
 
 
 def test_modules_that_cannot_be_hashed_are_left_alone():

@@ -310,9 +310,9 @@ PATCHED = (
     *((cls, name) for cls in (nn.Linear, nn.ReLU, nn.GELU, nn.Dropout, nn.Identity, nn.Conv2d)
       for name in ("forward", "__call__", "_call_impl")),
     *((nn.Module, name) for name in ("__call__", "_call_impl")),
-    *((torch.Tensor, name) for name in ("relu", "relu_")),
+    *((torch.Tensor, name) for name in ("relu", "relu_", "chunk", "__mul__")),
     *((F, name) for name in ("relu", "gelu", "linear", "dropout")),
-    (torch, "relu"),
+    *((torch, name) for name in ("relu", "chunk")),
     (nn.Sequential, "forward"),
 )  # fmt: skip
 
@@ -324,7 +324,9 @@ def patched(owner, name: str) -> contextlib.AbstractContextManager:
     @functools.wraps(original)
     def twice(*args, **kwargs):
         result = original(*args, **kwargs)
-        return result * 2 if torch.is_tensor(result) else result
+        if isinstance(result, tuple):
+            return tuple(part + part for part in result)
+        return result + result if torch.is_tensor(result) else result
 
     return mock.patch.object(owner, name, twice)
 

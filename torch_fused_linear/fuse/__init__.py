@@ -110,7 +110,8 @@ def unfuse_(model: nn.Module) -> None:
     _check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]
     modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
-    if not any(MARK in vars(module) for module in modules):  # copies share them: no list would do
+    is_last = not any(MARK in vars(module) for module in modules)  # copies share marks
+    if is_last and not gc.get_freeze_count():  # what is frozen is not found
         put_back()
     if any(mark is not None for mark in marks):
         forget_compiled()

@@ -61,11 +61,14 @@ KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
 MODULES = {cls: (cls.__name__.lower(), as_made(cls, "forward")) for cls in KNOWN}
 PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
 CALL, CALL_IMPL = (as_made(nn.Module, name) for name in ("__call__", "_call_impl"))
-CALLED = (F, "linear relu gelu silu conv2d dropout"), (torch, "relu relu_")  # by F.relu
-UNTOUCHED = (  # None where there was none: methods of torch's own tensors are their base's
-    *((Tensor, name, as_made(Tensor, name)) for name in (*METHODS, "pow", "__pow__")),
-    (nn.Conv2d, "_conv_forward", as_made(nn.Conv2d, "_conv_forward")),
-    *((lib, f, as_made(lib, f)) for lib, names in CALLED for f in names.split()),
+CALLED = {
+    Tensor: "relu relu_ square pow __pow__ chunk __mul__",
+    torch: "relu relu_ chunk",
+    F: "linear relu gelu silu conv2d dropout",
+    nn.Conv2d: "_conv_forward",
+}
+UNTOUCHED = tuple(  # None where there was none: methods of torch's own tensors are their base's
+    (at, name, as_made(at, name)) for at, names in CALLED.items() for name in names.split()
 )
 
 
@@ -98,6 +101,8 @@ def is_spread(layer: nn.Module) -> bool:
 def hooks_objection(module: nn.Module) -> str | None:
     """Where somebody watches the module or has replaced its forward."""
     own = module.__dict__
+    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
+        _ = module.forward, type(module) is nn.Conv2d and module._conv_forward
     for kind in HOOKS[2:] if is_spread(module) else HOOKS:
         if own.get(kind):
             return f"has {kind.strip('_').replace('_', ' ')}"
@@ -116,6 +121,8 @@ def is_watched(module: nn.Module) -> bool:
 def is_untouched(cls: type, forward: object) -> bool:
     """Whether nobody has put another function into the class, or into torch."""
     is_traced = is_dynamo_compiling()  # which has methods of its own in nn.Module
+    if is_traced:  # guards of a table's class are tested once, of a module's class at every module
+        cls = next(known for table in (LAYERS, MODULES, PASSED) for known in table if known is cls)
     call = nn.Module.__call__ if is_traced or is_exporting() else CALL  # wrapped for a while
     call_impl = nn.Module._call_impl if is_traced else CALL_IMPL
     known = cls.forward is forward and cls.__call__ is call and cls._call_impl is call_impl
@@ -143,7 +150,8 @@ def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     is_one = all(t.dtype == weight.dtype for t in others)
     kind = weight.device.type  # of which autocast may know nothing
     is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
-    return is_one and all(t.device == weight.device for t in others)
+    is_named = not is_dynamo_compiling() and any(t.has_names() for t in (weight, *others))
+    return is_one and not is_named and all(t.device == weight.device for t in others)
 
 
 def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:

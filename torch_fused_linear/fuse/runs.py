@@ -28,6 +28,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 INNER += (ast.Starred, ast.Dict, ast.JoinedStr)  # of which others are gone through before
+FRAMES = {"f_locals", "_getframe", "currentframe", "breakpoint", "set_trace"}
 INNER_FUNCTIONS = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.excepthandler, ast.match_case)
 
@@ -242,12 +243,12 @@ class Scope:
         return is_next and all(isinstance(n, (ast.Name, ast.Constant)) for n in looked)
 
     def takes_locals(self) -> bool:
-        """Whether the function takes all its local names together, begun calls among them."""
-        nodes = list(ast.walk(self.node))
-        given = {n.func for n in nodes if isinstance(n, ast.Call) and n.args}
-        names = {n.id for n in nodes if isinstance(n, ast.Name) and n not in given}
-        names |= {n.id for n in given if isinstance(n, ast.Name)} - {"vars", "dir"}
-        return not names.isdisjoint(("locals", "eval", "exec", "vars", "dir"))
+        """Whether the function, or a debugger in it, takes all local names: begun calls too."""
+        given = {n.func for n in self.numbers if isinstance(n, ast.Call) and n.args}
+        bare = {*self.names["vars"], *self.names["dir"]} - given
+        attributes = {n.attr for n in self.numbers if isinstance(n, ast.Attribute)}
+        is_taken = any(self.names[name] for name in ("locals", "eval", "exec", *FRAMES))
+        return is_taken or bool(bare or attributes & FRAMES)
 
     def is_read_by(self, name: str, start: ast.AST, reads: Container[ast.Name]) -> bool:
         """Whether only these nodes see what the statement `start` assigns to `name`."""
