@@ -88,7 +88,7 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
   const auto agrees = [&](const Tensor& t) {
     casts = casts || t.scalar_type() != weight.scalar_type();
     return is_supported(t.scalar_type()) && t.device() == weight.device() &&
-           t.layout() == at::kStrided && !t.is_nested() && !t.has_names();
+           t.layout() == at::kStrided && !t.is_nested();
   };
   if (!agrees(input) || !agrees(weight)) return false;
   const bool has_bias = bias != Py_None;

@@ -1,6 +1,7 @@
 """A chain and a gated block whose children were changed run them one by one, as they are now."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -67,6 +68,18 @@ def test_a_changed_chain(change):
     after = model(x).detach()
     is_seen = after.shape != before.shape or not torch.allclose(after, before)
     assert is_seen == (change in CHANGES)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("child", ["0", "1", "gate_proj", "up_proj", "down_proj"])
+def test_a_forward_that_is_set_on_a_child_is_seen_in_compiled_code(child):
+    model, x = (chain if child.isdigit() else block)(), torch.randn(5, 4)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    module = getattr(model, child)
+    module.forward = functools.partial(lambda run, x: run(x) * 3, module.forward)
+    assert not runs_as_one(model, x)
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize(

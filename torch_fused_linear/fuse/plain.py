@@ -150,8 +150,7 @@ def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     is_one = all(t.dtype == weight.dtype for t in others)
     kind = weight.device.type  # of which autocast may know nothing
     is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
-    is_named = not is_dynamo_compiling() and any(t.has_names() for t in (weight, *others))
-    return is_one and not is_named and all(t.device == weight.device for t in others)
+    return is_one and all(t.device == weight.device for t in others)
 
 
 def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:

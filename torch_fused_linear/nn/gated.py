@@ -9,7 +9,7 @@ from .._torch_internals import has_any_global_hook
 from ..activations import ACTIVATIONS
 from ..functional import gated_mlp
 from .linear import memory_repr
-from .mlp import is_plain
+from .mlp import are_plain
 from .taking_over import check_plain
 
 
@@ -135,8 +135,8 @@ class FusedGatedMLP(nn.Module):
     @torch.jit.unused
     def _runs_as_one(self) -> bool:
         layers = self.gate_proj, self.up_proj, self.down_proj
-        are_plain = all(type(layer) is nn.Linear and is_plain(layer) for layer in layers)
-        return are_plain and not has_any_global_hook()
+        are_linear = all(type(layer) is nn.Linear for layer in layers)
+        return are_linear and are_plain(layers) and not has_any_global_hook()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in ("weight", "bias"):

@@ -1,7 +1,10 @@
 """A chain of layers as one operator."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.types import Device
 
 from .._arguments import Activation, Memory, check
@@ -12,8 +15,14 @@ from .linear import memory_repr
 from .taking_over import check_given_back, check_plain
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether running the module is nothing but running its class's forward."""
+def are_plain(modules: Sequence[nn.Module]) -> bool:
+    """Whether running them is nothing but running the forward of each one's class."""
+    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
+        _ = [module.forward for module in modules]
+    return all(map(_is_plain, modules))
+
+
+def _is_plain(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
     hooks = hooks or module._backward_hooks or module._backward_pre_hooks
     is_own = "forward" in module.__dict__ or "_call_impl" in module.__dict__
@@ -46,12 +55,6 @@ class FusedMLP(nn.Sequential):
     Raises:
         ValueError: there is no size of a layer, or ``activation`` or ``memory`` is none of these.
         RuntimeError: it is called under ``torch.jit.trace``, which cannot record it; script it.
-
-    Examples::
-
-        >>> mlp = FusedMLP(784, 256, 128, 10, activation="gelu_tanh")
-        >>> mlp(torch.randn(64, 784)).size()
-        torch.Size([64, 10])
     """
 
     __constants__ = ("activation", "memory")
@@ -166,4 +169,4 @@ class FusedMLP(nn.Sequential):
         modules = list(self)
         are_linear = all(type(module) is nn.Linear for module in modules[::2])
         are_between = all(name_of_module(m) == self.activation for m in modules[1::2])
-        return are_linear and are_between and all(map(is_plain, modules))
+        return are_linear and are_between and are_plain(modules)
