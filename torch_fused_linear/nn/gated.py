@@ -28,8 +28,7 @@ class FusedGatedMLP(nn.Module):
         hidden_features: size of what is between.
         out_features: size of each output sample. Default: ``in_features``.
         bias: if ``True``, the three layers have a bias. Default: ``False``.
-        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
-            Default: ``'silu'``.
+        activation: ``'silu'`` (default), ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'``, ``'relu2'``.
         device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
             the backward makes the product of ``up_proj`` again. Default: ``'default'``.

@@ -41,8 +41,7 @@ class FusedMLP(nn.Sequential):
     Args:
         in_features: size of each input sample.
         features: sizes of the hidden layers and of the output, one or more.
-        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
-            Default: ``'relu'``.
+        activation: ``'relu'`` (default), ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'``, ``'relu2'``.
         bias: if ``False``, the layers have no bias. Default: ``True``.
         device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU or SiLU
