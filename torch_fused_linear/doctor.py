@@ -89,7 +89,6 @@ def onednn_path() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # There is nothing to choose; --help says what is done, anything else is an error.
     argparse.ArgumentParser(
         prog="python -m torch_fused_linear.doctor",
         description="Say what is installed, what was built, and whether it works: a layer's "

@@ -214,6 +214,9 @@ CONVOLUTIONS = {
     "reflect": {"padding": 1, "padding_mode": "reflect"},
     "no bias": {"bias": False},
 }
+LATER = [("padding", n) for n in (1, True, (1,), (1, 1, 1), (1.0, 1.0), "SAME", torch.tensor(1))]
+LATER += [("stride", n) for n in (2, (2, 1), (1, 1, 1))]
+LATER += [("dilation", n) for n in (2, (2,), True, ())]
 BETWEEN = {
     "identity": (nn.Identity(), ["conv2d_relu"]),
     "dropout": (nn.Dropout().eval(), ["conv2d_relu"]),
@@ -230,6 +233,15 @@ def test_convolutions_with_something_between(name, between):
         begun = in_code.step(module, in_code.step(convolution, IMAGE))
         torch.testing.assert_close(in_code.last(F.relu, begun), F.relu(convolution(IMAGE)))
     assert [call.operator for call in calls.calls] == operators
+
+
+@pytest.mark.parametrize("name, value", LATER, ids=str)
+@pytest.mark.parametrize("padding", ["same", 1])
+def test_what_is_set_on_a_convolution_later_is_taken_as_torch_takes_it(name, value, padding):
+    convolution = of(nn.Conv2d, 1, 2, 3, padding=padding)
+    setattr(convolution, name, value)
+    want = outcome(lambda: F.relu(convolution(IMAGE)))
+    assert_alike(outcome(lambda: in_code.last(F.relu, in_code.step(convolution, IMAGE))), want)
 
 
 # What squares the result of ReLU, with the exponent if it takes one, and what runs.

@@ -279,9 +279,6 @@ torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_later.py
 # a function set on an object unseen in compiled code
 -_ = module.forward, type(module)
 +_ = type(module)
-# a product of tensors that is exchanged unseen
--chunk __mul__"
-+chunk"
 # a dropout in place drawn otherwise
 - or (inplace and p and training):
 +:

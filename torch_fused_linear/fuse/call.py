@@ -167,6 +167,8 @@ def _as_one(kind, h) -> Tensor | None:
     is_convolution = type(layer) is nn.Conv2d
     if kind is None or (kind != "relu" and (behind or is_convolution)):
         return None
+    if is_convolution and not plain.has_known_geometry(layer):
+        return None
     if type(weight) not in PLAIN:
         style, layouts = parallel_plan(layer)
         if style != "ColwiseParallel" or any(layout.is_partial() for layout in layouts):

@@ -144,6 +144,14 @@ def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -
     return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
 
+def has_known_geometry(layer: nn.Conv2d) -> bool:
+    """Whether our layer takes it as torch's does; what was set later may be anything."""
+    is_word = layer.padding == "valid" or (layer.padding == "same" and layer.stride == (1, 1))
+    given = layer.stride, layer.dilation, 0 if is_word else layer.padding
+    pairs = [g if type(g) is tuple else (g, g) for g in given]
+    return all(len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
+
+
 def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether they are of one device, and of one dtype unless autocast casts."""
     others = (input,) if bias is None else (input, bias)

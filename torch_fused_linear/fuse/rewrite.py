@@ -110,7 +110,7 @@ def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
             if text.function is SEQUENTIAL:
                 (look_for_mark,) = ast.parse(_SEQUENCE).body
                 line = max(n.lineno for n in ast.walk(node) if isinstance(n, ast.Call))
-                node.body.insert(0, ast.increment_lineno(look_for_mark, line - 3))  # the loop's
+                node.body.insert(-2, ast.increment_lineno(look_for_mark, line - 3))  # the loop's
             ast.fix_missing_locations(node)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
         by_key = {(code.co_name, code.co_firstlineno): code for code in codes}

@@ -20,8 +20,7 @@ class FusedGatedMLP(nn.Module):
     their ``state_dict``, but runs as :func:`torch_fused_linear.gated_mlp`. Where a child has been
     given hooks or a parametrisation, or was exchanged, the children run one by one.
 
-    A ``state_dict`` with both weights in one, ``gate_up_proj.weight`` with gate's rows first, loads
-    as well.
+    A ``state_dict`` with both in one ``gate_up_proj.weight``, gate's rows first, loads as well.
 
     Args:
         in_features: size of each input sample.

@@ -39,12 +39,6 @@ class FusedLinear(nn.Linear):
         weight: :math:`(\text{out\_features}, \text{in\_features})`, initialised as in
             :class:`torch.nn.Linear`, whose ``state_dict`` loads as it is.
         bias: :math:`(\text{out\_features})`.
-
-    Examples::
-
-        >>> layer = FusedLinear(20, 30)
-        >>> layer(torch.randn(128, 20)).size()
-        torch.Size([128, 30])
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -35,8 +35,7 @@ class FusedMLP(nn.Sequential):
     It *is* the ``nn.Sequential`` of ``nn.Linear`` and activation modules that it stands for, with
     the same ``state_dict``, but runs as :func:`torch_fused_linear.mlp`: in the backward every
     hidden layer's activation derivative and bias gradient come with the next layer's product.
-    Where a child has been given hooks or a parametrisation, or was exchanged, the children run one
-    by one.
+    Where a child has hooks or a parametrisation, or was exchanged, the children run one by one.
 
     Args:
         in_features: size of each input sample.
