@@ -313,8 +313,8 @@ torch_fused_linear/fuse/source.py: tests/fuse/test_fuse_looks.py
 
 torch_fused_linear/fuse/__init__.py: tests/fuse/test_fuse_looks.py
 # code that is never put back
--not any(MARK in vars(module)
-+all(MARK in vars(module)
+-if not any(MARK in vars(module)
++if all(MARK in vars(module)
 
 torch_fused_linear/_torch_internals.py: tests/fuse/test_fuse.py
 # compiled code that is kept

@@ -99,7 +99,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def unfuse_(model: nn.Module) -> None:
     """Undoes :func:`fuse_`, in place: no layer is marked any more, and functions have the code
-    again that they had when none is in the process.
+    again that they had when none is in the process. Models behind ``gc.freeze()`` are not found.
 
     Args:
         model: a model that :func:`fuse_` has changed, or part or a copy of one.
@@ -110,8 +110,7 @@ def unfuse_(model: nn.Module) -> None:
     _check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]
     modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
-    is_last = not any(MARK in vars(module) for module in modules)  # copies share marks
-    if is_last and not gc.get_freeze_count():  # what is frozen is not found
+    if not any(MARK in vars(module) for module in modules):  # copies share them: no list would do
         put_back()
     if any(mark is not None for mark in marks):
         forget_compiled()
