@@ -215,8 +215,7 @@ CONVOLUTIONS = {
     "no bias": {"bias": False},
 }
 LATER = [("padding", n) for n in (1, True, (1,), (1, 1, 1), (1.0, 1.0), "SAME", torch.tensor(1))]
-LATER += [("stride", n) for n in (2, (2, 1), (1, 1, 1))]
-LATER += [("dilation", n) for n in (2, (2,), True, ())]
+LATER += [(w, n) for w in ("stride", "dilation") for n in (2, (2,), (2, 1), (1, 1, 1), True, ())]
 BETWEEN = {
     "identity": (nn.Identity(), ["conv2d_relu"]),
     "dropout": (nn.Dropout().eval(), ["conv2d_relu"]),

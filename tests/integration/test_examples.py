@@ -17,7 +17,7 @@ from helpers import device_param, one_thread  # noqa: F401
 from processes import ROOT, module_at, python
 
 from examples.digits.data import load_mnist
-from examples.digits.networks import PUBLISHED
+from examples.digits.networks import PUBLISHED, sigmoid_loss
 from torch_fused_linear import plans
 
 pytest.importorskip("matplotlib")
@@ -168,8 +168,7 @@ def write_mnist(folder):
         images += 190 * (torch.arange(28) // 2 == labels[:, None])[:, :, None]
         for name, values in (("images-idx3", images), ("labels-idx1", labels)):
             header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
-            file = folder / f"{split}-{name}-ubyte"
-            file.write_bytes(header + values.to(torch.uint8).numpy().tobytes())
+            (folder / f"{split}-{name}-ubyte").write_bytes(header + bytes(values.byte().numpy()))
     return images, labels
 
 
@@ -186,6 +185,14 @@ def test_mnist_reads_the_true_files(tmp_path, run, capsys):
     assert published, "they stand beside ours"
     assert found["apart"] < 1e-4
     assert found["losses"]["fused"][-1] < 0.1 and found["accuracy"] > 0.9
+
+
+def test_the_tutorials_loss_has_the_tutorials_gradient():
+    logits, labels = torch.randn(7, 10, dtype=torch.float64, requires_grad=True), torch.arange(7)
+    loss, output, target = sigmoid_loss(logits, labels), logits.sigmoid(), torch.eye(7, 10).double()
+    shown = -(target * output.log() + (1 - target) * (1 - output).log()).mean()
+    torch.testing.assert_close(loss / 10, shown)
+    torch.testing.assert_close(*torch.autograd.grad(loss, logits), (output - target) / 7)
 
 
 def test_mnist_says_what_the_tutorial_published():

@@ -188,10 +188,10 @@ def test_what_is_assigned_later_counts(row):
         for layer.padding, layer.dilation in (((2, 2), (2, 2)), ("same", 2), ("same", (2,))):
             twin[0].padding, twin[0].dilation = layer.padding, layer.dilation
             torch.testing.assert_close(layer(x), twin(x))
-        for layer.padding in ("SAME", (1, 1, 1)):
-            twin[0].padding = layer.padding
-            for module in (layer, twin):
-                with pytest.raises(RuntimeError, match=r"(?i)padding"):
+        for padding, says in (("SAME", r"(?i)invalid padding"), ((1, 1, 1), "padding")):
+            for module in (layer, twin[0]):
+                module.padding = padding
+                with pytest.raises(RuntimeError, match=says):
                     module(x)
 
 
