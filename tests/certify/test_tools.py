@@ -13,8 +13,6 @@ import torch_fused_linear as tfl
 from certify import sanitizers, soak, speed, torch_checks
 from certify.test_fuzz import Backward
 
-# --- the soak ------------------------------------------------------------------------------------
-
 
 def test_training_in_threads(device):
     found = soak.Trial(device.type, measured=False).one(1, 0)
@@ -50,9 +48,6 @@ def test_memory_that_grows_is_reported():
     assert wrong == ["memory grew from 349 to 375 MiB"]
 
 
-# --- torch's checks ------------------------------------------------------------------------------
-
-
 def failures():
     trial = torch_checks.Trial("cpu", measured=False)
     found = [trial.one(1, unit) for unit in range(len(trial.units("cpu")))]
@@ -78,9 +73,6 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
     monkeypatch.setattr(torch_checks, "ROWS", (wrong,))
     checks = [text.split(" of linear_relu relu: ")[0] for text in failures()]
     assert checks == ["reference", "noncontiguous", "gradients"]
-
-
-# --- sanitizers and speed, without running a tool or a GPU ---------------------------------------
 
 
 def test_a_program_that_is_not_clean_is_reported(monkeypatch):

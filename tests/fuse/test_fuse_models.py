@@ -101,8 +101,6 @@ def test_a_stack_of_encoder_layers_keeps_its_fast_path():
         assert torch.equal(got, plain(x, src_key_padding_mask=mask))
 
 
-# --- gated ----------------------------------------------------------------------------------------
-
 SILU, TANH, ERF = (f"gated_mlp ({act})" for act in ("SiLU", "GELU (tanh)", "GELU (erf)"))
 ALIKE = "llama mistral ministral qwen2 qwen3 olmo olmo2 stablelm granite cohere smollm3 helium"
 # Models of the zoo, and what is found in each of their blocks.
@@ -164,8 +162,6 @@ def test_a_convolution_or_sigmoid_in_timms_block_is_left_alone():
         assert not gated(tfl.fuse_(fused))
         assert_same(results(fused, [x]), results(plain, [x]))
 
-
-# --- the zoo, by the check of `make test-models`, and the record of that run ----------------------
 
 # name: at least so many blocks
 SAMPLE = dict.fromkeys(("timm/test_vit", "transformers/wav2vec2"), 1)

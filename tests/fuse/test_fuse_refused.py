@@ -105,9 +105,6 @@ def test_left_alone_with_a_reason(case):
     before.assert_equals(Snapshot.of(model))
 
 
-# --- gates ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "refused, found", [("up", "linear_relu"), ("fc2", "linear_glu (ReLU)"), ("fc1", "")]
 )
@@ -118,9 +115,6 @@ def test_a_layer_of_a_gate_that_is_refused_leaves_the_rest(refused, found):
     assert [b.after for b in report.fused] == [(found,)] * bool(found)
     assert [(s.path, s.reason) for s in report.skipped] == [(refused, "filter_fn says no")]
     assert_same(results(model, x), results(plain, x))
-
-
-# --- activations that are functions, and what they call at the time -------------------------------
 
 
 def documented(x):
@@ -158,9 +152,6 @@ def test_activations_that_are_functions(activation, operator, monkeypatch):
     torch.testing.assert_close(layer(x), plain(x))
     tfl.unfuse_(layer)
     assert layer.activation is activation and "activation" not in layer._modules
-
-
-# --- convolutions ---------------------------------------------------------------------------------
 
 
 class Digits(nn.Module):

@@ -167,9 +167,6 @@ def test_nothing_that_is_taken_for_a_reader_writes():
     assert named <= silent, "the samples do not write"
 
 
-# --- what it is for -----------------------------------------------------------------------------
-
-
 # What is computed before a write and after it, and what becomes of the two.
 AROUND = {
     "a chain": (

@@ -36,9 +36,6 @@ def check(model, handed, device, label=""):
     assert handed in (None, report.handed_over), f"{label} {report}"
 
 
-# --- compilers ----------------------------------------------------------------------------------
-
-
 def whole(model, backend):
     return torch.compile(model, fullgraph=True, backend=backend)
 
@@ -71,9 +68,6 @@ def test_compiled_autograd(backend, device, fresh_compiler):
     with torch._dynamo.config.patch(compiled_autograd=True):
         check(torch.compile(model, backend=backend), None, device)
     check(model, 3, device)
-
-
-# --- distributed --------------------------------------------------------------------------------
 
 
 @pytest.fixture

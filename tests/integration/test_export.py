@@ -69,9 +69,6 @@ def test_exported_program_without_the_library(tmp_path):
     assert "import the custom op to register it before deserializing" in done.stderr
 
 
-# --- AOTInductor ---------------------------------------------------------------------------------
-
-
 def with_plain_pair(name):
     """The network, and layers of torch's for the pass to join."""
     if name == "vectors":

@@ -65,9 +65,6 @@ def test_hooks_on_saved_tensors_are_given_what_torch_keeps():
     assert {h.data_ptr(), w.data_ptr()} == {t.data_ptr() for t in kept}
 
 
-# --- what runs -----------------------------------------------------------------------------------
-
-
 def ran(op, wanted=None, on=True):
     """(operator, path, hand-over) of the rows of a step."""
     case = op.case((5,), 6, 8)
@@ -115,8 +112,6 @@ def test_a_pairs_output_comes_with_the_pass_that_is_handed_over():
         assert names.count("_glu") == 1 + again and names.count("_glu_backward") == 1, names
         assert any(handover == HANDED for *_, handover in steps) == on
 
-
-# --- between two layers --------------------------------------------------------------------------
 
 FIRST, LAST = linear("gelu_tanh", memory="low"), linear("none")
 

@@ -39,9 +39,6 @@ def test_opcheck(name, layout, grad, device):
         torch.library.opcheck(op_of(name), args, kwargs, test_utils=tests)
 
 
-# --- shapes, dtypes, strides ---------------------------------------------------------------------
-
-
 def strides(t):
     """Of an image those that mean something: of one channel all formats are alike."""
     if t.dim() < 3 or not t.numel():
@@ -109,9 +106,6 @@ def test_convolutions_are_foretold(dtype, odd, device):
         if case.g.dim() == 4:
             y = fused.conv2d_relu(*args)
             assert_foretold(fused._channels_relu_backward, (case.g, y, True), {})
-
-
-# --- registration --------------------------------------------------------------------------------
 
 
 @name_param

@@ -29,9 +29,6 @@ def assert_same_bits(ours, eager, label=""):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=where)
 
 
-# --- NaN, infinities, zero -----------------------------------------------------------------------
-
-
 @ops.dtype_param
 @ops.rows([ops.LINEAR, ops.RELU])
 @pytest.mark.parametrize("where", ["input", "bias", "weight", "grad_output"])
@@ -115,9 +112,6 @@ def test_fp16_overflow_is_that_of_an_fp32_accumulator(device):
         assert torch.equal(ours.isinf(), eager.isinf()) and not ours.isnan().any()
 
 
-# --- ReLU at exactly zero ------------------------------------------------------------------------
-
-
 @ops.dtype_param
 def test_relu_gradient_at_exactly_zero(dtype, device):
     """torch's rule by default; the mask's rule, as documented, under the policy 'cublaslt', handed
@@ -149,9 +143,6 @@ def test_nothing_passes_where_all_is_zero(op, dtype, device):
         case.x.zero_()
         for result in run(op.call, case)[:2]:
             assert not result.any()
-
-
-# --- the activations at their edges --------------------------------------------------------------
 
 
 @ops.dtype_param

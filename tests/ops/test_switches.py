@@ -136,9 +136,6 @@ def test_what_is_no_value_is_refused_and_changes_nothing(case):
     assert now() == second
 
 
-# --- what policies change ------------------------------------------------------------------------
-
-
 def test_what_is_called(device):
     """In a layer's forward for training."""
 

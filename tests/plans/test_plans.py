@@ -141,9 +141,6 @@ def test_a_missing_file_of_the_environment_is_no_fault(tmp_path):
     assert not path.exists()  # nothing was planned
 
 
-# ---------------------------------------------------------------------------------- warming up
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

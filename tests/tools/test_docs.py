@@ -124,9 +124,6 @@ def test_the_quick_start_is_a_script():
     assert script.partition('"""\n\n')[2] == "\n".join(pieces)
 
 
-# --- links ------------------------------------------------------------------------------------
-
-
 def anchors(page: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
