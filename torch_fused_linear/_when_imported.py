@@ -1,7 +1,6 @@
 """Registers something with a module of torch's when that module is first imported."""
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable
 
@@ -16,7 +15,8 @@ def when_imported(module: str, register: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find the module, and registers after it has been run."""
+    """Lets the others find the module, and registers after it has been run: whoever only asks where
+    it is does not run it, and the first import may fail."""
 
     def __init__(self, module: str, register: Callable[[], None]) -> None:
         self.module, self.register = module, register
@@ -24,14 +24,17 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != self.module:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             exec_module = spec.loader.exec_module
 
             def exec_and_register(module) -> None:
                 exec_module(module)
-                self.register()
+                if self in sys.meta_path and module.__name__ == self.module:
+                    sys.meta_path.remove(self)
+                    self.register()
 
             spec.loader.exec_module = exec_and_register
         return spec

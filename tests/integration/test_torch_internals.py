@@ -6,7 +6,9 @@ was compiled and of scripted modules tests/fuse.
 """
 
 import ast
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,9 @@ import torch_fused_linear as tfl
 from torch_fused_linear import _library
 from torch_fused_linear import _torch_internals as internals
 from torch_fused_linear._torch_internals import BroadcastingList2
+from torch_fused_linear._when_imported import when_imported
 
 fused = torch.ops.fused
-
-# --- one place ----------------------------------------------------------------------------------
 
 
 def private_names(path):
@@ -52,9 +53,6 @@ def test_no_other_file_includes_the_engine_or_the_compiled_one():
             assert not re.search(private, path.read_text()), path
 
 
-# --- modules and modes --------------------------------------------------------------------------
-
-
 def test_global_hooks():
     assert not internals.has_any_global_hook()
     for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
@@ -63,9 +61,6 @@ def test_global_hooks():
         assert sum(map(len, internals.GLOBAL_HOOKS)) == 1, register
         hook.remove()
     assert not any(internals.GLOBAL_HOOKS)
-
-
-# --- operators ----------------------------------------------------------------------------------
 
 
 def test_kernels_of_operators():
@@ -80,9 +75,6 @@ def test_numbers_for_two_dimensions():
         return value
 
     assert pair(3) == [3, 3] and pair([1, 2]) == [1, 2]
-
-
-# --- autograd, in C++ ---------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(
@@ -119,3 +111,22 @@ def test_products_of_nine_in_bf16_are_torchs(cuda):
         assert "reference" in str(report)
     finally:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def test_registration_waits_until_a_module_has_run(tmp_path, monkeypatch):
+    """Not for whoever only asks where it is, nor for an import that fails."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    registered, path = [], tmp_path / "imported_late.py"
+    when_imported("imported_late", lambda: registered.append(sys.modules["imported_late"].value))
+    path.write_text("raise RuntimeError")
+    for _ in range(2):
+        assert importlib.util.find_spec("imported_late").origin == str(path)
+    with pytest.raises(RuntimeError):
+        importlib.import_module("imported_late")
+    assert not registered
+    path.write_text("value = 1")
+    module = importlib.import_module("imported_late")
+    assert registered == [1]
+    importlib.reload(module)
+    assert registered == [1]
