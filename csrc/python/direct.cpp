@@ -7,7 +7,6 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/List.h>
 
-#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>

@@ -23,8 +23,8 @@ bool is_begun(PyObject* object, Py_ssize_t behind = 0) {
 }
 
 PyObject* run(std::string_view kind, const Ready& call, std::string_view memory) {
-  const Tensor x = call.input, w = call.matrix();
-  const OptionalTensor b = call.vector();
+  const Tensor x = call.input, w = call.weight;  // whose uses swap_tensors counts
+  const OptionalTensor b = call.bias;
   if (kind.starts_with("gelu")) {
     const std::string_view approximate = kind == "gelu_tanh" ? "tanh" : "none";
     return run_operator<dispatch::LinearGelu>(x, w, b, approximate, memory);
@@ -48,13 +48,14 @@ PyObject* activate(std::string_view kind, PyObject* call) {
   }
   const std::string_view memory = memory_of(part(call, 1));
   if (memory.empty()) return nullptr;
-  const Ready ready{THPVariable_Unpack(part(call, 2)), part(call, 3), part(call, 4), {}};
+  const Ready ready{THPVariable_Unpack(part(call, 2)), THPVariable_Unpack(part(call, 3)),
+                    optional(part(call, 4))};
   if (!is_conv(part(call, 1))) return run(kind, ready, memory);
   const auto geometry = kind == "relu" ? geometry_of(part(call, 1)) : std::nullopt;
   if (!geometry) return nullptr;
   const auto& [stride, padding, dilation] = geometry->pairs;
-  return run_operator<dispatch::Conv2dRelu>(ready.input, ready.matrix(), ready.vector(), stride,
-                                            padding, dilation, geometry->groups);
+  return run_operator<dispatch::Conv2dRelu>(ready.input, ready.weight, ready.bias, stride, padding,
+                                            dilation, geometry->groups);
 }
 
 // Runs the layer after a begun gated layer as one operator with it; nullptr where Python decides.
@@ -72,7 +73,7 @@ PyObject* down(PyObject* layer, PyObject* call) {
   Tensor weight = THPVariable_Unpack(found->weight);
   if (const auto matrix = transposed(layer, weight)) weight = *matrix;
   // the rows of gate are what the layer's input will have for features
-  if (!fits(gate, weight, found->bias, 2, weight.size(1) * (up ? 1 : 2))) return nullptr;
+  if (!fits(gate, weight, bias, 2, weight.size(1) * (up ? 1 : 2))) return nullptr;
   const std::string_view kind = text(part(given, 5)), memory = text(part(given, 6));
   return run_operator<dispatch::GatedMlp>(x, gate, up, weight, gate_bias, up_bias, bias, kind,
                                           memory);
@@ -107,11 +108,12 @@ PyObject* step(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* na
       if (!is_last && passes(function)) return Py_NewRef(h);
     } else if (const auto call = ready(function, h); call && !(is_last && is_conv(function))) {
       if (is_last) {
-        return run_operator<dispatch::Linear>(call->input, call->matrix(), call->vector());
+        return run_operator<dispatch::Linear>(call->input, call->weight, call->bias);
       }
-      const Reference weight(call->wrapped()), nothing(PyTuple_New(0));
-      if (weight.object == nullptr) return nullptr;
-      return PyTuple_Pack(6, begun, function, h, weight.object, call->bias, nothing.object);
+      const Reference weight(THPVariable_Wrap(call->weight)), nothing(PyTuple_New(0)),
+          bias(call->bias ? THPVariable_Wrap(*call->bias) : Py_NewRef(Py_None));
+      if (weight.object == nullptr || bias.object == nullptr) return nullptr;
+      return PyTuple_Pack(6, begun, function, h, weight.object, bias.object, nothing.object);
     }
   }
   return ask(is_last ? "last" : "step", given, count, names);

@@ -81,7 +81,7 @@ bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
 
 }  // namespace
 
-bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
+bool fits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t axis,
           int64_t features) {
   if (input.dim() < axis || input.size(-axis) != features) return false;
   bool casts = false;
@@ -91,11 +91,9 @@ bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axi
            t.layout() == at::kStrided && !t.is_nested();
   };
   if (!agrees(input) || !agrees(weight)) return false;
-  const bool has_bias = bias != Py_None;
-  if (has_bias) {
-    const Tensor& b = THPVariable_Unpack(bias);
-    if (!agrees(b) || b.dim() != 1 || b.size(0) != weight.size(0)) return false;
-    if (casts && b.scalar_type() == at::kDouble) return false;
+  if (bias) {
+    if (!agrees(*bias) || bias->dim() != 1 || bias->size(0) != weight.size(0)) return false;
+    if (casts && bias->scalar_type() == at::kDouble) return false;
   }
   if (!casts) return true;
   const auto device = weight.device().type();  // others are no devices of autocast's
@@ -132,17 +130,16 @@ OptionalTensor transposed(PyObject* layer, const Tensor& weight) {
 std::optional<Ready> ready(PyObject* layer, PyObject* input) {
   const auto found = THPVariable_CheckExact(input) ? plain(layer) : std::nullopt;
   if (!found) return std::nullopt;
-  const auto [weight, bias, groups] = *found;
-  Ready call{THPVariable_Unpack(input), weight, bias, {}};
-  const Tensor& w = THPVariable_Unpack(weight);
+  Ready call{THPVariable_Unpack(input), THPVariable_Unpack(found->weight), optional(found->bias)};
+  Tensor& w = call.weight;
   bool fit = false;
   if (is_conv(layer)) {
-    const auto count = number(groups);
+    const auto count = number(found->groups);
     fit = count && w.dim() == 4 && call.input.dim() <= 4 &&
-          fits(call.input, w, bias, 3, w.size(1) * *count);
+          fits(call.input, w, call.bias, 3, w.size(1) * *count);
   } else if (w.dim() == 2) {
-    call.transposed = transposed(layer, w);
-    fit = fits(call.input, call.matrix(), bias, 1, call.matrix().size(1));
+    if (const auto matrix = transposed(layer, w)) w = *matrix;
+    fit = fits(call.input, w, call.bias, 1, w.size(1));
   }
   return fit ? std::optional<Ready>(std::move(call)) : std::nullopt;
 }
@@ -192,7 +189,11 @@ bool passes(PyObject* module) {
 }
 
 std::string_view text(PyObject* object) {
-  return object != nullptr && PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : "";
+  if (object == nullptr || !PyUnicode_Check(object)) return "";
+  Py_ssize_t size;
+  const char* utf8 = PyUnicode_AsUTF8AndSize(object, &size);
+  if (utf8 == nullptr) PyErr_Clear();  // of a lone surrogate
+  return utf8 == nullptr ? "" : std::string_view(utf8, size);
 }
 
 std::string_view memory_of(PyObject* layer) {

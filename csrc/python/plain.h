@@ -41,17 +41,11 @@ inline std::optional<int64_t> number(PyObject* object) {
   return overflow == 0 ? std::optional(value) : std::nullopt;
 }
 
-// A plain layer's call owns its tensors: torch.utils.swap_tensors sees that they are in use while
-// the GIL is released.
+// A plain layer's call owns its tensors, as another thread may give the layer others meanwhile, and
+// torch.utils.swap_tensors sees that they are in use.
 struct Ready {
-  Tensor input;
-  PyObject *weight, *bias;  // borrowed
-  OptionalTensor transposed;
-  PyObject* wrapped() const {
-    return transposed ? THPVariable_Wrap(*transposed) : Py_NewRef(weight);
-  }
-  Tensor matrix() const { return transposed ? *transposed : THPVariable_Unpack(weight); }
-  OptionalTensor vector() const { return optional(bias); }
+  Tensor input, weight;
+  OptionalTensor bias;
 };
 
 struct Plain {
@@ -63,7 +57,7 @@ std::optional<Plain> plain(PyObject* layer);
 std::optional<Ready> ready(PyObject* layer, PyObject* input);
 
 // Tells what the operators take; torch's own function complains about the rest.
-bool fits(const Tensor& input, const Tensor& weight, PyObject* bias, int64_t axis,
+bool fits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t axis,
           int64_t features);
 
 // transformers' Conv1D has its weight transposed; the operators take any strides.

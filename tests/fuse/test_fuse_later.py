@@ -15,7 +15,7 @@ from stacks import assert_same
 from torch import nn
 from torch.ao import quantization
 from tree_changes import PATCHED, patched
-from tree_compare import SYSTEMS, assert_runs_the_same
+from tree_compare import SYSTEMS, assert_runs_the_same, attempt
 
 import torch_fused_linear as tfl
 
@@ -231,6 +231,19 @@ def test_errors_are_torchs_own(make, what):
     with pytest.raises(type(theirs.value)) as ours:
         model(WRONG[what])
     assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("word", ["\ud800", "tanh\0", "none\0x"])
+def test_words_that_only_begin_as_known_ones(word):
+    """Or that are no text in UTF-8, in which C reads them."""
+    for make, name in ((Block, "approximate"), (image, "padding_mode")):
+        outcomes = []
+        for net in pair(make):
+            net.act = nn.GELU()
+            setattr(net.act if make is Block else net[0], name, word)
+            x = X[0] if make is Block else X[0][None]
+            outcomes.append(attempt(functools.partial(net, x)))
+        assert isinstance(outcomes[1], Exception) and repr(outcomes[0]) == repr(outcomes[1])
 
 
 @pytest.mark.parametrize("make", FORMS)
