@@ -90,7 +90,7 @@ void declare(const Tensor& weight, std::string_view name) {
                     "an inference tensor");
   TORCH_CHECK_VALUE(!weight.is_view(), expects("a tensor of its own"), "a view");
   const std::unique_lock lock(declared().mutex);
-  declared().entries.try_emplace(identity(weight), Entry{Weight(weight), nullptr});
+  declared().entries.insert_or_assign(identity(weight), Entry{Weight(weight), nullptr});
   forget_the_dead();
 }
 

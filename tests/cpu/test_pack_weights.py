@@ -290,6 +290,17 @@ def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, kind, options
     assert_right(layer, x)
 
 
+def test_what_is_asked_for_again_is_packed_anew(dtype):
+    """After a write that torch does not count, and a step that our layer has not seen."""
+    layer, x = packed_layer(dtype)
+    layer.weight.data.mul_(2)
+    assert "packed" in path(frozen(layer), x)
+    assert_right(layer, x)
+    with torch.enable_grad():
+        F.linear(x, layer.weight.requires_grad_()).sum().backward()
+    assert "packed" in path(frozen(layer), x)
+
+
 def test_nothing_else_is_packed_or_changed(dtype):
     layer, x = layer_and_input(dtype)
     before = copy.deepcopy(layer.state_dict())
