@@ -94,17 +94,15 @@ void write_durably(const std::string& path, const std::string& text) {
 
 std::vector<PlanLine> read_plan_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  file.peek();  // of a folder only this fails
+  std::string text(first_line.size(), '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));  // of a folder only this fails
   TORCH_CHECK_VALUE(file.is_open() && !file.bad(), "plans: cannot read ", path, ": ",
                     std::strerror(errno));
-  std::stringstream content;
-  content << file.rdbuf();
-  const auto text = content.str();
-
   constexpr auto refused = "; nothing of it is used";
-  TORCH_CHECK_VALUE(text.starts_with(first_line), "plans: ", path,
+  TORCH_CHECK_VALUE(text == first_line, "plans: ", path,
                     " is no file of plans that this version reads (expected '",
                     first_line.substr(0, first_line.size() - 1), "')", refused);
+  text.append(std::istreambuf_iterator<char>(file), {});  // a device may have no end
   const auto end = std::min(text.rfind("checksum "), text.size());
   TORCH_CHECK_VALUE(text.substr(end) == last_line(text.substr(0, end)), "plans: ", path,
                     " is damaged (its checksum does not fit)", refused);

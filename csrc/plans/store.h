@@ -76,17 +76,21 @@ class Store {
   template <typename Fn>
   void each(const Fn& fn) {
     const std::lock_guard lock(mutex_);
+    refusals_ = 0;  // as fn may forget
     for (auto& [key, known] : entries_) fn(key, known);
   }
 
  private:
   bool has_room_for(const Key& key) {
     if (entries_.size() < capacity_ || entries_.contains(key)) return true;
-    std::erase_if(entries_, [](const auto& entry) { return !entry.second.decision; });
+    // Looked through for every call, a full store would cost each call its time.
+    const auto is_open = [](const auto& entry) { return !entry.second.decision; };
+    if (refusals_++ % capacity_ == 0 && std::erase_if(entries_, is_open) > 0) refusals_ = 0;
     return entries_.size() < capacity_;
   }
 
   const size_t capacity_;
+  size_t refusals_ = 0;
   mutable std::mutex mutex_;
   std::unordered_map<Key, Known, Hash> entries_;
 };

@@ -52,6 +52,14 @@ TEST(what_was_decided_stays) {
   EXPECT(!store.is_full_for(6) && store.read(1, [](const auto& k) { return k.verdicts.empty(); }));
 }
 
+TEST(a_full_store_is_looked_through_seldom) {
+  Numbers store(3);
+  for (const int key : {1, 2, 3}) decide(store, key, key);
+  EXPECT(store.is_full_for(4));
+  store.change(3, [](auto& known) { known.forget(); });
+  EXPECT(store.is_full_for(4) && store.is_full_for(4) && !store.is_full_for(4));
+}
+
 TEST(what_failed_is_due_ever_later) {
   plans::Known<int, int, Verdict> known;
   EXPECT(!known.is_due());
@@ -306,7 +314,9 @@ TEST(other_machines_plans_do_not_apply_and_stay) {
 
   // What an older version has made is refused.
   put("old", with_checksum("torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\n"));
-  EXPECT(contains(error_of([] { read_plan_file("old"); }), "no file of plans that this version"));
+  for (const char* path : {"old", "/dev/zero"}) {
+    EXPECT(contains(error_of([=] { read_plan_file(path); }), "no file of plans that this version"));
+  }
 }
 
 TEST(processes_share_a_file) {

@@ -97,16 +97,15 @@ class Stopwatch {
 inline std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
                                             const plans::Clock& clock, double budget_us,
                                             double calls, const plans::Judge& judge) {
-  plans::TuningRules rules;
+  plans::TuningRules rules{.budget_us = budget_us};
   if (field.incumbent < field.eligible.size()) {
     constexpr double least = 5e3;
     const double once = stopwatch.round({field.incumbent}).front();
     if (std::isfinite(once)) {
       stopwatch.set_repeats(once);
-      rules.budget_us = clock() + std::max(least, calls * once);
+      rules.budget_us = std::min(budget_us, clock() + std::max(least, calls * once));
     }
   }
-  rules.budget_us = std::min(rules.budget_us, budget_us);
   const auto round = [&](const std::vector<size_t>& running) { return stopwatch.round(running); };
   return plans::choose(field, round, clock, judge, rules);
 }
