@@ -131,7 +131,7 @@ class Trial {
  public:
   Trial(const ConvProblem& problem, const ConvKey& key, const char* objection)
       : p_(problem), key_(key), eligible_{objection == nullptr, has_value(p_.bias), true} {
-    reasons_[cudnn] = objection;
+    reason_ = objection;
     const auto empty = [&](const Tensor& like) {
       const auto format = format_of(p_.image, p_.weight);
       return at::empty(like.sizes(), like.options().memory_format(format));
@@ -143,8 +143,8 @@ class Trial {
 
   Choice choose() {
     const auto way = eligible_[cudnn] && plans::budget() > 0 ? quickest() : first_sound();
-    const bool is_slower = way != cudnn && reasons_[cudnn] == nullptr;
-    return {way, is_slower ? "(not cuDNN's fused form: slower)" : reasons_[cudnn]};
+    const bool is_slower = way != cudnn && reason_ == nullptr;
+    return {way, is_slower ? "(not cuDNN's fused form: slower)" : reason_};
   }
 
   // False where something failed, as for want of memory: another trial may end otherwise.
@@ -184,7 +184,7 @@ class Trial {
       if (!succeeds(way, [&] { found = wrong_with(way); })) return Verdict::failed;
       convolutions().change(key_, [&](KnownConv& known) { known.verdicts[way] = *found; });
     }
-    reasons_[way] = *found;
+    if (way == cudnn) reason_ = *found;
     return *found == nullptr ? Verdict::sound : Verdict::inexact;
   }
 
@@ -194,9 +194,9 @@ class Trial {
       fn();
       return true;
     } catch (const c10::OutOfMemoryError&) {
-      reasons_[way] = no_memory;
+      if (way == cudnn) reason_ = no_memory;
     } catch (const c10::Error&) {
-      reasons_[way] = "(not cuDNN's fused form: it fails)";
+      if (way == cudnn) reason_ = "(not cuDNN's fused form: it fails)";
     }
     return is_final_ = false;
   }
@@ -269,7 +269,7 @@ class Trial {
   const ConvProblem& p_;
   const ConvKey& key_;
   const std::vector<bool> eligible_;
-  const char* reasons_[all_ways] = {};
+  const char* reason_ = nullptr;  // why it is not cuDNN's fused form
   bool is_final_ = true;
   const gemm::Type type_ = gemm_type(p_.image.scalar_type());
   Tensor x_, w_, b_;

@@ -28,6 +28,7 @@ bool takes_small(PassCall& call, const Tensor& like) {
 // The chain reads the layers, which must outlive it.
 PassCall as_chain(const std::vector<PassCall>& layers) {
   PassCall chain = layers[0];
+  static_assert(kernels::SmallNetwork::most_layers == sizeof(chain.problem.further) / 8 + 1);
   chain.problem.pass = Pass::chain;
   for (size_t i = 1; i < layers.size(); ++i) {
     chain.problem.further[i - 1] = layers[i].problem.matmul.m;

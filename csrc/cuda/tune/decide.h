@@ -7,8 +7,8 @@
 
 namespace fused::cuda::tune {
 
-// False only for a forward that writes aux where neither the library nor ATen can, a mask or padded
-// rows: its results hold nothing then. The caller launches what is left in `deferred`.
+// False where neither the library nor ATen can, as for a forward that writes a mask or padded rows:
+// its results hold nothing then. The caller launches what is left in `deferred`.
 bool run(const PassCall& call, kernels::SmallGradients* deferred = nullptr);
 
 bool is_small(const PassCall& call);
