@@ -71,5 +71,5 @@ def missing():
         f"torch_fused_linear: {sys.executable} has no torch, which the library is built against.\n"
         "  First: pip install torch        then: pip install .\n"
         "  If torch is installed there, the build is isolated from it; these do not isolate it:\n"
-        "  uv pip install --no-build-isolation .        python -m build --no-isolation"
+        "  uv pip install --no-build-isolation .   (or pip)      python -m build --no-isolation"
     )

@@ -33,8 +33,9 @@ class _NotDirect:
 
 def _record(name: str, folder: Path = _FOLDER) -> dict[str, Any]:
     """What the build says of a part that it has finished, else nothing."""
-    path = folder / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    with contextlib.suppress(OSError, ValueError):  # none, or cut short
+        return json.loads((folder / f"{name}.json").read_text())
+    return {}
 
 
 def build_info() -> dict[str, Any]:
@@ -139,9 +140,9 @@ def how_to_rebuild() -> str:
 
 
 def _message(what: str) -> str:
-    if hidden := _installed_elsewhere():
-        what += f", and the folder {_PACKAGE.parent} hides {hidden}: work in another folder, or"
     what += f" (torch {torch.__version__})"
+    if hidden := _installed_elsewhere():
+        what += f", and the folder {_PACKAGE.parent} hides {hidden}: work in another folder"
     return f"torch_fused_linear: {what}; to build it: {how_to_rebuild()}"
 
 

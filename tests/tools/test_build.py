@@ -603,8 +603,11 @@ def test_an_interrupted_build_and_an_installed_copy_that_it_hides_are_told(
     message = said_at_import(package)
     assert "a build that did not finish" in message and "hides" not in message
     assert f"{sys.executable} -m pip install --no-deps" in message, "outside a source tree"
+    (folder / "_C.json").touch()  # as where the disk was full
+    assert said_at_import(package) == message
     message = said_at_import(package, tmp_path / "site")
-    assert f"the folder {package.parent} hides {installed}: work in another folder" in message
+    hides = f"the folder {package.parent} hides {installed}: work in another folder"
+    assert f"{hides}; to build it: " in message
 
 
 def test_a_library_that_does_not_link_names_the_symbol(package, folder):
@@ -629,6 +632,7 @@ SPOIL = {
     ),
     "missing": lambda folder: (folder / f"_direct{SUFFIX}").unlink(),
     "of another torch": lambda folder: rewritten(folder / "_direct.json", torch="1.2.3"),
+    "cut short": lambda folder: (folder / "_direct.json").write_text("{"),
     "of no use": lambda folder: (folder / f"_direct{SUFFIX}").write_text("no library"),
 }
 

@@ -22,6 +22,7 @@ def test_the_package_lists_its_commands():
     found = [path for path in files if "sys.exit(main())" in path.read_text()]
     runnable = {path.parent.name if path.stem == "__main__" else path.stem for path in found}
     assert set(listed) == runnable
+    assert python("-m", "torch_fused_linear", "docter", code=2).stdout == said
 
 
 @pytest.mark.parametrize("command", [doctor.main, bench.parse, gain.main])
@@ -45,7 +46,15 @@ def test_there_is_help(command, capsys):
         (gain, "torch.nn --input 4x8", "expected package.module:function, timm:NAME or hf:TYPE"),
         (gain, "torch.nn:ReLU", "the following arguments are required: --input"),
         (gain, "torch.nn:nothing --input 4x8", "has no attribute 'nothing'"),
-        (gain, "torch.nn:ReLU --input 4,8", "argument --input: invalid shape value: '4,8'"),
+        (gain, "torch.nn:ReLU --input 4,8", "expected sizes, as 32x197x768 or 8x1024:50257, got 4"),
+        (gain, "torch.nn:ReLU --input 4x0", "got 4x0"),
+        (gain, "torch.nn:ReLU --input 4x8:", "got 4x8:"),
+        (gain, "torch.nn:ReLU --input 8 --seconds nan", "gain: seconds must be above zero, got na"),
+        (gain, "torch.nn:ReLU --input 8 --json no/such.json", "expected a file in a folder that"),
+        (gain, "torch.nn:ReLU --input 8 --picture .", "expected a file in a folder that exists"),
+        (gain, "torch.nn:Linear --input 4x8", "TypeError: Linear.__init__() missing 2 required"),
+        (gain, "torch:Size --input 4x8", "torch:Size: expected an nn.Module, got Size"),
+        (gain, ":ReLU --input 4x8", "expected package.module:function, timm:NAME or hf:TYPE"),
         (gain, "no_such_module:build --input 4x8", "No module named 'no_such_module'"),
         (gain, "hf:no_such_type --input 4x8", "no_such_type"),
         (gain, "timm:no_such_model --input 4x8", "Unknown model (no_such_model)"),
@@ -73,9 +82,6 @@ def test_ctrl_c_ends_the_doctor_without_a_traceback():
     )
     ended = python("-c", program, code=128 + signal.SIGINT, PYTHONPATH=str(ROOT))
     assert "Traceback" not in ended.stderr
-
-
-# --- the doctor ----------------------------------------------------------------------------------
 
 
 def test_the_doctor_names_what_is_there_and_finds_it_working():

@@ -4,9 +4,10 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fused_linear import _library, gain
+from torch_fused_linear._arguments import check_module
 from torch_fused_linear._command_line import OneLineParser
 from torch_fused_linear.timing import in_one_line
 
@@ -53,7 +55,7 @@ def command_line() -> OneLineParser:
 
 def model_named(name: str) -> nn.Module:
     kind, _, rest = name.partition(":")
-    if not rest:
+    if not kind or not rest:
         raise ValueError(f"{name}: expected package.module:function, timm:NAME or hf:TYPE")
     if kind == "timm":
         return importlib.import_module("timm").create_model(rest, pretrained=False)
@@ -70,6 +72,8 @@ def model_named(name: str) -> nn.Module:
 
 def shape(text: str) -> tuple[list[int], int]:
     """An argument type: sizes, and the limit of whole numbers, or 0."""
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*(:[1-9]\d*)?", text) is None:
+        raise ArgumentTypeError(f"expected sizes, as 32x197x768 or 8x1024:50257, got {text}")
     sizes, _, limit = text.partition(":")
     return [int(size) for size in sizes.split("x")], int(limit or 0)
 
@@ -86,23 +90,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     parser = command_line()
     given = parser.parse_args(arguments)
+    for path in filter(None, (given.json, given.picture)):  # before anything is measured
+        if not path.parent.is_dir() or path.is_dir():
+            parser.error(f"{path}: expected a file in a folder that exists")
     try:
         _library.require()
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = model_named(given.model).to(device, DTYPES[given.dtype])
+        model = model_named(given.model)
+        check_module(given.model, model)
+        model.to(device, DTYPES[given.dtype])
         inputs = [input_of(*each, model).to(device) for each in given.input]
-    except (ImportError, AttributeError, ValueError, RuntimeError, AssertionError) as error:
+        inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
+        found = gain(model, *inputs, step=given.step, compile=given.compile, seconds=given.seconds)
+        if given.why:
+            print(f"{found.report}\n")
+        print(found)
+        if given.json:
+            numbers = asdict(found) | {"verdict": found.verdict}
+            given.json.write_text(json.dumps(numbers, indent=1) + "\n")
+        if given.picture:
+            found.save_picture(given.picture)
+    except Exception as error:  # of the model as of the arguments
         parser.error(in_one_line(error))
-    inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
-    found = gain(model, *inputs, step=given.step, compile=given.compile, seconds=given.seconds)
-    if given.why:
-        print(f"{found.report}\n")
-    print(found)
-    if given.json:
-        numbers = asdict(found) | {"verdict": found.verdict}
-        given.json.write_text(json.dumps(numbers, indent=1) + "\n")
-    if given.picture:
-        found.save_picture(given.picture)
     return 0
 
 
