@@ -2,6 +2,8 @@
 
 from typing import Literal, get_args
 
+from torch import nn
+
 Activation = Literal["relu", "gelu_tanh", "gelu_erf", "silu", "relu2"]
 Approximate = Literal["tanh", "none"]
 Memory = Literal["default", "low"]
@@ -19,3 +21,9 @@ def check(who: str, **arguments: object) -> None:
             if value == "gelu":
                 text += ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'"
             raise ValueError(text)
+
+
+def check_module(who: str, module: object) -> None:
+    """Raises ``TypeError``, of who was called, for anything but a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{who}: expected an nn.Module, got {type(module).__name__}")

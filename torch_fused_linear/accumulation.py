@@ -174,7 +174,8 @@ def _parameters(target: nn.Module | Tensor | Iterable[Tensor]) -> Iterator[Tenso
     if isinstance(target, nn.Module):
         yield from target.parameters()
         return
-    for parameter in [target] if isinstance(target, Tensor) else target:
+    is_one = isinstance(target, Tensor) or not isinstance(target, Iterable)
+    for parameter in [target] if is_one else target:
         if not isinstance(parameter, Tensor):
             got = type(parameter).__name__
             raise TypeError(f"accumulate_gradients: expected a module or parameters, got {got}")

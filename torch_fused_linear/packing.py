@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_module
+
 
 def pack_weights(module: nn.Module) -> int:
     """Lets the frozen weights of a module be kept in the layout that oneDNN multiplies with.
@@ -37,6 +39,7 @@ def pack_weights(module: nn.Module) -> int:
         TypeError: if a weight is of a class of its own.
         NotImplementedError: if its dtype is not float64, float32, float16 or bfloat16.
     """
+    check_module("pack_weights", module)
     declared = []
     try:
         for name, weight in _weights(module):
@@ -62,6 +65,7 @@ def unpack_weights(module: nn.Module) -> int:
     Returns:
         How many weights had been declared.
     """
+    check_module("unpack_weights", module)
     return sum(torch.ops.fused._unpack_weight(weight) for _, weight in _weights(module))
 
 

@@ -212,7 +212,7 @@ def test_memory_is_a_choice_that_copies_keep(row):
     "call, words",
     [
         (lambda: tfl.FusedLinearGELU(4, 5, approximate="erf"), r"'tanh'.*'none'.*got 'erf'"),
-        (lambda: tfl.FusedMLP(4), "FusedMLP: expected the sizes.*got none"),
+        (lambda: tfl.FusedMLP(4), "FusedMLP: expected in_features and sizes, got 4 alone"),
         (lambda: tfl.FusedMLP(4, 6, 3, activation="swish"), "activation must be.*got 'swish'"),
         (lambda: tfl.FusedMLP(4, 3, activation="none"), "activation must be.*got 'none'"),
         (lambda: tfl.FusedGatedMLP(4, 6, activation="swish"), "activation must be 'relu'.*'swish'"),

@@ -6,6 +6,7 @@ on the meta device.
 """
 
 import itertools
+from functools import partial
 
 import operators as ops
 import pytest
@@ -406,6 +407,11 @@ def test_what_is_no_tensor_is_named():
         "linear_glu: expected input and weight to be": lambda: fused.linear_glu(None, w),
         "conv2d_relu: expected input and weight to be": lambda: fused.conv2d_relu(None, w),
         "gated_mlp: expected down to be a tensor, got None": lambda: fused.gated_mlp(x, w, w, None),
+        "accumulate_gradients: expected a .*, got int": lambda: tfl.accumulate_gradients(3),
+    }
+    names = ("fuse_", "unfuse_", "gain", "pack_weights", "unpack_weights")
+    calls |= {
+        f"^{n}: expected an nn.Module, got Tensor": partial(getattr(tfl, n), x) for n in names
     }
     for message, call in calls.items():
         with pytest.raises(TypeError, match=message):

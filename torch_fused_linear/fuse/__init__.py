@@ -8,7 +8,7 @@ from types import ModuleType
 from torch import nn
 
 from .. import _library
-from .._arguments import Memory, check
+from .._arguments import Memory, check, check_module
 from .._torch_internals import forget_compiled
 from .model import frozen_reason, named
 from .plain import MARK
@@ -65,7 +65,7 @@ def fuse_(
         1 block fused, 0 places left alone
         ...
     """
-    _check_module("fuse_", model)
+    check_module("fuse_", model)
     if reason := frozen_reason(model):
         raise TypeError(
             f"fuse_: expected a model before it is scripted, traced or exported, got "
@@ -93,7 +93,7 @@ def is_fused(module: nn.Module) -> bool:
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
     """
-    _check_module("is_fused", module)
+    check_module("is_fused", module)
     return any(MARK in vars(m) for _, m in named(module))
 
 
@@ -107,18 +107,13 @@ def unfuse_(model: nn.Module) -> None:
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
     """
-    _check_module("unfuse_", model)
+    check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]
     modules = (found for found in gc.get_objects() if issubclass(type(found), nn.Module))
     if not any(MARK in vars(module) for module in modules):  # copies share them: no list would do
         put_back()
     if any(mark is not None for mark in marks):
         forget_compiled()
-
-
-def _check_module(who: str, module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{who}: expected an nn.Module, got {type(module).__name__}")
 
 
 class _Package(ModuleType):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from .._arguments import check_module
 from .._torch_internals import floats_in
 from ..fuse import fuse_, unfuse_
 from ..graph.options import compile_options
@@ -44,10 +45,6 @@ def gain(
 ) -> Gain:
     """Measures what :func:`fuse_` and :func:`compile_options` bring a model.
 
-    ::
-
-        print(torch_fused_linear.gain(model, x, step=True))
-
     Copies are run, so that the model, its gradients and buffers, the inputs and torch's random
     numbers stay as they are. All ways take turns, and a way is called faster only where the
     quartiles of its rounds lie further from those of the other than they lie apart.
@@ -73,6 +70,9 @@ def gain(
         Exception: what the model itself raises when it is called so.
     """
     model = getattr(model, "_orig_mod", model)  # of a compiled model, what was compiled
+    check_module("gain", model)
+    if not seconds > 0:
+        raise ValueError(f"gain: seconds must be above zero, got {seconds}")
     fuse_(model, dry_run=True)  # raises what it is for whatever is not a model
     modes, state = {}, random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):

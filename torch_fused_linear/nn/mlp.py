@@ -70,7 +70,7 @@ class FusedMLP(nn.Sequential):
         memory: Memory = "default",
     ) -> None:
         if not features:
-            raise ValueError("FusedMLP: expected the sizes of one or more layers, got none")
+            raise ValueError(f"FusedMLP: expected in_features and sizes, got {in_features!r} alone")
         check("FusedMLP", activation=activation, memory=memory)
         modules: list[nn.Module] = []
         for size_in, size_out in zip((in_features, *features), features):
@@ -106,11 +106,9 @@ class FusedMLP(nn.Sequential):
         names = {name_of_module(module) for module in between}
         are_linear = all(isinstance(module, nn.Linear) for module in linears)
         if len(modules) % 2 == 0 or not are_linear or None in names or len(names) > 1:
-            raise ValueError(
-                "FusedMLP.from_sequential: expected nn.Linear modules with one kind of nn.ReLU, "
-                "nn.SiLU or nn.GELU between them, got "
-                f"{', '.join(type(m).__name__ for m in modules) or '()'}"
-            )
+            got = ", ".join(type(module).__name__ for module in modules) or "()"
+            chain = "nn.Linear modules with one kind of nn.ReLU, nn.SiLU or nn.GELU between them"
+            raise ValueError(f"FusedMLP.from_sequential: expected {chain}, got {got}")
         mlp = cls.__new__(cls)
         nn.Sequential.__init__(mlp, *modules)
         mlp.activation = names.pop() if names else "relu"
