@@ -61,12 +61,9 @@ def largest_error(device: str) -> float:
     result has no error at all, and pre-activations of exactly 0 are among them.
     """
     generator = torch.Generator().manual_seed(0)
-
-    def fractions(*shape: int) -> torch.Tensor:
-        return torch.randint(-4, 5, shape, generator=generator).double() / 4
-
-    arguments = [fractions(37, 129), fractions(65, 129), fractions(65)]
-    grad = fractions(37, 65)
+    shapes = (37, 129), (65, 129), (65,), (37, 65)
+    numbers = [torch.randint(-4, 5, shape, generator=generator) / 4.0 for shape in shapes]
+    *arguments, grad = (n.double() for n in numbers)
 
     wanted = [t.clone().requires_grad_() for t in arguments]
     expected = torch.relu(torch.nn.functional.linear(*wanted))

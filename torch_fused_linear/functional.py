@@ -319,9 +319,7 @@ def conv2d_relu(
         weight: :math:`(C_\text{out}, C_\text{in} / \text{groups}, k_H, k_W)`, dtype and device of
             ``input``.
         bias: :math:`(C_\text{out})` or ``None``.
-        stride: one number or (height, width).
-        padding: one number or (height, width); zeros on both sides.
-        dilation: one number or (height, width).
+        stride, padding, dilation: one number or (height, width); zeros are put on both sides.
         groups: into how many the channels are divided.
 
     Returns:

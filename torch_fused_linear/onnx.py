@@ -42,14 +42,11 @@ def onnx_translation_table(opset_version: int = 20) -> dict[Any, Callable]:
     try:
         import onnxscript
     except ImportError as error:
-        raise ImportError(
-            "torch_fused_linear.onnx_translation_table needs onnxscript, as the exporter does: "
-            "pip install onnx onnxscript"
-        ) from error
+        needs = "needs onnxscript, as the exporter does: pip install onnx onnxscript"
+        raise ImportError(f"torch_fused_linear.onnx_translation_table {needs}") from error
     if opset_version < 18:
-        raise ValueError(
-            f"onnx_translation_table: opset_version must be 18 or more, got {opset_version}"
-        )
+        got = f"got {opset_version}"
+        raise ValueError(f"onnx_translation_table: opset_version must be 18 or more, {got}")
     write = _Operators(onnxscript, has_gelu=opset_version >= 20)
     writers = {name: write.layer(name) for name in OPERATORS}
     writers |= {"linear": write.linear, "mlp": write.mlp, "conv2d_relu": write.conv2d_relu}

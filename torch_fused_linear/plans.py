@@ -93,10 +93,7 @@ def verbose(level: int) -> None:
 class budget(_Switch):
     """Sets how long a problem may be measured, for the whole process.
 
-    A plain call sets it; as a context manager or a decorator it is put back at the end::
-
-        with plans.budget(0):  # nothing is measured
-            ...
+    A plain call sets it; as a context manager or a decorator it is put back at the end.
 
     Args:
         milliseconds: per problem; 0 switches measuring off. 200 at first. Small problems take less;

@@ -15,9 +15,6 @@ class set_policy(Switch):
         with set_policy("eager"):
             ...
 
-        @set_policy("eager")
-        def reference(x): ...
-
     The environment variable ``TORCH_FUSED_LINEAR_POLICY`` sets it before the first call.
 
     Args:

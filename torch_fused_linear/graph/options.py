@@ -74,11 +74,6 @@ def compile_options(
 class compile_backend:
     """A backend for :func:`torch.compile` that does the same before another backend.
 
-    ::
-
-        backend = torch_fused_linear.compile_backend("aot_eager")
-        model = torch.compile(model, backend=backend)
-
     For Inductor with its options and modes, take :func:`compile_options`.
 
     Args:

@@ -21,9 +21,8 @@ class FusedConv2dReLU(nn.Conv2d):
         in_channels: of the image.
         out_channels: of the result.
         kernel_size: one number or (height, width).
-        stride: one number or (height, width). Default: 1.
-        padding: one number, (height, width), ``'same'`` or ``'valid'``. Default: 0.
-        dilation: one number or (height, width). Default: 1.
+        stride, padding, dilation: one number or (height, width); padding also ``'same'`` or
+            ``'valid'``. Default: 1, 0 and 1.
         groups: into how many the channels are divided. Default: 1.
         bias: if ``False``, the layer has no bias. Default: ``True``.
         padding_mode: ``'zeros'``, ``'reflect'``, ``'replicate'`` or ``'circular'``; all but zeros
@@ -38,8 +37,7 @@ class FusedConv2dReLU(nn.Conv2d):
           :class:`torch.nn.Conv2d` gives.
 
     Attributes:
-        weight: as in :class:`torch.nn.Conv2d`, whose ``state_dict`` loads as it is.
-        bias: as in :class:`torch.nn.Conv2d`.
+        weight, bias: as in :class:`torch.nn.Conv2d`, whose ``state_dict`` loads as it is.
 
     Raises:
         RuntimeError: ``padding`` was set to another word since.

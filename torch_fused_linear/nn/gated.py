@@ -37,8 +37,7 @@ class FusedGatedMLP(nn.Module):
         - Output: :math:`(*, \text{out\_features})`.
 
     Attributes:
-        gate_proj: ``nn.Linear(in_features, hidden_features)``.
-        up_proj: ``nn.Linear(in_features, hidden_features)``.
+        gate_proj, up_proj: ``nn.Linear(in_features, hidden_features)``.
         down_proj: ``nn.Linear(hidden_features, out_features)``.
 
     Raises:
