@@ -40,6 +40,11 @@ def method_pow(h, exponent):
     return h.pow(exponent)
 
 
+def applied(function, more, named, h):
+    """Calls the function with more than the tensor, as ``partial(applied, function, ...)``."""
+    return function(h, *more, **named)
+
+
 def called_in(node: ast.Call | ast.BinOp) -> Callable:
     """What stands for ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
     return operator.pow if isinstance(node, ast.BinOp) else METHODS.get(node.func.attr, method_pow)
