@@ -437,10 +437,12 @@ def region_of(scope: Scope, steps: Run) -> Region | None:
     given += [c for form in first.forms if form.halves for c in _arguments(form.halves)]
     if isinstance(first.node, ast.IfExp):
         given.append(first.node.test)
-    names = names_in(given)
-    if any(len(form.steps) > 2 for form in first.forms):  # the input is read twice
-        names |= {step.data.id for step in layers}
-    if names & names_in(statements[:-1], ast.Store):
+    if names_in(given) & names_in(statements[:-1], ast.Store):
+        return None
+    # The two layers of a gate read one input, which no statement between the reads may exchange.
+    reads = [statements.index(scope.statement_of(step.node)) for step in layers]
+    names = {step.data.id for step in layers}
+    if names & names_in(statements[min(reads) : max(reads)], ast.Store):
         return None
     between = [s.value for s in statements[:-1] if only_names(s) and isinstance(s, ast.Assign)]
     return Region(statements, (*looked_up_in([*given, *between, *scope.earlier(steps[-1].node)]),))
