@@ -139,7 +139,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@rows([linear("relu", memory="low"), mlp("gelu_tanh", 2, memory="low")])
+@rows([linear("gelu_tanh", memory="low"), mlp("gelu_tanh", 2, memory="low")])
 def test_what_the_next_layer_read_counts(op, name, device):
     """Written to under autograd or behind its back, whole or in part, or not the very output."""
     results = []

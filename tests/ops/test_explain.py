@@ -117,8 +117,11 @@ def test_paths_on_a_gpu(cuda):
 
     def paths(activation, name):
         with tfl.set_policy(name):
-            step = lambda: tfl.mlp(tensors[0], tensors[1:], biases, activation=activation)  # noqa: E731
-            return operators_of(lambda: step().sum().backward(), "path")
+            (y, forward) = explained(
+                lambda: tfl.mlp(tensors[0], tensors[1:], biases, activation=activation)
+            )
+            backward = operators_of(lambda: y.sum().backward(), "path")
+            return [*(call.path for call in forward.calls), *backward]
 
     relu = paths("relu", "cublaslt")
     assert relu[0] == "RELU_AUX_BIAS" and "DRELU_BGRAD" in relu[2], relu
@@ -173,7 +176,7 @@ def test_what_fails_leaves_no_row_and_no_reason_behind():
         raise KeyError
 
     stack.weights[3].register_hook(hook)
-    with tfl.explain() as report, pytest.raises(KeyError), tfl.accumulate_gradients(*stack.weights):
+    with tfl.explain() as report, pytest.raises(KeyError), tfl.accumulate_gradients(stack.weights):
         stack.backward(y)
     assert len(report.calls) == 1
     with tfl.explain() as report:
@@ -191,7 +194,7 @@ def test_a_traced_backward_leaves_no_reason_for_the_next_row():
             with FakeTensorMode():
                 stack = Stack()
                 stack.weights[0].register_hook(lambda g: g)
-                with tfl.accumulate_gradients(*stack.weights):
+                with tfl.accumulate_gradients(stack.weights):
                     stack.step()
         with torch.no_grad():
             Stack()()
