@@ -92,10 +92,6 @@ def draw_pattern(
         ends = [draw_box(axes, *box, y) for box in boxes]
         for (_, start), (end, _) in pairwise(ends):
             axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
-    for k, (operator, follower) in enumerate(pairwise(after)):
-        is_apart = "Dropout" in (operator, follower)  # in training
-        if not is_apart and not operator.startswith(GATED):
-            hand_over(axes, ends[k], ends[k + 1], y, operator)
 
 
 def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -135,17 +131,3 @@ def draw_box(axes, operator: str, column: int, span: int, y: float) -> tuple[flo
     colour = "white" if fused else INK
     axes.text(x + width / 2, y, operator, color=colour, fontsize=9.5, ha="center", va="center")
     return x, x + width
-
-
-def hand_over(
-    axes, start: tuple[float, float], end: tuple[float, float], y: float, operator: str
-) -> None:
-    """An arrow from the later layer back to the earlier: the gradient with the activation's part
-    and the bias's sum done."""
-    derivative = f"{LABELS.get(operator.partition(' ')[0], 'act')}′"
-    low = y + HEIGHT / 2
-    right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
-    dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}
-    axes.annotate("", (left, low), (right, low), arrowprops=ARROW | dashed)
-    text = f"backward: gradient with {derivative} and Σ bias"
-    axes.text((left + right) / 2, low + 0.3, text, color=FAINT, fontsize=8, ha="center", va="top")

@@ -77,14 +77,11 @@ inline std::mutex& mutex_of(GraphNode& node) {
   return Open::of(node);
 }
 
-int current_run();  // -1: none
+// About the run of the engine that this thread works for. run_keeps_graph is true outside of one.
 bool run_keeps_graph();
 bool is_captured(GraphNode* node);
-// Whether the node has got no gradient in this run and waits for one, along one edge.
-bool waits_for_one(GraphNode* node);
-
-// Destroyed with the run, well ended or not; called only where it ends well.
-void at_end_of_run(std::function<void()> callback);
+// Whether one edge alone leads to the node in the run's graph.
+bool has_one_edge(const GraphNode* node);
 
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;

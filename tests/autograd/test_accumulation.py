@@ -65,7 +65,7 @@ def chain(**settings):
 
 
 class Residual(torch.nn.Module):
-    """A gradient that is handed over and one that is added to it."""
+    """A gradient that passes a layer and one that is added to it."""
 
     def __init__(self):
         super().__init__()

@@ -126,7 +126,7 @@ def literals(pieces: list[str]) -> list[str]:
 # `return "it";`, `{std::nullopt, "it"}`, `return ... ? "it" : nullptr;` and the other way round
 RETURNED = r'(?:return|return [^;]*? \?|nullptr :|nullptr,|nullopt,) "([^"]+)"(?:;|}| : nullptr;)'
 OBJECTIONS = r"^inline const char\* objection\(.*?^}"
-NODES = [f"autograd/{name}.cpp" for name in ("handover", "linear_node", "gated_node")]
+NODES = [f"autograd/{name}.cpp" for name in ("accumulation",)]
 TRIALS = "no valid algorithm|its trial|less exact|unknown while"
 REASONS = {
     "no kernel": found(r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/sub*.py"),
@@ -166,8 +166,8 @@ for path in (ROOT / "torch_fused_linear" / "fuse").glob("*.py"):
 
 def test_the_reasons_are_found():
     """One for each way in which the code says them."""
-    expected = {"retain_grad", "first layer: nothing to hand over", "no activation before"}
-    expected |= {"its gate is frozen", "no such epilogue", "one row or column"}
+    expected = {"create_graph", "a hook on the weight", "another stream"}
+    expected |= {"no such epilogue", "one row or column"}
     expected |= {"(no kernel: layout)", "(no kernel: tensor subclass)", "has a parametrisation"}
     expected |= {"(not cuDNN's fused form: less exact than eager)", "its trial failed"}
     expected |= {"own one-pass kernel", "ATen mm", "PyTorch's own (not fused)"}
