@@ -12,11 +12,21 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "two_gpus" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.two_gpus)
+        if item.get_closest_marker("two_gpus"):
+            item.add_marker(pytest.mark.cuda)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    elif torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
+        for item in items:
+            if item.get_closest_marker("two_gpus"):
+                item.add_marker(pytest.mark.skip(reason="needs two GPUs and NCCL"))
 
 
 @pytest.fixture

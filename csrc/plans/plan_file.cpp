@@ -123,7 +123,7 @@ Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here) {
 }
 
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here) {
-  if (file.empty()) return "made for no GPU";
+  if (file.empty()) return "";  // of a process that has measured nothing
   if (std::ranges::find(file, here, &PlanLine::made_for) != file.end()) return "";
   const auto& [gpu, library, driver] = file.back().made_for;
   if (gpu != here.gpu) return "made for " + gpu + ", this is " + here.gpu;

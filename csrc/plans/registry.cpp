@@ -245,7 +245,7 @@ void adopt(const Machine& machine) {
   env.machines.push_back(machine);
   const auto entries = entries_for(env.file, machine.made_for);
   if (!entries.empty()) take_over(entries, machine);
-  const auto why = env.file.empty() ? "" : mismatch(env.file, machine.made_for);
+  const auto why = mismatch(env.file, machine.made_for);
   if (!why.empty()) {
     TORCH_WARN("TORCH_FUSED_LINEAR_PLANS: ", env.path, " was ", why,
                "; nothing of it is used, and what is measured now is added.");

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fused_linear import FusedMLP, explain
 
@@ -48,9 +49,21 @@ def batches(device: torch.device, part: int = 0, parts: int = 1) -> list[tuple[T
     return [(x.chunk(parts)[part].to(device), y.chunk(parts)[part].to(device)) for x, y in whole]
 
 
+def groups_of(parameters: Iterable) -> list[dict]:
+    """Distributed parameters and plain ones in groups of their own.
+
+    An optimizer updates each group by one kernel for many tensors (``foreach``, the default on a
+    GPU), which takes no mixture of the two; tensor parallelism leaves norms plain.
+    """
+    every = list(parameters)
+    distributed = [p for p in every if isinstance(p, DTensor)]
+    plain = [p for p in every if not isinstance(p, DTensor)]
+    return [{"params": group} for group in (distributed, plain) if group]
+
+
 def train(model: Callable, parameters: Iterable, data: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The loss of every step."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    optimizer = torch.optim.AdamW(groups_of(parameters), lr=1e-2)
     losses = []
     for x, y in data:
         loss = (model(x) - y).square().mean()

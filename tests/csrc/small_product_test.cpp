@@ -209,6 +209,99 @@ void compare_network(int tokens, std::vector<int> features, unsigned cluster, bo
   }
 }
 
+// ---- errors against fp64 beside those of eager's way
+// ---------------------------------------------
+
+// The root mean square of errors, each as a part of what rounding may cost there.
+struct Errors {
+  double squares = 0;
+  int count = 0;
+  void add(double difference, double unit) { squares += std::pow(difference / unit, 2), ++count; }
+  double mean() const { return std::sqrt(squares / count); }
+};
+
+// An input's gradient behind an activation, and its column sums. Eager rounds the product, the
+// derivative times it, and the sum of what is stored; its functions are taken as exact.
+template <typename T, Activation activation>
+void compare_errors(int rows, int cols, int inner) {
+  using Shape = SmallShape<T, Pass::dgrad>;
+  std::mt19937 random(seed);
+  const auto uniform = [&random](Rows<T>& to, double most) {
+    for (int r = 0; r < to.rows; ++r) {
+      for (int c = 0; c < to.cols; ++c) {
+        to.at(r, c) = T(static_cast<float>(std::uniform_real_distribution(-most, most)(random)));
+      }
+    }
+  };
+  Rows<T> grad(rows, inner, 0, 0), weight(inner, cols, 0, 0), saved(rows, cols, 0, 0);
+  Rows<T> result(rows, cols, 0, 0), sums(1, cols, 0, 0);
+  uniform(grad, 1), uniform(weight, 3 / std::sqrt(inner)), uniform(saved, 4);
+
+  SmallProduct p;
+  p.pass = Pass::dgrad, p.activation = activation;
+  p.rows = rows, p.cols = cols, p.inner = inner;
+  p.left = grad.data, p.ld_left = grad.ld, p.right = weight.data, p.ld_right = weight.ld;
+  p.result = result.data, p.ld_result = result.ld;
+  p.aux = saved.data, p.ld_aux = saved.ld, p.sums = sums.data;
+  p.cluster = (rows + Shape::rows - 1) / Shape::rows;
+  on_cpu(
+      small_blocks<T, Pass::dgrad>(p), Shape::threads, Shape::bytes,
+      [&](unsigned char* shared) {
+        SmallBlock<T, Pass::dgrad, activation>(p, blockIdx.x, shared).run();
+      },
+      p.cluster);
+
+  const auto rounded = [](double x) -> double {
+    return static_cast<float>(T(static_cast<float>(x)));
+  };
+  const double unit = std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
+  Errors ours, eager, our_sums, eager_sums;
+  for (int c = 0; c < cols; ++c) {
+    double sum = 0, magnitude_of_sum = 0, stored_sum = 0;
+    for (int r = 0; r < rows; ++r) {
+      double product = 0, magnitude = 0;
+      for (int k = 0; k < inner; ++k) {
+        const double term =
+            double(static_cast<float>(grad.at(r, k))) * static_cast<float>(weight.at(k, c));
+        product += term, magnitude += std::abs(term);
+      }
+      const double slope =
+          activation_gradient<activation, false, double>(1, static_cast<float>(saved.at(r, c)));
+      const double exact = product * slope, stored = rounded(rounded(product) * slope);
+      // Where the derivative is nearly 0 its own error in fp32 counts.
+      const double scale = unit * std::abs(slope) * magnitude + 0x1p-18 * std::abs(product);
+      ours.add(static_cast<float>(result.at(r, c)) - exact, scale);
+      eager.add(stored - exact, scale);
+      sum += exact, magnitude_of_sum += std::abs(exact), stored_sum += stored;
+    }
+    our_sums.add(static_cast<float>(sums.at(0, c)) - sum, unit * magnitude_of_sum);
+    eager_sums.add(rounded(stored_sum) - sum, unit * magnitude_of_sum);
+  }
+  constexpr double promised = 1.1;
+  if (ours.mean() <= promised * eager.mean() && our_sums.mean() <= promised * eager_sums.mean()) {
+    return;
+  }
+  std::printf("%d x %d x %d, activation %d: errors %g (eager %g), of sums %g (eager %g)\n", rows,
+              cols, inner, static_cast<int>(activation), ours.mean(), eager.mean(), our_sums.mean(),
+              eager_sums.mean());
+  ++failures;
+}
+
+template <typename T>
+void compare_all_errors(int rows, int cols, int inner) {
+  compare_errors<T, Activation::relu>(rows, cols, inner);
+  compare_errors<T, Activation::gelu_tanh>(rows, cols, inner);
+  compare_errors<T, Activation::gelu_erf>(rows, cols, inner);
+  compare_errors<T, Activation::silu>(rows, cols, inner);
+}
+
+TEST(input_gradient_is_as_exact_as_eager) {
+  compare_all_errors<__nv_bfloat16>(256, 64, 64);
+  compare_all_errors<__half>(256, 64, 64);
+  compare_all_errors<__nv_bfloat16>(256, 256, 10);
+  compare_all_errors<__half>(64, 128, 256);
+}
+
 TEST(network) {
   compare_network<float, Activation::relu>(40, {17, 40, 33, 6}, 2, true, 0);
   compare_network<float, Activation::silu>(16, {64, 64, 64}, 4, true, 0);

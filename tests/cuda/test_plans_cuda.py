@@ -276,6 +276,14 @@ def test_a_foreign_files_plans_are_told_of_and_stay(tmp_path):
     assert "measured" not in out and err == ""
 
 
+def test_a_file_without_plans_is_of_any_machine(tmp_path):
+    """Where nothing was measured, as with a budget of 0, plans.broadcast sends such a file."""
+    path = tmp_path / "plans.txt"
+    plans.clear()
+    plans.save(path)
+    assert plans.load(path) == 0
+
+
 def test_save_clear_and_load(tmp_path):
     file, call = tmp_path / "plans", LINEAR.case(128, 64, 64, torch.bfloat16, "cuda").inputs
     tfl.linear_relu(*call)

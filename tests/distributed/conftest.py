@@ -1,7 +1,6 @@
 """Processes that the tests of this folder share."""
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import Ranks
 
@@ -17,8 +16,6 @@ def four(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < 2 or not dist.is_nccl_available():
-        pytest.skip("needs two GPUs and NCCL")
     ranks = Ranks(2, "nccl", tmp_path_factory.mktemp("nccl"))
     yield ranks
     ranks.stop()

@@ -359,3 +359,28 @@ def test_accumulation(device):
     assert found["added"] == [9 * 4 * 6]
     assert found["products"] == pytest.approx(found["torch"], rel=0.02)
     assert found["products"][-1] < 0.9 * found["products"][0]
+
+
+# --- reinforcement learning -------------------------------------------------------------------
+
+
+@device_param
+def test_ppo(device, run):
+    found = run("ppo", device, "--iterations", 3, "--envs", 32, pictures=["ppo.png"])
+    for returns in found["returns"].values():
+        assert len(returns) == 3 and returns[-1] > returns[0], "it learns"
+    plain, fused = found["returns"]["plain"], found["returns"]["fused"]
+    assert fused[0] == pytest.approx(plain[0], rel=0.05), "both play the same game"
+    assert all(time > 0 for time in found["times"].values())
+    assert len(found["paths"]) > 0
+
+
+def test_each_example_is_run_on_both_machines():
+    """By tests whose device is a parameter, or by one for each."""
+    text = Path(__file__).read_text()
+    for script in SCRIPTS:
+        is_run = rf'(run|load)\("{script.stem}"(, |\)\.main)'
+        tests = [part for part in text.split("\n\n\n") if re.search(is_run, part)]
+        on_both = any(re.search(r"^def test_\w+\((.*, )?device\b", part, re.M) for part in tests)
+        by_name = all(any(f'"{kind}"' in part for part in tests) for kind in ("cpu", "cuda"))
+        assert on_both or by_name, script.stem

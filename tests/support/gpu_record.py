@@ -2,7 +2,8 @@
 
 `make gpu-test` calls it. The gate of speed (gpu_gate.py) follows; `--bench-json FILE` keeps its
 numbers. Further arguments go to pytest; what they were is in the record. Outcomes are kept as they
-come: a later run on the same tree does what is missing, and the last one writes the record.
+come: a later run on the same tree does what is missing, and the last one writes the record. It
+names each test that did not run with the reason, and each file of which no test ran.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "gpu_record.json"
 OUTCOMES = ROOT / "build" / "gpu_outcomes.jsonl"
+DESELECTED = "left out by the arguments"
+MOST_NAMED = 20  # tests that are listed by name for one reason
 FOLDERS = ("csrc", "torch_fused_linear", "tests")
 # What building and running leave behind; git ignores the same.
 LEFT_BEHIND = {
@@ -53,9 +56,19 @@ def tree_hash():
 
 
 def pytest_collection_modifyitems(items):
-    """An interrupted run goes on with what it lacks."""
+    """An interrupted run goes on with what it lacks. Reports carry that a test uses two GPUs."""
     done = {test["test"] for test in outcomes(OUTCOMES)}
     items[:] = [item for item in items if item.nodeid not in done]
+    for item in items:
+        if item.get_closest_marker("two_gpus") or "two_gpus" in getattr(item, "fixturenames", ()):
+            item.user_properties.append(("two_gpus", True))
+
+
+def pytest_deselected(items):
+    """Keeps what the run's arguments leave out; each worker of xdist's collects the same tests."""
+    if os.environ.get("PYTEST_XDIST_WORKER") in (None, "gw0"):
+        for item in items:
+            append(OUTCOMES, {"deselected": item.nodeid})
 
 
 def pytest_runtest_logreport(report):
@@ -67,6 +80,7 @@ def pytest_runtest_logreport(report):
         last |= {"outcome": "failed", "why": report.longreprtext}
     elif report.skipped and last["outcome"] == "passed":
         last |= {"outcome": "skipped", "why": report.longrepr[-1].removeprefix("Skipped: ")}
+    last["two_gpus"] = ("two_gpus", True) in map(tuple, report.user_properties)
     last["seconds"] = last.get("seconds", 0.0) + report.duration
     if report.when not in ("setup", "call"):
         append(OUTCOMES, found.pop(report.nodeid))
@@ -91,19 +105,42 @@ def outcomes(path, tree=None, kind="test"):
     )
 
 
-def summary(tests):
-    """Counts, failures and reasons for skipping."""
+def compact(names):
+    """A few tests by name; of many, how many each file has."""
+    if len(names) <= MOST_NAMED:
+        return sorted(names)
+    files = collections.Counter(name.partition("::")[0] for name in names)
+    return [f"{file}: {count}" for file, count in sorted(files.items())]
+
+
+def test_files(root=ROOT):
+    return {path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py")}
+
+
+def summary(tests, deselected=(), files=()):
+    """Counts, failures, and what did not run: tests by their reasons, and whole files.
+
+    ``deselected`` names the tests that the runs' arguments left out, ``files`` all files of tests.
+    """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     two_gpus = counts.copy()  # of those that need two
     for test in tests:
         counts[test["outcome"]] += 1
-        two_gpus[test["outcome"]] += "test_two_gpus.py" in test["test"]
-    skipped = collections.Counter(test["why"] for test in tests if test["outcome"] == "skipped")
+        two_gpus[test["outcome"]] += test["two_gpus"]
+    not_run = collections.defaultdict(set)
+    for test in tests:
+        if test["outcome"] == "skipped":
+            not_run[test["why"]].add(test["test"])
+    left_out = {*deselected} - {test["test"] for test in tests}
+    if left_out:
+        not_run[DESELECTED] = left_out
+    ran = {test["test"].partition("::")[0] for test in tests if test["outcome"] != "skipped"}
     return {
         **counts,
         "two_gpus": two_gpus,
         "failed_tests": [test["test"] for test in tests if test["outcome"] == "failed"],
-        "skip_reasons": dict(skipped),
+        "not_run": {reason: compact(names) for reason, names in sorted(not_run.items())},
+        "ran_nowhere": sorted({*files} - ran),
         "seconds": round(sum(test["seconds"] for test in tests), 1),
     }
 
@@ -159,7 +196,11 @@ def main(arguments):
         "library": _library.build_info(),
         "tree_hash": tree,
         "runs": outcomes(OUTCOMES, kind="run"),
-        **summary(outcomes(OUTCOMES)),
+        **summary(
+            outcomes(OUTCOMES),
+            [line["deselected"] for line in outcomes(OUTCOMES, kind="deselected")],
+            test_files(),
+        ),
         "speed": {"measured": 0, "worst_ratios": {}, "below": ["not yet measured"]},
     }
     if tree_hash() != tree:

@@ -18,7 +18,7 @@ import gpu_gate
 import pytest
 import torch
 from compiler import needs_compiler
-from helpers import few_objects, one_thread  # noqa: F401
+from helpers import DEVICES, few_objects, one_thread  # noqa: F401
 from rival_fakes import FAKES, HEURISTICS, TUNED
 from watching import explained
 
@@ -435,15 +435,25 @@ def test_a_graph_keeps_the_memory_that_it_reads():
     assert output.sum() == output.numel()
 
 
+ON_GPUS = [suite for suite in SUITES if cases_of(suite, CUDA, quick=True)]
+
+
+def test_all_suites_but_those_of_the_cpu_have_cases_on_a_gpu():
+    assert set(SUITES) - set(ON_GPUS) == {"cpu"}
+    modes = {case.mode for suite in ON_GPUS for case in cases_of(suite, CUDA, quick=True)}
+    assert {"graph", "peak"} <= modes  # which are only there
+
+
 @pytest.mark.cuda
-def test_every_suite_runs_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("suite", ON_GPUS)
+def test_every_suite_runs_on_a_gpu(suite, tmp_path):
     """Events, graphs, peak memory and kernels' names are only there."""
-    arguments = ["--quick", "--device", "cuda", "--seconds-per-case", "0.01", "--kernels"]
-    assert main(["accumulation", *arguments]) == 0
-    assert main([*arguments, "--only", "relu", "--out", str(tmp_path)]) == 0
+    arguments = [suite, "--quick", "--device", "cuda", "--seconds-per-case", "0.01", "--kernels"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["header"]["devices"]
-    assert {"graph", "peak"} <= {result["case"]["mode"] for result in content["results"]}
+    cases = cases_of(suite, CUDA, quick=True)
+    assert len(content["results"]) == len(cases)
     for result in content["results"]:
         if "model" in result["case"] and importlib.util.find_spec("transformers") is None:
             continue
@@ -474,7 +484,11 @@ def test_problems_are_those_that_were_measured():
     assert len(set(map(str, cases))) == 60
 
 
-def test_a_tiny_run_has_both_tables(tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_run_has_both_tables(device, tmp_path, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes it starts
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, in_own_process = tmp_path / "first.json", first_calls.in_own_process
     assert len(in_own_process("training, fp32", "ours", tiny=True)) == 2
     monkeypatch.setattr(first_calls, "in_own_process", first_calls.run)

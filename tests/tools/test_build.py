@@ -666,10 +666,24 @@ def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption
         "@pytest.fixture\n"
         "def broken(): raise ValueError\n"
         "def test_error(broken): pass\n"
+        "def test_left_out(): pass\n"
         "@pytest.mark.parametrize('i', [1, 2])\n"
         "def test_skipped(i): pytest.skip('no moon')\n"
     )
-    (tmp_path / "test_two_gpus.py").write_text("def test_good(): pass\n")
+    (tmp_path / "test_pairs.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\n"
+        "def two_gpus(): pass\n"
+        "def test_good(two_gpus): pass\n"
+        "@pytest.mark.two_gpus\n"
+        "def test_marked(): pytest.skip('one GPU')\n"
+        "def test_alone(): pass\n"
+    )
+    (tmp_path / "test_skips.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('i', range(30))\n"
+        "def test_skipped(i): pytest.skip('no stars')\n"
+    )
     kept = tmp_path / "kept.jsonl"
     kept.write_text('{"tree": "this"}')
     (tmp_path / "conftest.py").write_text(
@@ -678,23 +692,32 @@ def test_the_record_counts_what_pytest_reports_and_goes_on_after_an_interruption
         "pytest_plugins = ['gpu_record']\n"
     )
     run = ("-m", "pytest", f"--rootdir={tmp_path}", "-p", "no:cacheprovider", *workers, tmp_path)
-    python(*run, "-k", "bad or two_gpus", cwd=tmp_path, code=1)
+    python(*run, "-k", "bad or pairs", cwd=tmp_path, code=1)
     with kept.open("a") as file:
         file.write('\n{"test": "test_it.py::test_g')  # written when the power failed
-    assert len(gpu_record.outcomes(kept, "this")) == 2
+    assert len(gpu_record.outcomes(kept, "this")) == 4
     assert gpu_record.outcomes(kept, "another") == []
-    python(*run, cwd=tmp_path, code=1)
+    python(*run, "-k", "not left_out", cwd=tmp_path, code=1)
     found = gpu_record.outcomes(kept)
     assert "rain" in next(test["why"] for test in found if test["test"] == "test_it.py::test_bad")
-    counted = gpu_record.summary(found)
+    left_out = [line["deselected"] for line in gpu_record.outcomes(kept, kind="deselected")]
+    counted = gpu_record.summary(
+        found, left_out, ["test_it.py", "test_pairs.py", "test_skips.py", "test_unseen.py"]
+    )
     assert counted.pop("seconds") >= 0
     assert counted == {
-        "passed": 2,
+        "passed": 3,
         "failed": 2,
-        "skipped": 2,
-        "two_gpus": {"passed": 1, "failed": 0, "skipped": 0},
+        "skipped": 33,
+        "two_gpus": {"passed": 1, "failed": 0, "skipped": 1},
         "failed_tests": ["test_it.py::test_bad", "test_it.py::test_error"],
-        "skip_reasons": {"no moon": 2},
+        "not_run": {
+            gpu_record.DESELECTED: ["test_it.py::test_left_out"],
+            "no moon": ["test_it.py::test_skipped[1]", "test_it.py::test_skipped[2]"],
+            "no stars": ["test_skips.py: 30"],
+            "one GPU": ["test_pairs.py::test_marked"],
+        },
+        "ran_nowhere": ["test_skips.py", "test_unseen.py"],
     }
 
 
