@@ -72,8 +72,8 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_function_its_gradients_and_the_way_back(name, device):
-    make, blocks, handed_over = MODELS[name]
-    assert_fuses(lambda: make().to(device), [X[0].to(device)], blocks, handed_over)
+    make, blocks, joint = MODELS[name]
+    assert_fuses(lambda: make().to(device), [X[0].to(device)], blocks, joint)
 
 
 def test_layers_get_a_mark_and_nothing_else_changes():

@@ -321,6 +321,8 @@ class Plan:
             return  # the two forms of a product are of different layers
         for steps in (self._with_down(chain), chain[:1]):
             columns = [e.of(plain.is_linear) for e in (*layers, *steps[1:][-1:])]
+            if any(len({m.weight.shape for m in row}) > 1 for row in zip(*columns[: len(layers)])):
+                return  # they cannot be multiplied element by element
             rows = self._rows(steps, columns)
             is_any_fused = any(self._is_fused(element, m) for column in columns for m in column)
             if (rows or is_any_fused) and self._choose(steps):

@@ -146,10 +146,12 @@ class _Writer:
         if block is None:  # parts of it are in another branch already
             return
         result = ast.Name(in_code.RESULT, ast.Load())
-        last = copy.copy(region.last)
+        last, whole = written[-1], self.fresh[self.piece.steps[-1].node]
+        if not any(part is whole for part in ast.walk(last)):  # a shorter piece stands there
+            last, whole = region.last, self.piece.steps[-1].node
         holder = ast.Module([self.copied(last)], [])
-        numbers = dict(zip(ast.walk(last), ast.walk(holder.body[0])))
-        _exchange(holder, numbers[self.piece.steps[-1].node], result)
+        parts = zip(ast.walk(last), ast.walk(holder.body[0]))
+        _exchange(holder, next(copied for part, copied in parts if part is whole), result)
         between = [self.copied(s) for s in region.statements[:-1] if only_names(s)]
         forget = ast.Delete([ast.Name(in_code.RESULT, ast.Del())])
         after = [] if isinstance(last, ast.Return) else [forget]
@@ -212,7 +214,7 @@ def _applied(callee: ast.expr, more: list[ast.expr], named: list[ast.keyword]) -
 
 def _blocks(node: ast.AST) -> Iterable[list[ast.AST]]:
     for part in ast.walk(node):
-        for block in vars(part).values():
+        for _, block in ast.iter_fields(part):
             if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
                 yield block
 
