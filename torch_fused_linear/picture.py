@@ -98,7 +98,7 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
     """Of each operator after: its first column, and how many operators before it stands for.
 
     A fused operator stands for all from its MatMul or Conv2d up to the next but dropouts, which
-    follow it; a gated one for more of them.
+    follow it; ``mlp`` and a gated one for more of them.
     """
     products = ("MatMul", "Conv2d")
     starts = [i for i, operator in enumerate(before) if operator in products] + [len(before)]
@@ -108,6 +108,8 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
             column, span = sum(found[-1]), 1
         else:
             column = starts.pop(0)
+            if operator.startswith("mlp"):  # "mlp (ReLU)" is of two layers, "mlp (ReLU) × 3" of 3
+                del starts[: int(operator.rpartition("×")[2]) - 1 if "×" in operator else 1]
             if operator.startswith(GATED):  # to its product, and with the layer after it
                 product = before.index("Mul", column)
                 starts = [start for start in starts if start > product]
@@ -123,7 +125,7 @@ def draw_box(axes, operator: str, column: int, span: int, y: float) -> tuple[flo
 
     x = 1.3 + column * (WIDTH + GAP)
     width = span * WIDTH + (span - 1) * GAP
-    fused = operator.startswith(("linear", "conv2d", GATED[0]))
+    fused = operator.startswith(("linear", "conv2d", "mlp", GATED[0]))
     colour = COLOURS.get("linear" if fused else operator.partition(" ")[0], "#ffffff")
     style = "round,pad=0,rounding_size=0.08"
     box = (x, y - HEIGHT / 2), width, HEIGHT

@@ -109,8 +109,9 @@ class Place:
             before += one
             after += other
         if chained:
-            label = ACTIVATIONS[self.units[-2].kind].label if self.units[-2].kind in ACTIVATIONS else "GELU"
-            after[len(after) - chained :] = [f"mlp ({label})"]
+            known = ACTIVATIONS.get(self.units[-2].kind)
+            number = f" × {chained}" if chained > 2 else ""
+            after[len(after) - chained :] = [f"mlp ({known.label if known else 'GELU'}){number}"]
         return before, after
 
     def _gated_operators(self, row: list[nn.Module]) -> tuple[Names, Names]:
