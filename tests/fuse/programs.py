@@ -18,7 +18,7 @@ from typing import NamedTuple
 from processes import module_at
 
 TEXT = '''
-# spellings: relu relu relu mlp
+# spellings: relu relu relu mlp ~
 x = torch.relu(self.fc1(x))
 x = self.fc2(x).relu_()
 x = (self.fc3(x).relu)() * 2

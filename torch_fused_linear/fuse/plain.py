@@ -31,8 +31,10 @@ from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .runs import METHODS
 from .source import called_by
 
-# The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
+# The attribute of a layer that fuse_ has marked, a set of options: "low" keeps less for the backward.
+# TorchScript knows no sets, so that a marked layer has the type of any other there.
 MARK = "_torch_fused_linear"
+MARKS = {"default": frozenset(), "low": frozenset({"low"})}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -78,12 +80,14 @@ UNTOUCHED = tuple(  # None where there was none: methods of torch's own tensors 
 
 
 def memory_of(layer: object) -> str | None:
-    """What the mark of a layer says, None without one."""
+    """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
     if not isinstance(layer, nn.Module):
         return None
     if is_dynamo_compiling():
-        return getattr(layer, MARK, None)  # which it guards, an entry of __dict__ it does not
-    return layer.__dict__.get(MARK)
+        mark = getattr(layer, MARK, None)  # which it guards, an entry of __dict__ it does not
+    else:
+        mark = layer.__dict__.get(MARK)
+    return None if mark is None else "low" if mark else "default"
 
 
 def learn(value: object) -> None:

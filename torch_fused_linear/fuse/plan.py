@@ -11,7 +11,7 @@ from .._torch_internals import forget_compiled
 from ..activations import ACTIVATIONS
 from . import plain
 from .model import FUSED, Chain, Element, Model, is_sequential, pass_over
-from .plain import MARK
+from .plain import MARK, MARKS
 from .report import Block, Report, Skipped
 from .rewrite import SEQUENTIAL, Piece, Pieces, rewrite
 from .source import ORIGINALS, Text, key_of, place_of
@@ -385,9 +385,9 @@ class Plan:
         rewrite(self.chosen, any(place.steps[0].text is None for place in self.places))
         for place in self.places:
             for layer in (layer for row in place.rows for layer in row):
-                vars(layer).setdefault(MARK, "default")
+                vars(layer).setdefault(MARK, MARKS["default"])
             for layer in place.low_memory() if memory == "low" else ():
-                vars(layer)[MARK] = memory
+                vars(layer)[MARK] = MARKS[memory]
         forget_compiled()
         return report
 
