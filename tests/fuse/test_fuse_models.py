@@ -40,10 +40,10 @@ def test_errors_in_narrow_types_are_not_above_eagers(family, dtype):
 
 
 KINDS = {
-    **dict.fromkeys(("gelu", "gelu_python"), "linear_gelu (erf)"),
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "linear_gelu (tanh)"),
-    **{"gelu_accurate": "linear_gelu (tanh)", "relu": "linear_relu", "silu": "linear_silu"},
-    "relu2": "linear_relu2",
+    **dict.fromkeys(("gelu", "gelu_python"), "mlp (GELU (erf))"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "mlp (GELU (tanh))"),
+    **{"gelu_accurate": "mlp (GELU (tanh))", "relu": "mlp (ReLU)", "silu": "mlp (SiLU)"},
+    "relu2": "mlp (ReLU²)",
 }
 
 

@@ -34,7 +34,7 @@ from .source import called_by
 # The attribute of a layer that fuse_ has marked, a set of options: "low" keeps less for the backward.
 # TorchScript knows no sets, so that a marked layer has the type of any other there.
 MARK = "_torch_fused_linear"
-MARKS = {"default": frozenset(), "low": frozenset({"low"})}
+MARKS: dict[str, set[str]] = {"default": set(), "low": {"low"}}  # to be copied
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
