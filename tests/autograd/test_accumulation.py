@@ -109,6 +109,25 @@ def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu", com
 
 
 @device_param
+@pytest.mark.parametrize("starts_at_a_layer", [True, False])
+def test_a_tied_weight_whatever_the_backward_starts_at(starts_at_a_layer):
+    """Its sum is torch's, and it is not added before the last use."""
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x, results = torch.randn(3, 4, dtype=torch.float64), []
+    for ours in (True, False):
+        w.grad, seen = torch.ones_like(w), []
+        with tfl.accumulate_gradients([w] if ours else []):
+            h = (tfl.linear if ours else F.linear)(x, w)
+            h = (tfl.linear if ours else F.linear)(h.cos(), w)
+            h.grad_fn.register_hook(lambda *_, s=seen: s.append(w.grad.clone()))
+            if starts_at_a_layer:
+                h.backward(torch.ones_like(h))
+            else:
+                h.sum().backward()
+        results.append([w.grad, *seen])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sums_are_torchs_in_every_kind_of_layer(make, device, compiled):
