@@ -86,7 +86,7 @@ def test_data_parallel(kind, how, accumulate, checkpoints, four):
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
 def test_fsdp_by_layer(kind, four):
-    """A block that FSDP wraps is one operator still; after `fuse_` wrapped layers run as written."""
+    """A block that FSDP wraps is one operator; after `fuse_` wrapped layers run as written."""
     for operators in four.run(checks.data_parallel, kind, "fsdp by layer"):
         assert bool(operators) == (kind != "fuse_")
         assert ("_linear_backward_across" in operators) == (kind == "mlp")
