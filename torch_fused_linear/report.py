@@ -12,7 +12,7 @@ class Call:
     """One call of an operator's kernel.
 
     Attributes:
-        operator: its name; ``_linear_backward_across`` is a backward in :func:`mlp` that also does
+        operator: its name; ``_linear_backward_across`` is a backward in ``mlp`` that also does
             the activation's part of the layer before.
         shapes: of the input and the weight.
         dtype: of both.

@@ -176,9 +176,9 @@ Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& 
   // Sharded rows cannot always be viewed as a matrix's, and for a vector eager takes another
   // product.
   if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1) {
-    return grad_input + std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
-                                                              state.form.by_columns[1],
-                                                              {true, false, false}));
+    return grad_input +
+           std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
+                                                 state.form.by_columns[1], {true, false, false}));
   }
   auto sum = as_rows(grad_input);
   // A compiler fuses a sum of its own with what comes after, where it would copy for an addmm; and
@@ -235,8 +235,8 @@ Quintuple pass_of(const State& state, const Tensor& grad, const std::array<bool,
       are_kernels<Steps> && has_down && takes_down(grad, state.form.is_one_tensor(), wanted);
   auto grad_output = grad;
   if (has_down && !in_one) {
-    grad_output = std::get<0>(backward_of_linear<Steps>(
-        grad, {}, down, state.form.by_columns[2], {true, false, false}));
+    grad_output = std::get<0>(
+        backward_of_linear<Steps>(grad, {}, down, state.form.by_columns[2], {true, false, false}));
   }
   const auto [gate_z, up_z] = preactivations(state);
   return Steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted,
@@ -245,8 +245,7 @@ Quintuple pass_of(const State& state, const Tensor& grad, const std::array<bool,
 
 // The gradients of down's weight and bias.
 template <class Steps>
-void put_down(const State& state, const Tensor& grad, const Tensor& hidden,
-              variable_list& result) {
+void put_down(const State& state, const Tensor& grad, const Tensor& hidden, variable_list& result) {
   const auto& wanted = state.wanted;
   const auto bias_sum = accumulation::target_of(state.node.get(), down_bias_edge, state.kept);
   std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = backward_of_linear<Steps>(
@@ -383,8 +382,7 @@ struct Needs {
     const bool before_down = before_gate || before_up;
     const bool wants_down = requires_grad(down.weight);
     const bool reads_up = before_down && (before_gate || wants_down);
-    const bool drops_up =
-        memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
+    const bool drops_up = memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
     return {before_gate, before_up, before_down, wants_down, reads_up, drops_up};
   }
 };

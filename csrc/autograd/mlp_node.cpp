@@ -189,8 +189,9 @@ class Chain {
     result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
   }
 
-  // Whether the weight's gradient comes first, so that the layer's input is gone when the step makes
-  // room for dz. It takes a launch more, which a small layer would feel and a graph would record.
+  // Whether the weight's gradient comes first, so that the layer's input is gone when the step
+  // makes room for dz. It takes a launch more, which a small layer would feel and a graph would
+  // record.
   bool frees_input_first(size_t i) {
     constexpr int64_t large = 1 << 20;  // bytes
     const auto& hidden = input(i);
@@ -211,8 +212,8 @@ class Chain {
       input(i) = x, weight(i) = w;
       if (!is_hidden(i)) break;
       const auto from = i == 0 ? work_.edges[Edges::input] : edge_of(x);
-      const auto preactivation = reconnect(
-          like, x, w, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
+      const auto preactivation =
+          reconnect(like, x, w, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
       const auto output = activate(preactivation, form_.activation);
       saved(i) = saved_for(form_.activation) == Saved::output ? output : preactivation;
       if (i + 1 < layers_) input(i + 1) = output;
@@ -244,8 +245,8 @@ class Chain {
   const Form form_;
   const size_t layers_;
   const Edges edges_ = Edges::of(work_.edges.size());
-  size_t lowest_ = 0;     // the lowest layer with anything to do
-  variable_list kept_;    // by layer, as Layer::at says
+  size_t lowest_ = 0;   // the lowest layer with anything to do
+  variable_list kept_;  // by layer, as Layer::at says
   variable_list result_ = variable_list(work_.edges.size());
 };
 
@@ -384,7 +385,8 @@ std::vector<Tensor> run_in_one(const Arguments& call) {
   return dispatch::MlpInOne::call(call.input, call.weights, call.biases, name(call.activation));
 }
 
-// The layer's output, and what its act' will be read from. `below`: a gradient goes into its product.
+// The layer's output, and what its act' will be read from. `below`: a gradient goes into its
+// product.
 Pair run_layer(const Arguments& call, size_t i, const Tensor& input, bool below) {
   const bool is_last = i + 1 == call.weights.size();
   const auto activation = is_last ? Activation::none : call.activation;
@@ -409,8 +411,7 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
   const auto node = node_of(call);
   const size_t count = weights.size();
   const auto in_one = run_in_one(call);
-  const bool recomputes =
-      memory == Memory::low && saved_for(activation) == Saved::preactivation;
+  const bool recomputes = memory == Memory::low && saved_for(activation) == Saved::preactivation;
   std::vector<Layer> kept(count);
   auto hidden = input;
   bool below = input.requires_grad();  // whether a gradient goes into the layer's input

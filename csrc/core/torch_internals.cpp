@@ -25,25 +25,33 @@ bool is_same(const Pointer& a, const Pointer& b) {
 
 bool run_keeps_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
-bool has_one_edge(const GraphNode* node) {
+bool has_the_only_edge(const GraphNode& running, const GraphNode& leaf) {
   // Counted once for each run, whose graph does not change.
   struct Counts {
     int run = -1;
+    bool has_root = false;
     std::unordered_map<const GraphNode*, size_t> edges;
+
+    void add(const GraphNode& node) {
+      for (const auto& edge : node.next_edges()) {
+        if (edge.is_valid()) ++edges[edge.function.get()];
+      }
+    }
   };
   static thread_local Counts counts;
   const int run = torch::autograd::get_current_graph_task_id();
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (run == -1 || nodes == nullptr) return false;
   if (counts.run != run) {
-    counts = {run, {}};
-    for (const auto* from : *nodes) {
-      for (const auto& edge : from->next_edges()) {
-        if (edge.is_valid()) ++counts.edges[edge.function.get()];
-      }
-    }
+    counts = {run, false, {}};
+    for (const auto* node : *nodes) counts.add(*node);
   }
-  const auto found = counts.edges.find(node);
+  // The node that the run began at is not among them.
+  if (!counts.has_root && !nodes->contains(const_cast<GraphNode*>(&running))) {
+    counts.has_root = true;
+    counts.add(running);
+  }
+  const auto found = counts.edges.find(&leaf);
   return found != counts.edges.end() && found->second == 1;
 }
 

@@ -80,8 +80,9 @@ inline std::mutex& mutex_of(GraphNode& node) {
 // About the run of the engine that this thread works for. run_keeps_graph is true outside of one.
 bool run_keeps_graph();
 bool is_captured(GraphNode* node);
-// Whether one edge alone leads to the node in the run's graph.
-bool has_one_edge(const GraphNode* node);
+// Whether the running node's edge to `leaf` is the only one in the run's graph. Torch does not tell
+// which node a run began at: its edges count only if it has asked here itself.
+bool has_the_only_edge(const GraphNode& running, const GraphNode& leaf);
 
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;

@@ -1,4 +1,4 @@
-"""Whoever looks at, changes or shares what is between fused layers or blocks sees torch's gradients.
+"""Hooks, other consumers, checkpoints and more between fused layers or blocks: torch's gradients.
 
 Each row is a situation: what is done with a stack of four layers, or of four blocks of two layers,
 each one operator. Gradients and what hooks have seen are those of torch's own functions.

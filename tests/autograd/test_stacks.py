@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from numerics import assert_same
-from operators import DTYPES
+from operators import ACTS, DTYPES, mlp
 from stacks import BLOCKS, EVERY, LAYERS, MIXED, STACKS, Stack, assert_equal_eager
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
 
@@ -87,6 +89,112 @@ def test_every_subset_of_gradients(name, device):
 
         for scenario in (frozen, returned):
             assert_equal_eager(scenario, activations=(name, name, "none"), device=device)
+
+
+# --- blocks that free what they have read --------------------------------------------------------
+
+LARGE = (512, 64, 256, 8)  # rows and widths: the hidden tensor is 1 MiB, and goes before dz comes
+
+
+class Large:
+    """A step of a block whose backward makes the upper weight's gradient first."""
+
+    def __init__(self, activation, memory, device, wanted=(True,) * 5):
+        self.op = mlp(activation, 2, LARGE[2:3], memory=memory)
+        self.case = self.op.case(LARGE[:1], LARGE[1], LARGE[3], device=device)
+        self.wanted = wanted
+
+    def outputs(self, call):
+        leaves = self.case.leaves(self.wanted)
+        return call(*leaves), [t for t in leaves if t.requires_grad]
+
+    def want(self):
+        y, leaves = self.outputs(self.op.eager)
+        return torch.autograd.grad(y, leaves, self.case.g)
+
+
+every_block = pytest.mark.parametrize(
+    "activation, memory", list(itertools.product(ACTS, ("default", "low")))
+)
+
+
+@every_block
+def test_every_subset_of_a_large_block(activation, memory, device):
+    """Inputs: x, both weights, both biases."""
+    for wanted in itertools.product([True, False], repeat=5):
+        if any(wanted):
+            block = Large(activation, memory, device, wanted)
+            y, leaves = block.outputs(block.op.call)
+            got = torch.autograd.grad(y, leaves, block.case.g)
+            assert_same(got, block.want(), f"{wanted}")
+            if any(wanted[:4]):  # for the last bias alone nothing was saved
+                with pytest.raises(RuntimeError, match="second time"):
+                    torch.autograd.grad(y, leaves, block.case.g)
+
+
+@every_block
+def test_a_large_block_whose_graph_is_retained(activation, memory, device):
+    """Nothing is freed early, also for second derivatives later; then all of it is."""
+    block = Large(activation, memory, device)
+    want = block.want()
+    y, leaves = block.outputs(block.op.call)
+    for _ in range(2):
+        got = torch.autograd.grad(y, leaves, block.case.g, retain_graph=True)
+        assert_same(got, want)
+    assert_same(torch.autograd.grad(y, leaves, block.case.g, create_graph=True), want)
+    assert_same(torch.autograd.grad(y, leaves, block.case.g), want)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, leaves, block.case.g)
+
+
+@every_block
+def test_a_large_block_under_checkpoints_and_hooks(activation, memory, device):
+    """Saved tensors that are made again, or are others than those that were saved."""
+    block = Large(activation, memory, device)
+    want = block.want()
+    leaves = block.case.leaves()
+    y = checkpoint(block.op.call, *leaves, use_reentrant=False)
+    assert_same(torch.autograd.grad(y, leaves, block.case.g), want)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        y = block.op.call(*leaves)
+    for retain in (True, False):
+        assert_same(torch.autograd.grad(y, leaves, block.case.g, retain_graph=retain), want)
+
+
+@every_block
+def test_a_large_block_that_adds_to_gradients(activation, memory, device):
+    """The weights' gradients, and the biases', to what is there."""
+    block = Large(activation, memory, device)
+    leaves, want = block.case.leaves(), block.want()
+    for _ in range(3):
+        with tfl.accumulate_gradients(leaves[1:]), tfl.explain() as report:
+            block.op.call(*leaves).backward(block.case.g)
+    assert "_weight_gradient" in [call.operator for call in report.calls]
+    assert_same([leaf.grad for leaf in leaves], [3 * t for t in want])
+
+
+def test_a_block_called_by_hand_frees_nothing(device):
+    """A hook may call a node while the engine runs another, in a run that frees its graph."""
+    block = Large("gelu_tanh", "default", device)
+    y, leaves = block.outputs(block.op.call)
+    x = torch.ones(3, device=device, dtype=torch.float64, requires_grad=True)
+    z, found = x * 2, []
+    z.register_hook(lambda g: found.extend(t for t in y.grad_fn(block.case.g) if t is not None))
+    z.sum().backward()
+    assert_same(found, block.want())
+    assert_same(torch.autograd.grad(y, leaves, block.case.g), block.want())
+
+
+@pytest.mark.parametrize("activation", ACTS)
+def test_a_block_in_two_parts(activation, device):
+    """A graph's last backward asks for the upper layer alone; what lies below is freed with it."""
+    block = Large(activation, "default", device)
+    want = block.want()
+    y, leaves = block.outputs(block.op.call)
+    upper = [leaves[2], leaves[4]]
+    assert_same(torch.autograd.grad(y, upper, block.case.g), [want[2], want[4]])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, leaves, block.case.g)
 
 
 # --- several runs of the engine at once, and runs that are broken off ----------------------------

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from watching import explained
 
 
-
 def data(device):
     gen = torch.Generator().manual_seed(4)
     return torch.randn(5, 4, generator=gen, dtype=torch.float64).to(device).requires_grad_()

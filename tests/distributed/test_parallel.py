@@ -86,7 +86,7 @@ def test_data_parallel(kind, how, accumulate, checkpoints, four):
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
 def test_fsdp_by_layer(kind, four):
-    """A block that FSDP wraps is one operator still; after `fuse_` wrapped layers run as written."""
+    """A block that FSDP wraps is one operator; after `fuse_` wrapped layers run as written."""
     for operators in four.run(checks.data_parallel, kind, "fsdp by layer"):
         assert bool(operators) == (kind != "fuse_")
         assert ("_linear_backward_across" in operators) == (kind == "mlp")
@@ -117,8 +117,12 @@ def test_mixed_precision(four):
 @pytest.mark.parametrize(("kind", "sequence"), [("layers", True), ("mlp", False), ("gated", True)])
 def test_fsdp_and_tensor_parallel(kind, sequence, four):
     calls = four.run(checks.two_dimensions, kind, sequence)[0]
-    backward = "_glu_backward" if kind == "gated" else "_linear_backward_across"
-    assert operators(calls).count(backward) == 2
+    backward, count = {
+        "layers": ("_linear_backward", 4),
+        "mlp": ("_linear_backward_across", 2),
+        "gated": ("_glu_backward", 2),
+    }[kind]
+    assert operators(calls).count(backward) == count
 
 
 def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):

@@ -1,6 +1,5 @@
 """Torch's semantics at the edges: zero, NaN, infinities, overflow, and the two forms of GELU."""
 
-import itertools
 import math
 
 import operators as ops

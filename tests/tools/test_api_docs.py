@@ -126,14 +126,16 @@ def literals(pieces: list[str]) -> list[str]:
 # `return "it";`, `{std::nullopt, "it"}`, `return ... ? "it" : nullptr;` and the other way round
 RETURNED = r'(?:return|return [^;]*? \?|nullptr :|nullptr,|nullopt,) "([^"]+)"(?:;|}| : nullptr;)'
 OBJECTIONS = r"^inline const char\* objection\(.*?^}"
-NODES = [f"autograd/{name}.cpp" for name in ("accumulation",)]
 TRIALS = "no valid algorithm|its trial|less exact|unknown while"
 REASONS = {
     "no kernel": found(r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/sub*.py"),
     "cuDNN": found(r'"(\(not cuDNN\'s fused form: [^"]+\))"', "cuda/*conv*"),
     "GEMM": literals(found(OBJECTIONS, *(f"gemm/{n}.h" for n in ("choice", "hopper", "problem")))),
     "trials": found(rf'"(\(no GELU epilogue[^"]+|(?:{TRIALS})[^"]+)"', "cuda/tune/decide.cpp"),
-    "nodes": found(RETURNED, *NODES),
+    "accumulation": [
+        *found(RETURNED, "autograd/accumulation.cpp"),
+        *found(r'why = "([^"]+)"', "autograd/accumulation.cpp"),
+    ],
     "steps": [
         *literals(found(r"explain::append\((.*?)\);", "**/*.cpp")),
         *found(r'return "(ATen \w+)";', "**/*.cpp"),
@@ -166,7 +168,7 @@ for path in (ROOT / "torch_fused_linear" / "fuse").glob("*.py"):
 
 def test_the_reasons_are_found():
     """One for each way in which the code says them."""
-    expected = {"create_graph", "a hook on the weight", "another stream"}
+    expected = {"create_graph", "a hook on the weight", "another stream", "used more than once"}
     expected |= {"no such epilogue", "one row or column"}
     expected |= {"(no kernel: layout)", "(no kernel: tensor subclass)", "has a parametrisation"}
     expected |= {"(not cuDNN's fused form: less exact than eager)", "its trial failed"}
@@ -177,9 +179,10 @@ def test_the_reasons_are_found():
 
 @pytest.mark.parametrize("source", REASONS)
 def test_every_reason_is_explained(source):
-    page = " ".join((DOCS / "fallbacks.md").read_text().split())
+    name = "accumulation.md" if source == "accumulation" else "fallbacks.md"
+    page = " ".join((DOCS / name).read_text().split())
     missing = {reason for reason in REASONS[source] if reason not in page}
-    assert not missing, f"docs/fallbacks.md does not say what these mean: {missing}"
+    assert not missing, f"docs/{name} does not say what these mean: {missing}"
 
 
 def test_performance_pages_have_no_numbers_of_its_own():
