@@ -137,9 +137,9 @@ class Model:
         return False
 
     def _sequence(self, sequential: nn.Module) -> Chain:
-        call = ast.parse("module(input)", mode="eval").body
-        children = sequential._modules.values()
-        return [Element(sequential, [child], step_of(call)) for child in children]
+        calls = (ast.parse("module(input)", mode="eval").body for _ in sequential._modules)
+        children = zip(sequential._modules.values(), calls)
+        return [Element(sequential, [child], step_of(call)) for child, call in children]
 
 
 def functions_of(cls: type) -> list[FunctionType]:

@@ -23,6 +23,7 @@ FOLD = (
     "; fold it into the layer first, where it is not trained (torch.nn.utils.fuse_conv_bn_eval, "
     "fuse_linear_bn_eval)"
 )
+OUTSIDE = "its activation lies in another container"
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Names = list[str]
@@ -163,9 +164,13 @@ class Plan:
         while i < len(chain):
             unit = None if chain[i].place in self._gated else self._unit(chain, i)
             if unit is None:
+                self._explain_container(chain[i : i + 2])
                 self._add_units(chain, group, i)
                 group, i = [], i + 1
                 continue
+            if unit.is_convolution or (group and group[-1].is_convolution):
+                self._add_units(chain, group, i)
+                group = []
             end = i + len(unit.steps)
             i = pass_over(chain, end)
             unit.drops_after = drops(chain[end:i])
@@ -347,6 +352,14 @@ class Plan:
         return chain[:1] if self._is_refused(layers, chain[end]) else chain[: end + 1]
 
     # --- the rest -------------------------------------------------------------------------------
+
+    def _explain_container(self, steps: Chain) -> None:
+        """Notes that a layer at the end of an inner nn.Sequential has its activation outside."""
+        values = steps[0].of(is_sequential) if len(steps) == 2 and not steps[0].text else []
+        if not values or not steps[1].of(plain.is_activation):
+            return
+        last = [*values[0]._modules.values()][-1:]
+        self._skip(filter(plain.is_layer, last), OUTSIDE, steps[0])
 
     def _explain_normalised(self, steps: Chain) -> None:
         if len(steps) < 3 or not any(steps[2].kinds()):
