@@ -20,6 +20,7 @@ METHODS = {"relu": lambda h: h.relu(), "relu_": lambda h: h.relu_(), "square": l
 # (Resolver.is_stored); operators and comparisons call methods of their operands.
 PURE = (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Tuple, ast.keyword)
 PURE += (ast.expr_context,)
+CALLEE = (*PURE, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Slice)  # layers[i - 1]
 WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -91,7 +92,8 @@ def is_callee(node: ast.expr) -> bool:
     """``self.a.b``, ``self.layers[i]``, ``layer`` or ``getattr(self, name)``."""
     if isinstance(node, ast.Call):
         return dotted(node.func) == ["getattr"] and len(node.args) == 2
-    return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    is_expected = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    return is_expected and all(isinstance(n, CALLEE) for n in ast.walk(node))
 
 
 def dotted(node: ast.AST) -> list[str]:
