@@ -17,8 +17,8 @@ from watching import Calls
 
 import torch_fused_linear as tfl
 from torch_fused_linear import _library, functional
-from torch_fused_linear.fuse import run as decisions
 from torch_fused_linear.fuse import in_code, plain
+from torch_fused_linear.fuse import run as decisions
 
 
 def chain():

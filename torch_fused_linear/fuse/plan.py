@@ -1,6 +1,5 @@
 """Finds what is to be fused in a model: all of it is judged before anything is changed."""
 
-import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache

@@ -175,8 +175,7 @@ class _Writer:
         return ast.IfExp(self.copied(first.node.test), *calls)
 
     def _of_form(self, form: Form, after: list[ast.expr]) -> ast.expr:
-        act, *layers = form.steps
-        given = [self.copied(layers[0].data), *map(self._function, form.steps)]
+        given = [self.copied(form.steps[1].data), *map(self._function, form.steps)]
         after = [self.copied(f) for f in after]
         if form.halves is None:
             return ast.Call(_name("gated"), [*given, *after], [])

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import functional
@@ -134,9 +133,7 @@ def calls_from(functions: Sequence[Function], start: int, x: Any) -> tuple[list[
     return _joined(calls), i
 
 
-def _with_activation(
-    functions: Sequence[Function], i: int, held: Held
-) -> tuple[list[Call], int]:
+def _with_activation(functions: Sequence[Function], i: int, held: Held) -> tuple[list[Call], int]:
     """A layer with its activation, if it has one, and the place behind it."""
     layer, end, drops = functions[i], i + 1, []
     is_convolution = type(layer) is nn.Conv2d
@@ -150,9 +147,9 @@ def _with_activation(
         function = layer if is_convolution else None
         return [Call([layer], [held], None, function)], i + 1
     end += 1
-    if kind == "relu" and end < len(functions) and not drops and not is_convolution:
-        if _is_square(functions[end]):
-            kind, end = "relu2", end + 1
+    may_square = kind == "relu" and end < len(functions) and not drops and not is_convolution
+    if may_square and _is_square(functions[end]):
+        kind, end = "relu2", end + 1
     return [Call([layer], [held], kind), *drops], end
 
 
