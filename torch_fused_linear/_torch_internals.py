@@ -60,7 +60,9 @@ def added_behaviour(module: nn.Module, hooks: Iterable[str] = HOOKS) -> str | No
             return f"has a {name.strip('_')} of its own, set on the object"
     if own.get("_compiled_call_impl") is not None:
         return "was compiled"
-    return "has a parametrisation" if "parametrizations" in own["_modules"] else None
+    if "parametrizations" in own["_modules"]:
+        return "has a parametrisation"
+    return None
 
 
 def function_modes() -> list:

@@ -324,8 +324,8 @@ def test_graph_pass(device, run):
     assert (after["linear"], after["gelu"], after["relu"]) == (14 - 2 * 4, 0, 0)
     assert found["replaced"] == {"mlp": 4}
     assert found["fused"] == {
-        **{(f"{k}.fc1", f"{k}.fc2"): ("linear_gelu (erf)", "linear") for k in range(3)},
-        ("3.hidden", "3.out"): ("linear_relu", "linear"),
+        **{(f"{k}.fc1", f"{k}.fc2"): ("mlp (GELU (erf))",) for k in range(3)},
+        ("3.hidden", "3.out"): ("mlp (ReLU)",),
     }
     assert not found["skipped"]
     assert found["apart"] < 1e-4

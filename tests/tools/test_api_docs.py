@@ -149,7 +149,7 @@ def fuse_reasons(path: Path) -> list[str]:
     found = []
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef) or not re.search(
-            "objection|reason|misuse|explain_the_rest", function.name
+            "objection|reason|misuse|explain_the_rest|added_behaviour", function.name
         ):
             continue
         for node in ast.walk(function):
@@ -162,7 +162,8 @@ def fuse_reasons(path: Path) -> list[str]:
 
 
 REASONS["fuse"] = [*families.REFUSALS.values()]
-for path in (ROOT / "torch_fused_linear" / "fuse").glob("*.py"):
+PACKAGE = ROOT / "torch_fused_linear"
+for path in (*(PACKAGE / "fuse").glob("*.py"), PACKAGE / "_torch_internals.py"):
     REASONS["fuse"] += fuse_reasons(path)
 
 

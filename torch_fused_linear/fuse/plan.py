@@ -208,7 +208,7 @@ class Plan:
         whole = [*group, *([tail] if tail else [])]
         steps = chain[start:stop] if tail else chain[start : self._last(chain, group)]
         found = chain[end].of(lambda v: isinstance(v, nn.Module)) if end < len(chain) else []
-        meets = tail is None and any([*module.parameters()] for module in found)
+        meets = any([*module.parameters()] for module in found)
         rows = self._rows(steps, [unit.layers for unit in whole], quiet=len(whole) > 1)
         together: set[int] = set()
         if len(whole) > 1 and rows and self._choose(steps):
@@ -221,7 +221,8 @@ class Plan:
                 continue
             alone = [row for row in rows if id(row[0]) not in together]
             if alone:
-                self.places.append(Place([unit], unit.steps, alone, "", meets))
+                is_last = unit is group[-1]  # or the next unit has parameters
+                self.places.append(Place([unit], unit.steps, alone, "", meets or not is_last))
 
     @staticmethod
     def _last(chain: Chain, group: list[Unit]) -> int:
