@@ -29,8 +29,8 @@ def fuse_(
     r"""Replaces linear layers and their activations in a model by fused operators, in place.
 
     Wherever the model's code calls layers straight one after the other, such as
-    ``fc2(act(fc1(x)))``, the calls become one. Each time it runs, that call looks at the modules and
-    the tensor that it is given. Plain ``nn.Linear`` layers with ReLU, its square, GELU or SiLU
+    ``fc2(act(fc1(x)))``, the calls become one. Each time it runs, that call looks at the modules
+    and the tensor that it is given. Plain ``nn.Linear`` layers with ReLU, its square, GELU or SiLU
     between them run as :func:`torch_fused_linear.mlp`, a layer with its activation as one operator,
     ``nn.Conv2d`` and ReLU likewise, and ``act(gate(x)) * up(x)`` with the layer after it as
     :func:`torch_fused_linear.gated_mlp`. Anything else runs the code as written.
