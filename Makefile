@@ -60,8 +60,8 @@ test: build environment
 # these at every change (.ci/run), every one in the workflow. They need no other package than torch.
 RELEASES = integration/test_torch_internals.py autograd/test_engine.py autograd/test_checkpoint.py \
   autograd/test_accumulation.py distributed/test_parallel.py distributed/test_strategies.py \
-  graph/test_compile.py graph/test_fusion_inductor.py handover/test_handover.py \
-  handover/test_handover_systems.py memory nn ops/test_opcheck.py
+  graph/test_compile.py graph/test_fusion_inductor.py autograd/test_stacks.py \
+  autograd/test_systems.py memory nn ops/test_opcheck.py
 test-releases: build
 	$(PYTEST) $(RELEASES:%=tests/%) $(ARGS)
 
@@ -80,7 +80,7 @@ certify: build
 	$(PYTHON) tests/certify $(PARTS) $(ARGS)
 
 # Faults, planted one at a time in a copy of the sources: do the tests notice them? Hours on one
-# core; ARGS="hand-over ONNX" takes those of whose name or file a word is part.
+# core; ARGS="backward ONNX" takes those of whose name or file a word is part.
 mutants: build
 	$(PYTHON) tests/support/mutants.py $(ARGS)
 

@@ -100,7 +100,7 @@ class Block(nn.Module):
 def plan_of(block: Block, is_fused: bool, is_sequence: bool) -> dict:
     """By column, then by row, in both halves of the block."""
     layout = Shard(1) if is_sequence else Replicate()
-    # Fused layers hand their gradients over where nothing makes ordinary tensors between them.
+    # A DTensor between the fused layers spares torch the way through ordinary tensors and back.
     up = ColwiseParallel(output_layouts=Shard(2), use_local_output=False)
     row = partial(RowwiseParallel, output_layouts=layout, use_local_output=not is_sequence)
     plan = {"mlp.up": up if is_fused else ColwiseParallel(), "mlp.down": row()}

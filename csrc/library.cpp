@@ -1,7 +1,6 @@
 // Defines the operators of dispatch/operators.h, and what sets and shows.
 
 #include "autograd/accumulation.h"
-#include "autograd/handover.h"
 #include "core/explain.h"
 #include "core/policy.h"
 #include "cpu/packed_weights.h"
@@ -40,9 +39,6 @@ TORCH_LIBRARY(fused, m) {
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
-
-  m.def("_handover() -> bool", fused::autograd::handover::enabled);
-  m.def("_set_handover(bool enabled) -> ()", fused::autograd::handover::set_enabled);
 
   // Declares a frozen weight, which a CPU may then keep packed; takes that back.
   m.def("_pack_weight(Tensor weight, str name) -> ()", fused::cpu::packed::declare);

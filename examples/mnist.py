@@ -13,11 +13,11 @@ matrix products, and then lets each product do what follows it, as its *epilogue
     back through the ReLU    dz1 = (dz2 @ w2) * mask; db1 = dz1.sum(0)  DRELU_BGRAD
     the first weight         dw1 = dz1.T @ x                            -
 
-Here nothing of this is written by hand. `FusedLinearReLU` and `FusedLinear` are layers as any, and
-`loss.backward()` takes the right-hand column by itself: the second layer sees that its input came
-from the first, and applies that layer's ReLU and sums its bias gradient on the way. By default the
-library's epilogues are used where they are also the fastest and keep torch's semantics;
-`set_policy("cublaslt")` takes the column literally. `explain` says which it was.
+Here nothing of this is written by hand. `FusedMLP` is a module as any, and `loss.backward()` takes
+the right-hand column by itself: both layers are one operator, whose backward applies the ReLU and
+sums the first bias gradient with the second layer's product. By default the library's epilogues
+are used where they are also the fastest and keep torch's semantics; `set_policy("cublaslt")` takes
+the column literally. `explain` says which it was.
 
 The middle column is in this file too, as `unfused_step`, and is trained beside the fused network
 from the same weights on the same batches: both learn the same.
@@ -123,7 +123,7 @@ def show_what_ran(network: nn.Module, data: Dataset) -> list[str]:
         print(f'\nwhat ran in one step, set_policy("{policy}"):\n{report}')
         operators = operators or [call.operator for call in report.calls]
     if not x.is_cuda:
-        print("A CPU has no such epilogues; the operators and the hand-over are the same.")
+        print("A CPU has no such epilogues; the operators are the same.")
     return operators
 
 

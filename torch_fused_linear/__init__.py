@@ -43,7 +43,7 @@ if _library.error is None:
     from .nn.mlp import FusedMLP
     from .onnx import onnx_translation_table
     from .packing import pack_weights, unpack_weights
-    from .policy import get_handover, get_policy, handover, set_policy
+    from .policy import get_policy, set_policy
     from .report import explain
 
     flops.register_when_imported()
@@ -71,9 +71,7 @@ __all__ = [
     "fuse_script_",
     "gain",
     "gated_mlp",
-    "get_handover",
     "get_policy",
-    "handover",
     "is_fused",
     "library_path",
     "linear",

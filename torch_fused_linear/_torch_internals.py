@@ -20,6 +20,7 @@ from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
 from torch.jit._builtins import _register_builtin as register_builtin
 from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._contextlib import _DecoratorContextManager as DecoratorContextManager
@@ -36,6 +37,32 @@ def as_made(owner: type | ModuleType, name: str) -> object:
     homes = getattr(owner, "__module__", owner.__name__), "torch._tensor"
     is_own = getattr(found, "__globals__", {}).get("__name__", homes[0]) in homes
     return found if found is None or (is_own and inspect.isroutine(found)) else object()
+
+
+def added_behaviour(module: nn.Module, hooks: Iterable[str] = HOOKS) -> str | None:
+    """Returns what makes a call of the module more than its class's forward on its parameters.
+
+    Args:
+        module: any module.
+        hooks: the attributes that hold hooks to look at.
+
+    Returns:
+        The rest of a sentence about the module, such as ``"has forward hooks"``, or None.
+    """
+    own = module.__dict__
+    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
+        _ = module.forward, type(module) is nn.Conv2d and module._conv_forward
+    for kind in hooks:
+        if own.get(kind):
+            return f"has {kind.strip('_').replace('_', ' ')}"
+    for name in ("forward", "_call_impl", "weight", "bias", "_conv_forward"):
+        if name in own:
+            return f"has a {name.strip('_')} of its own, set on the object"
+    if own.get("_compiled_call_impl") is not None:
+        return "was compiled"
+    if "parametrizations" in own["_modules"]:
+        return "has a parametrisation"
+    return None
 
 
 def function_modes() -> list:

@@ -88,10 +88,8 @@ def linear_gelu(
     `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
 
     The backward keeps the pre-activation :math:`z`, and the layer after keeps its input :math:`y`:
-    two tensors, as in torch. With ``memory='low'`` a fused linear layer whose input is :math:`y`
-    itself does not keep it; its backward computes :math:`y` again from :math:`z`, bit for bit.
-    Writes to :math:`y` between the two layers that torch does not count (``y.data``, NumPy, DLPack,
-    its storage, collectives) are then not seen: docs/memory.md lists them.
+    two tensors, as in torch. ``memory='low'`` is accepted and changes nothing, since a layer alone
+    cannot keep less: :func:`mlp` can.
 
     Args:
         input, weight, bias: as :func:`linear`.
@@ -119,7 +117,7 @@ def linear_silu(
     no epilogue for it: on a GPU it is a product with bias, then one kernel, or on Hopper GPUs one
     kernel of our own.
 
-    The backward keeps :math:`z`. ``memory='low'`` means what it means for :func:`linear_gelu`.
+    The backward keeps :math:`z`. ``memory='low'`` changes nothing, as in :func:`linear_gelu`.
 
     Args:
         input, weight, bias, memory: as :func:`linear_gelu`.
@@ -144,7 +142,7 @@ def linear_relu2(
     Under autocast it returns autocast's dtype, where ``square`` returns fp32 on a GPU.
     See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
 
-    The backward keeps :math:`xW^T + b`. ``memory='low'`` means what it means for
+    The backward keeps :math:`xW^T + b`. ``memory='low'`` changes nothing, as in
     :func:`linear_gelu`.
 
     Args:
@@ -179,7 +177,8 @@ def mlp(
 
     It is one node of the graph. The backward applies every hidden layer's activation derivative,
     and sums its bias gradient, together with the next layer's product (cuBLASLt's ``DRELU_BGRAD``
-    and ``DGELU_BGRAD``, or what is faster).
+    and ``DGELU_BGRAD``, or what is faster). Unless the graph is retained it frees what it has read
+    before it makes room for more.
 
     With ``memory='low'`` one tensor is kept for each hidden layer instead of two: the backward
     computes its output again, bit for bit. ReLU keeps one in any case: the output, or where the
@@ -228,8 +227,8 @@ def linear_glu(
     `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
 
     The backward keeps the input and the two pre-activations, and makes both gradients and the sums
-    for the biases in one pass over memory. With ``memory='low'`` a fused linear layer whose input
-    is :math:`y` itself does not keep it, as after :func:`linear_gelu`.
+    for the biases in one pass over memory. ``memory='low'`` changes nothing, as in
+    :func:`linear_gelu`: :func:`gated_mlp` can keep less.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.

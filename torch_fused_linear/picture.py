@@ -92,17 +92,13 @@ def draw_pattern(
         ends = [draw_box(axes, *box, y) for box in boxes]
         for (_, start), (end, _) in pairwise(ends):
             axes.annotate("", (end, y), (start, y), arrowprops=ARROW)
-    for k, (operator, follower) in enumerate(pairwise(after)):
-        is_apart = "Dropout" in (operator, follower)  # in training
-        if not is_apart and not operator.startswith(GATED):
-            hand_over(axes, ends[k], ends[k + 1], y, operator)
 
 
 def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
     """Of each operator after: its first column, and how many operators before it stands for.
 
     A fused operator stands for all from its MatMul or Conv2d up to the next but dropouts, which
-    follow it; a gated one for more of them.
+    follow it; ``mlp`` and a gated one for more of them.
     """
     products = ("MatMul", "Conv2d")
     starts = [i for i, operator in enumerate(before) if operator in products] + [len(before)]
@@ -112,6 +108,8 @@ def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, in
             column, span = sum(found[-1]), 1
         else:
             column = starts.pop(0)
+            if operator.startswith("mlp"):  # "mlp (ReLU)" is of two layers, "mlp (ReLU) × 3" of 3
+                del starts[: int(operator.rpartition("×")[2]) - 1 if "×" in operator else 1]
             if operator.startswith(GATED):  # to its product, and with the layer after it
                 product = before.index("Mul", column)
                 starts = [start for start in starts if start > product]
@@ -127,7 +125,7 @@ def draw_box(axes, operator: str, column: int, span: int, y: float) -> tuple[flo
 
     x = 1.3 + column * (WIDTH + GAP)
     width = span * WIDTH + (span - 1) * GAP
-    fused = operator.startswith(("linear", "conv2d", GATED[0]))
+    fused = operator.startswith(("linear", "conv2d", "mlp", GATED[0]))
     colour = COLOURS.get("linear" if fused else operator.partition(" ")[0], "#ffffff")
     style = "round,pad=0,rounding_size=0.08"
     box = (x, y - HEIGHT / 2), width, HEIGHT
@@ -135,17 +133,3 @@ def draw_box(axes, operator: str, column: int, span: int, y: float) -> tuple[flo
     colour = "white" if fused else INK
     axes.text(x + width / 2, y, operator, color=colour, fontsize=9.5, ha="center", va="center")
     return x, x + width
-
-
-def hand_over(
-    axes, start: tuple[float, float], end: tuple[float, float], y: float, operator: str
-) -> None:
-    """An arrow from the later layer back to the earlier: the gradient with the activation's part
-    and the bias's sum done."""
-    derivative = f"{LABELS.get(operator.partition(' ')[0], 'act')}′"
-    low = y + HEIGHT / 2
-    right, left = end[0] + WIDTH / 2, start[1] - WIDTH / 2
-    dashed = {"color": FAINT, "lw": 1.0, "linestyle": "--", "connectionstyle": "arc3,rad=-0.18"}
-    axes.annotate("", (left, low), (right, low), arrowprops=ARROW | dashed)
-    text = f"backward: gradient with {derivative} and Σ bias"
-    axes.text((left + right) / 2, low + 0.3, text, color=FAINT, fontsize=8, ha="center", va="top")

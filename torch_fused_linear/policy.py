@@ -42,34 +42,3 @@ class set_policy(Switch):
 def get_policy() -> str:
     """The policy in force: ``"auto"``, ``"cublaslt"`` or ``"eager"``."""
     return torch.ops.fused._policy()
-
-
-class handover(Switch):
-    """Switches on or off whether separate fused layers hand gradients over to each other.
-
-    In ``loss.backward()`` a fused layer whose input came straight from another fused layer applies
-    that layer's activation derivative together with its own matrix product, and sums that layer's
-    bias gradient on the way. It does not where the difference could be seen (hooks,
-    ``retain_grad``, a second consumer, ``create_graph`` and others); :class:`explain` then names
-    the reason. It is on by default; :func:`get_handover` says whether it is on.
-
-    A plain call sets it; as a context manager or a decorator it is put back at the end, as with
-    :class:`set_policy`. ``TORCH_FUSED_LINEAR_HANDOVER=0`` in the environment has it off at first.
-
-    Args:
-        enabled: whether to hand over.
-
-    Raises:
-        TypeError: it is neither ``True`` nor ``False``.
-    """
-
-    _get, _set = "_handover", "_set_handover"
-    _argument, _expected, _types = "enabled", "True or False", (bool,)
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__(enabled)
-
-
-def get_handover() -> bool:
-    """Whether separate fused layers hand gradients over to each other."""
-    return torch.ops.fused._handover()

@@ -12,15 +12,14 @@ class Call:
     """One call of an operator's kernel.
 
     Attributes:
-        operator: its name; ``_linear_backward_across`` is a backward that also does the
-            activation's part of the layer before.
+        operator: its name; ``_linear_backward_across`` is a backward in ``mlp`` that also does
+            the activation's part of the layer before.
         shapes: of the input and the weight.
         dtype: of both.
         device: of both.
         path: what ran, step by step: names of cuBLASLt epilogues, "own ..." kernels, "ATen mm",
             "oneDNN ...", "PyTorch's own (not fused)"; a step that could not be taken stands in
             parentheses with the reason.
-        handover: of a backward: "handed over", or "plain: " and the reason.
     """
 
     operator: str
@@ -28,7 +27,6 @@ class Call:
     dtype: str
     device: str
     path: str
-    handover: str
 
 
 _DTYPES = {torch.float64: "Double", torch.float32: "Float", torch.float16: "Half"}
@@ -42,7 +40,7 @@ def note(operator: str, input: Tensor, weight: Tensor, reason: str) -> None:
         path = f"{reason} + PyTorch's own (not fused)"
         shapes = f"{list(input.shape)} x {list(weight.shape)}"
         dtype = _DTYPES.get(input.dtype, str(input.dtype))
-        row = Call(operator, shapes, dtype, str(input.device), path, "")
+        row = Call(operator, shapes, dtype, str(input.device), path)
         torch.ops.fused._explain_note("\t".join(astuple(row)))
 
 
@@ -75,11 +73,6 @@ class explain:
         _open_blocks -= 1
         rows = torch.ops.fused._explain_stop(self._open.pop())
         self.calls = [Call(*row.split("\t")) for row in rows]
-
-    @property
-    def handed_over(self) -> int:
-        """How many times a gradient was handed over from layer to layer."""
-        return sum(call.handover == "handed over" for call in self.calls)
 
     def __str__(self) -> str:
         return "\n".join(table([f.name for f in fields(Call)], list(map(astuple, self.calls))))

@@ -225,7 +225,7 @@ std::optional<Target> target_of(GraphNode* node, size_t edge, at::ArrayRef<Tenso
     why = misfit_of(target.into, weight);
     // Nodes between two uses may read .grad, which torch leaves alone until the last.
     const bool is_seen = why == nullptr && target.adds && !target.is_main;
-    if (is_seen && !internals::waits_for_one(accumulator)) why = "used more than once";
+    if (is_seen && !internals::has_the_only_edge(*node, *accumulator)) why = "used more than once";
     const auto is_read = [&](const Tensor& t) { return is_shared(target.into, t); };
     if (why == nullptr && std::ranges::any_of(reads, is_read)) why = shares_memory;
   }

@@ -1,12 +1,10 @@
 // The node of fused::linear_glu and fused::gated_mlp. It keeps the input and the two
 // pre-activations; what was made of them is computed again in the pass that the backward makes over
-// memory anyway. With low memory up's pre-activation of a block is computed again by its product,
-// and the layer after linear_glu keeps the pre-activations in place of its input.
+// memory anyway. With low memory up's pre-activation of a block is computed again by its product.
 
 #include "autograd/accumulation.h"
 #include "autograd/arguments.h"
 #include "autograd/double_backward.h"
-#include "autograd/handover.h"
 #include "autograd/nodes.h"
 #include "core/explain.h"
 #include "core/shapes.h"
@@ -34,7 +32,7 @@ enum Edges {
   all_edges
 };
 
-// What is kept, each where a gradient needs it.
+// The saved tensors, each there where a gradient needs it.
 enum Indices {
   input_index,
   gate_index,
@@ -42,7 +40,7 @@ enum Indices {
   up_bias_index,  // where up's pre-activation is computed again
   down_index,
   hidden_index,  // what goes into down, where nothing before that wants a gradient
-  gate_z_index,  // pre-activations: the last, which may come with a note
+  gate_z_index,  // pre-activations
   up_z_index,
   all_indices
 };
@@ -70,7 +68,6 @@ struct Form {
 
 struct State : Work {
   Form form;
-  std::optional<handover::Note> note = {};
 
   bool wants_layer() const {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
@@ -78,14 +75,17 @@ struct State : Work {
 
   // Where the graph is not run again, nobody else holds them.
   void drop_preactivations() {
-    for (const size_t index : {gate_z_index, up_z_index}) kept[index].reset();
-    if (is_running) static_cast<Node&>(*node).done_with(gate_z_index);
+    for (const size_t index : {gate_z_index, up_z_index}) {
+      kept[index].reset();
+      if (releases) static_cast<Node&>(*node).release(index);
+    }
   }
 };
 
 // ---- the backward ------------------------------------------------------------------------------
 
-// What the pass reads. Up's pre-activation is not kept where only up's gradients can be wanted.
+// The pre-activations as the pass reads them. Up's is not kept where only up's gradients can be
+// wanted.
 std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
   const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
   if (state.form.is_one_tensor()) return {gate, std::nullopt};
@@ -130,7 +130,7 @@ Triple backward_of_linear(const Tensor& grad, const Tensor& input, const Tensor&
   return Steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
-// The same of a weight of the node's, whose gradient may be added to what is there.
+// For a weight of the node's, whose gradient may be added to what is there.
 template <class Steps>
 Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, const Tensor& input,
                           const Tensor& weight, bool by_columns, std::array<bool, 3> wanted) {
@@ -145,72 +145,77 @@ Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, c
   return {grad_input, sum->add(grad, input), grad_bias};
 }
 
-// The products of the layer's backward. dz is of both, or of gate.
+// The products of both weights as one, where their pre-activations are one tensor. -> whether they
+// could be.
 template <class Steps>
-void put_products(const State& state, const Tensor& dz, const Tensor& up_dz,
-                  variable_list& result) {
+bool put_joined_products(const State& state, const Tensor& dz, variable_list& result) {
   const auto& wanted = state.wanted;
-  const auto &input = state.kept[input_index], &gate = state.kept[gate_index],
-             &up = state.kept[up_index];
-  const auto& by_columns = state.form.by_columns;
-  const bool wants_input = wanted[input_edge];
-  if (!state.form.has_up) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) = backward_of_linear<Steps>(
-        state, gate_edge, dz, input, gate, by_columns[0], {wants_input, wanted[gate_edge], false});
-    return;
+  const bool is_wanted = wanted[input_edge] && wanted[gate_edge] == wanted[up_edge];
+  if (!state.form.is_joined || !is_wanted) return false;
+  for (const size_t edge : {gate_edge, up_edge}) {
+    if (accumulation::target_of(state.node.get(), edge)) return false;
   }
-  const auto both = state.form.is_joined && wants_input ? gated::joined(gate, up) : Tensor();
-  const bool adds = accumulation::target_of(state.node.get(), gate_edge) ||
-                    accumulation::target_of(state.node.get(), up_edge);
-  if (both.defined() && !adds && wanted[gate_edge] == wanted[up_edge]) {
-    const bool wants_weights = wanted[gate_edge];
-    Tensor weights;
-    std::tie(result[input_edge], weights, std::ignore) =
-        backward_of_linear<Steps>(dz, input, both, false, {true, wants_weights, false});
-    if (wants_weights) {
-      const auto rows = weights.sym_size(0) / 2;
-      result[gate_edge] = weights.narrow_symint(0, 0, rows);
-      result[up_edge] = weights.narrow_symint(0, rows, rows);
-    }
-    return;
+  const auto both = gated::joined(state.kept[gate_index], state.kept[up_index]);
+  if (!both.defined()) return false;
+  const bool wants_weights = wanted[gate_edge];
+  Tensor weights;
+  std::tie(result[input_edge], weights, std::ignore) = backward_of_linear<Steps>(
+      dz, state.kept[input_index], both, false, {true, wants_weights, false});
+  if (wants_weights) {
+    const auto rows = weights.sym_size(0) / 2;
+    result[gate_edge] = weights.narrow_symint(0, 0, rows);
+    result[up_edge] = weights.narrow_symint(0, rows, rows);
   }
-  const auto [first, second] = state.form.is_joined ? gated::halves(dz) : std::pair(dz, up_dz);
-  if (wants_input || wanted[gate_edge]) {
-    std::tie(result[input_edge], result[gate_edge], std::ignore) =
-        backward_of_linear<Steps>(state, gate_edge, first, input, gate, by_columns[0],
-                                  {wants_input, wanted[gate_edge], false});
-  }
-  if (wanted[up_edge]) {
-    result[up_edge] = std::get<1>(backward_of_linear<Steps>(state, up_edge, second, input, up,
-                                                            by_columns[1], {false, true, false}));
-  }
-  // Sharded rows cannot always be viewed as a matrix's, and of a vector eager takes another
-  // product.
-  if (wants_input && (!are_kernels<Steps> || is_sharded(second) || second.dim() == 1)) {
-    const auto through_up = std::get<0>(
-        backward_of_linear<Steps>(second, input, up, by_columns[1], {true, false, false}));
-    result[input_edge] = result[input_edge] + through_up;
-  } else if (wants_input) {
-    auto sum = as_rows(result[input_edge]);
-    // A compiler fuses a sum of its own with what comes after, where it would copy for an addmm;
-    // and vmap has no rule for the form that writes to what it reads.
-    if (at::areAnyTensorSubclassLike({sum, second, up})) {
-      result[input_edge] =
-          result[input_edge] + at::mm(as_rows(second), up).view_as(result[input_edge]);
-    } else {
-      const explain::Row row("linear_glu", second, up);
-      explain::append("ATen addmm");
-      at::addmm_out(sum, sum, as_rows(second), up);
-    }
-  }
+  return true;
 }
 
-// The gradients of the pass over memory, or what a consumer has left of them (handover.h).
-template <typename Pass>
-Quintuple arrive(const Tensor& grad, const std::optional<handover::Note>& note, const Pass& pass) {
-  if (!note) return pass(grad);
-  const auto& known = note->gradients;
-  return {known[0], known[1], known[2], known[3], Tensor()};
+// grad_input + dz · up, into grad_input where it can be.
+template <class Steps>
+Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& dz) {
+  const auto& up = state.kept[up_index];
+  // Sharded rows cannot always be viewed as a matrix's, and for a vector eager takes another
+  // product.
+  if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1) {
+    return grad_input +
+           std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
+                                                 state.form.by_columns[1], {true, false, false}));
+  }
+  auto sum = as_rows(grad_input);
+  // A compiler fuses a sum of its own with what comes after, where it would copy for an addmm; and
+  // vmap has no rule for the form that writes to what it reads.
+  if (at::areAnyTensorSubclassLike({sum, dz, up})) {
+    return grad_input + at::mm(as_rows(dz), up).view_as(grad_input);
+  }
+  const explain::Row row("linear_glu", dz, up);
+  explain::append("ATen addmm");
+  at::addmm_out(sum, sum, as_rows(dz), up);
+  return grad_input;
+}
+
+// The products of the layer's backward. gate_dz is of both where they are one tensor.
+template <class Steps>
+void put_products(const State& state, const Tensor& gate_dz, const Tensor& up_dz,
+                  variable_list& result) {
+  const auto& wanted = state.wanted;
+  const auto& form = state.form;
+  const auto &input = state.kept[input_index], &gate = state.kept[gate_index],
+             &up = state.kept[up_index];
+  if (put_joined_products<Steps>(state, gate_dz, result)) return;
+  const auto [first, second] = form.is_joined ? gated::halves(gate_dz) : std::pair(gate_dz, up_dz);
+  const bool wants_input = wanted[input_edge];
+  if (wants_input || wanted[gate_edge]) {
+    std::tie(result[input_edge], result[gate_edge], std::ignore) =
+        backward_of_linear<Steps>(state, gate_edge, first, input, gate, form.by_columns[0],
+                                  {wants_input, wanted[gate_edge], false});
+  }
+  if (!form.has_up) return;
+  if (wanted[up_edge]) {
+    result[up_edge] = std::get<1>(backward_of_linear<Steps>(
+        state, up_edge, second, input, up, form.by_columns[1], {false, true, false}));
+  }
+  if (wants_input) {
+    result[input_edge] = plus_product<Steps>(state, result[input_edge], second);
+  }
 }
 
 // Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
@@ -220,44 +225,54 @@ bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
 }
 
+// The gradients of the pre-activations and of the layer's biases, in one pass over memory, and what
+// goes into down again, where that is wanted.
 template <class Steps>
-variable_list gradients(State& state, const Tensor& grad) {
+Quintuple pass_of(const State& state, const Tensor& grad, const std::array<bool, 5>& wanted) {
+  const auto& down = state.kept[down_index];
+  const bool has_down = state.form.has_down;
+  const bool in_one =
+      are_kernels<Steps> && has_down && takes_down(grad, state.form.is_one_tensor(), wanted);
+  auto grad_output = grad;
+  if (has_down && !in_one) {
+    grad_output = std::get<0>(
+        backward_of_linear<Steps>(grad, {}, down, state.form.by_columns[2], {true, false, false}));
+  }
+  const auto [gate_z, up_z] = preactivations(state);
+  return Steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted,
+                              in_one ? OptionalTensor(down) : std::nullopt});
+}
+
+// The gradients of down's weight and bias.
+template <class Steps>
+void put_down(const State& state, const Tensor& grad, const Tensor& hidden, variable_list& result) {
+  const auto& wanted = state.wanted;
+  const auto bias_sum = accumulation::target_of(state.node.get(), down_bias_edge, state.kept);
+  std::tie(std::ignore, result[down_edge], result[down_bias_edge]) = backward_of_linear<Steps>(
+      state, down_edge, grad, hidden, state.kept[down_index], state.form.by_columns[2],
+      {false, wanted[down_edge], wanted[down_bias_edge] && !bias_sum});
+  if (bias_sum) result[down_bias_edge] = bias_sum->add(grad, {});
+}
+
+template <class Steps>
+variable_list gradients_with(State& state, const Tensor& grad) {
   variable_list result(all_edges);
   const auto& wanted = state.wanted;
-  const auto& down = state.kept[down_index];
-  const bool has_down = state.form.has_down, by_columns = state.form.by_columns[2];
+  const bool wants_down = wanted[down_edge] || wanted[down_bias_edge];
   auto hidden = std::exchange(state.kept[hidden_index], {});
-  const bool wants_hidden = has_down && wanted[down_edge] && !hidden.defined();
+  const bool wants_hidden = state.form.has_down && wanted[down_edge] && !hidden.defined();
   const auto wanted_of_pass = state.form.wanted_of_pass(wanted, wants_hidden);
   Quintuple pass;
   if (state.wants_layer()) {
-    const bool in_one = are_kernels<Steps> && has_down &&
-                        takes_down(grad, state.form.is_one_tensor(), wanted_of_pass);
-    const auto grad_hidden = has_down && !in_one
-                                 ? std::get<0>(backward_of_linear<Steps>(grad, {}, down, by_columns,
-                                                                         {true, false, false}))
-                                 : grad;
-    pass = arrive(grad_hidden, state.note, [&](const Tensor& grad_output) {
-      const auto [gate_z, up_z] = preactivations(state);
-      return Steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted_of_pass,
-                                  in_one ? OptionalTensor(down) : std::nullopt});
-    });
-    if (wanted_of_pass[4]) hidden = std::exchange(std::get<4>(pass), {});
-  } else if (wanted_of_pass[4]) {
+    pass = pass_of<Steps>(state, grad, wanted_of_pass);
+    if (wants_hidden) hidden = std::exchange(std::get<4>(pass), {});
+  } else if (wants_hidden) {
     const auto [gate_z, up_z] = preactivations(state);
     hidden = Steps::glu(gate_z, up_z, state.form.activation);
   }
-  // Room for the gradients of the weights.
-  state.note.reset();
-  state.drop_preactivations();
-  if (has_down && (wanted[down_edge] || wanted[down_bias_edge])) {
-    const auto bias_sum = accumulation::target_of(state.node.get(), down_bias_edge, state.kept);
-    std::tie(std::ignore, result[down_edge], result[down_bias_edge]) =
-        backward_of_linear<Steps>(state, down_edge, grad, hidden, down, by_columns,
-                                  {false, wanted[down_edge], wanted[down_bias_edge] && !bias_sum});
-    if (bias_sum) result[down_bias_edge] = bias_sum->add(grad, {});
-    hidden.reset();
-  }
+  state.drop_preactivations();  // room for the gradients of the weights
+  if (state.form.has_down && wants_down) put_down<Steps>(state, grad, hidden, result);
+  hidden.reset();
   if (state.wants_layer()) {
     put_bias_gradients(state, pass, result);
     if (wanted_of_pass[0] || wanted_of_pass[1]) {
@@ -285,14 +300,9 @@ void reconnect_layer(State& state) {
       kept[up_z_index] = connected(*up_z, up_index, up_edge, up_bias_edge);
     }
   }
-  if (is_joined && state.note) {
-    auto& known = state.note->gradients;
-    std::tie(known[0], known[1]) = gated::halves(known[0]);
-    if (known[2].numel() > 0) std::tie(known[2], known[3]) = gated::halves(known[2]);
-  }
   is_joined = is_up_dropped = false;
   // The graph needs all that is kept, and each gradient by itself.
-  state.node.reset(), state.is_running = false;
+  state.node.reset(), state.releases = false;
 }
 
 // The gradients by edge.
@@ -300,17 +310,10 @@ variable_list run(State state, const Tensor& grad) {
   variable_list result;
   if (must_be_differentiable(grad, state.kept)) {
     reconnect_layer(state);
-    result = gradients<Formulas>(state, grad);
+    result = gradients_with<Formulas>(state, grad);
   } else {
-    const auto search = handover::find_receiver(state);
     const KernelsOnly guard;
-    search.remark();
-    result = gradients<Kernels>(state, grad);
-    if (const auto& receiver = search.receiver) {
-      auto left = receiver->node->derive(result[input_edge], receiver->saved);
-      result[input_edge] = left.passed;
-      receiver->leave(std::move(left));
-    }
+    result = gradients_with<Kernels>(state, grad);
   }
   for (size_t i = 0; i < all_edges; ++i) {
     if (!state.wanted[i]) result[i].reset();  // a tensor of no elements
@@ -320,19 +323,16 @@ variable_list run(State state, const Tensor& grad) {
 
 // ---- the node ----------------------------------------------------------------------------------
 
-class GatedNode final : public handover::Producer {
+class GatedNode final : public Node {
  public:
-  GatedNode(edge_list&& edges, const Form& form, Memory memory)
-      : Producer(std::move(edges)),
-        form_(form),
-        lends_(memory == Memory::low && !form.has_down && are_kept_as_they_are()) {}
+  GatedNode(edge_list&& edges, const Form& form) : Node(std::move(edges)), form_(form) {}
 
   void keep(Indices index, const Tensor& tensor) {
     kept_[index] = SavedVariable(tensor, /*is_output=*/false);
   }
   void keep_weight(Indices index, const Tensor& weight) { kept_[index] = saved_weight(weight); }
   void keep_input(const Tensor& input) {
-    // up's product is made again of what its first was.
+    // up's product is made again from the input as it was.
     kept_[input_index] = form_.is_up_dropped ? saved_weight(input) : saved_input(input);
   }
 
@@ -341,43 +341,8 @@ class GatedNode final : public handover::Producer {
            fused::name(form_.activation) + "_Backward";
   }
 
-  const char* refusal() const override {
-    if (form_.has_down) return "no activation before";
-    // What is passed on is gate's.
-    return form_.wanted_of_pass(wanted_of(*this), false)[0] ? nullptr : "its gate is frozen";
-  }
-
-  variable_list lend_saved() override {
-    auto gate = lend(gate_z_index);
-    return gate.defined() ? variable_list{std::move(gate), lend(up_z_index)} : variable_list();
-  }
-
-  handover::Note derive(const Tensor& grad, variable_list saved, Tensor* output) override {
-    const auto& gate_z = saved[0];
-    OptionalTensor up_z;
-    if (!form_.is_one_tensor()) up_z = saved[1];
-    const auto wanted = form_.wanted_of_pass(wanted_of(*this), output != nullptr);
-    auto [gate, up, gate_bias, up_bias, hidden] =
-        steps::glu_backward({grad, gate_z, up_z, form_.activation, wanted});
-    if (output != nullptr) *output = std::move(hidden);
-    auto passed = form_.is_one_tensor() ? gated::halves(gate).first : gate;
-    return {std::move(passed), {gate, up, gate_bias, up_bias}, std::move(saved)};
-  }
-
-  std::optional<KeptInput> lend_output() override {
-    if (!lends_) return std::nullopt;
-    auto gate = lend(gate_z_index);
-    if (!gate.defined()) return std::nullopt;
-    auto up = form_.is_one_tensor() ? Tensor() : lend(up_z_index);
-    if (!form_.is_one_tensor() && !up.defined()) return std::nullopt;
-    return KeptInput{{form_.activation, /*is_gated=*/true}, {std::move(gate), std::move(up)}};
-  }
-
  protected:
-  variable_list gradients(const Tensor& grad) override {
-    auto [work, note] = begin(grad, gate_z_index);
-    return run({std::move(work), form_, std::move(note)}, grad);
-  }
+  variable_list gradients(const Tensor& grad) override { return run({work(), form_}, grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
     return {static_cast<int64_t>(form_.activation),
@@ -397,32 +362,66 @@ class GatedNode final : public handover::Producer {
 
  private:
   const Form form_;
-  const bool lends_;
   std::array<SavedVariable, all_indices> kept_;
 };
+
+// ---- the forward -------------------------------------------------------------------------------
+
+// What of a call needs a gradient, and so what its node keeps.
+struct Needs {
+  bool before_gate, before_up;  // the gradient of gate's pre-activation, of up's
+  bool before_down, down;       // of what goes into down, of down's weight
+  bool reads_up;                // the pass reads up's pre-activation,
+  bool drops_up;                // which is not kept, but multiplied again
+
+  static Needs of(const gated::Layer& layer, const gated::Down& down, Memory memory) {
+    const auto& [input, gate, up, gate_bias, up_bias] = layer;
+    const bool before_gate =
+        requires_grad(input) || requires_grad(gate) || requires_grad(gate_bias);
+    const bool before_up = requires_grad(input) || requires_grad(up) || requires_grad(up_bias);
+    const bool before_down = before_gate || before_up;
+    const bool wants_down = requires_grad(down.weight);
+    const bool reads_up = before_down && (before_gate || wants_down);
+    const bool drops_up = memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
+    return {before_gate, before_up, before_down, wants_down, reads_up, drops_up};
+  }
+};
+
+void keep(GatedNode& node, const gated::Layer& layer, const gated::Down& down, const Needs& needs,
+          const Triple& made) {
+  const auto& [input, gate, up, gate_bias, up_bias] = layer;
+  const auto& [hidden, gate_z, up_z] = made;
+  const bool drops_up = needs.drops_up;
+  if (requires_grad(gate) || requires_grad(up) || drops_up) node.keep_input(input);
+  if (requires_grad(input)) node.keep_weight(gate_index, gate);
+  if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node.keep_weight(up_index, *up);
+  if (drops_up && has_value(up_bias)) node.keep_weight(up_bias_index, *up_bias);
+  if (needs.before_down) {
+    if (down.exists()) node.keep_weight(down_index, down.weight);
+    node.keep(gate_z_index, gate_z);
+    if (up_z.defined() && needs.reads_up && !drops_up) node.keep(up_z_index, up_z);
+  } else if (needs.down) {
+    node.keep(hidden_index, hidden);
+  }
+}
 
 }  // namespace
 
 Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
                            Activation activation, Memory memory) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;
-  const bool before_gate = requires_grad(input) || requires_grad(gate) || requires_grad(gate_bias);
-  const bool before_up = requires_grad(input) || requires_grad(up) || requires_grad(up_bias);
-  const bool before_down = before_gate || before_up;
-  const bool wants_down = requires_grad(down.weight);
-  const bool reads_up = before_down && (before_gate || wants_down);
-  const bool drops_up = memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
-
-  Tensor gate_z, up_z, hidden, output;
+  const auto needs = Needs::of(layer, down, memory);
+  Triple made;  // the layer's output and the two pre-activations
+  Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     // Of two tensors one need not be kept, and a checkpoint may find weights that lie elsewhere.
-    const bool may_join = before_gate && !drops_up && are_kept_as_they_are();
-    std::tie(hidden, gate_z, up_z) =
-        dispatch::gated_forward(layer, activation, before_down, may_join);
+    const bool may_join = needs.before_gate && !needs.drops_up && are_kept_as_they_are();
+    made = dispatch::gated_forward(layer, activation, needs.before_down, may_join);
+    const auto& hidden = std::get<0>(made);
     output = down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;
   }
-  const bool is_joined = !layer.is_stacked() && !up_z.defined();
+  const bool is_joined = !layer.is_stacked() && !std::get<2>(made).defined();
   const auto node = make_node<GatedNode>(
       edge_list{edge_of(input), edge_of(gate), edge_of(up), edge_of(gate_bias), edge_of(up_bias),
                 edge_of(down.weight), edge_of(down.bias)},
@@ -430,23 +429,11 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
            !layer.is_stacked(),
            down.exists(),
            is_joined,
-           drops_up,
+           needs.drops_up,
            {grad_lies_by_columns(gate), has_value(up) && grad_lies_by_columns(*up),
-            down.exists() && grad_lies_by_columns(down.weight)}},
-      memory);
+            down.exists() && grad_lies_by_columns(down.weight)}});
   set_history(output, node);
-
-  if (requires_grad(gate) || requires_grad(up) || drops_up) node->keep_input(input);
-  if (requires_grad(input)) node->keep_weight(gate_index, gate);
-  if (!layer.is_stacked() && (requires_grad(input) || drops_up)) node->keep_weight(up_index, *up);
-  if (drops_up && has_value(up_bias)) node->keep_weight(up_bias_index, *up_bias);
-  if (before_down) {
-    if (down.exists()) node->keep_weight(down_index, down.weight);
-    node->keep(gate_z_index, gate_z);
-    if (up_z.defined() && reads_up && !drops_up) node->keep(up_z_index, up_z);
-  } else if (wants_down) {
-    node->keep(hidden_index, hidden);
-  }
+  keep(*node, layer, down, needs, made);
   announce(node);
   return output;
 }

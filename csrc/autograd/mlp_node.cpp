@@ -1,10 +1,11 @@
-// The node of fused::mlp. In its backward every hidden layer's activation derivative and bias
-// gradient come out of the next layer's step, with no protocol needed: it is all in one place.
+// The node of fused::mlp. The backward goes down layer by layer: the step of a layer gives the
+// gradient of its weight, applies act' of the layer below to the gradient of its input, and sums
+// that layer's bias gradient. In the last backward over a graph it frees what it has read before it
+// makes room for more.
 
 #include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
 #include "autograd/nodes.h"
-#include "autograd/recompute.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
 #include "dispatch/operators.h"
@@ -12,6 +13,7 @@
 #include "reference/linear.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fused::autograd {
 namespace {
@@ -27,10 +29,12 @@ struct Edges {
   size_t bias(size_t layer) const { return 1 + layers + layer; }
 };
 
-// Of one layer what the node keeps: its input, its weight and, if hidden, what act' is read from.
+// What the node keeps of a layer: its input, its weight and, if hidden, what act' is read from.
 // Each is undefined where torch would not keep it either, or where low memory computes it again.
 struct Layer {
-  enum { input_index, weight_index, saved_index, indices };
+  enum Index { input_index, weight_index, saved_index, indices };
+
+  static constexpr size_t at(size_t layer, Index index) { return indices * layer + index; }
 
   Tensor input, weight, saved;
 };
@@ -48,7 +52,7 @@ class Chain {
  public:
   // The tensors kept for `work` are given later.
   Chain(Work work, const Form& form, size_t layers)
-      : work_(std::move(work)), form_(form), layers_(layers), kept_(layers) {
+      : work_(std::move(work)), form_(form), layers_(layers), kept_(Layer::indices * layers) {
     const bool takes_all = !form.may_part && at::GradMode::is_enabled();
     while (lowest_ + 1 < layers_ && (takes_all ? is_frozen(lowest_) : is_idle(lowest_))) ++lowest_;
   }
@@ -58,23 +62,19 @@ class Chain {
   std::pair<size_t, size_t> needed() const {
     const size_t first = Layer::indices * lowest_;
     // The activation of the layer below gives the lowest layer's input where that is not kept.
-    return {lowest_ == 0 ? 0 : first - 1, Layer::indices * layers_};
+    return {lowest_ == 0 ? 0 : first - 1, kept_.size()};
   }
 
-  variable_list gradients(const Tensor& grad, const variable_list& variables) {
-    const auto [first, last] = needed();
-    for (size_t i = first; i < last; ++i) {
-      auto& layer = kept_[i / Layer::indices];
-      (i % Layer::indices == Layer::input_index    ? layer.input
-       : i % Layer::indices == Layer::weight_index ? layer.weight
-                                                   : layer.saved) = variables[i - first];
-    }
-    if (must_be_differentiable(grad, variables)) {
+  variable_list gradients(const Tensor& grad, variable_list variables) {
+    const bool is_differentiable = must_be_differentiable(grad, variables);
+    std::ranges::move(variables, kept_.begin() + needed().first);
+    if (is_differentiable) {
+      work_.releases = false;  // the graph of the gradients reads it again
       reconnect_layers(grad);
-      go_down<reference::LinearFormula>(grad, variables);
+      go_down<reference::LinearFormula>(grad);
     } else {
       const KernelsOnly guard;
-      go_down<Kernels>(grad, variables);
+      go_down<Kernels>(grad);
     }
     return std::move(result_);
   }
@@ -93,111 +93,160 @@ class Chain {
   bool goes_below(size_t layer) const { return layer > lowest_ || wants_input(); }
   bool is_hidden(size_t layer) const { return layer + 1 < edges_.layers; }
 
+  Tensor& input(size_t layer) { return kept_[Layer::at(layer, Layer::input_index)]; }
+  Tensor& weight(size_t layer) { return kept_[Layer::at(layer, Layer::weight_index)]; }
+  Tensor& saved(size_t layer) { return kept_[Layer::at(layer, Layer::saved_index)]; }
+
+  // Frees a saved tensor, unless the graph is run again.
+  void done_with(size_t layer, Layer::Index index) {
+    if (!work_.releases) return;
+    kept_[Layer::at(layer, index)].reset();
+    static_cast<Node&>(*work_.node).release(Layer::at(layer, index));
+  }
+
+  // ---- the way down ----------------------------------------------------------------------------
+
   // The steps under the formula's names.
   struct Kernels {
     static constexpr auto activation_backward = steps::activation_backward;
     static constexpr auto linear_backward = steps::linear_backward;
     static constexpr auto linear_backward_across = steps::linear_backward_across;
   };
+  template <class Steps>
+  static constexpr bool are_kernels = std::is_same_v<Steps, Kernels>;
 
   template <class Steps>
-  void go_down(const Tensor& grad, const variable_list& variables) {
-    constexpr bool usual = std::is_same_v<Steps, Kernels>;
-    const auto target_of = [&](size_t edge) {
-      return usual ? accumulation::target_of(work_.node.get(), edge, variables) : std::nullopt;
-    };
-    const auto put_bias = [&](size_t layer, const Tensor& made) {
-      if (!wants_bias(layer)) return;
-      const auto sum = target_of(edges_.bias(layer));
-      result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
-    };
+  std::optional<accumulation::Target> target_of(size_t edge) const {
+    if constexpr (!are_kernels<Steps>) return std::nullopt;
+    return accumulation::target_of(work_.node.get(), edge, kept_);
+  }
+
+  template <class Steps>
+  void go_down(const Tensor& grad) {
     auto dz = grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =
-          Steps::activation_backward(grad, kept_[top].saved, form_.activation, wants_bias(top));
-      put_bias(top, grad_bias);
+          Steps::activation_backward(grad, saved(top), form_.activation, wants_bias(top));
+      put_hidden_bias<Steps>(top, grad_bias);
     }
-    for (size_t i = layers_; i-- > lowest_;) {
-      // A hidden layer's bias gradient has come with the step of the layer above.
-      const auto sum = target_of(edges_.weight(i));
-      const bool wants_sum = wants_bias(i) && !is_hidden(i);
-      const auto bias_sum = wants_sum ? target_of(edges_.bias(i)) : std::nullopt;
-      const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !sum,
-                                     wants_sum && !bias_sum};
-      auto kept_input = kept_[i].input;
-      if (usual && wants_weight(i) && !kept_input.defined()) {
-        kept_input = activated(kept_[i - 1].saved, form_.activation);
-      }
-      const auto [input, weight] = fill_in(kept_input, kept_[i].weight, dz, form_.by_columns);
-      const auto grad_output = dz;
-      const steps::LinearBackward layer{grad_output,      input, weight, std::nullopt,
-                                        Activation::none, mask};
-      Tensor grad_weight, grad_bias, grad_bias_below;
-      if (i > lowest_) {
-        std::tie(dz, grad_weight, grad_bias, grad_bias_below) = Steps::linear_backward_across(
-            layer, {kept_[i - 1].saved, form_.activation, wants_bias(i - 1)});
-      } else {
-        std::tie(dz, grad_weight, grad_bias) = Steps::linear_backward(layer);
-      }
-      if (sum) grad_weight = sum->add(grad_output, kept_input);
-      if (wants_weight(i)) result_[edges_.weight(i)] = grad_weight;
-      if (wants_sum) {
-        result_[edges_.bias(i)] = bias_sum ? bias_sum->add(grad_output, {}) : grad_bias;
-      }
-      if (i > lowest_) put_bias(i - 1, grad_bias_below);  // the gradient above has been read
-    }
+    for (size_t i = layers_; i-- > lowest_;) dz = step_down<Steps>(i, dz);
     if (wants_input()) result_[Edges::input] = dz;
   }
 
-  // create_graph: puts the tensors that the steps read back into the graph.
+  // Puts the gradients of a layer's parameters, given that of its product. -> the gradient of the
+  // product below, or of the lowest layer's input.
+  template <class Steps>
+  Tensor step_down(size_t i, const Tensor& dz) {
+    const auto weight_edge = edges_.weight(i), bias_edge = edges_.bias(i);
+    const bool wants_own_bias = wants_bias(i) && !is_hidden(i);  // else the step above has put it
+    const auto weight_sum = target_of<Steps>(weight_edge);
+    const auto bias_sum = wants_own_bias ? target_of<Steps>(bias_edge) : std::nullopt;
+    const std::array<bool, 3> mask{goes_below(i), wants_weight(i) && !weight_sum,
+                                   wants_own_bias && !bias_sum};
+    if (are_kernels<Steps> && wants_weight(i) && !input(i).defined()) {
+      input(i) = activated(saved(i - 1), form_.activation, Time::again);
+    }
+    if (weight_sum) result_[weight_edge] = weight_sum->add(dz, input(i));
+    if (bias_sum) result_[bias_edge] = bias_sum->add(dz, {});
+    if (mask[1] && !frees_input_first(i)) return step_together<Steps>(i, dz, mask);
+
+    if (mask[1]) step_together<Steps>(i, dz, {false, true, mask[2]});
+    done_with(i, Layer::input_index);
+    return step_together<Steps>(i, dz, {mask[0], false, mask[2] && !mask[1]});
+  }
+
+  // The gradients of the mask out of one step.
+  template <class Steps>
+  Tensor step_together(size_t i, const Tensor& dz, const std::array<bool, 3>& mask) {
+    if (!mask[0] && !mask[1] && !mask[2]) return {};
+    const bool goes_across = mask[0] && i > lowest_;
+    Tensor below, grad_weight, grad_bias, hidden_bias;
+    {
+      const auto [x, w] = fill_in(input(i), weight(i), dz, form_.by_columns);
+      const steps::LinearBackward layer{dz, x, w, std::nullopt, Activation::none, mask};
+      if (goes_across) {
+        std::tie(below, grad_weight, grad_bias, hidden_bias) = Steps::linear_backward_across(
+            layer, {saved(i - 1), form_.activation, wants_bias(i - 1)});
+      } else {
+        std::tie(below, grad_weight, grad_bias) = Steps::linear_backward(layer);
+      }
+    }
+    if (mask[1]) result_[edges_.weight(i)] = grad_weight;
+    if (mask[2]) result_[edges_.bias(i)] = grad_bias;
+    if (!goes_across) return below;
+    put_hidden_bias<Steps>(i - 1, hidden_bias);
+    for (const auto index : {Layer::input_index, Layer::weight_index}) done_with(i, index);
+    done_with(i - 1, Layer::saved_index);
+    return below;
+  }
+
+  // A hidden layer's bias gradient, which comes with the step of the layer above.
+  template <class Steps>
+  void put_hidden_bias(size_t layer, const Tensor& made) {
+    if (!wants_bias(layer)) return;
+    const auto sum = target_of<Steps>(edges_.bias(layer));
+    result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
+  }
+
+  // Whether the weight's gradient comes first, so that the layer's input is gone when the step
+  // makes room for dz. It takes a launch more, which a small layer would feel and a graph would
+  // record.
+  bool frees_input_first(size_t i) {
+    constexpr int64_t large = 1 << 20;  // bytes
+    const auto& hidden = input(i);
+    if (!work_.releases || i == lowest_ || hidden.is_same(saved(i - 1))) return false;
+    const bool is_subclass = hidden.key_set().has(c10::DispatchKey::Python);
+    return !is_subclass && hidden.numel() * hidden.element_size() >= large;
+  }
+
+  // ---- create_graph ----------------------------------------------------------------------------
+
+  // Puts the tensors that the steps read back into the graph.
   void reconnect_layers(const Tensor& grad) {
-    kept_[lowest_].input = lowest_input();
+    input(lowest_) = lowest_input();
     for (size_t i = lowest_; i < layers_; ++i) {
-      auto& layer = kept_[i];
       const auto like = is_hidden(i) ? hidden_of(i, grad) : grad;  // [*, out] of this layer
-      auto [input, weight] = fill_in(layer.input, layer.weight, like, form_.by_columns);
-      if (i == lowest_ && i > 0) input = above_lower_layers(input);
-      layer.input = input, layer.weight = weight;
+      auto [x, w] = fill_in(input(i), weight(i), like, form_.by_columns);
+      if (i == lowest_ && i > 0) x = above_lower_layers(x);
+      input(i) = x, weight(i) = w;
       if (!is_hidden(i)) break;
-      const auto from = i == 0 ? work_.edges[Edges::input] : edge_of(input);
-      const auto preactivation = reconnect(
-          like, input, weight, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
+      const auto from = i == 0 ? work_.edges[Edges::input] : edge_of(x);
+      const auto preactivation =
+          reconnect(like, x, w, {from, work_.edges[edges_.weight(i)], work_.edges[edges_.bias(i)]});
       const auto output = activate(preactivation, form_.activation);
-      layer.saved = saved_for(form_.activation) == Saved::output ? output : preactivation;
-      if (i + 1 < layers_) kept_[i + 1].input = output;
+      saved(i) = saved_for(form_.activation) == Saved::output ? output : preactivation;
+      if (i + 1 < layers_) input(i + 1) = output;
     }
   }
 
   // What goes into the lowest layer; undefined where nobody reads its values.
-  Tensor lowest_input() const {
-    const auto& input = kept_[lowest_].input;
+  Tensor lowest_input() {
     // The weight's gradient may be asked for later.
     const bool is_read = wants_weight(lowest_) || work_.edges[edges_.weight(lowest_)].is_valid();
-    if (input.defined() || !is_read) return input;
-    return activate(kept_[lowest_ - 1].saved, form_.activation);
+    if (input(lowest_).defined() || !is_read) return input(lowest_);
+    return activate(saved(lowest_ - 1), form_.activation);
   }
 
   // The same as a function of all that lies below.
-  Tensor above_lower_layers(const Tensor& input) const;
+  Tensor above_lower_layers(const Tensor& input);
 
   // A hidden layer's output or pre-activation. Where only ReLU's bit mask was kept: the output that
   // the next layer has kept, else any with the same signs.
-  Tensor hidden_of(size_t layer, const Tensor& grad) const {
-    const auto& saved = kept_[layer].saved;
-    if (saved.scalar_type() != at::kByte) return saved;
-    if (layer + 1 == layers_) return signs_of_mask(saved, grad, grad.sym_size(-1));
-    const auto& above = kept_[layer + 1];
-    return above.input.defined() ? above.input
-                                 : signs_of_mask(saved, grad, above.weight.sym_size(1));
+  Tensor hidden_of(size_t layer, const Tensor& grad) {
+    const auto& kept = saved(layer);
+    if (kept.scalar_type() != at::kByte) return kept;
+    if (layer + 1 == layers_) return signs_of_mask(kept, grad, grad.sym_size(-1));
+    if (input(layer + 1).defined()) return input(layer + 1);
+    return signs_of_mask(kept, grad, weight(layer + 1).sym_size(1));
   }
 
-  const Work work_;
+  Work work_;
   const Form form_;
   const size_t layers_;
   const Edges edges_ = Edges::of(work_.edges.size());
-  size_t lowest_ = 0;  // the lowest layer with anything to do
-  std::vector<Layer> kept_;
+  size_t lowest_ = 0;   // the lowest layer with anything to do
+  variable_list kept_;  // by layer, as Layer::at says
   variable_list result_ = variable_list(work_.edges.size());
 };
 
@@ -210,19 +259,20 @@ class MlpNode final : public Node {
 
   void keep(const std::vector<Layer>& layers) {
     for (size_t i = 0; i < layers.size(); ++i) {
-      auto* kept = &kept_[Layer::indices * i];
+      auto* kept = &kept_[Layer::at(i, Layer::input_index)];
       // Nobody else has the inputs of the layers above.
       kept[Layer::input_index] = i == 0 ? saved_input(layers[i].input)
                                         : SavedVariable(layers[i].input, /*is_output=*/false);
       kept[Layer::weight_index] = saved_weight(layers[i].weight);
       kept[Layer::saved_index] = SavedVariable(layers[i].saved, /*is_output=*/false);
-      remember_bits(Layer::indices * i + Layer::saved_index, layers[i].saved);
+      remember_bits(Layer::at(i, Layer::saved_index), layers[i].saved);
     }
   }
 
   // Of the first `layers`, as far as `wanted` says.
   variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
-    Chain chain({{}, std::move(wanted), next_edges(), getptr()}, form_, layers);
+    Work work{{}, std::move(wanted), next_edges(), getptr(), runs_last()};
+    Chain chain(std::move(work), form_, layers);
     const auto [first, last] = chain.needed();
     return chain.gradients(grad, unpack(first, last));
   }
@@ -289,8 +339,8 @@ class LowerLayersNode final : public Node {
   size_t layers_;
 };
 
-Tensor Chain::above_lower_layers(const Tensor& input) const {
-  const bool has_gradient = kept_[lowest_].weight.defined();
+Tensor Chain::above_lower_layers(const Tensor& input) {
+  const bool has_gradient = weight(lowest_).defined();
   if (!has_gradient || !work_.node || !at::GradMode::is_enabled()) return input;
   const auto result = input.detach();
   auto whole = node_cast<MlpNode>(work_.node);
@@ -300,51 +350,82 @@ Tensor Chain::above_lower_layers(const Tensor& input) const {
   return result;
 }
 
+// ---- the forward -------------------------------------------------------------------------------
+
+struct Arguments {
+  const Tensor& input;
+  at::TensorList weights;
+  const c10::List<OptionalTensor>& biases;
+  Activation activation;
+  Memory memory;
+
+  bool is_trained(size_t layer) const {
+    const OptionalTensor bias = biases.get(layer);
+    return weights[layer].requires_grad() || (has_value(bias) && bias->requires_grad());
+  }
+};
+
+NodePtr<MlpNode> node_of(const Arguments& call) {
+  edge_list edges{edge_of(call.input)};
+  for (const auto& weight : call.weights) edges.push_back(edge_of(weight));
+  for (const OptionalTensor& bias : call.biases) edges.push_back(edge_of(bias));
+  const auto trained =
+      std::ranges::find_if(call.weights, [](const Tensor& w) { return w.requires_grad(); });
+  const bool by_columns = trained != call.weights.end() && grad_lies_by_columns(*trained);
+  return make_node<MlpNode>(std::move(edges),
+                            Form{call.activation, by_columns, are_kept_as_they_are()});
+}
+
+// Every layer's output, then what act' is read from; none where no kernel runs the whole network.
+std::vector<Tensor> run_in_one(const Arguments& call) {
+  const bool may_run =
+      call.input.is_cuda() && call.memory == Memory::standard && !is_traced(call.input);
+  if (!may_run) return {};
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return dispatch::MlpInOne::call(call.input, call.weights, call.biases, name(call.activation));
+}
+
+// The layer's output, and what its act' will be read from. `below`: a gradient goes into its
+// product.
+Pair run_layer(const Arguments& call, size_t i, const Tensor& input, bool below) {
+  const bool is_last = i + 1 == call.weights.size();
+  const auto activation = is_last ? Activation::none : call.activation;
+  const OptionalTensor bias = call.biases.get(i);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (!below) {
+    return {forward_for_inference(input, call.weights[i], bias, activation), Tensor()};
+  }
+  // The output of ReLU that the next layer keeps serves this one as well.
+  const bool is_output_kept =
+      saved_for(activation) == Saved::output && call.weights[i + 1].requires_grad();
+  return forward_for_training(input, call.weights[i], bias, activation,
+                              is_output_kept ? Memory::standard : call.memory);
+}
+
 }  // namespace
 
 Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
                          const c10::List<OptionalTensor>& biases, Activation activation,
                          Memory memory) {
+  const Arguments call{input, weights, biases, activation, memory};
+  const auto node = node_of(call);
   const size_t count = weights.size();
-  edge_list edges{edge_of(input)};
-  for (const auto& weight : weights) edges.push_back(edge_of(weight));
-  for (const OptionalTensor& bias : biases) edges.push_back(edge_of(bias));
-  const auto trained =
-      std::ranges::find_if(weights, [](const Tensor& w) { return w.requires_grad(); });
-  const bool by_columns = trained != weights.end() && grad_lies_by_columns(*trained);
-  const auto node =
-      make_node<MlpNode>(std::move(edges), Form{activation, by_columns, are_kept_as_they_are()});
-
+  const auto in_one = run_in_one(call);
+  const bool recomputes = memory == Memory::low && saved_for(activation) == Saved::preactivation;
   std::vector<Layer> kept(count);
-  std::vector<Tensor> in_one;
-  if (input.is_cuda() && memory == Memory::standard && !is_traced(input)) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    in_one = dispatch::MlpInOne::call(input, weights, biases, name(activation));
-  }
   auto hidden = input;
   bool below = input.requires_grad();  // whether a gradient goes into the layer's input
   for (size_t i = 0; i < count; ++i) {
-    const bool last = i + 1 == count;
-    const OptionalTensor bias = biases.get(i);
-    const bool recomputable = i > 0 && memory == Memory::low &&
-                              saved_for(activation) == Saved::preactivation &&
-                              kept[i - 1].saved.defined();
-    if (weights[i].requires_grad() && !recomputable) kept[i].input = hidden;
+    const bool is_recomputed = recomputes && i > 0 && kept[i - 1].saved.defined();
+    if (weights[i].requires_grad() && !is_recomputed) kept[i].input = hidden;
     if (below) kept[i].weight = weights[i];
-    below = below || weights[i].requires_grad() || (has_value(bias) && bias->requires_grad());
-
-    // The output of ReLU that the next layer keeps serves this one as well.
-    const auto own = last ? Activation::none : activation;
-    const bool output_kept = saved_for(own) == Saved::output && weights[i + 1].requires_grad();
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    if (!in_one.empty()) {
-      hidden = in_one[i];
-      if (below && !last) kept[i].saved = in_one.size() > count ? in_one[count + i] : hidden;
-    } else if (below) {
-      std::tie(hidden, kept[i].saved) = forward_for_training(
-          hidden, weights[i], bias, own, output_kept ? Memory::standard : memory);
+    below = below || call.is_trained(i);
+    if (in_one.empty()) {
+      std::tie(hidden, kept[i].saved) = run_layer(call, i, hidden, below);
     } else {
-      hidden = forward_for_inference(hidden, weights[i], bias, own);
+      hidden = in_one[i];
+      const bool is_hidden = i + 1 < count;
+      if (below && is_hidden) kept[i].saved = in_one.size() > count ? in_one[count + i] : hidden;
     }
   }
   set_history(hidden, node);

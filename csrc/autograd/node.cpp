@@ -3,6 +3,7 @@
 #include "core/explain.h"
 #include "dispatch/operators.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 
 #include <algorithm>
@@ -54,21 +55,14 @@ Tensor Node::read(size_t index) {
   return saved.to(at::kByte);
 }
 
-Tensor Node::lend(size_t index) {
+void Node::release(size_t index) {
   const std::lock_guard lock(mutex_);
-  return index >= released_from_ ? Tensor() : read(index);
+  kept()[index].reset_data();
 }
 
-void Node::done_with(size_t first) {
-  if (!internals::run_keeps_graph()) release_from(first);
-}
-
-void Node::release_variables() { release_from(0); }
-
-void Node::release_from(size_t first) {
+void Node::release_variables() {
   const std::lock_guard lock(mutex_);
-  for (auto& saved : kept().subspan(first)) saved.reset_data();
-  released_from_ = first;
+  for (auto& saved : kept()) saved.reset_data();
 }
 
 void Node::compiled_args(CompiledNodeArgs& args) const {
@@ -153,5 +147,7 @@ bool is_sharded(const Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python) &&
          dispatch::by_python<dispatch::IsSharded>(tensor);
 }
+
+bool are_kept_as_they_are() { return !at::SavedTensorDefaultHooks::get_hooks(); }
 
 }  // namespace fused::autograd

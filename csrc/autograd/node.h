@@ -1,7 +1,7 @@
 #pragma once
 
 // The base of our autograd nodes. A node owns its state: typed members, and saved tensors that are
-// read, lent and released under the node's lock.
+// read and released under the node's lock.
 
 #include "core/check.h"
 #include "core/policy.h"
@@ -14,7 +14,6 @@
 
 #include <array>
 #include <functional>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -43,7 +42,7 @@ struct Work {
   std::vector<bool> wanted;  // by edge
   const edge_list& edges;    // invalid where the gradients need not be differentiable
   NodePtr<torch::autograd::Node> node = {};  // none in compiled autograd
-  bool is_running = false;                   // the engine runs the node, not called by hand
+  bool releases = false;                     // the backward may free what it has read
 };
 
 // What the running backward wants of a node, by edge.
@@ -61,11 +60,8 @@ class Node : public torch::autograd::Node {
   variable_list unpack(size_t first, size_t last);
   variable_list unpack() { return unpack(0, kept().size()); }
 
-  // One of them for another node, undefined where it has been released.
-  Tensor lend(size_t index);
-
-  // Frees those from `first` on before the backward ends, if the running one is the last.
-  void done_with(size_t first);
+  // Frees one of them before the backward ends.
+  void release(size_t index);
 
   void release_variables() override;
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const final;
@@ -75,7 +71,12 @@ class Node : public torch::autograd::Node {
  protected:
   using Backward = std::function<variable_list(Work, const Tensor& grad)>;
 
-  Work work() { return {unpack(), wanted_of(*this), next_edges()}; }
+  Work work() { return {unpack(), wanted_of(*this), next_edges(), getptr(), runs_last()}; }
+
+  // The engine runs this node, which nobody has called by hand, and will not run it again.
+  bool runs_last() const {
+    return torch::autograd::get_current_node().get() == this && !internals::run_keeps_graph();
+  }
 
   // Hooks may give ReLU's bits back in another dtype; remembers where they are.
   void remember_bits(size_t index, const Tensor& tensor) {
@@ -91,7 +92,6 @@ class Node : public torch::autograd::Node {
 
  private:
   Tensor read(size_t index);
-  void release_from(size_t first);
   std::span<const SavedVariable> kept() const { return const_cast<Node*>(this)->kept(); }
   static variable_list detached(const Backward& backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
@@ -99,7 +99,6 @@ class Node : public torch::autograd::Node {
   std::vector<size_t> bits_;
   // Scalars at the next edges, by which a compiled graph knows them.
   mutable variable_list ends_;
-  size_t released_from_ = std::numeric_limits<size_t>::max();
 };
 
 // A weight as it is now. The view that F.linear keeps has the same memory still when `.data` has
@@ -117,6 +116,10 @@ Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 using torch::autograd::set_history;
 
 bool is_sharded(const Tensor& tensor);
+
+// No hooks on saved tensors are set, which may act on them, keep them elsewhere, or make them again
+// (checkpoint) by a forward that finds other facts.
+bool are_kept_as_they_are();
 
 // Kernels alone, in the dtypes that they are given, under one policy.
 struct KernelsOnly {

@@ -15,7 +15,12 @@ Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const Opt
 Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation, Memory memory);
 
-// The same where nobody wants a gradient: nothing is kept.
+// ATen's activation of a rounded pre-activation. Low memory keeps only the pre-activation, and the
+// backward applies the activation again, for the same bits.
+enum class Time { first, again };
+Tensor activated(const Tensor& preactivation, Activation activation, Time time);
+
+// The forward where nobody wants a gradient: nothing is kept.
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation);
 

@@ -80,7 +80,7 @@ void note(std::string_view row) {
 }
 
 struct Row::Open {
-  std::string head, remark, path;
+  std::string head, path;
   std::string* outer;
   int exceptions;
 };
@@ -93,8 +93,8 @@ Row::Row(const char* op, const at::Tensor& input, const at::Tensor& weight) : op
   text << op << '\t' << shape_of(input);
   if (weight.defined()) text << " x " << shape_of(weight);
   text << '\t' << input.scalar_type() << '\t' << input.device() << '\t';
-  open_ =
-      std::make_unique<Open>(text.str(), std::move(remark), "", path, std::uncaught_exceptions());
+  auto begin = remark.empty() ? std::string() : "(" + remark + ")";
+  open_ = std::make_unique<Open>(text.str(), std::move(begin), path, std::uncaught_exceptions());
   path = &open_->path;
 }
 
@@ -102,7 +102,7 @@ Row::~Row() {
   if (!open_) return;
   path = open_->outer;
   if (dropped_ || std::uncaught_exceptions() > open_->exceptions) return;
-  add(open_->head + open_->path + '\t' + open_->remark);
+  add(open_->head + open_->path);
 }
 
 void append(const char* name) {

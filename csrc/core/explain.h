@@ -15,8 +15,7 @@ namespace fused::explain {
 bool enabled();
 
 int64_t start();
-// Gives the rows since then, fields separated by tabs: operator, shapes, dtype, device, path,
-// remark.
+// Gives the rows since then, fields separated by tabs: operator, shapes, dtype, device, path.
 std::vector<std::string> stop(int64_t report);
 
 void note(std::string_view row);
@@ -54,8 +53,8 @@ class Quiet {
   bool before_;
 };
 
-// Says why a gradient is handed over, or not, for the row that this thread opens next. It is lost
-// with the thread's innermost Remarks, and where there are none.
+// Begins the path of the row that this thread opens next with a reason, in parentheses: why a node
+// goes another way than it was asked to. Lost at the end of the innermost Remarks, and without one.
 void remark(std::string_view text);
 
 class Remarks {

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <unordered_map>
 
 namespace fused::internals {
 namespace {
@@ -22,20 +23,36 @@ bool is_same(const Pointer& a, const Pointer& b) {
 
 }  // namespace
 
-int current_run() { return torch::autograd::get_current_graph_task_id(); }
 bool run_keeps_graph() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
-bool waits_for_one(GraphNode* node) {
-  using Run = torch::autograd::GraphTask;
-  // The engine shows a member of the run, and so where the run lies.
-  alignas(Run) static char place[sizeof(Run)];
-  static const auto offset =
-      reinterpret_cast<char*>(&reinterpret_cast<Run*>(place)->nodes_in_graph_) - place;
-  const void* member = torch::autograd::get_current_graph_task_nodes_in_graph();
-  auto& run = *reinterpret_cast<Run*>(static_cast<char*>(const_cast<void*>(member)) - offset);
-  const std::lock_guard lock(run.mutex_);
-  const auto edges = run.dependencies_.find(node);
-  return edges != run.dependencies_.end() && edges->second == 1 && !run.not_ready_.contains(node);
+bool has_the_only_edge(const GraphNode& running, const GraphNode& leaf) {
+  // Counted once for each run, whose graph does not change.
+  struct Counts {
+    int run = -1;
+    bool has_root = false;
+    std::unordered_map<const GraphNode*, size_t> edges;
+
+    void add(const GraphNode& node) {
+      for (const auto& edge : node.next_edges()) {
+        if (edge.is_valid()) ++edges[edge.function.get()];
+      }
+    }
+  };
+  static thread_local Counts counts;
+  const int run = torch::autograd::get_current_graph_task_id();
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (run == -1 || nodes == nullptr) return false;
+  if (counts.run != run) {
+    counts = {run, false, {}};
+    for (const auto* node : *nodes) counts.add(*node);
+  }
+  // The node that the run began at is not among them.
+  if (!counts.has_root && !nodes->contains(const_cast<GraphNode*>(&running))) {
+    counts.has_root = true;
+    counts.add(running);
+  }
+  const auto found = counts.edges.find(&leaf);
+  return found != counts.edges.end() && found->second == 1;
 }
 
 bool is_captured(GraphNode* node) {
@@ -43,10 +60,6 @@ bool is_captured(GraphNode* node) {
   if (wanted == nullptr) return false;
   const auto it = wanted->find(node);
   return it != wanted->end() && it->second.captures_ != nullptr;
-}
-
-void at_end_of_run(std::function<void()> callback) {
-  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
 }
 
 variable_list record_call(

@@ -77,14 +77,12 @@ inline std::mutex& mutex_of(GraphNode& node) {
   return Open::of(node);
 }
 
-int current_run();  // -1: none
+// About the run of the engine that this thread works for. run_keeps_graph is true outside of one.
 bool run_keeps_graph();
 bool is_captured(GraphNode* node);
-// Whether the node has got no gradient in this run and waits for one, along one edge.
-bool waits_for_one(GraphNode* node);
-
-// Destroyed with the run, well ended or not; called only where it ends well.
-void at_end_of_run(std::function<void()> callback);
+// Whether the running node's edge to `leaf` is the only one in the run's graph. Torch does not tell
+// which node a run began at: its edges count only if it has asked here itself.
+bool has_the_only_edge(const GraphNode& running, const GraphNode& leaf);
 
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "python/expression.h"
 #include "python/operator.h"
 #include "python/plain.h"
+#include "python/run.h"
 
 namespace fused::python {
 namespace {
@@ -123,7 +123,7 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods.data(),
 PyMODINIT_FUNC PyInit__direct() {
   PyObject* created = PyModule_Create(&fused::python::module);
   if (created != nullptr &&
-      PyModule_AddFunctions(created, fused::python::expression_methods) != 0) {
+      PyModule_AddFunctions(created, fused::python::run_methods) != 0) {
     Py_CLEAR(created);
   }
   return created;

@@ -146,15 +146,35 @@ std::optional<Ready> ready(PyObject* layer, PyObject* input) {
 
 bool is_conv(PyObject* layer) { return reinterpret_cast<PyObject*>(Py_TYPE(layer)) == conv_class; }
 
-PyObject* child(PyObject* module, PyObject* name) {
-  static PyObject* const modules_name = intern("_modules");
-  const Dict dict(module);
-  if (PyObject* found = dict[name]) return found;
+std::optional<Ready> ready_after(PyObject* layer, const Tensor& before, int64_t features) {
+  const auto found = plain(layer);
+  if (!found) return std::nullopt;
+  Ready call{{}, THPVariable_Unpack(found->weight), optional(found->bias)};
+  Tensor& w = call.weight;
+  if (w.dim() != before.dim()) return std::nullopt;
+  int64_t groups = 1;
+  if (is_conv(layer)) {
+    const auto count = number(found->groups);
+    if (!count) return std::nullopt;
+    groups = *count;
+  } else if (const auto matrix = transposed(layer, w)) {
+    w = *matrix;
+  }
+  if (w.size(1) * groups != (features < 0 ? before.size(0) : features)) return std::nullopt;
+  // The result before has the dtype of its weight, or of autocast.
+  return fits(before, w, call.bias, 1, before.size(-1)) ? std::optional(std::move(call))
+                                                        : std::nullopt;
+}
+
+PyObject* modules_of(PyObject* sequential) {
+  static PyObject *const modules_name = intern("_modules"), *const iter = intern("__iter__");
+  auto* torchs = reinterpret_cast<PyTypeObject*>(sequential_class);
+  if (_PyType_Lookup(Py_TYPE(sequential), iter) != _PyType_Lookup(torchs, iter)) {
+    return nullptr;
+  }
+  const Dict dict(sequential);
   PyObject* held = dict[modules_name];
-  if (held == nullptr || !PyDict_CheckExact(held)) return nullptr;
-  const Reference key(PyObject_Str(name));  // of an index
-  PyErr_Clear();
-  return key.object == nullptr ? nullptr : item(held, key.object);
+  return held == nullptr || !PyDict_CheckExact(held) ? nullptr : held;
 }
 
 std::optional<ConvGeometry> geometry_of(PyObject* layer) {
@@ -176,16 +196,27 @@ std::optional<ConvGeometry> geometry_of(PyObject* layer) {
   return found;
 }
 
-bool passes(PyObject* module) {
-  static PyObject *const training = intern("training"), *const share = intern("p");
+std::optional<double> dropped_share(PyObject* module) {
+  static PyObject *const training = intern("training"), *const share = intern("p"),
+                         *const inplace = intern("inplace");
   PyObject* forward = item(passed, reinterpret_cast<PyObject*>(Py_TYPE(module)));
-  if (forward == nullptr) return false;
+  if (forward == nullptr) return std::nullopt;
   const Dict dict(module);
-  if (!is_plain(module, dict, forward)) return false;
+  if (!is_plain(module, dict, forward)) return std::nullopt;
   PyObject* p = dict[share];
-  if (p == nullptr) return true;  // an identity
+  if (p == nullptr) return 0;  // an identity
   const double value = PyFloat_CheckExact(p) ? PyFloat_AS_DOUBLE(p) : -1;
-  return dict[training] == Py_False && value >= 0 && value <= 1;
+  if (value < 0 || value > 1) return std::nullopt;
+  if (dict[training] == Py_False) return 0;
+  if (dict[training] != Py_True || dict[inplace] != Py_False) return std::nullopt;
+  return value;
+}
+
+bool is_module(PyObject* object) { return PyObject_IsInstance(object, module_class) == 1; }
+
+bool is_other_module(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return item(passed, type) == nullptr && is_module(object);
 }
 
 std::string_view text(PyObject* object) {
@@ -199,8 +230,9 @@ std::string_view text(PyObject* object) {
 std::string_view memory_of(PyObject* layer) {
   static PyObject* const name = intern("_torch_fused_linear");
   if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
-  PyObject* memory = Dict(layer)[name];
-  return memory == nullptr ? "" : text(memory) == "low" ? "low" : "default";
+  PyObject* options = Dict(layer)[name];  // a set, empty or with "low"
+  if (options == nullptr) return "";
+  return PyAnySet_Check(options) && PySet_GET_SIZE(options) > 0 ? "low" : "default";
 }
 
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {

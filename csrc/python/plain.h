@@ -17,7 +17,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Tables of plain.py, and classes of torch's, which know was given, are kept for good.
 inline PyObject *layers, *modules, *passed, *functions, *square_functions, *global_hooks,
-    *untouched, *module_call, *module_call_impl, *linear_class, *conv_class;
+    *untouched, *module_call, *module_call_impl, *linear_class, *conv_class,
+    *module_class, *sequential_class;
 
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}
@@ -56,6 +57,10 @@ std::optional<Plain> plain(PyObject* layer);
 
 std::optional<Ready> ready(PyObject* layer, PyObject* input);
 
+// A plain layer, without an input, that takes what a layer of this weight gives: so many features,
+// or as many as the weight has rows.
+std::optional<Ready> ready_after(PyObject* layer, const Tensor& before, int64_t features = -1);
+
 // Tells what the operators take; torch's own function complains about the rest.
 bool fits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t axis,
           int64_t features);
@@ -65,8 +70,8 @@ OptionalTensor transposed(PyObject* layer, const Tensor& weight);
 
 bool is_conv(PyObject* layer);
 
-// A module in a module, borrowed; nullptr where there is none. No property is asked.
-PyObject* child(PyObject* module, PyObject* name);
+// The modules in an nn.Sequential that iterates over them, borrowed; nullptr where Python looks.
+PyObject* modules_of(PyObject* sequential);
 
 struct ConvGeometry {
   std::array<std::array<c10::SymInt, 2>, 3> pairs;  // stride, padding, dilation
@@ -75,8 +80,13 @@ struct ConvGeometry {
 // nullopt where it is not given by numbers alone.
 std::optional<ConvGeometry> geometry_of(PyObject* layer);
 
-// Tells of an identity, and a dropout that does nothing now.
-bool passes(PyObject* module);
+// The share of its input that a plain dropout or identity drops now; nullopt of anything else.
+std::optional<double> dropped_share(PyObject* module);
+
+bool is_module(PyObject* object);
+
+// Tells of a module that is of no class of dropouts and identities.
+bool is_other_module(PyObject* object);
 
 std::string_view text(PyObject* object);
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fused_linear import FusedLinear, FusedLinearReLU
+from torch_fused_linear import FusedMLP
 
 CLASSES = 10
 # What the tutorial's notebook 03_backpropagation prints for MNIST: the loss at the first batch and
@@ -23,13 +23,10 @@ def build_networks(sizes: Sequence[int], seed: int) -> tuple[nn.Module, nn.Modul
     """A fused network and its plain twin with the same weights; ReLU between the layers."""
     torch.manual_seed(seed)
     linears = [nn.Linear(wide, narrow) for wide, narrow in itertools.pairwise(sizes)]
-    plain = [module for linear in linears for module in (linear, nn.ReLU())][:-1]
-    fused: list[nn.Module] = []
-    for linear in linears:
-        kind = FusedLinear if linear is linears[-1] else FusedLinearReLU
-        fused.append(kind(linear.in_features, linear.out_features))
-        fused[-1].load_state_dict(linear.state_dict())
-    return nn.Sequential(*fused), nn.Sequential(*plain)
+    plain = nn.Sequential(*[module for linear in linears for module in (linear, nn.ReLU())][:-1])
+    fused = FusedMLP(*sizes)
+    fused.load_state_dict(plain.state_dict())
+    return fused, plain
 
 
 def sigmoid_loss(logits: Tensor, labels: Tensor) -> Tensor:

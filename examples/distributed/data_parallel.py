@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/distributed/data_parallel.py
 
-DistributedDataParallel puts its hooks on the parameters, where the gradients of fused layers arrive
-as those of torch's: the layers hand gradients over to each other within every process.
+DistributedDataParallel puts its hooks on the parameters, where the gradients of fused blocks arrive
+as those of torch's: every block stays one operator.
 """
 
 import torch.distributed as dist
-from together import batches, compare, make_model, start, train
+from together import batches, compare, make_model, say_what_ran, start, train
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_fused_linear as tfl
@@ -23,7 +23,7 @@ def main() -> None:
     dist.all_reduce(losses)
     losses /= dist.get_world_size()
     if dist.get_rank() == 0:
-        print(f"handed over {report.handed_over} times in {len(data)} steps")
+        say_what_ran(report, len(data))
     compare("Data parallel", losses, device)
 
 

@@ -7,7 +7,7 @@ gradients over; where each layer is wrapped by itself, FSDP's hooks stand betwee
 """
 
 import torch.distributed as dist
-from together import batches, compare, make_model, start, train
+from together import batches, compare, make_model, say_what_ran, start, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -27,7 +27,7 @@ def main() -> None:
     dist.all_reduce(losses)
     losses /= dist.get_world_size()
     if dist.get_rank() == 0:
-        print(f"handed over {report.handed_over} times in {len(data)} steps")
+        say_what_ran(report, len(data))
     compare("FSDP2", losses, device)
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch._functorch.config
+import torch.nn.functional as F
 from helpers import device_param
 from operators import LOW_DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,7 +66,7 @@ def chain(**settings):
 
 
 class Residual(torch.nn.Module):
-    """A gradient that is handed over and one that is added to it."""
+    """A gradient that passes a layer and one that is added to it."""
 
     def __init__(self):
         super().__init__()
@@ -106,6 +107,25 @@ def run_both(scenario, make=chain, *, into="grad", taken=True, device="cpu", com
     added = any(call.operator == "_weight_gradient" for call in report.calls)
     assert added == taken, report
     return report
+
+
+@pytest.mark.parametrize("starts_at_a_layer", [True, False])
+def test_a_tied_weight_whatever_the_backward_starts_at(starts_at_a_layer):
+    """Its sum is torch's, and it is not added before the last use."""
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x, results = torch.randn(3, 4, dtype=torch.float64), []
+    for ours in (True, False):
+        w.grad, seen = torch.ones_like(w), []
+        with tfl.accumulate_gradients([w] if ours else []):
+            h = (tfl.linear if ours else F.linear)(x, w)
+            h.register_hook(lambda _, s=seen: s.append(w.grad.clone()))  # between the two uses
+            h = (tfl.linear if ours else F.linear)(h.cos(), w)
+            if starts_at_a_layer:
+                h.backward(torch.ones_like(h))
+            else:
+                h.sum().backward()
+        results.append([w.grad, *seen])
+    torch.testing.assert_close(*results)
 
 
 @device_param

@@ -261,8 +261,8 @@ def test_autograd_around_vmap(op, device):
 
 # The backward of SiLU has no forward mode.
 @ops.rows([op for op in ops.OPS[1:] if op.name != "linear_silu"])
-def test_a_tangent_that_meets_a_gradient_of_a_fused_consumer(op, device):
-    """Two roots: one hands over, the other one's gradient is a dual number."""
+def test_forward_mode_over_the_gradients_of_two_roots(op, device):
+    """One root is the next layer's output; the other one's gradient is a dual number."""
     case, results = op.case(device=device), []
     w2 = ops.linear("none").case((1,), 5, 6, device=device).w.requires_grad_()
     for fused in (True, False):

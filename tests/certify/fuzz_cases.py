@@ -162,7 +162,6 @@ class Case:
     mode: str
     policy: str
     through_ops: bool
-    handover: bool
     deterministic: bool
     calls_backward: bool
     words: str  # of how the operands lie, for the report
@@ -199,7 +198,6 @@ class Case:
             layers.append(f"{layer.op.name}({layer.op!r}, {shapes})")
         wanted = "".join("1" if w else "0" for w in self.wanted)
         flags = [self.mode, self.policy, "torch.ops" if self.through_ops else "functions"]
-        flags += [] if self.handover else ["no handover"]
         flags += ["deterministic"] if self.deterministic else []
         flags += ["backward()"] if self.calls_backward else []
         flags += [] if self.keeping == "as it is" else [self.keeping]
@@ -390,7 +388,6 @@ class Draw:
             mode=choice.choices(("grad", "no_grad", "inference_mode"), (8, 1, 1))[0],
             policy=choice.choices(("auto", "cublaslt", "eager"), (6, 3, 1))[0],
             through_ops=self.chance(0.4),
-            handover=not self.chance(0.1),
             deterministic=self.chance(0.1),
             calls_backward=self.chance(0.5),
             words=", ".join(self.words),
@@ -415,7 +412,7 @@ def settings(case: Case):
     mode = modes.get(case.mode, contextlib.nullcontext)
     torch.use_deterministic_algorithms(case.deterministic, warn_only=True)
     try:
-        with tfl.set_policy(case.policy), tfl.handover(case.handover), mode():
+        with tfl.set_policy(case.policy), mode():
             yield
     finally:
         torch.use_deterministic_algorithms(before)

@@ -108,7 +108,7 @@ def test_sums_of_equal_terms_may_err_by_a_rounding_each(monkeypatch, is_systemat
     x, weight = torch.full((3, 100), 0.1).double(), torch.full((5, 100), 0.3).double()
     words = "x same_everywhere, weight same_columns" if is_systematic else ""
     layers = [fuzz_cases.Layer(operators.LINEAR, [weight, None])]
-    flags = {"policy": "auto", "through_ops": False, "handover": True, "deterministic": False}
+    flags = {"policy": "auto", "through_ops": False, "deterministic": False}
     case = fuzz_cases.Case(
         x, layers, x[:, :5], [False] * 2, "no_grad", calls_backward=False, words=words, **flags
     )

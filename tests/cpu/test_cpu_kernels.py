@@ -291,19 +291,22 @@ def test_gradient_from_bits(dtype):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op is not LINEAR], ids=repr)
 def test_between_layers(op):
-    """The gradient that is handed over is that of the layers one by one."""
+    """A block's gradients are those of the layers one by one."""
     first = LINEAR.case(16_001, 40, 264, torch.float32)
     parameters = [*first.inputs[1:], *LINEAR.case(1, 264, 150, torch.float32).inputs[1:]]
 
-    def gradients():
-        leaves = [t.clone().requires_grad_() for t in (first.x, *parameters)]
-        hidden = op.call(*leaves[:3])
-        return torch.autograd.grad(LINEAR.call(hidden, *leaves[3:]).square().sum(), leaves)
+    def gradients(is_block):
+        x, w, b, v, c = leaves = [t.clone().requires_grad_() for t in (first.x, *parameters)]
+        if is_block:
+            y = tfl.mlp(x, [w, v], [b, c], activation=op.activation)
+        else:
+            y = LINEAR.call(op.call(x, w, b), v, c)
+        return torch.autograd.grad(y.square().sum(), leaves)
 
-    handed, report = explained(gradients)
-    assert report.handed_over == 1 and ONE_PASS in report.calls[2].path
-    with tfl.handover(False):
-        assert all(map(torch.equal, handed, gradients()))
+    of_block, report = explained(lambda: gradients(True))
+    across = [call.path for call in report.calls if call.operator == "_linear_backward_across"]
+    assert len(across) == 1 and ONE_PASS in across[0]
+    assert all(map(torch.equal, of_block, gradients(False)))
     with tfl.set_policy("eager"):
-        for ours, eager in zip(handed, gradients(), strict=True):
+        for ours, eager in zip(of_block, gradients(False), strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-2)

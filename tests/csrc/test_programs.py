@@ -14,7 +14,7 @@ PROGRAMS = {
     "gemm_test.cpp plan_test.cpp plan_file_test.cpp": ["-O1"],
     "quick_math_test.cpp": ["-O1", ON_CPU],
     "small_product_test.cpp": ["-O2", "-Wno-attributes", "-Wno-unknown-pragmas", ON_CPU],
-    "handover_test.cpp threads_test.cpp conv_test.cpp": ["-O0"],
+    "threads_test.cpp conv_test.cpp": ["-O0"],
 }
 
 

@@ -121,7 +121,7 @@ def assert_same(got, want, mean_losses=False, **tolerance):
 
 def ran(report):
     """What ran of each operator, on what this rank holds."""
-    return [(call.operator, call.shapes, call.path, call.handover) for call in report.calls]
+    return [(call.operator, call.shapes, call.path) for call in report.calls]
 
 
 # --- tensor parallel ----------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def arranged(model, how):
 
 
 def data_parallel(kind, how, accumulate=False, checkpoints=False):
-    """Two steps, or with `accumulate` of two batches each; what was handed over, and remarks."""
+    """Two steps, or with `accumulate` of two batches each; the operators that ran."""
     model, batches = model_of(kind), 4 if accumulate else 2
     if checkpoints:
         for block in model:
@@ -243,7 +243,7 @@ def data_parallel(kind, how, accumulate=False, checkpoints=False):
     run = torch.compile(model, backend="aot_eager") if how == "ddp compiled" else model
     got, report = explained(lambda: train(run, mine(batches), hold if accumulate else None))
     assert_same(got, single(kind, batches, accumulate), mean_losses=True)
-    return report.handed_over, {call.handover for call in report.calls}
+    return [call.operator for call in report.calls]
 
 
 def adding(kind, how, compiled=False):

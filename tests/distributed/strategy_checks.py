@@ -120,7 +120,7 @@ def communication():
             {op.__name__: n for op, n in mode.get_comm_counts().items()}
             for mode in (inference, training)
         ]
-        found[name] += [[(c.operator, c.shapes, c.handover) for c in report.calls]]
+        found[name] += [[(c.operator, c.shapes) for c in report.calls]]
         x.grad = None
     return found
 

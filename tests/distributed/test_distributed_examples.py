@@ -14,9 +14,9 @@ from benchmarks.pages.results import by_machine
 
 EXAMPLES = ROOT / "examples" / "distributed"
 SAYS = {
-    "data_parallel": "handed over 10 times in 5 steps",
-    "fsdp2": "handed over 10 times in 5 steps",
-    "tensor_parallel": "_linear_backward_across [8, 16, 128] x [64, 128] handed over",
+    "data_parallel": "2 blocks were one operator each in 5 steps",
+    "fsdp2": "2 blocks were one operator each in 5 steps",
+    "tensor_parallel": "_linear_backward_across [8, 16, 128] x [64, 128]",
 }
 # On a GPU optimizers update all parameters of a group by one kernel, which takes no mixture of
 # distributed and plain ones; on a CPU only where they are told to.

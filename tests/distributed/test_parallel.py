@@ -21,8 +21,7 @@ def operators(calls):
     ],
 )
 def test_tensor_parallel(kind, ranks, sequence, local, four):
-    """Fused at both ends, whether `fuse_` or torch's plan comes first. Where activations between
-    layers are local, another node has made the tensor, and nothing is handed over."""
+    """Fused at both ends, whether `fuse_` or torch's plan comes first."""
     calls = four.run(checks.tp, kind, ranks, sequence, local)[0]
     if kind == "gated":
         halves = {shapes for name, shapes, *_ in calls if name in ("_glu", "_glu_backward")}
@@ -30,12 +29,13 @@ def test_tensor_parallel(kind, ranks, sequence, local, four):
         assert operators(calls).count("_glu_backward") == 2
         return
     assert calls[0][:2] == ("_linear_aux", f"[8, 4, 8] x [{checks.HIDDEN // ranks}, 8]")
-    across = [handover for name, *_, handover in calls if name == "_linear_backward_across"]
-    assert across == ([] if local else ["" if kind == "mlp" else "handed over"] * 2)
-    if local:
-        assert operators(calls).count("_linear_aux") == 2
-        said = {handover for name, *_, handover in calls if name == "_linear_backward"}
-        assert "plain: the input is not a fused layer's output" in said
+    assert operators(calls).count("_linear_aux") == 2
+    if kind == "mlp":
+        across = [shapes for name, shapes, _ in calls if name == "_linear_backward_across"]
+        hidden = checks.HIDDEN // ranks
+        assert across == [f"[8, 4, {hidden}] x [8, {hidden}]"] * 2
+    if kind == "layers":
+        assert operators(calls).count("_linear_backward") == 4
 
 
 @pytest.mark.parametrize("kind", ["mlp children", "gated children"])
@@ -58,6 +58,11 @@ def test_tensor_parallel_compiled(four):
     "kind, how, accumulate, checkpoints",
     [
         ("layers", "ddp", True, False),
+        ("mlp", "ddp", True, False),
+        ("mlp", "ddp static", False, False),
+        ("mlp", "ddp compiled", False, False),
+        ("mlp", "fsdp", True, False),
+        ("mlp", "fsdp", False, True),
         ("layers", "ddp static", False, False),
         ("layers", "ddp compiled", False, False),
         ("gated", "ddp", True, False),
@@ -68,17 +73,23 @@ def test_tensor_parallel_compiled(four):
     ],
 )
 def test_data_parallel(kind, how, accumulate, checkpoints, four):
-    for handed_over, _ in four.run(checks.data_parallel, kind, how, accumulate, checkpoints):
-        assert kind == "gated" or how == "ddp compiled" or handed_over == (8 if accumulate else 4)
+    """Two blocks, in two or four backwards."""
+    backward, each = {
+        "layers": ("_linear_backward", 2),
+        "mlp": ("_linear_backward_across", 1),
+        "gated": ("_glu_backward", 1),
+    }[kind]
+    for operators in four.run(checks.data_parallel, kind, how, accumulate, checkpoints):
+        count = 2 * each * (4 if accumulate else 2)
+        assert how == "ddp compiled" or operators.count(backward) == count, operators
 
 
 @pytest.mark.parametrize("kind", ["layers", "mlp", "fuse_"])
 def test_fsdp_by_layer(kind, four):
-    """FSDP's node stands between the layers; after `fuse_` they run as written."""
-    for handed_over, remarks in four.run(checks.data_parallel, kind, "fsdp by layer"):
-        assert handed_over == 0
-        assert ("plain: FSDP wraps the layer by itself" in remarks) == (kind == "layers")
-        assert bool(remarks) == (kind != "fuse_")
+    """A block that FSDP wraps is one operator; after `fuse_` wrapped layers run as written."""
+    for operators in four.run(checks.data_parallel, kind, "fsdp by layer"):
+        assert bool(operators) == (kind != "fuse_")
+        assert ("_linear_backward_across" in operators) == (kind == "mlp")
 
 
 @pytest.mark.parametrize("how", ["ddp", "ddp views", "fsdp"])
@@ -106,8 +117,12 @@ def test_mixed_precision(four):
 @pytest.mark.parametrize(("kind", "sequence"), [("layers", True), ("mlp", False), ("gated", True)])
 def test_fsdp_and_tensor_parallel(kind, sequence, four):
     calls = four.run(checks.two_dimensions, kind, sequence)[0]
-    backward = "_glu_backward" if kind == "gated" else "_linear_backward_across"
-    assert operators(calls).count(backward) == 2
+    backward, count = {
+        "layers": ("_linear_backward", 4),
+        "mlp": ("_linear_backward_across", 2),
+        "gated": ("_glu_backward", 2),
+    }[kind]
+    assert operators(calls).count(backward) == count
 
 
 def test_checkpoints_are_read_by_other_arrangements(four, tmp_path):

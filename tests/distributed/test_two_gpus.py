@@ -30,14 +30,19 @@ def test_strategies(make, sizes, every, two_gpus):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel(kind, sequence, two_gpus):
     calls = two_gpus.run(parallel.tp, kind, 2, sequence, False)[0]
-    backward = "_glu_backward" if kind == "gated" else "_linear_backward_across"
-    assert [name for name, *_ in calls].count(backward) == 2
+    names = [name for name, *_ in calls]
+    if kind == "gated":
+        assert names.count("_glu_backward") == 2
+    elif kind == "mlp":
+        assert names.count("_linear_backward_across") == 2
+    else:
+        assert names.count("_linear_aux") == 2
 
 
 @pytest.mark.parametrize("how, accumulate", [("ddp", True), ("ddp static", False)])
 def test_ddp(how, accumulate, two_gpus):
-    for handed_over, _ in two_gpus.run(parallel.data_parallel, "layers", how, accumulate):
-        assert handed_over == (8 if accumulate else 4)
+    for operators in two_gpus.run(parallel.data_parallel, "mlp", how, accumulate):
+        assert operators.count("_linear_backward_across") == (8 if accumulate else 4)
 
 
 @pytest.mark.parametrize("how", ["fsdp", "fsdp by layer"])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from processes import module_at
 
 TEXT = '''
-# spellings: relu relu relu gelu relu relu linear
+# spellings: relu relu relu mlp ~
 x = torch.relu(self.fc1(x))
 x = self.fc2(x).relu_()
 x = (self.fc3(x).relu)() * 2
@@ -26,7 +26,7 @@ x = F.gelu(input=self.fc1(input=x), approximate="tanh")
 x = F.relu(self.fc2(x), inplace=True)
 return self.fc2(F.relu(self.fc1(x), True))
 
-# squares: relu2 relu2 relu2 relu2 relu2 linear ~
+# squares: mlp ~
 x = F.relu(self.fc1(x)).square()
 x = torch.relu(self.fc2(x)) ** 2
 h = self.fc3(x).relu()
@@ -36,20 +36,20 @@ h = F.relu(self.fc2(x))
 h = torch.pow(h, 2)
 return self.fc3(h)
 
-# square_under_a_guard: relu2 ~
+# square_under_a_guard: relu ~
 h = self.relu(self.fc1(x))
 if self.depth == 3:
     h = h.square()
 return h
 
-# square_of_another: gelu relu relu relu linear ~
+# square_of_another: gelu relu relu relu ~
 x = self.act(self.fc1(x)).square()
 x = self.nodrop(self.relu(self.fc2(x))) ** 2
 x = F.relu(self.fc2(x)) ** 3
 h = F.relu(self.fc3(x))
 return self.fc1(h.square() + h) + self.fc2(x) ** 2
 
-# dropouts_draw_before_others: relu relu relu
+# dropouts_draw_before_others: - | something runs before its activation does
 @property
 def noise(self):
     return 0 * torch.rand(1)
@@ -78,17 +78,23 @@ def forward(self, x):
     h, scaled = self.fc2(x), self.scaled(x)
     return (*scaled, F.relu(h))[1]
 
-# nested: gelu linear
+# nested: mlp
 return x + self.fc2(self.nodrop(self.act(self.fc1(x))))
 
-# statements: relu linear
+# statements: mlp
 """With a docstring."""
+h = self.fc1(x)
+y, scale = x, 2
+h = F.relu(h)
+return self.fc2(h) * scale + y.shape[0]
+
+# attribute_of_an_argument_between: - ~ | something runs before its activation does
 h = self.fc1(x)
 shape, scale = x.shape, 2
 h = F.relu(h)
 return self.fc2(h) * scale + shape[0]
 
-# annotated: gelu linear
+# annotated: mlp
 h: torch.Tensor = self.fc1(x)
 h = self.act(h)
 h = F.dropout(h, p=self.drop.p, training=self.training)
@@ -101,18 +107,18 @@ y = self.relu(h)
 h: torch.Tensor
 return self.fc2(y) + h
 
-# other_names: gelu linear
+# other_names: gelu
 h = self.fc1(x)
 y = self.act(h)
 h = self.fc2(y)
 return h + y
 
-# conditional: relu relu linear ~
+# conditional: relu relu ~
 for i, layer in enumerate(self.layers):
     x = F.relu(layer(x)) if i < self.depth - 1 else layer(x)
 return x
 
-# guarded: relu relu linear ~
+# guarded: - ~ | does not show
 for i, layer in enumerate(self.layers):
     x = layer(x)
     if i != len(self.layers) - 1:
@@ -128,7 +134,7 @@ for i, _ in enumerate(self.layers):
         h = torch.cat([x[:, :3], h[:, :3]], -1)
 return h
 
-# alias: gelu gelu linear
+# alias: gelu gelu
 x = F.gelu(self.fc1(x), approximate=self.form)
 fc, act = self.fc1, self.act
 return getattr(self, "fc2")(act(fc(x)))
@@ -153,22 +159,22 @@ a = [F.relu(self.fc1(x)) for _ in range(2)]
 b = {k: self.fc2(y).relu() for k, y in enumerate(a)}
 return sum(b.values()) + sum(F.relu(layer(x)) for layer in self.layers)
 
-# parents_forward (nested): gelu linear relu
+# parents_forward (nested): mlp relu
 return F.relu(self.fc3(super().forward(x)))
 
-# grandchild (parents_forward): gelu linear relu
+# grandchild (parents_forward): mlp relu
 return super().forward(x) * 2
 
 # mixed_in (Mixin, Base): relu
 return self.mixed(x)
 
-# decorated: gelu linear
+# decorated: mlp
 @logged
 def forward(self, x):
     x = self.fc1(x)
     return self.fc2(self.act(x))
 
-# blocks: gelu linear gelu linear
+# blocks: mlp mlp
 for _ in range(2):
     if x.dim() == 2:
         with torch.autograd.profiler.record_function("block"):
@@ -181,7 +187,7 @@ for _ in range(2):
         return x
 return x
 
-# branches: gelu linear gelu linear
+# branches: mlp mlp
 try:
     raise TypeError
 except TypeError:
@@ -197,7 +203,7 @@ finally:
     h = F.relu(h)
 return self.fc2(h)
 
-# walrus: relu linear
+# walrus: mlp
 if (h := self.fc1(x)).shape[0] == 4:
     h = self.fc2(F.relu(self.fc3(h)))
 return h
@@ -215,7 +221,7 @@ def drawn(self, x):
         h = layer(x)
         yield F.relu(h)
 
-# coroutine: relu linear
+# coroutine: mlp
 def forward(self, x):
     try:
         self.waited(x).send(None)
@@ -230,7 +236,7 @@ async def waited(self, x):
 # elsewhere_as_well: gelu
 return self.fc2(self.act(self.fc1(x)) + self.fc1(x))
 
-# beside_a_hidden_method (nested): gelu linear
+# beside_a_hidden_method (nested): mlp
 @hidden
 def features(self, x):
     return F.relu(self.fc1(x))
@@ -249,7 +255,7 @@ def later():
 h = self.act(h)
 return self.act(self.fc2(later(), **{}))
 
-# loop_with_another_self: relu relu relu linear
+# loop_with_another_self: relu relu relu
 def forward(this, x):
     for layer in this.layers:
         x = F.relu(layer(x))
@@ -267,7 +273,7 @@ return h * len(__import__("sys")._getframe().f_locals)
 h = F.relu(self.fc1(x))
 return h * len(vars(self)["_modules"])
 
-# condition_that_the_argument_takes_from: relu linear ~
+# condition_that_the_argument_takes_from: - ~ | does not show
 xs, out = [x, x + 1], []
 while xs:
     h = self.fc1(xs.pop())
@@ -276,7 +282,7 @@ while xs:
     out.append(h)
 return out[0] - out[1]
 
-# condition_that_counts: relu linear relu
+# condition_that_counts: - ~ | does not show
 for _ in range(3):
     h = self.fc1(x)
     if self.flag:
@@ -284,7 +290,7 @@ for _ in range(3):
     x = h + 1
 return x
 
-# condition_with_else: relu linear relu ~
+# condition_with_else: - ~ | does not show
 for i in range(3):
     h = self.fc1(x)
     n = i % 2
@@ -296,7 +302,7 @@ for i in range(3):
     x = h + x
 return x
 
-# property_as_condition: relu linear ~
+# property_as_condition: - ~ | does not show
 h = self.fc1(x)
 if self.is_odd:
     h = F.relu(h)
@@ -427,7 +433,7 @@ other = self.fc1(x)
 self.drop(x)
 return self.fc3(self.silu(other) * self.fc2(x))
 
-# gates_that_are_none: silu silu ~
+# gates_that_are_none: - ~ | something runs before
 named = F.silu(input=self.fc1(input=x))
 x = self.fc3(input=named * self.fc2(x))
 layer = self.fc1
@@ -435,7 +441,7 @@ gate = layer(x)
 layer = self.fc2
 return self.fc3(self.silu(gate) * layer(x))
 
-# gate_of_another_width: silu linear ~
+# gate_of_another_width: silu ~
 return F.silu(self.narrow(x)) * self.fc2(x)
 
 # no_halves: - | does not show

@@ -16,7 +16,7 @@ from tree_parts import LoudReLU
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import SquaredReLU
-from torch_fused_linear.fuse import in_code, plain
+from torch_fused_linear.fuse import in_code, plain, run
 
 pytestmark = pytest.mark.usefixtures("decides")
 X = torch.randn(3, 4)
@@ -44,7 +44,7 @@ def layer(change=None, *, mark="default", make=lambda: nn.Linear(4, 4)):
     found = make()
     plain.learn(found)
     if mark is not None:
-        setattr(found, plain.MARK, mark)
+        setattr(found, plain.MARK, {*plain.MARKS[mark]})
     if change is not None:
         change(found)
     return found
@@ -87,7 +87,7 @@ OtherConv2d = type("OtherConv2d", (nn.Conv2d,), {})
 small = functools.partial(nn.Conv2d, 1, 2, 3)
 ON_META = {"device": "meta", "dtype": torch.bfloat16}
 IMAGE = torch.randn(1, 1, 6, 6)
-# The layer, what it gets, whether the call may wait for its activation, and why fuse_ refuses it.
+# The layer, its input, whether the two run as one operator with ReLU, and why fuse_ refuses it.
 LAYERS = {
     "plain": (layer(), X, True),
     "no bias": (of(nn.Linear, 4, 4, bias=False), X, True),
@@ -180,32 +180,108 @@ def assert_alike(got, want):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_whether_a_layers_call_waits(name):
-    module, x, waits, *reason = LAYERS[name]
+def test_which_layers_run_as_operators(name):
+    module, x, is_fused, *reason = LAYERS[name]
     objection = plain.layer_objection(module)
     assert reason[0] in objection if reason else objection is None
-    begun = outcome(lambda: in_code.step(module, x))
-    is_begun = type(begun) is tuple and begun[0] is not RuntimeError and len(begun) == 6
-    assert is_begun is waits
-    want = outcome(lambda: type(module).forward(module, x) if waits else module(x))
-    assert_alike(in_code.end(begun) if waits else begun, want)
-    assert_alike(outcome(lambda: in_code.last(module, x)), want)
+    want = outcome(lambda: F.relu(type(module).forward(module, x) if is_fused else module(x)))
     with tfl.explain() as calls:
-        got = outcome(lambda: in_code.last(F.relu, in_code.step(module, x)))
-    assert ("relu" in str([call.operator for call in calls.calls])) is waits
-    if waits:
-        torch.testing.assert_close(got, F.relu(want))
+        got = outcome(lambda: in_code.run(x, module, F.relu))
+    assert (got is not None) is is_fused
+    assert ("relu" in str([call.operator for call in calls.calls])) is is_fused
+    assert_alike(outcome(lambda: in_code.nested(F.relu, module, x)), want)
+    if is_fused:
+        assert_alike(got, want)
+    alone = outcome(lambda: type(module).forward(module, x) if is_fused else module(x))
+    assert_alike(outcome(lambda: in_code.nested(nn.Identity(), module, x)), alone)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_which_activation_it_is(name):
     act, operator = ACTIVATIONS[name]
+    plain.learn(act)  # as fuse_ does
     linear = layer()
     want = outcome(lambda: act(linear(X)))
     with torch.no_grad(), tfl.explain() as calls:
-        got = outcome(lambda: in_code.last(act, in_code.step(linear, X)))
+        got = outcome(lambda: in_code.nested(act, linear, X))
     assert_alike(got, want)
     assert operator is None or [call.operator for call in calls.calls] == [operator]
+    got = outcome(lambda: in_code.run(X, linear, act))
+    assert got is None if operator in (None, "linear") else torch.is_tensor(got)
+
+
+# Functions one after the other, and the operators that run; an error in None's place is torch's.
+DROPS, KEEPS, HALF = nn.Dropout(0.5), nn.Dropout(0.5).eval(), functools.partial(F.dropout, p=0.0)
+RELU, GELU, TANH = nn.ReLU(), nn.GELU(), nn.Tanh()
+RUNS = {
+    "block": ((layer(), RELU, layer()), ["mlp", "mlp"], "FusedMlpBackward"),
+    "low": ((layer(mark="low"), GELU, layer()), ["mlp", "mlp"], "FusedMlpBackward"),
+    "three": ((layer(), RELU, layer(), RELU, layer()), None, "FusedMlpBackward"),
+    "passed": ((layer(), KEEPS, RELU, nn.Identity(), HALF, layer()), None, "FusedMlpBackward"),
+    "transposed": ((layer(make=Conv1D), GELU, layer(make=Conv1D)), None, "FusedMlpBackward"),
+    "two kinds": ((layer(), RELU, layer(), GELU, layer()), None, "FusedMlpBackward"),
+    "ends in one": ((layer(), RELU, layer(), RELU), None, "FusedLinear_relu_Backward"),
+    "two layers": ((layer(), layer()), None, "FusedLinear_none_Backward"),
+    "dropout acts": ((layer(), RELU, DROPS, layer()), None, "FusedLinear_none_Backward"),
+    "dropout before": ((layer(), DROPS, RELU, layer()), None, "FusedLinear_none_Backward"),
+    "widths": ((layer(), RELU, of(nn.Linear, 5, 4)), False, None),
+    "second hooked": ((layer(), RELU, layer(hooked)), False, None),
+    "second unmarked": ((layer(), RELU, layer(mark=None)), False, None),
+    "other type": ((layer(), RELU, of(nn.Linear, 4, 4, dtype=torch.float64)), False, None),
+    "norm between": ((layer(), RELU, nn.LayerNorm(4), layer()), False, None),
+    "drop before GELU": ((layer(), DROPS, GELU), False, None),
+    "unknown": ((layer(), TANH), False, None),
+    "nothing before": ((KEEPS, layer()), False, None),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_which_operators_a_run_becomes(name):
+    functions, operators, node = RUNS[name]
+
+    def loop():
+        h = X
+        for function in functions:
+            h = function(h)
+        return h
+
+    torch.manual_seed(0)
+    want = outcome(loop)
+    torch.manual_seed(0)
+    got = outcome(lambda: in_code.run(X, *functions))
+    assert (got is None) is (node is None)
+    if got is not None:
+        assert got.grad_fn.name() == node
+        torch.testing.assert_close(got, want)
+    torch.manual_seed(0)
+    assert_alike(outcome(lambda: in_code.nested(*functions[::-1], X)), want)
+    sequence = nn.Sequential(*(f for f in functions if isinstance(f, nn.Module)))
+    if len(sequence) == len(functions):
+        torch.manual_seed(0)
+        assert_alike(outcome(lambda: in_code.sequence(sequence, X)), want)
+        assert in_code.leads(sequence)
+    if operators:
+        with torch.no_grad(), tfl.explain() as calls:
+            in_code.run(X, *functions)
+        assert [call.operator for call in calls.calls] == operators
+
+
+def test_a_module_that_exchanges_what_comes_after_it_is_seen():
+    sequence = nn.Sequential(layer(), nn.ReLU(), nn.LayerNorm(4), layer(), nn.ReLU())
+    sequence[2].register_forward_hook(lambda *args: sequence.__setitem__(4, nn.Tanh()))
+    assert in_code.sequence(sequence, X).min() < 0
+    sequence[2].register_forward_hook(lambda *args: sequence.append(nn.Tanh()))
+    with pytest.raises(RuntimeError, match="size"):
+        in_code.sequence(sequence, X)
+
+
+def test_a_sequence_that_iterates_in_another_way_is_torchs():
+    class Reversed(nn.Sequential):
+        def __iter__(self):
+            return iter([*self._modules.values()][::-1])
+
+    assert not in_code.leads(Reversed(layer(), nn.ReLU()))
+    assert not in_code.leads(nn.Sequential(layer(mark=None), nn.ReLU()))
 
 
 CONVOLUTIONS = {
@@ -229,8 +305,8 @@ def test_convolutions_with_something_between(name, between):
     convolution = of(nn.Conv2d, 1, 2, 3, **CONVOLUTIONS[name])
     module, operators = BETWEEN[between]
     with torch.no_grad(), tfl.explain() as calls:
-        begun = in_code.step(module, in_code.step(convolution, IMAGE))
-        torch.testing.assert_close(in_code.last(F.relu, begun), F.relu(convolution(IMAGE)))
+        got = in_code.nested(F.relu, module, convolution, IMAGE)
+        torch.testing.assert_close(got, F.relu(convolution(IMAGE)))
     assert [call.operator for call in calls.calls] == operators
 
 
@@ -240,7 +316,7 @@ def test_what_is_set_on_a_convolution_later_is_taken_as_torch_takes_it(name, val
     convolution = of(nn.Conv2d, 1, 2, 3, padding=padding)
     setattr(convolution, name, value)
     want = outcome(lambda: F.relu(convolution(IMAGE)))
-    assert_alike(outcome(lambda: in_code.last(F.relu, in_code.step(convolution, IMAGE))), want)
+    assert_alike(outcome(lambda: in_code.nested(F.relu, convolution, IMAGE)), want)
 
 
 # What squares the result of ReLU, with the exponent if it takes one, and what runs.
@@ -265,7 +341,8 @@ def test_squares_of_relu(name):
     want = square(F.relu(linear(X)), *more)
 
     def fused(act=F.relu):
-        return in_code.last(square, in_code.later(act, in_code.step(linear, X)), *more)
+        given = functools.partial(plain.applied, square, more, {}) if more else square
+        return in_code.nested(given, act, linear, X)
 
     with torch.no_grad(), tfl.explain() as calls:
         torch.testing.assert_close(fused(), want)
@@ -279,42 +356,70 @@ def test_squares_stay_wide_under_the_autocast_of_a_gpu(act):
     linear, more = layer(), [] if isinstance(act, nn.Module) else [torch.square]
     switch = functools.partial(torch.set_autocast_enabled, "cuda")
     with setting(switch, True, False), torch.no_grad(), tfl.explain() as calls:
-        h = in_code.step(linear, X)
-        in_code.last(*more, in_code.later(act, h)) if more else in_code.last(act, h)
+        in_code.nested(*more, act, linear, X)
     assert "linear_relu2" not in [call.operator for call in calls.calls]
 
 
-# What gates are made of, and the operators that run, in this or the other order.
-GLU, APART = ["linear", "linear", "_glu"], ["linear_silu", "linear"]
+# Gate, up and the layer after them; the operators that run with it are one, or none of ours.
+GLU = "FusedGatedMlp_silu_Backward"
 GATES = {
-    "both plain": (layer(), layer(), X, X, GLU),
-    "up hooked": (layer(), layer(hooked), X, X, ["linear_silu"]),
-    "gate hooked": (layer(hooked), layer(), X, X, ["linear"]),
-    "two inputs": (layer(), layer(), X, X + 1, APART),
-    "widths": (layer(), of(nn.Linear, 4, 1), X, X, APART),
-    "transposed": (layer(make=Conv1D), layer(make=Conv1D), X, X, GLU),
-    "no rows": (layer(), layer(), EMPTY, EMPTY, GLU),
+    "plain": (layer(), layer(), layer(), GLU),
+    "no bias": (of(nn.Linear, 4, 4, bias=False), layer(), layer(), GLU),
+    "transposed": (layer(make=Conv1D), layer(make=Conv1D), layer(make=Conv1D), GLU),
+    "low": (layer(mark="low"), layer(mark="low"), layer(mark="low"), GLU),
+    "up hooked": (layer(), layer(hooked), layer(), None),
+    "gate hooked": (layer(hooked), layer(), layer(), None),
+    "down hooked": (layer(), layer(), layer(hooked), None),
+    "up unmarked": (layer(), layer(mark=None), layer(), None),
+    "widths": (layer(), of(nn.Linear, 4, 1), layer(), None),
+    "down's width": (layer(), layer(), of(nn.Linear, 5, 4), None),
+    "a convolution": (of(nn.Conv2d, 1, 2, 3), layer(), layer(), None),
 }
 
 
-@pytest.mark.parametrize("is_gate_left", [True, False])
+@pytest.mark.parametrize("drop", [nn.Identity(), nn.Dropout(0.5)], ids=["identity", "dropout"])
 @pytest.mark.parametrize("name", GATES)
-def test_gates(name, is_gate_left):
-    gate, up, x, other_x, operators = GATES[name]
-    down, layers = layer(), nn.ModuleList([up])
+def test_gates(name, drop):
+    gate, up, down, node = GATES[name]
+    torch.manual_seed(0)
+    want = outcome(lambda: down(drop(F.silu(gate(X)) * up(X))))
+    torch.manual_seed(0)
+    got = in_code.gated(X, F.silu, gate, up, drop, down)
+    assert (got is None) is (node is None)
+    if node is not None:
+        torch.testing.assert_close(got, want)
+        acts = isinstance(drop, nn.Dropout)
+        assert got.grad_fn.name() == ("FusedLinear_none_Backward" if acts else node)
+        alone = in_code.gated(X, nn.SiLU(), gate, up)
+        torch.testing.assert_close(alone, F.silu(gate(X)) * up(X))
+    assert in_code.gated(X, nn.Tanh(), gate, up, down) is None
+    assert in_code.gated(X, F.silu, gate, up, nn.Tanh()) is None
 
-    def product(multiply):
-        left = in_code.first((layers, 0), F.silu, in_code.step(gate, x))
-        right = in_code.step(up, other_x)
-        return multiply(left, right) if is_gate_left else multiply(right, left)
 
-    want = F.silu(gate(x)) * up(other_x)
-    with torch.no_grad(), tfl.explain() as calls:
-        torch.testing.assert_close(product(in_code.last_product), want)
-    assert sorted(c.operator for c in calls.calls) == sorted(operators), calls
-    is_one = operators is GLU
-    glu = product(in_code.last_product)
-    assert (glu.grad_fn.name() == "FusedLinearGlu_silu_Backward") is is_one
-    block = in_code.last(down, product(in_code.product))  # with a layer after it
-    torch.testing.assert_close(block, down(want))
-    assert (block.grad_fn.name() == "FusedGatedMlp_silu_Backward") is is_one
+def chunk(function, *more, **named):
+    return functools.partial(plain.applied, function, more, named)
+
+
+# How a layer's result is halved.
+CHUNKS = {
+    "method": (chunk(run.method_chunk, 2, -1), True),
+    "by name": (chunk(torch.chunk, 2, dim=1), True),
+    "another dimension": (chunk(torch.chunk, 2), False),
+    "three": (chunk(torch.chunk, 3, -1), False),
+    "another function": (chunk(torch.split, 2, -1), False),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_halves(name, number):
+    both, down = of(nn.Linear, 4, 8), layer()
+    made, is_fused = CHUNKS[name]
+    got = in_code.halves(X, F.silu, both, number, made, down)
+    assert (got is not None) is is_fused
+    if is_fused:
+        halves = both(X).chunk(2, -1)
+        torch.testing.assert_close(got, down(F.silu(halves[number]) * halves[1 - number]))
+        assert got.grad_fn.name() == GLU
+    assert in_code.halves(X, nn.SiLU(inplace=True), both, number, made, down) is None
+    assert in_code.halves(X, F.silu, layer(mark=None), number, made, down) is None

@@ -145,7 +145,13 @@ def test_activations_that_are_functions(activation, operator, monkeypatch):
     want = layer(x)
     assert len(tfl.fuse_(layer).fused) == (operator is not None)
     torch.testing.assert_close(layer(x), want)
-    assert operators(layer, x)[:1] == [operator] * (operator is not None)
+    is_fused = operator is not None
+    assert operators(layer, x) == ["mlp"] * is_fused
+    with torch.no_grad(), tfl.explain() as calls:
+        layer.linear2.register_forward_hook(lambda *args: None)  # so that there is no block
+        layer(x)
+    assert [call.operator for call in calls.calls][:1] == [operator] * is_fused
+    layer.linear2._forward_hooks.clear()
     monkeypatch.setitem(globals(), "changing", torch.tanh)  # what a function calls at the time
     plain = copy.deepcopy(layer)
     tfl.unfuse_(plain)

@@ -1,7 +1,7 @@
 """What is taken of torch beside its public interface still means what we think it means.
 
 The tests of what uses the rest hold it: of function modes tests/fuse, of DTensor and of plans of
-parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/handover, of what
+parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/autograd, of what
 was compiled and of scripted modules tests/fuse.
 """
 

@@ -1,17 +1,17 @@
 """memory='low': the bits that keeping more would give, in graphs cut, reused or written to.
 
-What is kept is in test_kept.py; every derivative, hook and error of the rows that say "low", which
-lend their outputs to each other, in tests/autograd.
+What is kept is in test_kept.py; every derivative, hook and error of the rows that say "low" in
+tests/autograd.
 """
+
+from functools import partial
 
 import pytest
 import torch
 from numerics import assert_bits, assert_same, run
-from operators import ACTS, GELU_TANH, gated, linear, mlp, pair, rows, stack
-from stacks import HANDED
+from operators import ACTS, gated, linear, mlp, rows, stack
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-from watching import operators_of
+from watching import explained, operators_of
 
 import torch_fused_linear as tfl
 
@@ -19,22 +19,19 @@ fused = torch.ops.fused
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SMOOTH = [a for a in ACTS if a != "relu"]
-MADE_ANEW = {
-    **{f"{kind.__name__} {a}": lambda m, k=kind, a=a: k(a, 3, memory=m)
-       for kind in (stack, mlp) for a in SMOOTH},
-    **{f"pair {form}": lambda m, form=form: pair(form, "silu", memory=m)
-       for form in ("apart", "stacked")},
+RECOMPUTED = {
+    **{f"mlp {a}": lambda m, a=a: mlp(a, 3, memory=m) for a in SMOOTH},
     **{f"block {a}": lambda m, a=a: gated("apart", a, True, memory=m) for a in ACTS},
     "relu": lambda m: linear("relu", memory=m),
     "stack relu": lambda m: stack("relu", 3, memory=m),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", MADE_ANEW)
+@pytest.mark.parametrize("name", RECOMPUTED)
 @dtype_param
-def test_what_is_computed_anew_has_the_bits_of_what_was_kept(dtype, name, device):
-    """The same from the default, from layers under hooks, which keep all, and without hand-over."""
-    low, default = (MADE_ANEW[name](memory) for memory in ("low", "default"))
+def test_recomputed_output_is_bitwise_equal(dtype, name, device):
+    """To the one of the default, and under hooks on saved tensors."""
+    low, default = (RECOMPUTED[name](memory) for memory in ("low", "default"))
     for lead in ((), (1,), (5, 7), (0,)):
         case = low.case(lead, 16, 9, dtype, device)
         got = run(low.call, case)
@@ -42,10 +39,22 @@ def test_what_is_computed_anew_has_the_bits_of_what_was_kept(dtype, name, device
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             y = low.call(*leaves)
         assert_bits([y, *torch.autograd.grad(y, leaves, case.g)], got, str(lead))
-        with tfl.handover(False):
-            assert_same(run(low.call, case), got)
-        if not name.startswith(("stack", "mlp")):  # an epilogue rounds GELU's sum only afterwards
+        if not name.startswith("mlp"):  # an epilogue rounds GELU's sum only afterwards
             assert_bits(run(default.call, case), got, str(lead))
+
+
+@pytest.mark.parametrize("op", [linear, lambda a, memory: gated("apart", a, memory=memory)])
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_a_layer_alone_does_what_it_does_by_default(activation, op, device):
+    """Bit for bit, by the same operators."""
+    results = []
+    for memory in ("default", "low"):
+        layer = op(activation, memory=memory)
+        case = layer.case((5,), 16, 9, torch.bfloat16, device)
+        results.append(explained(partial(run, layer.call, case)))
+    (by_default, ran), (low, ran_low) = results
+    assert_bits(low, by_default)
+    assert ran_low.calls == ran.calls
 
 
 @dtype_param
@@ -65,38 +74,34 @@ def test_hooks_on_saved_tensors_are_given_what_torch_keeps():
     assert {h.data_ptr(), w.data_ptr()} == {t.data_ptr() for t in kept}
 
 
-def ran(op, wanted=None, on=True):
-    """(operator, path, hand-over) of the rows of a step."""
+def ran(op, wanted=None):
+    """(operator, path) of the rows of a step."""
     case = op.case((5,), 6, 8)
     leaves = case.leaves(wanted)
-    names = ("operator", "path", "handover")
-    with tfl.handover(on):
-        return operators_of(lambda: op.call(*leaves).backward(case.g), *names)
+    return operators_of(lambda: op.call(*leaves).backward(case.g), "operator", "path")
 
 
 @pytest.mark.parametrize("form", ["gelu_tanh", "gelu_erf", "silu"])
-def test_activations_run_twice_and_hand_over(form, device):
+def test_activations_run_twice(form, device):
     name = form.partition("_")[0]
-    steps = ran(stack(form, 3, memory="low"))
-    paths = [path for operator, path, _ in steps if operator == name]
+    steps = ran(mlp(form, 3, memory="low"))
+    paths = [path for operator, path in steps if operator == name]
     assert paths == [f"ATen {name}"] * 2 + [f"ATen {name}, recomputed"] * 2
-    assert not any("aux" in operator for operator, *_ in steps)
-    handed = [operator for operator, _, handover in steps if handover == HANDED]
-    assert handed == ["_linear_backward_across"] * 2
-    assert sum("recomputed" in path for _, path, _ in ran(mlp(form, 3, memory="low"))) == 2
+    assert not any("aux" in operator for operator, _ in steps)
+    assert [operator for operator, _ in steps].count("_linear_backward_across") == 2
 
 
-@rows([stack("silu", 3, memory="low"), mlp("silu", 3, memory="low")])
+@rows([mlp("silu", 3, memory="low")])
 def test_nothing_is_computed_anew_for_a_frozen_weight(op):
     steps = ran(op, [k == 0 for k in range(len(op.case().inputs))])
-    assert not any("recomputed" in path for _, path, _ in steps), steps
+    assert not any("recomputed" in path for _, path in steps), steps
 
 
 def test_up_is_multiplied_with_again_only_where_it_is_read():
     """Inputs: x, gate, up, down, and their biases."""
     op = gated("apart", "silu", True, memory="low")
     for wanted, products in ((range(7), 4), ([6], 3), ([3], 3)):
-        names = [operator for operator, *_ in ran(op, [k in wanted for k in range(7)])]
+        names = [operator for operator, _ in ran(op, [k in wanted for k in range(7)])]
         assert names.count("linear") == products, names
     case = op.case((5,), 6, 8)
     leaves = case.leaves()
@@ -105,15 +110,7 @@ def test_up_is_multiplied_with_again_only_where_it_is_read():
     assert again.count("linear") == 1, "where only down's gradient is asked for"
 
 
-def test_a_pairs_output_comes_with_the_pass_that_is_handed_over():
-    for on, again in ((True, 0), (False, 1)):
-        steps = ran(pair("apart", "silu", memory="low"), on=on)
-        names = [operator for operator, *_ in steps]
-        assert names.count("_glu") == 1 + again and names.count("_glu_backward") == 1, names
-        assert any(handover == HANDED for *_, handover in steps) == on
-
-
-FIRST, LAST = linear("gelu_tanh", memory="low"), linear("none")
+LAST = linear("none")
 
 
 def written(write):
@@ -144,61 +141,15 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@rows([FIRST, gated("apart", "silu", memory="low")])
-@pytest.mark.parametrize("on", [True, False])
-def test_what_the_next_layer_read_counts(on, op, name, device):
+@rows([linear("gelu_tanh", memory="low"), mlp("gelu_tanh", 2, memory="low")])
+def test_what_the_next_layer_read_counts(op, name, device):
     """Written to under autograd or behind its back, whole or in part, or not the very output."""
     results = []
     for call in (op.call, op.eager):
         case = op.case((8,), 6, 8, device=device)
         w = torch.linspace(-1, 1, 64, dtype=torch.float64, device=device).view(8, 8)
         leaves = [*case.leaves(), w.requires_grad_()]
-        with tfl.handover(on):
-            y = BETWEEN[name](call(*leaves[:-1]), w)
-            grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        y = BETWEEN[name](call(*leaves[:-1]), w)
+        grads = torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
         results.append([y, *grads])
     assert_same(*results, exact=1e-5 if name == "cast" else 1e-12)
-
-
-def test_written_to_after_the_next_layer(device):
-    """eager has to refuse the backward: it kept what was written to. Here it is not needed."""
-    op = stack("gelu_tanh", 2, memory="low")
-    case = op.case(device=device)
-    x, v, w, b, c = leaves = case.leaves()
-    hidden = FIRST.call(x, v, b)
-    y = LAST.call(hidden, w, c)
-    with torch.no_grad():
-        hidden.zero_()
-    assert_same(torch.autograd.grad(y, leaves, case.g), run(op.eager, case)[1:])
-
-
-def test_the_layer_before_was_freed_already(device):
-    """Its output is still a tensor that a layer may be given, and that layer keeps it then."""
-    case = FIRST.case((5,), 6, 6, device=device)
-    (x, w, b), (_, v, c) = case.leaves(), case.leaves()
-    y = FIRST.call(x, w, b)
-    after = FIRST.call(y, v, c)  # shares the pre-activation, which outlives its layer's graph
-    y.sum().backward()
-    later = FIRST.call(y, v, c)
-    kept = FIRST.eager(x, w, b).detach()
-    for out in (after, later):
-        (got,) = torch.autograd.grad(out.sum(), v, retain_graph=True)
-        (want,) = torch.autograd.grad(GELU_TANH.call(kept, v, c).sum(), v)
-        assert_same([got], [want])
-        with pytest.raises(RuntimeError, match="second time"):
-            out.sum().backward()
-
-
-@pytest.mark.parametrize("form", ["linear", "glu"])
-def test_a_checkpoint_around_the_borrower_alone(form):
-    """Its recomputation must not read in another form what its forward kept."""
-    op = FIRST if form == "linear" else gated("apart", "silu", memory="low")
-    results = []
-    for call in (op.call, op.eager):
-        leaves = op.case((6,), 8, 8).leaves()
-        w = op.case((6,), 8, 8).w.requires_grad_()
-        h = call(*leaves)
-        y = checkpoint(lambda t, w=w: LAST.call(t, w).sin(), h, use_reentrant=False).sum()
-        h.pow(2).sum().backward(retain_graph=True)
-        results.append(torch.autograd.grad(y, [w, *leaves]))
-    assert_same(*results)

@@ -129,19 +129,19 @@ def parametrised(layer):
 
 CHANGED = {
     "with a parametrisation of weight": parametrised,
-    "with the parameters bias, weight_orig": prune_for_good,
+    "which has a weight of its own": prune_for_good,
     "with more in it: scale": lambda m: m.register_buffer("scale", torch.ones(1)),
     "with more in it: adapter": lambda m: m.add_module("adapter", nn.Identity()),
-    "with a forward of its own": lambda m: setattr(m, "forward", nothing),
-    "that was compiled": lambda m: m.compile(),
-    "with forward hooks": lambda m: m.register_forward_hook(nothing),
-    "with forward pre hooks": lambda m: m.register_forward_pre_hook(nothing),
-    "with backward hooks": lambda m: m.register_full_backward_hook(nothing),
-    "with backward pre hooks": lambda m: m.register_full_backward_pre_hook(nothing),
-    "with state dict hooks": lambda m: m.register_state_dict_post_hook(nothing),
-    "with state dict pre hooks": lambda m: m.register_state_dict_pre_hook(nothing),
-    "with load state dict pre hooks": lambda m: m.register_load_state_dict_pre_hook(nothing),
-    "with load state dict post hooks": lambda m: m.register_load_state_dict_post_hook(nothing),
+    "which has a forward of its own": lambda m: setattr(m, "forward", nothing),
+    "which was compiled": lambda m: m.compile(),
+    "which has forward hooks": lambda m: m.register_forward_hook(nothing),
+    "which has forward pre hooks": lambda m: m.register_forward_pre_hook(nothing),
+    "which has backward hooks": lambda m: m.register_full_backward_hook(nothing),
+    "which has backward pre hooks": lambda m: m.register_full_backward_pre_hook(nothing),
+    "which has state dict hooks": lambda m: m.register_state_dict_post_hook(nothing),
+    "which has state dict pre hooks": lambda m: m.register_state_dict_pre_hook(nothing),
+    "which has load state dict pre hooks": lambda m: m.register_load_state_dict_pre_hook(nothing),
+    "which has load state dict post hooks": lambda m: m.register_load_state_dict_post_hook(nothing),
 }
 MADE = {"LoRA, a subclass": subclassed, "with lazy parameters": lazy}
 
@@ -200,14 +200,14 @@ def test_chains_with_more_than_their_modules():
     own.scale = nn.Parameter(torch.ones(1))
     for chain, words in [
         (Residual(*sequential(3, 4, 2)), "Residual, a subclass"),
-        (hooked, "with forward hooks"),
+        (hooked, "which has forward hooks"),
         (own, "with the parameters scale"),
         (nn.ModuleList([nn.Linear(3, 4)]), "got ModuleList"),
     ]:
         with pytest.raises(TypeError, match=rf"FusedMLP\.from_sequential: expected .*{words}"):
             tfl.FusedMLP.from_sequential(chain)
     ours.register_forward_hook(nothing)
-    with pytest.raises(TypeError, match=r"exactly a FusedMLP .* got FusedMLP with forward hooks"):
+    with pytest.raises(TypeError, match=r"exactly a FusedMLP .* got FusedMLP, which has forward"):
         ours.to_sequential()
     with pytest.raises(ValueError, match=r"from_sequential: memory must be .*got 'less'"):
         tfl.FusedMLP.from_sequential(sequential(3, 4, 2), memory="less")

@@ -1,4 +1,4 @@
-"""explain: rows for every operator, in order, with what ran and why it was handed over or not."""
+"""explain: rows for every operator, in order, with what ran and why."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from helpers import one_thread  # noqa: F401
 from operators import DTYPES
-from stacks import HANDED, MIXED, Stack
+from stacks import MIXED, Stack
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from watching import explained, operators_of
 
 import torch_fused_linear as tfl
@@ -27,31 +26,43 @@ NAMES = dict(zip(DTYPES, ("Double", "Float", "Half", "BFloat16"), strict=True))
 def test_a_step_of_a_stack(dtype, device):
     stack = Stack(MIXED, lead=(2, 3), dtype=dtype, widths=[4, 8, 16, 24, 3], device=device)
     _, report = explained(stack.step)
-    assert rows(report, "operator", "shapes", "handover") == [
-        ("linear_relu", "[2, 3, 4] x [8, 4]", ""),
-        ("_linear_aux", "[2, 3, 8] x [16, 8]", ""),
-        ("_linear_aux", "[2, 3, 16] x [24, 16]", ""),
-        ("linear", "[2, 3, 24] x [3, 24]", ""),
-        (ACROSS, "[2, 3, 24] x [3, 24]", HANDED),
-        (ACROSS, "[2, 3, 16] x [24, 16]", HANDED),
-        (ACROSS, "[2, 3, 8] x [16, 8]", HANDED),
-        (BACKWARD, "[2, 3, 4] x [8, 4]", "plain: the input is not a fused layer's output"),
+    assert rows(report, "operator", "shapes") == [
+        ("linear_relu", "[2, 3, 4] x [8, 4]"),
+        ("_linear_aux", "[2, 3, 8] x [16, 8]"),
+        ("_linear_aux", "[2, 3, 16] x [24, 16]"),
+        ("linear", "[2, 3, 24] x [3, 24]"),
+        (BACKWARD, "[2, 3, 24] x [3, 24]"),
+        (BACKWARD, "[2, 3, 16] x [24, 16]"),
+        (BACKWARD, "[2, 3, 8] x [16, 8]"),
+        (BACKWARD, "[2, 3, 4] x [8, 4]"),
     ]
-    assert report.handed_over == 3
     place = "cpu" if device.type == "cpu" else "cuda:0"
     assert set(rows(report, "dtype", "device")) == {(NAMES[dtype], place)}
     assert all(call.path for call in report.calls), report
 
 
+def test_a_step_of_a_block(device):
+    x, *parameters = (torch.randn(n, 4, device=device, requires_grad=True) for n in (3, 4, 4))
+    _, report = explained(lambda: tfl.mlp(x, parameters, [None, None]).sum().backward())
+    assert rows(report, "operator", "shapes") == [
+        ("linear_relu", "[3, 4] x [4, 4]"),
+        ("linear", "[3, 4] x [4, 4]"),
+        (ACROSS, "[3, 4] x [4, 4]"),
+        (BACKWARD, "[3, 4] x [4, 4]"),
+    ]
+
+
 def test_a_reason_is_in_the_row_that_it_is_about(device):
-    """The situations are in tests/handover."""
-    stack = Stack(("relu", "none", "none"), device=device)
-    outputs = stack.outputs()
-    outputs[0].register_hook(lambda g: g)
-    ran = operators_of(lambda: stack.backward(outputs[-1]), "handover")
-    reasons = ["no activation before", "a hook on the tensor", "the input is not a fused layer's"]
-    for found, reason in zip(ran, reasons, strict=True):
-        assert found.startswith(f"plain: {reason}")
+    """Why a gradient was not added to what is there begins the path of the weight's product."""
+    stack = Stack(("relu", "none"), device=device)
+    stack.step()
+    hooked = stack.weights[0]
+    hooked.register_hook(lambda g: g)
+    with tfl.accumulate_gradients(hooked):
+        ran = operators_of(stack.step, "operator", "path")
+    why = "(weight's gradient apart: a hook on the weight)"
+    assert [why in path for _, path in ran] == [False, False, False, True], ran
+    assert ran[-1][1].startswith(f"{why} + ")
 
 
 def test_inference_and_single_operators(device):
@@ -71,15 +82,15 @@ def test_inference_and_single_operators(device):
         y = tfl.conv2d_relu(image, kernel)
         torch.ops.fused._channels_relu_backward(y, y, True)
     layers = ["linear", "linear_relu", "linear_gelu", "linear_gelu", "mlp"]
-    assert rows(report, "operator", "shapes", "handover") == [
-        *((name, "[3, 4] x [5, 4]", "") for name in layers),
-        ("mlp", "[3, 5] x [6, 5]", ""),
-        ("_linear_aux", "[3, 4] x [5, 4]", ""),
-        ("_linear_relu_bits", "[3, 4] x [5, 4]", ""),
-        ("_relu_mask", "[3, 4]", ""),
-        ("_activation_backward", "[3, 4]", ""),
-        ("conv2d_relu", "[2, 4, 7, 6] x [8, 4, 3, 3]", ""),
-        ("_channels_relu_backward", "[2, 8, 5, 4]", ""),
+    assert rows(report, "operator", "shapes") == [
+        *((name, "[3, 4] x [5, 4]") for name in layers),
+        ("mlp", "[3, 5] x [6, 5]"),
+        ("_linear_aux", "[3, 4] x [5, 4]"),
+        ("_linear_relu_bits", "[3, 4] x [5, 4]"),
+        ("_relu_mask", "[3, 4]"),
+        ("_activation_backward", "[3, 4]"),
+        ("conv2d_relu", "[2, 4, 7, 6] x [8, 4, 3, 3]"),
+        ("_channels_relu_backward", "[2, 8, 5, 4]"),
     ]
 
 
@@ -101,26 +112,27 @@ def test_paths_on_the_cpu():
 @pytest.mark.cuda
 def test_paths_on_a_gpu(cuda):
     """cublaslt takes the library's epilogues by name; auto says what it does instead."""
-    options = {"lead": (64,), "widths": [64, 128, 64, 128], "dtype": torch.bfloat16}
+    tensors = [torch.randn(n, 64, device=cuda).bfloat16().requires_grad_() for n in (64, 64, 64)]
+    biases = [torch.zeros(64, device=cuda).bfloat16().requires_grad_() for _ in "ab"]
 
     def paths(activation, name):
-        stack = Stack([activation] * 2 + ["none"], device=cuda, **options)
         with tfl.set_policy(name):
-            return operators_of(stack.step, "path")
+            (y, forward) = explained(
+                lambda: tfl.mlp(tensors[0], tensors[1:], biases, activation=activation)
+            )
+            backward = operators_of(lambda: y.sum().backward(), "path")
+            return [*(call.path for call in forward.calls), *backward]
 
     relu = paths("relu", "cublaslt")
-    assert relu[:2] == ["RELU_AUX_BIAS"] * 2
-    assert "DRELU_BGRAD" in relu[3] and "DRELU_BGRAD" in relu[4], relu
+    assert relu[0] == "RELU_AUX_BIAS" and "DRELU_BGRAD" in relu[2], relu
     gelu = paths("gelu_tanh", "cublaslt")
-    assert gelu[:2] == ["GELU_AUX_BIAS"] * 2
-    assert "DGELU_BGRAD" in gelu[3] and "DGELU_BGRAD" in gelu[4], gelu
+    assert gelu[0] == "GELU_AUX_BIAS" and "DGELU_BGRAD" in gelu[2], gelu
     assert "DGELU" not in " ".join(relu) and "DRELU" not in " ".join(gelu)
 
     auto = paths("relu", "auto")
-    assert auto[:2] == ["RELU_BIAS"] * 2
-    assert all("own one-pass kernel" in path for path in auto[3:5]), auto
+    assert auto[0] == "RELU_BIAS" and "own one-pass kernel" in auto[2], auto
     erf = paths("gelu_erf", "cublaslt")
-    assert all("own" in path and "DGELU" not in path for path in erf[:2] + erf[3:5]), erf
+    assert all("own" in path and "DGELU" not in path for path in (erf[0], erf[2])), erf
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -130,11 +142,11 @@ def test_table(device):
     _, report = explained(Stack(device=device).step)
     lines = str(report).splitlines()
     assert len(lines) == 2 + len(report.calls)
-    assert lines[0].split() == ["operator", "shapes", "dtype", "device", "path", "handover"]
+    assert lines[0].split() == ["operator", "shapes", "dtype", "device", "path"]
     for line, call in zip(lines[2:], report.calls):
         for field in (call.operator, call.shapes, call.dtype, call.device, call.path):
             assert field in line
-        assert line.endswith(call.handover or call.path)
+        assert line.endswith(call.path)
 
 
 # --- on and off ---------------------------------------------------------------------------------
@@ -146,17 +158,17 @@ def test_off_afterwards():
         stack()
         raise KeyError
     empty = tfl.explain()
-    assert str(empty).startswith("operator") and empty.calls == [] and empty.handed_over == 0
+    assert str(empty).startswith("operator") and empty.calls == []
     _, report = explained(stack.step)
     before = list(report.calls)
     stack.backward(stack())
     with empty:
         pass
     assert (len(failed.calls), len(before), empty.calls) == (4, 8, [])
-    assert report.calls == before and report.handed_over == 3
+    assert report.calls == before
 
 
-def test_what_fails_leaves_no_row_and_no_remark_behind():
+def test_what_fails_leaves_no_row_and_no_reason_behind():
     stack = Stack()
     y = stack()
 
@@ -164,28 +176,31 @@ def test_what_fails_leaves_no_row_and_no_remark_behind():
         raise KeyError
 
     stack.weights[3].register_hook(hook)
-    with tfl.explain() as report, pytest.raises(KeyError):
+    with tfl.explain() as report, pytest.raises(KeyError), tfl.accumulate_gradients(stack.weights):
         stack.backward(y)
-    assert report.handed_over == 1
+    assert len(report.calls) == 1
     with tfl.explain() as report:
         with pytest.raises(RuntimeError):
             tfl.linear(stack.x, stack.weights[1])
         stack()
-    assert [call.handover for call in report.calls] == [""] * 4
-    assert report.calls[-1].operator == "linear"
+    assert [call.operator for call in report.calls][-1] == "linear" and len(report.calls) == 4
+    assert not any("apart" in call.path for call in report.calls), report
 
 
-def test_a_traced_backward_leaves_no_remark_for_the_next_row():
+def test_a_traced_backward_leaves_no_reason_for_the_next_row():
     """Tracing runs the nodes but no kernel, so what they say of their rows has none to go to."""
     with tfl.explain() as report:
         for _ in range(2):  # the second time results come from the tracer's cache
             with FakeTensorMode():
-                Stack().step()
+                stack = Stack()
+                stack.weights[0].register_hook(lambda g: g)
+                with tfl.accumulate_gradients(stack.weights):
+                    stack.step()
         with torch.no_grad():
             Stack()()
         x = torch.ones(1, 1)
         torch.ops.fused._linear_backward(x, x, x, None, "none", [True, True, True])
-    assert rows(report, "handover") == [("",)] * 5, report
+    assert len(report.calls) == 5 and "apart" not in str(report), report
 
 
 def test_blocks_within_each_other_and_across():
@@ -223,22 +238,4 @@ def test_all_threads_are_recorded():
     """Recording is process-wide: the rows of a backward in another thread are there."""
     with tfl.explain() as report, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: Stack().step(), range(4)))
-    assert len(report.calls) == 4 * 8 and report.handed_over == 4 * 3
-    assert_remarks_in_place(report)
-
-
-def assert_remarks_in_place(report):
-    for call in report.calls:
-        assert (call.operator == ACROSS) == (call.handover == HANDED), report
-        assert bool(call.handover) == ("backward" in call.operator), report
-
-
-def test_remarks_stay_with_their_rows_under_checkpoint(device):
-    """Asking the producer for what it saved runs its forward anew, whose rows come in between."""
-    stack = Stack(device=device)
-    y = stack.x
-    for k in range(4):
-        y = checkpoint(stack.layer, k, y, use_reentrant=False)
-    with tfl.explain() as report:
-        stack.backward(y)
-    assert_remarks_in_place(report)
+    assert len(report.calls) == 4 * 8

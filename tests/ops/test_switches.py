@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from numerics import assert_same
-from operators import POLICIES
+from numerics import assert_same, run
+from operators import POLICIES, mlp
 from stacks import MIXED, Stack
 from watching import operators_of
 
@@ -17,13 +17,6 @@ SWITCHES = {
         ("auto", "eager", "cublaslt"),
         (None, 1, b"auto", ["auto"], print),
         "policy must be 'auto', 'cublaslt' or 'eager'",
-    ),
-    "handover": (
-        tfl.handover,
-        torch.ops.fused._handover,
-        (True, False, True),
-        (None, 1, "off", print),
-        "enabled must be True or False",
     ),
     "budget": (
         tfl.plans.budget,
@@ -160,16 +153,30 @@ def test_changed_between_layers_and_before_the_backward(first, second, device):
     """What was saved decides, not the policy of the moment: a mask that one layer has saved is read
     by whichever layer follows."""
     for activations in (MIXED, ("relu",) * 3, ("relu", "relu", "gelu_tanh", "none")):
-        want, stack = (Stack(activations, lead=(2, 3), device=device) for _ in "ab")
-        want.backward(want(fused=False))
+        lead = {"lead": (2, 3), "device": device}
+        want, stack = (Stack(activations, **lead, fused=fused) for fused in (False, True))
+        want.backward(want())
         y = stack.x
         for k in range(len(activations)):
             with tfl.set_policy((first, second)[k % 2]):
                 y = stack.layer(k, y)
-        with tfl.set_policy(second), tfl.explain() as report:
+        with tfl.set_policy(second):
             stack.backward(y)
         assert_same(stack.grads(), want.grads())
-        assert "eager" in (first, second) or report.handed_over == len(activations) - 1
+
+
+@pytest.mark.parametrize("second", POLICIES)
+@pytest.mark.parametrize("first", POLICIES)
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_a_block_whose_policy_changes_before_the_backward(memory, first, second, device):
+    for activation in ("relu", "gelu_tanh", "silu"):
+        op = mlp(activation, 3, memory=memory)
+        case = op.case((5,), device=device)
+        leaves = case.leaves()
+        with tfl.set_policy(first):
+            y = op.call(*leaves)
+        with tfl.set_policy(second):
+            assert_same([y, *torch.autograd.grad(y, leaves, case.g)], run(op.eager, case))
 
 
 def test_eager_holds_for_mlp_without_gradients(device):

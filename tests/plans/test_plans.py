@@ -50,7 +50,6 @@ torch.ops.fused._plans_verbosity(), t.plans.get_budget()
     [
         ("BUDGET_MS", ["much", "nan", "1e300"], "a number from 0 to 1e+06"),
         ("VERBOSE", ["1e300", "-1"], "an integer from 0 to 2"),
-        ("HANDOVER", ["off"], "an integer from 0 to 1"),
         ("POLICY", ["fast"], "'auto', 'cublaslt' or 'eager'"),
     ],
 )
@@ -63,7 +62,7 @@ def test_values_in_the_environment_are_checked(variable, values, expected):
 
 IN_FORCE = """
 import torch, torch_fused_linear as t
-print(t.get_policy(), torch.ops.fused._handover(), t.plans.get_budget())
+print(t.get_policy(), t.plans.get_budget())
 print(t.plans.get_patience(), torch.ops.fused._plans_verbosity())
 """
 
@@ -71,14 +70,14 @@ print(t.plans.get_patience(), torch.ops.fused._plans_verbosity())
 @pytest.mark.parametrize(
     "values, in_force",
     [
-        ((None, None, None, None), "auto True 200.0 256 0"),
-        (("", "", "", ""), "auto True 200.0 256 0"),
-        (("eager", "0", "7.5", "2"), "eager False 7.5 256 2"),
-        (("cublaslt", "1", "0", "0"), "cublaslt True 0.0 256 0"),
+        ((None, None, None), "auto 200.0 256 0"),
+        (("", "", ""), "auto 200.0 256 0"),
+        (("eager", "7.5", "2"), "eager 7.5 256 2"),
+        (("cublaslt", "0", "0"), "cublaslt 0.0 256 0"),
     ],
 )
 def test_what_the_environment_sets(values, in_force):
-    names = ("POLICY", "HANDOVER", "BUDGET_MS", "VERBOSE")
+    names = ("POLICY", "BUDGET_MS", "VERBOSE")
     done = run_python(IN_FORCE, **dict(zip(names, values)))
     assert (done.stdout.split(), done.stderr) == (in_force.split(), "")
 

@@ -67,7 +67,8 @@ def decoder(**options):
 ROWS = [torch.randn(2, 5, 6)]
 TOKENS = {"input_ids": IDS}
 WIDE = [torch.randn(2, 5, 8)]
-# maker, inputs, blocks, gradients handed over
+# maker, inputs, blocks, backward steps of two layers: none where the second layer is in another
+# module, as BERT's
 FAMILIES = {
     "timm Mlp": (timm_mlp(), ROWS, 1, 1),
     "timm Mlp without bias": (timm_mlp(bias=False), ROWS, 1, 1),
@@ -75,10 +76,10 @@ FAMILIES = {
     "torchvision MLPBlock": (torchvision_mlp, ROWS, 1, 1),
     "torchvision MLP": (torchvision_chain, ROWS, 1, 2),
     # with the transform before the vocabulary
-    "BERT": (hugging_face("BertForMaskedLM", "BertConfig", **SMALL), TOKENS, 3, 2),
-    "BERT in chunks": (hugging_face("BertModel", "BertConfig", **CHUNKED), TOKENS, 2, 10),
+    "BERT": (hugging_face("BertForMaskedLM", "BertConfig", **SMALL), TOKENS, 3, 0),
+    "BERT in chunks": (hugging_face("BertModel", "BertConfig", **CHUNKED), TOKENS, 2, 0),
     # with the head, which calls gelu as a function
-    "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 3, 2),
+    "RoBERTa": (hugging_face("RobertaForMaskedLM", "RobertaConfig", **SMALL), TOKENS, 3, 0),
     "encoder": (encoder(), WIDE, 1, 1),
     "encoder, norm first, erf": (encoder(activation="gelu", norm_first=True), WIDE, 1, 1),
     "encoder, module": (encoder(activation=nn.GELU()), WIDE, 1, 1),

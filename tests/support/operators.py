@@ -292,8 +292,7 @@ def mlp(activation: str, layers: int, widths: Sequence[int] = (), **options) -> 
 
 
 def stack(activation: str, layers: int, widths: Sequence[int] = (), **options) -> Op:
-    """A chain of operators of their own, of which one hands over to, and with low memory lends its
-    output to, the next."""
+    """A chain of layers, each an operator of its own."""
     chain, layer = mlp(activation, layers, widths), linear(activation, **options)
 
     def call(functions, x, *parameters):
@@ -370,8 +369,8 @@ GATED += [gated("apart", "silu", down, memory="low") for down in (False, True)]
 CHAINS = [mlp(activation, layers) for activation, layers in zip(ACTS, (3, 3, 4, 3, 2))]
 CHAINS += [mlp("relu", 1), mlp("gelu_tanh", 3, memory="low"), mlp("relu", 3, memory="low")]
 CONV = conv(channels=4, out=4, size=(4, 3), kernel=(2, 2), padding=(1, 0), groups=2)
-STACKS = [stack("relu", 3), *(stack(a, 3, memory="low") for a in ("relu", "gelu_tanh", "silu"))]
-STACKS += [pair("apart", "silu", memory="low"), pair("halves", "gelu_erf", memory="low")]
+STACKS = [stack("relu", 3), *(stack(a, 3, memory="low") for a in ("relu", "gelu_tanh"))]
+STACKS += [pair("apart", "silu"), pair("halves", "gelu_erf", memory="low")]
 EVERY = [*OPS, *LOW, *GATED, *CHAINS, *STACKS, CONV]
 
 # Each way in which a convolution can be odd; the last ones as they stand in ResNets, but small.

@@ -126,14 +126,16 @@ def literals(pieces: list[str]) -> list[str]:
 # `return "it";`, `{std::nullopt, "it"}`, `return ... ? "it" : nullptr;` and the other way round
 RETURNED = r'(?:return|return [^;]*? \?|nullptr :|nullptr,|nullopt,) "([^"]+)"(?:;|}| : nullptr;)'
 OBJECTIONS = r"^inline const char\* objection\(.*?^}"
-NODES = [f"autograd/{name}.cpp" for name in ("handover", "linear_node", "gated_node")]
 TRIALS = "no valid algorithm|its trial|less exact|unknown while"
 REASONS = {
     "no kernel": found(r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/sub*.py"),
     "cuDNN": found(r'"(\(not cuDNN\'s fused form: [^"]+\))"', "cuda/*conv*"),
     "GEMM": literals(found(OBJECTIONS, *(f"gemm/{n}.h" for n in ("choice", "hopper", "problem")))),
     "trials": found(rf'"(\(no GELU epilogue[^"]+|(?:{TRIALS})[^"]+)"', "cuda/tune/decide.cpp"),
-    "nodes": found(RETURNED, *NODES),
+    "accumulation": [
+        *found(RETURNED, "autograd/accumulation.cpp"),
+        *found(r'why = "([^"]+)"', "autograd/accumulation.cpp"),
+    ],
     "steps": [
         *literals(found(r"explain::append\((.*?)\);", "**/*.cpp")),
         *found(r'return "(ATen \w+)";', "**/*.cpp"),
@@ -147,7 +149,7 @@ def fuse_reasons(path: Path) -> list[str]:
     found = []
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef) or not re.search(
-            "objection|reason|misuse|explain_the_rest", function.name
+            "objection|reason|misuse|explain_the_rest|added_behaviour", function.name
         ):
             continue
         for node in ast.walk(function):
@@ -160,14 +162,15 @@ def fuse_reasons(path: Path) -> list[str]:
 
 
 REASONS["fuse"] = [*families.REFUSALS.values()]
-for path in (ROOT / "torch_fused_linear" / "fuse").glob("*.py"):
+PACKAGE = ROOT / "torch_fused_linear"
+for path in (*(PACKAGE / "fuse").glob("*.py"), PACKAGE / "_torch_internals.py"):
     REASONS["fuse"] += fuse_reasons(path)
 
 
 def test_the_reasons_are_found():
     """One for each way in which the code says them."""
-    expected = {"retain_grad", "first layer: nothing to hand over", "no activation before"}
-    expected |= {"its gate is frozen", "no such epilogue", "one row or column"}
+    expected = {"create_graph", "a hook on the weight", "another stream", "used more than once"}
+    expected |= {"no such epilogue", "one row or column"}
     expected |= {"(no kernel: layout)", "(no kernel: tensor subclass)", "has a parametrisation"}
     expected |= {"(not cuDNN's fused form: less exact than eager)", "its trial failed"}
     expected |= {"own one-pass kernel", "ATen mm", "PyTorch's own (not fused)"}
@@ -177,9 +180,10 @@ def test_the_reasons_are_found():
 
 @pytest.mark.parametrize("source", REASONS)
 def test_every_reason_is_explained(source):
-    page = " ".join((DOCS / "fallbacks.md").read_text().split())
+    name = "accumulation.md" if source == "accumulation" else "fallbacks.md"
+    page = " ".join((DOCS / name).read_text().split())
     missing = {reason for reason in REASONS[source] if reason not in page}
-    assert not missing, f"docs/fallbacks.md does not say what these mean: {missing}"
+    assert not missing, f"docs/{name} does not say what these mean: {missing}"
 
 
 def test_performance_pages_have_no_numbers_of_its_own():

@@ -89,7 +89,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
         if not_here := missing(snippet.needs):
             left_out.update(not_here)
             continue
-        with tfl.set_policy(tfl.get_policy()), tfl.handover(True):
+        with tfl.set_policy(tfl.get_policy()):
             # With the page's lines, so that a traceback points into the page.
             exec(compile("\n" * (snippet.line - 1) + snippet.text, str(page), "exec"), names)
     if left_out:

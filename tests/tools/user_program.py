@@ -33,10 +33,10 @@ for block in report.fused:
 tfl.unfuse_(model)
 assert_type(tfl.pack_weights(torch.nn.Linear(2, 2).requires_grad_(False)), int)
 
-with tfl.explain() as told, tfl.set_policy("auto"), tfl.handover(False):
+with tfl.explain() as told, tfl.set_policy("auto"):
     model(x)
 assert_type(told, tfl.explain)
-assert_type(told.handed_over, int)
+assert_type(told.calls[0].path, str)
 with tfl.plans.budget(0):
     tfl.plans.warmup(model, x)
 assert_type(tfl.plans.show(), str)

@@ -26,18 +26,19 @@ def fuse_(
     memory: Memory = "default",
     dry_run: bool = False,
 ) -> Report:
-    r"""Replaces each linear layer or convolution and its activation by one fused call, in place.
+    r"""Replaces linear layers and their activations in a model by fused operators, in place.
 
-    Wherever the model's code says ``act(linear(x))``, in this or in other words, the expression
-    becomes a call that looks at what it is given each time: a plain ``nn.Linear`` and ReLU, its
-    square, GELU or SiLU, an ``nn.Conv2d`` and ReLU, and a gated layer ``act(gate(x)) * up(x)`` run
-    as operators of this package, and anything else runs the original expression. The linear layer
-    after the activation hands its gradient over (:class:`torch_fused_linear.handover`).
+    Wherever the model's code calls layers straight one after the other, such as
+    ``fc2(act(fc1(x)))``, the calls become one. Each time it runs, that call looks at the modules
+    and the tensor that it is given. Plain ``nn.Linear`` layers with ReLU, its square, GELU or SiLU
+    between them run as :func:`torch_fused_linear.mlp`, a layer with its activation as one operator,
+    ``nn.Conv2d`` and ReLU likewise, and ``act(gate(x)) * up(x)`` with the layer after it as
+    :func:`torch_fused_linear.gated_mlp`. Anything else runs the code as written.
 
-    Modules stay the same objects of the same classes, and the model the same function whatever is
-    done to it, before or after. The function whose code holds the expression gets other code, once
-    for the process; a mark on each layer, an attribute, says for which it matters.
-    ``torch.compile`` and ``torch.export`` get the operators; ``torch.jit.script`` compiles the text
+    Modules stay the same objects of the same classes, and the model computes the same function
+    whatever is done to it before or after. The function that holds the calls gets other code, once
+    for the process; an attribute of each layer marks the layers for which it matters.
+    ``torch.compile`` and ``torch.export`` get the operators. ``torch.jit.script`` compiles the text
     of functions, so a scripted model is the plain one until :func:`fuse_script_`.
 
     Args:

@@ -1,24 +1,10 @@
-"""What is known about models beyond what the code of one ``forward`` tells.
+"""Activation classes of other libraries that ``fuse_`` knows, and why it refuses others.
 
-A block whose ``forward`` passes a linear layer's output straight to an activation needs no entry:
-that is read from its code (runs.py). An entry is needed where the next linear layer lies in
-another module or behind a branch, and for an activation class of another library.
+A block needs no entry: ``fuse_`` reads it from the code of its ``forward`` (runs.py).
 """
-
-import posixpath
-from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
-
-# Where the output of a block's activation goes: the block's class, as a shell pattern, and the path
-# from it to the linear layer that takes that output.
-FAMILIES = {
-    # BERT, RoBERTa, ELECTRA and their many relatives: BertLayer holds both halves.
-    "transformers.models.*Intermediate": "../output.dense",
-    # T5 v1.0, mT5, LongT5: a cast to wo's dtype stands in an if between.
-    "transformers.models.*DenseActDense": "wo",
-}
 
 # The function of each activation class, by the operators' names. Every formula here is the very
 # function, whatever operations it is written in; approximations of another kind are left out.
@@ -54,12 +40,3 @@ CONV1D = "transformers.pytorch_utils.Conv1D"
 
 def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def next_linear_of(path: str, block: type) -> str | None:
-    """The path, in the model, of the linear layer that follows the block at `path`."""
-    for pattern, following in FAMILIES.items():
-        if fnmatchcase(full_name(block), pattern):
-            joined = posixpath.join(path.replace(".", "/"), following)
-            return posixpath.normpath(joined).replace("/", ".")
-    return None

@@ -20,13 +20,14 @@ from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
-from .plain import hooks_objection
 from .runs import Step, runs_of, step_of
 from .source import Text, Unreadable, code_of, codes_in, place_of, unwrapped
 
 FUSED = (FusedMLP, FusedGatedMLP)
 ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
 CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
+CONTAINERS = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+OWN_LOOK_UP = object.__getattribute__
 MOST_NAMES = 7  # that stand for one another
 
 
@@ -39,6 +40,7 @@ class Element:
     step: Step
     text: Text | None = None  # the code that it is in; None for a child of an nn.Sequential
     parts: list[list["Element"]] = field(default_factory=list)  # of each form of a product
+    resolver: "Resolver | None" = None
 
     @property
     def place(self) -> tuple[nn.Module, ast.AST]:
@@ -92,8 +94,7 @@ class Model:
                 self._visit(child, f"{path}.{name}" if path else name)
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
-        is_one = isinstance(module, FUSED) or self._is_inner(module)
-        if is_one or not any(plain.is_layer(m) for _, m in named(module)):
+        if isinstance(module, FUSED) or not any(plain.is_layer(m) for _, m in named(module)):
             return
         for function in functions_of(type(module)):
             if function is nn.Sequential.forward or self._mentions_activation(module, function):
@@ -108,14 +109,14 @@ class Model:
         if function is nn.Sequential.forward:
             is_torchs = text.file[1] == nn.modules.container.__file__
             is_loop = is_torchs and type(module).__iter__ is nn.Sequential.__iter__
-            return [self._flatten(module)] if is_loop else []
+            return [self._sequence(module)] if is_loop else []
         resolver = Resolver(module, text)
 
         def element(step: Step) -> Element:
             is_method = step.callee is None
             values = [plain.called_in(step.node)] if is_method else resolver.values(step.callee)
             parts = [[*map(element, form.steps)] for form in step.forms]
-            return Element(module, values, step, text, parts)
+            return Element(module, values, step, text, parts, resolver)
 
         chains = [[element(step) for step in run] for run in self._runs(text)]
         if text.takes_locals():
@@ -135,27 +136,15 @@ class Model:
                 return True
         return False
 
-    def _flatten(self, sequential: nn.Module) -> Chain:
-        chain = []
-        for child in sequential._modules.values():
-            if self._is_inner(child) and child is not sequential:
-                chain += self._flatten(child)
-            else:
-                call = ast.parse("module(input)", mode="eval").body
-                chain.append(Element(sequential, [child], step_of(call)))
-        return chain
-
-    def _is_inner(self, module: nn.Module) -> bool:
-        """Whether it stands for its children in the nn.Sequential around it."""
-        if not is_sequential(module) or not (path := self.paths.get(module)):
-            return False
-        outer = self.modules[path.rpartition(".")[0]]
-        return is_sequential(outer) and not hooks_objection(module)
+    def _sequence(self, sequential: nn.Module) -> Chain:
+        calls = (ast.parse("module(input)", mode="eval").body for _ in sequential._modules)
+        children = zip(sequential._modules.values(), calls)
+        return [Element(sequential, [child], step_of(call)) for child, call in children]
 
 
 def functions_of(cls: type) -> list[FunctionType]:
     """The methods that run, without those that a child has replaced for good."""
-    found: list[FunctionType] = []
+    found: dict[FunctionType, None] = {}  # one may have several names
     replaced = {"__init__"}  # has run
     for base in cls.__mro__:
         for name, value in vars(base).items() if base not in (nn.Module, object) else ():
@@ -163,10 +152,10 @@ def functions_of(cls: type) -> list[FunctionType]:
                 continue
             function = unwrapped(value)
             if function is not None:
-                found.append(function)
+                found[function] = None
             if function is None or "super" not in code_of(function).co_names:
                 replaced.add(name)
-    return found
+    return [*found]
 
 
 def frozen_reason(module: nn.Module) -> str | None:
@@ -255,6 +244,22 @@ class Resolver:
                 return self._children(value)
         return []
 
+    def is_stored(self, node: ast.expr) -> bool:
+        """Whether looking it up runs no code of the user's: names, what is stored in modules, and
+        items of torch's containers."""
+        match node:
+            case ast.Name() | ast.Constant():
+                return True
+            case ast.Attribute(value, name) | ast.Call(
+                ast.Name("getattr"), [value, ast.Constant(str(name))], []
+            ):
+                held = self.values(value) if self.is_stored(value) else []
+                return bool(held) and all(_is_stored(base, self._mangled(name)) for base in held)
+            case ast.Subscript(value, ast.Name() | ast.Constant()):
+                held = self.values(value) if self.is_stored(value) else []
+                return bool(held) and all(type(base) in CONTAINERS for base in held)
+        return False
+
     def _name(self, name: str) -> list[object]:
         if name == self.self_name:
             return [self.owner]
@@ -283,10 +288,12 @@ class Resolver:
 
     def _attributes(self, node: ast.expr, name: str) -> list[object]:
         """Without running a property."""
-        if self.class_name and name.startswith("__") and not name.endswith("__"):
-            name = f"_{self.class_name.lstrip('_')}{name}"
-        found = [_attribute(base, name) for base in self.values(node)]
+        found = [_attribute(base, self._mangled(name)) for base in self.values(node)]
         return [value for value in found if value is not None]
+
+    def _mangled(self, name: str) -> str:
+        is_private = self.class_name and name.startswith("__") and not name.endswith("__")
+        return f"_{self.class_name.lstrip('_')}{name}" if is_private else name
 
 
 def _part(held: object, index: ast.expr) -> list[object]:
@@ -312,6 +319,28 @@ def _attribute(base: object, name: str) -> object:
     found = inspect.getattr_static(type(base), name, None)
     found = getattr(found, "__func__", found)  # a function may be a staticmethod
     return found if callable(found) and not isinstance(found, type) else None
+
+
+def _is_stored(base: object, name: str) -> bool:
+    """Whether the attribute is looked up without code of the user's, here and in subclasses."""
+    if isinstance(base, ModuleType):
+        return name in vars(base)
+    if not isinstance(base, nn.Module) or type(base).__getattribute__ is not OWN_LOOK_UP:
+        return False
+    found = [inspect.getattr_static(cls, name, None) for cls in subclasses_of(type(base))]
+    if any(hasattr(type(value), "__get__") and not inspect.isroutine(value) for value in found):
+        return False  # a property, say
+    is_held = any(name in held for held in (base._modules, base._parameters, base._buffers))
+    is_torchs = type(base).__getattr__ is nn.Module.__getattr__
+    return name in vars(base) or found[0] is not None or (is_held and is_torchs)
+
+
+def subclasses_of(cls: type) -> list[type]:
+    """The class and all that are made of it."""
+    found = dict.fromkeys([cls])
+    for each in type.__subclasses__(cls):
+        found |= dict.fromkeys(subclasses_of(each))
+    return [*found]
 
 
 def cells(function: FunctionType) -> dict[str, object]:

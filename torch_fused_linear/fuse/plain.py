@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from .._torch_internals import (
     GLOBAL_HOOKS,  # noqa: F401  (C reads it here)
     HOOKS,
+    added_behaviour,
     as_made,
     function_modes,
     has_any_global_hook,
@@ -31,13 +32,20 @@ from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .runs import METHODS
 from .source import called_by
 
-# The attribute of a layer that fuse_ has marked: "default", or "low" to keep less for the backward.
+# The attribute of a layer that fuse_ has marked, a set of options: with "low" the layer keeps less
+# for the backward. TorchScript ignores sets, so a marked layer has the type of an unmarked one.
 MARK = "_torch_fused_linear"
+MARKS: dict[str, set[str]] = {"default": set(), "low": {"low"}}  # to be copied
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def method_pow(h, exponent):
     return h.pow(exponent)
+
+
+def applied(function, more, named, h):
+    """Calls the function with more than the tensor, as ``partial(applied, function, ...)``."""
+    return function(h, *more, **named)
 
 
 def called_in(node: ast.Call | ast.BinOp) -> Callable:
@@ -73,12 +81,13 @@ UNTOUCHED = tuple(  # None where there was none: methods of torch's own tensors 
 
 
 def memory_of(layer: object) -> str | None:
-    """What the mark of a layer says, None without one."""
+    """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
     if not isinstance(layer, nn.Module):
         return None
-    if is_dynamo_compiling():
-        return getattr(layer, MARK, None)  # which it guards, an entry of __dict__ it does not
-    return layer.__dict__.get(MARK)
+    # Dynamo guards an attribute that is looked up, but no entry of __dict__.
+    is_traced = is_dynamo_compiling()
+    mark = getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
+    return None if mark is None else "low" if mark else "default"
 
 
 def learn(value: object) -> None:
@@ -98,24 +107,13 @@ def is_spread(layer: nn.Module) -> bool:
     return is_linear and parallel_plan(layer) is not None
 
 
-def hooks_objection(module: nn.Module) -> str | None:
-    """Where somebody watches the module or has replaced its forward."""
-    own = module.__dict__
-    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
-        _ = module.forward, type(module) is nn.Conv2d and module._conv_forward
-    for kind in HOOKS[2:] if is_spread(module) else HOOKS:
-        if own.get(kind):
-            return f"has {kind.strip('_').replace('_', ' ')}"
-    for name in ("forward", "_call_impl", "weight", "bias", "_conv_forward"):
-        if name in own:
-            return f"has a {name.strip('_')} of its own, set on the object"
-    if own.get("_compiled_call_impl") is not None:
-        return "was compiled"
-    return None
+def objection(module: nn.Module) -> str | None:
+    """Returns why a call of the module is more than its class's forward, or None."""
+    return added_behaviour(module, HOOKS[2:] if is_spread(module) else HOOKS)
 
 
 def is_watched(module: nn.Module) -> bool:
-    return bool(hooks_objection(module) or has_any_global_hook())
+    return bool(objection(module) or has_any_global_hook())
 
 
 def is_untouched(cls: type, forward: object) -> bool:
@@ -273,20 +271,18 @@ def is_activation(value: object) -> bool:
 
 def is_passed(value: object) -> bool:
     """Whether it is a dropout or nothing at all, which may stand between or after."""
-    return value is F.dropout or (type(value) in PASSED and not hooks_objection(value))
+    return value is F.dropout or (type(value) in PASSED and not objection(value))
 
 
 def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
     kind = type(layer)
-    if "parametrizations" in layer._modules:
-        return "has a parametrisation"
+    if reason := objection(layer):
+        return reason
     learn(layer)
     if kind not in LAYERS:
         expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
         return f"{kind.__name__} is not exactly {expected}"
-    if reason := hooks_objection(layer):
-        return reason
     weight = layer._parameters.get("weight")
     is_distributed = (is_sharded or is_spread(layer)) and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
@@ -305,6 +301,6 @@ def activation_objection(value: object, options: dict | None = None) -> str | No
             return f"{name} is a subclass and may compute something else"
         expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
         return f"{name}: {families.REFUSALS.get(name, expected)}"
-    if isinstance(value, nn.Module) and (reason := hooks_objection(value)):
+    if isinstance(value, nn.Module) and (reason := objection(value)):
         return f"the activation {reason}"
     return None

@@ -1,82 +1,80 @@
-"""Puts other code into functions, in which calls of layers and activations are in_code.py's.
+"""Puts other code into functions, in which a run of calls is one call of in_code.py's.
 
 A function stays the same object with its name, file, lines, closure, decorators and attributes; its
 code is compiled anew with its file. Marks on layers say for which of them it matters.
+
+Calls that are nested, ``f2(f1(x))``, become ``nested(f2, f1, x)``, which looks everything up in the
+same order and calls what is not plain as it was. Calls in several statements become ::
+
+    if (result := run(x, f1, f2)) is None:
+        h = f1(x)  # as written
+        h = f2(h)
+    else:
+        h = result
+        del result
+
+where nothing has run if the result is None.
 """
 
 import ast
-import itertools
+import copy
 import threading
 import weakref
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 
 from torch import nn
 
-from . import in_code, plain
-from .runs import Form, Step, halved, path_of, position, step_of
+from . import in_code
+from .runs import Form, Region, Step, is_nested, only_names, region_of
 from .source import ORIGINALS, Text, code_of, codes_in, functions_in, key_of, warned_before
 
 SEQUENTIAL = nn.Sequential.forward
 _SEQUENCE = f"""
-if {plain.MARK!r} in self.__dict__:
-    return {in_code.NAME}.run_sequential(self, input)
+if {in_code.NAME}.leads(self):
+    return {in_code.NAME}.sequence(self, input)
 """
-# in_code.py's names for calls, by their numbers in the text; of an ``if`` that takes a begun call,
-# the name that holds it.
-Roles = dict[int, str]
-# What comes later here leaves open what those before decide.
-ORDER = ("last", "last_product", "step", "drawn", "first", "product", "halves", "later")
-_rewritten: weakref.WeakKeyDictionary[FunctionType, Roles] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Steps of a function that become one call."""
+
+    text: Text
+    steps: tuple[Step, ...]
+    region: Region | None  # None where they are nested
+
+    @classmethod
+    def of(cls, text: Text, steps: Iterable[Step]) -> "Piece | None":
+        """None where no one call can stand for them."""
+        steps = tuple(steps)
+        if is_nested(steps):
+            return cls(text, steps, None)
+        region = region_of(text, steps)
+        return None if region is None else cls(text, steps, region)
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The places of the steps in the text: equal for another text of the same function."""
+        return tuple(self.text.numbers[step.node] for step in self.steps)
+
+
+Pieces = dict[tuple[int, ...], Piece]
+_rewritten: weakref.WeakKeyDictionary[FunctionType, Pieces] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def roles_of(text: Text, steps: list[Step]) -> Roles:
-    """Those of calls that become one."""
-    found = {step.node: "step" for step in steps[:-1]} | {steps[-1].node: "last"}
-    for form in steps[0].forms:
-        found |= {step.node: "step" for step in form.steps}
-        found[form.node] = "product" if len(steps) > 1 else "last_product"
-        found |= {form.steps[0].node: "later", form.halves: "halves"} | first_of(form)
-    for step, after in itertools.pairwise(steps):
-        if after.is_square and step is not steps[0]:
-            found[step.node] = "later"
-        elif not text.is_still(after) and found.get(step.node) == "step":
-            found[step.node] = "drawn"
-        if after.guard is not None and isinstance(after.data, ast.Name):
-            found[after.guard] = after.data.id
-    return {text.numbers[node]: role for node, role in found.items() if node in text.numbers}
-
-
-def first_of(form: Form) -> dict[ast.AST, str]:
-    """The role of what is done with the layer of two that runs first before the other runs, with
-    what calls that one."""
-    act, gate, *_ = form.steps
-    order = sorted(form.steps, key=lambda step: position(step.node))
-    one, *other = (step for step in order if step is not act)
-    if not other:
-        return {}
-    is_activated = one is gate and order[-1] is other[0]
-    return {(act if is_activated else one).node: f"first {ast.unparse(other[0].callee)}"}
-
-
-def united(one: Roles, other: Roles) -> Roles:
-    """Both, of which the later in ORDER wins."""
-    differ = {at for at in one.keys() & other.keys() if one[at] != other[at]}
-    most_open = partial(max, key=lambda role: ORDER.index(role.split()[0]))
-    return one | other | {at: most_open(one[at], other[at]) for at in differ}
-
-
-def rewrite(chosen: dict[Text, Roles], with_sequential: bool) -> None:
+def rewrite(chosen: dict[Text, Pieces], with_sequential: bool) -> None:
     """Puts the code in, beside what is rewritten in the functions already; all is compiled before
     the first function changes."""
     with _lock:
-        wanted = {}
-        for text, roles in chosen.items():
+        wanted: dict[Text, Pieces] = {}
+        for text, pieces in chosen.items():
             is_ours = key_of(text.function.__code__) in ORIGINALS
             before = _rewritten.get(text.function, {}) if is_ours else {}
-            if united(before, roles) != before:
-                wanted[text] = united(before, roles)
+            if not pieces.keys() <= before.keys():
+                wanted[text] = {**pieces, **before}
         if with_sequential and key_of(SEQUENTIAL.__code__) not in ORIGINALS:
             wanted[Text(SEQUENTIAL)] = {}
         codes = _compiled(wanted)
@@ -97,61 +95,148 @@ def put_back() -> None:
 
 
 @warned_before()
-def _compiled(wanted: dict[Text, Roles]) -> dict[Text, CodeType]:
-    """The functions' new code, of their files compiled anew."""
+def _compiled(wanted: dict[Text, Pieces]) -> dict[Text, CodeType]:
+    """The new code of each function. Every one is compiled alone, in its file: two of them may
+    stand in the same place of it."""
     found = {}
-    for source, path, flags in {text.file for text in wanted}:
+    for text, pieces in wanted.items():
+        source, path, flags = text.file
         tree = ast.parse(source)
-        nodes = functions_in(tree)
-        texts = [text for text in wanted if text.file == (source, path, flags)]
-        for text in texts:
-            (node,) = nodes[text.key]
-            _Rewriter(wanted[text], node).visit(node)
-            if text.function is SEQUENTIAL:
-                (look_for_mark,) = ast.parse(_SEQUENCE).body
-                line = max(n.lineno for n in ast.walk(node) if isinstance(n, ast.Call))
-                node.body.insert(-2, ast.increment_lineno(look_for_mark, line - 3))  # the loop's
-            ast.fix_missing_locations(node)
+        (node,) = functions_in(tree)[text.key]
+        if text.function is SEQUENTIAL:
+            (look,) = ast.parse(_SEQUENCE).body
+            line = max(n.lineno for n in ast.walk(node) if isinstance(n, ast.Call))
+            node.body.insert(-2, ast.increment_lineno(look, line - 3))  # the loop's
+        # A long run is tried first; a shorter one in it stands where the long one is as written.
+        for piece in sorted(pieces.values(), key=lambda p: len(p.steps), reverse=True):
+            _Writer(piece, node).write()
+        ast.fix_missing_locations(tree)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
-        by_key = {(code.co_name, code.co_firstlineno): code for code in codes}
-        found |= {text: by_key[text.key] for text in texts}
+        found[text] = next(c for c in codes if (c.co_name, c.co_firstlineno) == text.key)
     return found
 
 
-class _Rewriter(ast.NodeTransformer):
-    """Changes the calls of one function that have a role."""
+class _Writer:
+    """Writes one piece into a fresh tree of its function."""
 
-    def __init__(self, roles: Roles, node: ast.AST) -> None:
-        numbered = enumerate(ast.walk(node))
-        self.roles = {part: roles[number] for number, part in numbered if number in roles}
+    def __init__(self, piece: Piece, node: ast.AST) -> None:
+        self.piece, self.node = piece, node
+        if not hasattr(node, "numbered"):  # before anything is changed
+            node.numbered = [*ast.walk(node)]
+        self.fresh = {old: node.numbered[number] for old, number in piece.text.numbers.items()}
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if role := self.roles.get(node):
-            data = halved(node) if role == "halves" else step_of(node).data
-            is_method = data is getattr(node.func, "value", None)
-            called = [_name(f"method_{node.func.attr}"), data] if is_method else [node.func]
-            role, _, other = role.partition(" ")  # of the first of two: what calls the other
-            if other:
-                path = path_of(ast.parse(other, "", "eval").body)
-                called.insert(0, ast.Tuple([ast.copy_location(p, node) for p in path], ast.Load()))
-            node.func, node.args = _name(role), [*called, *node.args]
-        return self.generic_visit(node)
+    def write(self) -> None:
+        if self.piece.region is None:
+            self._nest()
+        else:
+            self._branch(self.piece.region)
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        if role := self.roles.get(node):
-            power = [_name("power")] if isinstance(node.op, ast.Pow) else []
-            call = ast.Call(_name(role), [*power, node.left, node.right], [])
-            return ast.copy_location(call, node)
-        return node
+    def copied(self, node: ast.AST) -> ast.AST:
+        return copy.deepcopy(node)
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
-        if name := self.roles.get(node):
-            value = ast.Call(_name("end"), [ast.Name(name, ast.Load())], [])
-            end = ast.Assign([ast.Name(name, ast.Store())], value)
-            node.orelse.insert(0, ast.copy_location(end, node.test))
-        return node
+    def _nest(self) -> None:
+        steps = self.piece.steps
+        called = [self._function(step) for step in reversed(steps)]
+        call = ast.Call(_name("nested"), [*called, self.fresh[steps[0].data]], [])
+        _exchange(self.node, self.fresh[steps[-1].node], call)
+
+    def _branch(self, region: Region) -> None:
+        written = [self.fresh[statement] for statement in region.statements]
+        block, at = _found(self.node, written)
+        if block is None:  # parts of it are in another branch already
+            return
+        result = ast.Name(in_code.RESULT, ast.Load())
+        last, whole = written[-1], self.fresh[self.piece.steps[-1].node]
+        if not any(part is whole for part in ast.walk(last)):  # a shorter piece stands there
+            last, whole = region.last, self.piece.steps[-1].node
+        holder = ast.Module([self.copied(last)], [])
+        parts = zip(ast.walk(last), ast.walk(holder.body[0]))
+        _exchange(holder, next(copied for part, copied in parts if part is whole), result)
+        between = [self.copied(s) for s in region.statements[:-1] if only_names(s)]
+        forget = ast.Delete([ast.Name(in_code.RESULT, ast.Del())])
+        after = [] if isinstance(last, ast.Return) else [forget]
+        named = ast.NamedExpr(ast.Name(in_code.RESULT, ast.Store()), self._call())
+        test = ast.Compare(named, [ast.Is()], [ast.Constant(None)])
+        branch = ast.If(test, written, [*between, *holder.body, *after])
+        ast.copy_location(branch, written[0])
+        for part in (test, named, forget):
+            ast.copy_location(part, region.last)
+        block[at : at + len(written)] = [branch]
+
+    def _call(self) -> ast.expr:
+        first, *rest = self.piece.steps
+        if not first.forms:
+            x, functions = self.copied(first.data), [first, *rest]
+            return ast.Call(_name("run"), [x, *map(self._function, functions)], [])
+        after = [self._function(step) for step in rest]
+        calls = [self._of_form(form, after) for form in first.forms]
+        if len(calls) == 1:
+            return calls[0]
+        return ast.IfExp(self.copied(first.node.test), *calls)
+
+    def _of_form(self, form: Form, after: list[ast.expr]) -> ast.expr:
+        given = [self.copied(form.steps[1].data), *map(self._function, form.steps)]
+        after = [self.copied(f) for f in after]
+        if form.halves is None:
+            return ast.Call(_name("gated"), [*given, *after], [])
+        number, chunk = ast.Constant(form.number), self._chunk(form.halves)
+        return ast.Call(_name("halves"), [*given, number, chunk, *after], [])
+
+    def _function(self, step: Step) -> ast.expr:
+        """The function of the tensor alone that a step is."""
+        if step.callee is None:
+            if isinstance(step.node, ast.BinOp) or step.node.func.attr == "pow":
+                square = "power" if isinstance(step.node, ast.BinOp) else "method_pow"
+                return _applied(_name(square), [ast.Constant(2)], [])
+            return _name(f"method_{step.node.func.attr}")
+        more = [self.copied(argument) for argument in step.node.args[1:]]
+        named = [self.copied(keyword) for keyword in step.node.keywords]
+        callee = self.copied(step.callee)
+        if more:
+            return _applied(callee, more, named)
+        return ast.Call(_name("partial"), [callee], named) if named else callee
+
+    def _chunk(self, call: ast.Call) -> ast.expr:
+        is_method = getattr(getattr(call.func, "value", None), "id", "") != "torch"
+        more = [self.copied(a) for a in (call.args if is_method else call.args[1:])]
+        callee = _name("method_chunk") if is_method else self.copied(call.func)
+        return _applied(callee, more, [self.copied(k) for k in call.keywords])
+
+
+def _applied(callee: ast.expr, more: list[ast.expr], named: list[ast.keyword]) -> ast.expr:
+    """``partial(applied, callee, (more, ...), {name: value, ...})``"""
+    names: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in named]
+    options = ast.Dict(names, [keyword.value for keyword in named])
+    given = [_name("applied"), callee, ast.Tuple(more, ast.Load()), options]
+    return ast.Call(_name("partial"), given, [])
+
+
+def _blocks(node: ast.AST) -> Iterable[list[ast.AST]]:
+    for part in ast.walk(node):
+        for _, block in ast.iter_fields(part):
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block
+
+
+def _found(node: ast.AST, statements: list[ast.AST]) -> tuple[list[ast.AST] | None, int]:
+    """The block that holds these statements in a row, and where."""
+    wanted = [*map(id, statements)]
+    for block in _blocks(node):
+        ids = [*map(id, block)]
+        if wanted[0] in ids and ids[(at := ids.index(wanted[0])) :][: len(wanted)] == wanted:
+            return block, at
+    return None, 0
+
+
+def _exchange(root: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    """Puts one expression in the place of another."""
+    ast.copy_location(new, old)
+    for part in ast.walk(root):
+        for name, value in ast.iter_fields(part):
+            if value is old:
+                setattr(part, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if each is old else each for each in value]
 
 
 def _name(name: str) -> ast.Attribute:

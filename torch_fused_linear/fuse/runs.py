@@ -1,33 +1,32 @@
 """Reads from the code of a function which calls follow straight upon each other.
 
 ``h = self.fc1(x)`` and then ``h = self.act(h)``, or ``self.act(self.fc1(x))``: nobody but ``act``
-sees what ``fc1`` returns, and nothing that could matter runs in between, so that both may be one
-call. Such a sequence of calls is a *run*. It may begin with a *product*, a gated layer
+sees the result of ``fc1``, and nothing that could matter runs in between, so both may be one call.
+Such a sequence of calls is a *run*. It may begin with a *product*, a gated layer
 ``act(gate(x)) * up(x)``, whose calls stand in it or in statements before.
 """
 
 import ast
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import NamedTuple
 
-# What stands for `h.relu()`, as a function of h that Dynamo can trace.
+# Functions of h that stand for `h.relu()` and its like, and that Dynamo can trace.
 METHODS = {"relu": lambda h: h.relu(), "relu_": lambda h: h.relu_(), "square": lambda h: h.square()}
-# What an expression may be made of that runs between a layer and its activation.
-HARMLESS = (
-    *(ast.Name, ast.Constant, ast.Attribute, ast.expr_context, ast.operator, ast.unaryop),
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.IfExp),
-    *(ast.Tuple, ast.Subscript, ast.Slice, ast.keyword),
-)
+# Expressions of these alone run no code of the user's, provided that each attribute is stored
+# (Resolver.is_stored); operators and comparisons call methods of their operands.
+PURE = (ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Tuple, ast.keyword)
+PURE += (ast.expr_context,)
+CALLEE = (*PURE, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Slice)  # layers[i - 1]
 WHOLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 GUARDED = ("Try", "TryStar", "With", "AsyncWith")  # which may go on after an exception
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 INNER = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension)
 INNER += (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
-INNER += (ast.Starred, ast.Dict, ast.JoinedStr)  # of which others are gone through before
+INNER += (ast.Starred, ast.Dict, ast.JoinedStr)  # some of whose parts are evaluated before
 FRAMES = {"f_locals", "_getframe", "currentframe", "breakpoint", "set_trace"}
 INNER_FUNCTIONS = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.excepthandler, ast.match_case)
@@ -40,15 +39,14 @@ class Step:
     node: ast.expr
     callee: ast.expr | None  # None for ``h.relu()``, ``h.pow(2)`` and ``h ** 2``
     data: ast.expr  # the tensor
-    # Nobody else sees what the step before returned, and nothing that matters runs in between.
+    # Nobody else sees the result of the step before, and nothing that matters runs in between.
     is_sole: bool = True
-    guard: ast.If | None = None  # the ``if`` under which it comes
-    # Of a product, which is a gated layer: of ``a * b if c else d * e`` there are two.
+    # A gated layer is a product; ``a * b if c else d * e`` has two forms.
     forms: "tuple[Form, ...]" = ()
 
     @property
     def is_bare(self) -> bool:
-        """Whether the tensor is all that is given."""
+        """Whether the tensor is the only argument."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
 
     @property
@@ -60,10 +58,16 @@ class Step:
         return getattr(name, "attr", getattr(name, "id", "")) in ("square", "pow")
 
     def options(self) -> tuple[dict[str, object], bool]:
-        """The constants that are given by name beside the tensor, and whether that is all."""
-        keywords = [k for k in getattr(self.node, "keywords", []) if k.arg != "input"]
+        """The constants given by name, and whether every keyword is a constant."""
+        keywords = getattr(self.node, "keywords", [])
         known = {k.arg: k.value.value for k in keywords if isinstance(k.value, ast.Constant)}
         return known, len(known) == len(keywords)
+
+    def looked_up(self) -> list[ast.expr]:
+        """The expressions that are evaluated for the call, without the tensor."""
+        if self.callee is None:
+            return []
+        return [self.callee, *self.node.args[1:], *(k.value for k in self.node.keywords)]
 
 
 Run = tuple[Step, ...]
@@ -77,10 +81,8 @@ def step_of(node: ast.AST | None) -> Step | None:
             return Step(node, None, data) if name in METHODS else None
         case ast.Call(ast.Attribute(data, "pow"), [ast.Constant(int(2)), *others], keywords):
             return None if others or keywords else Step(node, None, data)
-        case ast.Call(callee, [data, *others], keywords) | ast.Call(
-            callee, [] as others, [ast.keyword("input", data), *keywords]
-        ):
-            is_known = is_callee(callee) and is_harmless(*others, *keywords)
+        case ast.Call(callee, [data, *others], keywords):
+            is_known = is_callee(callee) and is_pure(*others, *keywords)
             if is_known and not {k.arg for k in keywords} & {None, "input"}:
                 return None if isinstance(data, ast.Starred) else Step(node, callee, data)
     return None
@@ -90,7 +92,8 @@ def is_callee(node: ast.expr) -> bool:
     """``self.a.b``, ``self.layers[i]``, ``layer`` or ``getattr(self, name)``."""
     if isinstance(node, ast.Call):
         return dotted(node.func) == ["getattr"] and len(node.args) == 2
-    return is_harmless(node) and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    is_expected = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    return is_expected and all(isinstance(n, CALLEE) for n in ast.walk(node))
 
 
 def dotted(node: ast.AST) -> list[str]:
@@ -105,30 +108,30 @@ def position(node: ast.AST) -> tuple[int, int]:
     return node.lineno, node.col_offset
 
 
-def path_of(callee: ast.expr) -> list[ast.expr]:
-    """A name, and what is looked up from there without running anybody's code; empty otherwise."""
-    match callee:
-        case ast.Name():
-            return [callee]
-        case ast.Attribute(held, name) if not name.startswith("__"):  # private: it is mangled
-            part = ast.Constant(name)
-        case ast.Subscript(held, ast.Name() | ast.Constant() as part):
-            pass
-        case _:
-            return []
-    before = path_of(held)
-    return [*before, part] if before else []
+def is_pure(*nodes: ast.AST) -> bool:
+    return all(map(is_pure_part, (n for node in nodes for n in ast.walk(node))))
 
 
-def is_harmless(*nodes: ast.AST) -> bool:
-    return all(isinstance(n, HARMLESS) for node in nodes for n in ast.walk(node))
+def is_pure_part(node: ast.AST) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.operand, ast.Constant)  # ``-1``
+    return isinstance(node, (*PURE, ast.unaryop))
 
 
-def is_condition(node: ast.AST) -> bool:
-    """Harmless: a layer may wait while it is asked."""
-    if isinstance(node, ast.Call) and dotted(node.func) == ["len"]:
-        return is_harmless(*node.args) and not node.keywords
-    return isinstance(node, HARMLESS) and all(map(is_condition, ast.iter_child_nodes(node)))
+def looked_up_in(nodes: Iterable[ast.AST]) -> list[ast.expr]:
+    """The attributes and items in expressions, each as a whole."""
+    found: list[ast.expr] = []
+    for node in nodes:
+        if isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+            found.append(node)
+        else:
+            found += looked_up_in(ast.iter_child_nodes(node))
+    return found
+
+
+def names_in(nodes: Iterable[ast.AST], context: type = ast.Load) -> set[str]:
+    walked = (n for node in nodes for n in ast.walk(node))
+    return {n.id for n in walked if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
 
 
 def mentions(node: ast.AST, name: str) -> list[ast.Name]:
@@ -145,12 +148,15 @@ def assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
     return None, None
 
 
-def passes(statement: ast.AST) -> bool:
-    """Whether a layer may wait while the statement runs, which changes only names."""
+def only_names(statement: ast.AST) -> bool:
+    """Whether the statement does nothing but give names to values that are there."""
     if not isinstance(statement, ast.Assign):
         return isinstance(statement, ast.Pass) or is_docstring(statement)
     targets = [part for t in statement.targets for part in getattr(t, "elts", [t])]
-    return all(isinstance(t, ast.Name) for t in targets) and is_harmless(statement.value)
+    is_tuple = isinstance(statement.value, ast.Tuple)
+    is_unpacked = any(not isinstance(t, ast.Name) for t in statement.targets)
+    are_names = all(isinstance(t, ast.Name) for t in targets)
+    return are_names and is_pure(statement.value) and (is_tuple or not is_unpacked)
 
 
 def is_docstring(statement: ast.AST) -> bool:
@@ -184,36 +190,29 @@ class Scope:
                 return block[: block.index(statement)][::-1]
         return []
 
-    def guard_of(self, read: ast.Name) -> ast.If | None:
-        """The ``if`` that begins with what reads the name, if a layer may wait for its answer."""
-        part = self.statement_of(read)
-        outer = self.parents[part]
-        is_guard = isinstance(outer, ast.If) and part is outer.body[0] and is_condition(outer.test)
-        return outer if is_guard and not mentions(outer.test, read.id) else None
-
     def origin(self, read: ast.Name) -> ast.AST | None:
-        """The last statement of the block that mentions the name before it is read there, or in
-        the first statement of an ``if``."""
-        part = self.guard_of(read) or self.statement_of(read)
-        return next((s for s in self.before(part) if mentions(s, read.id)), None)
+        """The last statement of the block that mentions the name before it is read there."""
+        before = self.before(self.statement_of(read))
+        return next((s for s in before if mentions(s, read.id)), None)
 
     def may_wait(self, node: ast.expr, origins: Mapping[ast.Name, ast.AST]) -> bool:
-        """Whether what gives values to the names may run when `node`, which reads them, does."""
+        """Whether the statements that give the names their values may run when `node`, which
+        reads them, does."""
         if not origins:
             return True
         part = self.statement_of(node)
-        before = self.before((isinstance(node, ast.Name) and self.guard_of(node)) or part)
+        before = self.before(part)
         since = before[: max(map(before.index, origins.values()))]
         hidden = {*self.code.co_varnames} - {*self.code.co_cellvars}  # from other functions
         return (
             isinstance(part, WHOLE)
-            and self._comes_first(node, part)
-            and all(s in origins.values() or passes(s) for s in since)
+            and self.comes_first(node, part)
+            and all(s in origins.values() or only_names(s) for s in since)
             and hidden.issuperset(read.id for read in origins)
         )
 
-    def _comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
-        """Whether the statement `part` runs nothing but what is harmless before `node`, and `node`
+    def comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
+        """Whether the statement `part` only looks values up before `node`, and evaluates `node`
         once in any case."""
         around = list(self.around(node))
         inside = around[: around.index(part)]
@@ -223,27 +222,18 @@ class Scope:
         is_named = any(isinstance(p, ast.keyword) for p in inside)
         if any(isinstance(p, INNER) for p in inside) or (is_named and late):
             return False
-        earlier = self._earlier(node)
+        earlier = self.earlier(node)
         is_double = any(isinstance(n, ast.keyword) and n.arg is None for n in earlier)
-        return not is_double and all(isinstance(n, HARMLESS) for n in earlier)
+        return not is_double and all(map(is_pure_part, earlier))
 
-    def _earlier(self, node: ast.AST) -> list[ast.AST]:
-        """What stands before it in its statement."""
+    def earlier(self, node: ast.AST) -> list[ast.AST]:
+        """The parts of its statement that stand before it."""
         own, here = {*ast.walk(node), *self.around(node)}, position(node)
         parts = (n for n in ast.walk(self.statement_of(node)) if hasattr(n, "lineno"))
         return [n for n in parts if n not in own and position(n) < here]
 
-    def is_still(self, step: Step) -> bool:
-        """Whether nothing but names is looked at since the name got its value that it takes."""
-        if not isinstance(step.data, ast.Name):
-            return True
-        before = self.before(self.statement_of(step.node))[:1]
-        is_next = before == [self.origin(step.data)] and step.guard is None
-        looked = self._earlier(step.node)
-        return is_next and all(isinstance(n, (ast.Name, ast.Constant)) for n in looked)
-
     def takes_locals(self) -> bool:
-        """Whether the function, or a debugger in it, takes all local names: begun calls too."""
+        """Whether the function, or a debugger in it, takes all local names."""
         given = {n.func for n in self.numbers if isinstance(n, ast.Call) and n.args}
         bare = {*self.names["vars"], *self.names["dir"]} - given
         attributes = {n.attr for n in self.numbers if isinstance(n, ast.Attribute)}
@@ -313,14 +303,13 @@ def _joined(scope: Scope, found: dict[ast.expr, Run], run: Run) -> Run:
         return run
     if [n for n in mentions(part, name) if isinstance(n.ctx, ast.Load)] != [read]:
         return run
-    guard = scope.guard_of(read)
     is_sole = assignment(part)[0] == name and not (  # it takes the name over
         any(type(p).__name__ in GUARDED for p in scope.around(part))
     )
-    if guard is None and not is_sole:
+    if not is_sole:
         is_sole = scope.is_read_by(name, start, {read})
     is_sole = is_sole and scope.may_wait(read, {read: start})
-    first, *later = (replace(step, guard=guard) for step in run)
+    first, *later = run
     return (*found.pop(value), replace(first, is_sole=is_sole), *later)
 
 
@@ -334,6 +323,7 @@ class Form(NamedTuple):
     # The activation, the layer before it and the other, or the activation and one for both.
     steps: tuple[Step, ...]
     halves: ast.Call | None  # makes two of that one's result, ``h.chunk(2, -1)``
+    number: int  # of the half that is activated
     reads: dict[ast.Name, ast.AST]  # names between the calls, and what gives them their values
 
 
@@ -341,7 +331,7 @@ def product_of(scope: Scope, node: ast.AST) -> Step | None:
     """A gated layer as the first step of a run."""
     parts = [node]
     if isinstance(node, ast.IfExp):
-        parts = [node.body, node.orelse] if is_condition(node.test) else []
+        parts = [node.body, node.orelse] if is_pure(node.test) else []
     forms = [_form(scope, part) for part in parts]
     if not forms or None in forms:
         return None
@@ -366,13 +356,13 @@ def _form(scope: Scope, node: ast.AST | None) -> Form | None:
         if half is None and other_half is None:
             gate, up = _bare_step(value), _bare_step(rest)
             is_one = gate and up and ast.dump(gate.data) == ast.dump(up.data)
-            if is_one and is_harmless(gate.data) and _is_known_ahead(scope, gate, up):
-                return Form(node, (act, gate, up), None, reads)
+            if is_one and isinstance(gate.data, ast.Name):
+                return Form(node, (act, gate, up), None, 0, reads)
         elif value is rest and {half, other_half} == {0, 1} and (data := halved(value)):
             layer, part = _origin(scope, data, reads)
             gate = _bare_step(layer) if part is None else None
             if gate is not None:
-                return Form(node, (act, gate), value, reads)
+                return Form(node, (act, gate), value, half, reads)
     return None
 
 
@@ -382,21 +372,12 @@ def _bare_step(node: ast.AST | None) -> Step | None:
     return step if step is not None and step.is_bare and step.node.args else None
 
 
-def _is_known_ahead(scope: Scope, *steps: Step) -> bool:
-    """Whether the layer that runs second can be looked up when the first does."""
-    first, second = sorted((step.node for step in steps), key=position)
-    path = path_of(second.func)
-    names = [n for p in path if isinstance(p, ast.Name) for n in scope.names[p.id]]
-    between = (n for n in names if position(first) < position(n) < position(second))
-    return bool(path) and all(isinstance(n.ctx, ast.Load) for n in between)
-
-
 def halved(node: ast.AST | None) -> ast.expr | None:
     """The tensor of ``h.chunk(2, dim=-1)`` or ``torch.chunk(h, 2, dim=-1)``."""
     match node:
         case ast.Call(ast.Attribute(ast.Name("torch"), "chunk"), [data, *given], names) | ast.Call(
             ast.Attribute(data, "chunk"), given, names
-        ) if is_harmless(*given, *names):
+        ) if is_pure(*given, *names):
             return data
     return None
 
@@ -406,7 +387,7 @@ def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None,
     it is."""
     if not isinstance(node, ast.Name):
         return node, None
-    start = None if scope.guard_of(node) else scope.origin(node)
+    start = scope.origin(node)
     reads[node] = start
     match start:
         case ast.Assign([ast.Name(node.id)], value):
@@ -415,3 +396,72 @@ def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None,
             is_half = one != two and node.id in (one, two)
             return (value, [one, two].index(node.id)) if is_half else (None, None)
     return None, None
+
+
+# --- statements that become one call ------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """Statements of one block whose calls become one, if all that is called is plain.
+
+    The first step is called with a name, which is read before the first statement runs; so is all
+    that the steps look up.
+    """
+
+    statements: tuple[ast.stmt, ...]
+    looked_up: tuple[ast.expr, ...]  # attributes and items, which must be stored
+
+    @property
+    def last(self) -> ast.stmt:
+        return self.statements[-1]
+
+
+def is_nested(steps: Run) -> bool:
+    """Whether each call is an argument of the next, so that all is looked up before the first."""
+    are_nested = all(after.data is step.node for step, after in itertools.pairwise(steps))
+    if steps[0].forms:
+        return False
+    given = [value for step in steps for value in step.looked_up()[1:]]
+    return are_nested and not looked_up_in(given)
+
+
+def region_of(scope: Scope, steps: Run) -> Region | None:
+    """The statements that the steps are in; None where one call cannot stand for them."""
+    first, last = steps[0], scope.statement_of(steps[-1].node)
+    calls = [step for form in first.forms for step in form.steps] or [first]
+    layers = [step for form in first.forms for step in form.steps[1:]] or [first]
+    statements = _statements(scope, first, last)
+    if not isinstance(last, WHOLE) or not scope.comes_first(steps[-1].node, last):
+        return None
+    if statements is None or not all(isinstance(step.data, ast.Name) for step in layers):
+        return None
+    given = [e for step in (*calls, *steps[bool(first.forms) :]) for e in step.looked_up()]
+    given += [c for form in first.forms if form.halves for c in _arguments(form.halves)]
+    if isinstance(first.node, ast.IfExp):
+        given.append(first.node.test)
+    if names_in(given) & names_in(statements[:-1], ast.Store):
+        return None
+    # The two layers of a gate read one input, which no statement between the reads may exchange.
+    reads = [statements.index(scope.statement_of(step.node)) for step in layers]
+    names = {step.data.id for step in layers}
+    if names & names_in(statements[min(reads) : max(reads)], ast.Store):
+        return None
+    between = [s.value for s in statements[:-1] if only_names(s) and isinstance(s, ast.Assign)]
+    return Region(statements, (*looked_up_in([*given, *between, *scope.earlier(steps[-1].node)]),))
+
+
+def _statements(scope: Scope, first: Step, last: ast.stmt) -> tuple[ast.stmt, ...] | None:
+    """From that of the first call to the last one."""
+    starts = [start for form in first.forms for start in form.reads.values()]
+    starts = starts or [scope.statement_of(first.node)]
+    before = [last, *scope.before(last)] if last in scope.parents else []
+    if any(start not in before for start in starts):
+        return None
+    return tuple(before[: 1 + max(map(before.index, starts))][::-1])
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    """What is evaluated for a call of ``chunk`` beside the tensor."""
+    is_method = getattr(getattr(call.func, "value", None), "id", "") != "torch"
+    given = call.args if is_method else [call.func, *call.args[1:]]
+    return [*given, *(k.value for k in call.keywords)]

@@ -17,7 +17,7 @@ from .._arguments import check_module
 from .._torch_internals import floats_in
 from ..fuse import fuse_, unfuse_
 from ..graph.options import compile_options
-from ..policy import handover, set_policy
+from ..policy import set_policy
 from ..timing import Contender, clock_for, measure
 from .result import COMPILED, EAGER, FUSED, LARGEST, OURS, Gain, Mode
 
@@ -215,7 +215,7 @@ def share_of(fused: Contender, device: torch.device) -> tuple[float, float]:
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with set_policy("eager"), handover(False), fused.conditions():
+    with set_policy("eager"), fused.conditions():
         fused.call()
         with profile(activities=activities, acc_events=True) as seen:
             fused.call()

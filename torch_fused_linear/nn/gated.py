@@ -5,11 +5,10 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .._arguments import Activation, Memory, check
-from .._torch_internals import has_any_global_hook
+from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS
 from ..functional import gated_mlp
 from .linear import memory_repr
-from .mlp import are_plain
 from .taking_over import check_plain
 
 
@@ -133,7 +132,7 @@ class FusedGatedMLP(nn.Module):
     def _runs_as_one(self) -> bool:
         layers = self.gate_proj, self.up_proj, self.down_proj
         are_linear = all(type(layer) is nn.Linear for layer in layers)
-        return are_linear and are_plain(layers) and not has_any_global_hook()
+        return are_linear and not (has_any_global_hook() or any(map(added_behaviour, layers)))
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in ("weight", "bias"):

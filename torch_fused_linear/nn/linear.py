@@ -21,8 +21,7 @@ def memory_repr(memory: str) -> str:
 class FusedLinear(nn.Linear):
     r"""Applies :math:`y = xW^T + b`, as :class:`torch.nn.Linear` does.
 
-    Use it for the layer that follows a fused one: only a fused layer can take over the gradient of
-    the activation before it.
+    A pair of separate layers is two operators. :class:`FusedMLP` is the block in one operator.
 
     Args:
         in_features: size of each input sample.
@@ -160,10 +159,8 @@ class FusedLinearGELU(_WithActivation):
     Args:
         in_features, out_features, bias, device, dtype: as for :class:`FusedLinear`.
         approximate: ``'tanh'`` or ``'none'``. Default: ``'tanh'``.
-        memory: ``'default'``, or ``'low'`` to have the output kept by nobody: a fused linear layer
-            that comes straight after recomputes it, bit for bit, from what this layer keeps, and
-            does not see every write between the two. See :func:`torch_fused_linear.linear_gelu`.
-            Default: ``'default'``.
+        memory: ``'default'`` or ``'low'``, which changes nothing here: a layer alone keeps as
+            little as it can. Low memory is in :class:`FusedMLP`. Default: ``'default'``.
 
     Raises:
         ValueError: ``approximate`` or ``memory`` is none of these.

@@ -1,32 +1,15 @@
 """A chain of layers as one operator."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.types import Device
 
 from .._arguments import Activation, Memory, check
-from .._torch_internals import has_any_global_hook
+from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS, name_of_module
 from ..functional import mlp
 from .linear import memory_repr
 from .taking_over import check_given_back, check_plain
-
-
-def are_plain(modules: Sequence[nn.Module]) -> bool:
-    """Whether running them is nothing but running the forward of each one's class."""
-    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
-        _ = [module.forward for module in modules]
-    return all(map(_is_plain, modules))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    hooks = hooks or module._backward_hooks or module._backward_pre_hooks
-    is_own = "forward" in module.__dict__ or "_call_impl" in module.__dict__
-    return not (hooks or is_own or "parametrizations" in module._modules)
 
 
 class FusedMLP(nn.Sequential):
@@ -165,4 +148,4 @@ class FusedMLP(nn.Sequential):
         modules = list(self)
         are_linear = all(type(module) is nn.Linear for module in modules[::2])
         are_between = all(name_of_module(m) == self.activation for m in modules[1::2])
-        return are_linear and are_between and are_plain(modules)
+        return are_linear and are_between and not any(map(added_behaviour, modules))

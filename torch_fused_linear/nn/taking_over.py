@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import HOOKS
+from .._torch_internals import HOOKS, added_behaviour
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _HOOKS = (*HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks")
@@ -36,18 +36,14 @@ def _objection(layer: object, classes: tuple[type, ...]) -> str | None:
         return name
     if any(is_lazy(parameter) for parameter in layer._parameters.values()):
         return f"{name} with lazy parameters: run it once to give them their sizes"
-    if hasattr(layer, "parametrizations"):
+    if hasattr(layer, "parametrizations"):  # says which, and what to do
         names = ", ".join(layer.parametrizations)
         return f"{name} with a parametrisation of {names}: torch.nn.utils.parametrize removes it"
     if type(layer) not in classes:
         return f"{name}, a subclass, which may compute something else"
-    for kind in _HOOKS:
-        if getattr(layer, kind):
-            return f"{name} with {kind.strip('_').replace('_', ' ')}"
-    if "forward" in layer.__dict__:
-        return f"{name} with a forward of its own, set on the object"
-    if layer._compiled_call_impl is not None:
-        return f"{name} that was compiled: take it over first, and compile the result"
+    if reason := added_behaviour(layer, _HOOKS):
+        advice = ": take it over first, and compile the result" if reason == "was compiled" else ""
+        return f"{name}, which {reason}{advice}"
     chain = isinstance(layer, nn.Sequential)
     expected = set() if chain else {"weight", "bias"}
     if layer._parameters.keys() != expected:

@@ -1,4 +1,4 @@
-"""Hand-over under torch's other systems: the compiler, compiled autograd, DDP, FSDP."""
+"""Layers and blocks under torch's other systems: the compiler, compiled autograd, DDP, FSDP."""
 
 import contextlib
 from functools import partial
@@ -10,8 +10,6 @@ from helpers import one_thread  # noqa: F401
 from stacks import assert_same, network
 from torch.nn.parallel import DistributedDataParallel
 from watching import explained
-
-import torch_fused_linear as tfl
 
 
 def data(device):
@@ -26,14 +24,13 @@ def step(model, x):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-def check(model, handed, device, label=""):
-    """A step has the gradients of the plain layers, so many of which are handed over."""
-    with tfl.handover(False):
-        want = step(network(device), data(device))
+def check(model, form, device, operator="_linear_backward", label=""):
+    """A step has the gradients of torch's own modules, by fused operators."""
+    want = step(network(form, device, fused=False), data(device))
     grads, report = explained(lambda: step(model, data(device)))
     got = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
     assert_same(got, want, label)
-    assert handed in (None, report.handed_over), f"{label} {report}"
+    assert any(call.operator.startswith(operator) for call in report.calls), f"{label} {report}"
 
 
 def whole(model, backend):
@@ -45,29 +42,27 @@ def second_layer(model, backend):
     return model
 
 
+@pytest.mark.parametrize("form", ["layers", "blocks"])
 @pytest.mark.parametrize(
-    "compiled, backend, handed",
-    [
-        (whole, "eager", 3),  # the graph is torch's own, of our nodes
-        (whole, "aot_eager", None),
-        (second_layer, "aot_eager", 1),  # between the last two, which are eager
-    ],
+    "compiled, backend",
+    [(whole, "eager"), (whole, "aot_eager"), (second_layer, "aot_eager")],
 )
-def test_torch_compile(compiled, backend, handed, device, fresh_compiler):
-    model = compiled(network(device), backend)
-    check(model, handed, device)
-    check(model, handed, device, "again")
+def test_torch_compile(compiled, backend, form, device, fresh_compiler):
+    model = compiled(network(form, device), backend)
+    check(model, form, device)
+    check(model, form, device, label="again")
 
 
+@pytest.mark.parametrize("form", ["layers", "blocks"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_autograd(backend, device, fresh_compiler):
+def test_compiled_autograd(backend, form, device, fresh_compiler):
     """Of eager layers, of a compiled model, and none any more."""
-    model = network(device)
+    model = network(form, device)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
-        check(model, 0, device)
+        check(model, form, device)
     with torch._dynamo.config.patch(compiled_autograd=True):
-        check(torch.compile(model, backend=backend), None, device)
-    check(model, 3, device)
+        check(torch.compile(model, backend=backend), form, device)
+    check(model, form, device)
 
 
 @pytest.fixture
@@ -99,19 +94,22 @@ def fsdp(model, device, each):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["layers", "blocks"])
 @pytest.mark.parametrize(
-    "arranged, handed",
+    "arranged",
     [
-        (ddp, 3),
-        (partial(ddp, static_graph=True), 3),
-        (partial(ddp, gradient_as_bucket_view=True), 3),
-        (partial(fsdp, each=True), 0),
-        (partial(fsdp, each=False), 3),
+        ddp,
+        partial(ddp, static_graph=True),
+        partial(ddp, gradient_as_bucket_view=True),
+        partial(fsdp, each=True),
+        partial(fsdp, each=False),
     ],
+    ids=["ddp", "static graph", "bucket views", "fsdp of layers", "fsdp of the whole"],
 )
-def test_data_parallel(arranged, handed, device, one_process):
-    model = arranged(network(device), device)
+def test_data_parallel(arranged, form, device, one_process):
+    model = arranged(network(form, device), device)
     for k in range(3):
         held = k == 1 and hasattr(model, "no_sync")
+        operator = "_linear_backward_across" if form == "blocks" else "_linear_backward"
         with model.no_sync() if held else contextlib.nullcontext():
-            check(model, handed, device, f"step {k}")
+            check(model, form, device, operator, f"step {k}")
