@@ -122,8 +122,7 @@ PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods.data(),
 
 PyMODINIT_FUNC PyInit__direct() {
   PyObject* created = PyModule_Create(&fused::python::module);
-  if (created != nullptr &&
-      PyModule_AddFunctions(created, fused::python::run_methods) != 0) {
+  if (created != nullptr && PyModule_AddFunctions(created, fused::python::run_methods) != 0) {
     Py_CLEAR(created);
   }
   return created;

@@ -44,8 +44,7 @@ PyObject* run_layer(const Call& call, const Tensor& x) {
       return nullptr;
     }
     const auto& [stride, padding, dilation] = geometry->pairs;
-    return run_operator<dispatch::Conv2dRelu>(x, w, b, stride, padding, dilation,
-                                              geometry->groups);
+    return run_operator<dispatch::Conv2dRelu>(x, w, b, stride, padding, dilation, geometry->groups);
   }
   if (kind.empty()) return run_operator<dispatch::Linear>(x, w, b);
   if (kind.starts_with("gelu")) {
@@ -285,8 +284,7 @@ PyObject* run_gated(const Tensor& x, const Tensor& gate, const OptionalTensor& u
     return run_operator<dispatch::GatedMlp>(x, gate, up, down->weight, gate_bias, up_bias,
                                             down->bias, kind, memory);
   }
-  PyObject* h =
-      run_operator<dispatch::LinearGlu>(x, gate, up, gate_bias, up_bias, kind, memory);
+  PyObject* h = run_operator<dispatch::LinearGlu>(x, gate, up, gate_bias, up_bias, kind, memory);
   for (PyObject* drop : after.drops) {
     const Reference input(h);
     if (h != nullptr) h = PyObject_CallOneArg(drop, h);
@@ -304,8 +302,7 @@ PyObject* gated(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const auto gate = ready(given[2], given[0]), up = ready(given[3], given[0]);
     const std::string_view kind = kind_of(given[1]);
     if (gate && up && !kind.empty() && gate->weight.sizes() == up->weight.sizes()) {
-      const auto after =
-          read_after(given + 4, count - 4, gate->weight, gate->weight.size(0));
+      const auto after = read_after(given + 4, count - 4, gate->weight, gate->weight.size(0));
       if (after) {
         return run_gated(gate->input, gate->weight, up->weight, gate->bias, up->bias, kind,
                          memory_of(given[2]), *after);
