@@ -123,7 +123,9 @@ class Chain {
 
   template <class Steps>
   void go_down(const Tensor& grad) {
-    auto dz = grad;
+    // Each step would copy a gradient that is expanded, as that of a sum is.
+    const bool is_copied = are_kernels<Steps> && !grad.is_non_overlapping_and_dense();
+    auto dz = is_copied ? grad.contiguous() : grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =

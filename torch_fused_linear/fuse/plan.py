@@ -398,9 +398,9 @@ class Plan:
         rewrite(self.chosen, any(place.steps[0].text is None for place in self.places))
         for place in self.places:
             for layer in (layer for row in place.rows for layer in row):
-                vars(layer).setdefault(MARK, {*MARKS["default"]})
+                vars(layer).setdefault(MARK, {**MARKS["default"]})
             for layer in place.low_memory() if memory == "low" else ():
-                vars(layer)[MARK] = {*MARKS[memory]}
+                vars(layer)[MARK] = {**MARKS[memory]}
         forget_compiled()
         return report
 
