@@ -85,18 +85,26 @@ inline Memory parse_memory(const char* op, std::string_view text) {
   TORCH_CHECK_VALUE(false, op, ": memory must be 'default' or 'low', got '", text, "'");
 }
 
-// The same. A hidden activation stands between two layers and cannot be none.
-inline Activation parse_activation(const char* op, std::string_view text,
-                                   const char* what = "activation", bool hidden = false) {
+[[noreturn]] inline void throw_unknown_activation(const char* op, std::string_view text,
+                                                  const char* what, bool hidden) {
   std::ostringstream expected;
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
-    if (text == name(activation)) return activation;
     const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
     expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
   const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
   TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
+}
+
+// A hidden activation stands between two layers and cannot be none.
+inline Activation parse_activation(const char* op, std::string_view text,
+                                   const char* what = "activation", bool hidden = false) {
+  for (const auto activation : activations) {
+    if (hidden && activation == Activation::none) continue;
+    if (text == name(activation)) return activation;
+  }
+  throw_unknown_activation(op, text, what, hidden);
 }
 
 inline Activation parse_hidden_activation(const char* op, std::string_view text,

@@ -3,7 +3,8 @@
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "core/shapes.h"
-#include "cpu/passes.h"
+#include "cpu/blocks.h"
+#include "cpu/one_pass.h"
 #include "dispatch/gated_kernels.h"
 #include "reference/linear.h"
 

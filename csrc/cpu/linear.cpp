@@ -3,9 +3,10 @@
 #include "reference/linear.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
+#include "cpu/one_pass.h"
 #include "cpu/onednn.h"
 #include "cpu/packed_weights.h"
-#include "cpu/passes.h"
+#include "cpu/relu_mask.h"
 #include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 

@@ -1,5 +1,5 @@
 #include "core/shapes.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/gating.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/decide.h"

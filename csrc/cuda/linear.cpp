@@ -4,7 +4,7 @@
 #include "reference/linear.h"
 #include "core/policy.h"
 #include "core/shapes.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/small.h"

@@ -1,7 +1,7 @@
 #include "cuda/hopper/hopper.h"
 
 #include "cuda/hopper/product.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
 
 namespace fused::cuda::hopper {
 

@@ -3,7 +3,7 @@
 // Which strategy and algorithm is the fastest for a pass on this device: timed on the call's own
 // operands, judged on synthetic ones.
 
-#include "cuda/tune/contest.h"
+#include "cuda/tune/stopwatch.h"
 #include "cuda/tune/trial.h"
 
 #include <ATen/cuda/CUDAContext.h>
