@@ -2,7 +2,7 @@
 
 // How the work is to be done: the user's wish, process-wide.
 
-#include <ATen/core/TensorBase.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string_view>
@@ -54,9 +54,9 @@ Policy parse_policy(std::string_view text, const char* what);
 // asked where the work is done, it holds in compiled graphs too. Only backends that say so are
 // batch-invariant.
 template <class Backend, class Reference, typename Fn>
-auto under_policy(const char* op, const at::TensorBase& like, const Fn& fn) {
+auto under_policy(const char* op, const at::Tensor& like, const Fn& fn) {
   const HeldPolicy held;
-  if constexpr (requires { Backend::batch_dependence(like); }) {
+  if constexpr (requires { &Backend::batch_dependence; }) {
     const char* why = is_batch_invariant() ? Backend::batch_dependence(like) : nullptr;
     if (why != nullptr) {
       refuse_batch_dependence(op, like, "fp32, fp64, or 16 bits on a GPU that was tried", why);
@@ -67,7 +67,7 @@ auto under_policy(const char* op, const at::TensorBase& like, const Fn& fn) {
   if constexpr (requires { Backend::obeys_policy; }) {
     if (policy() == Policy::eager) return fn(Reference());
   }
-  if constexpr (requires { Backend::is_usable(like); }) {
+  if constexpr (requires { &Backend::is_usable; }) {
     if (!Backend::is_usable(like)) {
       refuse_batch_dependence(op, like, "kernels of this build, and fp32 multiplied in fp32",
                               "a device without kernels, or fp32 multiplied in bf16x9");

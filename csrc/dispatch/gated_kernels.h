@@ -30,7 +30,7 @@ struct GatedKernels : GatedWithoutGradient {
     gated::check(op, layer);
     const auto whole = [&](auto w) -> std::optional<Triple> {
       using Way = decltype(w);
-      if constexpr (requires { Way::linear_glu(layer, activation, keeps); }) {
+      if constexpr (requires { &Way::linear_glu; }) {
         if (gated::objection(layer, {})) return std::nullopt;
         gated::check_devices(op, layer, {});
         return Way::linear_glu(layer, activation, keeps);

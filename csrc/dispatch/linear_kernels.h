@@ -38,7 +38,7 @@ struct LinearKernels {
     check_ensemble(row.op, input, weight, bias);
     const auto activation = parse_activation(row.op, text);
     return way(row.op, input, [&](auto w) -> Pair {
-      if constexpr (requires { w.ensemble(input, weight, bias, activation); }) {
+      if constexpr (requires { &decltype(w)::ensemble; }) {
         return w.ensemble(input, weight, bias, activation);
       }
       return reference::LinearFormula::ensemble(input, weight, bias, activation);
@@ -67,7 +67,7 @@ struct LinearKernels {
     check_linear(row.op, input, weight, bias);
     return way(row.op, input, [&](auto w) -> Pair {
       using Way = decltype(w);
-      if constexpr (requires { Way::forward_bits(input, weight, bias); }) {
+      if constexpr (requires { &Way::forward_bits; }) {
         return Way::forward_bits(input, weight, bias);
       }
       auto output = Way::forward(input, weight, bias, Activation::relu);
@@ -93,7 +93,7 @@ struct LinearKernels {
     check_linear_backward(row.op, layer);
     if (layer.weight.dim() == 3) {
       return way(row.op, layer.grad_output, [&](auto w) {
-        if constexpr (requires { w.ensemble_backward(layer); }) {
+        if constexpr (requires { &decltype(w)::ensemble_backward; }) {
           return w.ensemble_backward(layer);
         }
         return reference::LinearFormula::linear_backward(layer);

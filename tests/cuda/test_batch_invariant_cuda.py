@@ -164,8 +164,8 @@ def test_convolution_and_vmap_raise():
     with pytest.raises(NotImplementedError, match="conv2d_relu"):
         tfl.conv2d_relu(x, torch.randn(2, 2, 3, 3, device="cuda"))
     with pytest.raises(NotImplementedError, match="linear"):
-        w = torch.randn(2, 4, 8, device="cuda")
-        torch.func.vmap(lambda w: tfl.linear(torch.randn(3, 8, device="cuda"), w))(w)
+        x, w = torch.randn(3, 8, device="cuda"), torch.randn(2, 4, 8, device="cuda")
+        torch.func.vmap(lambda w: tfl.linear(x, w))(w)
 
 
 def test_explain_names_the_policy():
