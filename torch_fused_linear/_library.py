@@ -49,18 +49,25 @@ def build_info() -> dict[str, Any]:
 
 
 def library_path() -> str:
-    """The compiled library for the torch that runs, which holds every operator and no Python.
+    """Returns the path of the compiled library for the torch that runs.
 
-    A program without this package loads it before a model that uses the operators, with
-    ``torch.ops.load_library`` in Python or ``dlopen`` in C++. A build for GPUs has its kernels in
-    ``libfused_kernels.so`` one folder above, or beside it where both were copied. The header of the
-    C++ API is in the package's folder ``include``.
+    The library holds every operator and does not depend on Python. A program without this package
+    loads it before a model that uses the operators, with ``torch.ops.load_library`` in Python or
+    ``dlopen`` in C++. A build for GPUs also needs ``libfused_kernels.so``, one folder above or
+    beside it. The header of the C++ API is in the package's folder ``include``.
+
+    Returns:
+        The path as a string.
+
+    Examples::
+
+        >>> torch.ops.load_library(library_path())
     """
     return str(_LIBRARIES[0])
 
 
 def require() -> None:
-    """ImportError, with what to do, where the library is not loaded."""
+    """Raises ``ImportError``, which says what to do, if the library is not loaded."""
     if error is not None:
         raise ImportError(str(error))
 

@@ -17,25 +17,31 @@ ACTS = {f"aten::{stem}{end}": stem for stem in _STEMS for end in ("", "_")}
 
 
 def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
-    r"""Makes one operator, in place, of linear layers or convolutions and the activation after
-    each in all methods of a scripted or traced module.
+    """Replaces linear layers or convolutions and their activations in a scripted or traced module
+    by fused operators, in place, in all its methods.
 
     ``linear → act`` becomes :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`,
-    ``conv2d → relu`` :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` :func:`linear_glu`, with the
-    layer after it :func:`gated_mlp`. What is used elsewhere too, lies in a ``with`` block such as
-    ``torch.autocast``, or would pass a write is left alone. Parameters stay the same tensors. The
-    module can be saved, and runs in C++ where the library is loaded (:func:`library_path`).
+    ``conv2d → relu`` becomes :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` becomes
+    :func:`linear_glu`, or with the layer after it :func:`gated_mlp`. Values that are used elsewhere
+    too, code in a ``with`` block such as ``torch.autocast``, and layers between which something is
+    written are left alone. Parameters stay the same tensors. The module can be saved, and runs in
+    C++ if the library is loaded (:func:`library_path`).
 
     Args:
-        scripted: a module that ``torch.jit.script`` or ``torch.jit.trace`` returned, or
-            ``torch.jit.load``. It may have run before, and share its class with others, which stay
-            as they are.
+        scripted: a module that ``torch.jit.script``, ``torch.jit.trace`` or ``torch.jit.load``
+            returned. It may have run before. Other modules of its class stay as they are.
 
     Returns:
         A report, as of :func:`fuse_`.
 
     Raises:
         TypeError: ``scripted`` is no scripted or traced module.
+
+    Examples::
+
+        >>> scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.ReLU()))
+        >>> len(fuse_script_(scripted).fused)
+        1
     """
     held = getattr(scripted, "_actual_script_module", scripted)  # of a traced module
     if not isinstance(held, torch.jit.RecursiveScriptModule):

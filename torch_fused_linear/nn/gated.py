@@ -13,23 +13,27 @@ from .taking_over import check_plain
 
 
 class FusedGatedMLP(nn.Module):
-    r"""One operator for :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)`.
+    r"""Applies a gated block, :math:`W_\text{down}(\text{act}(W_\text{gate}x) \odot W_\text{up}x)`,
+    as one operator.
 
-    It is the ``gate_proj``, ``up_proj`` and ``down_proj`` of LLaMA, Qwen, Mistral or Gemma, with
-    their ``state_dict``, but runs as :func:`torch_fused_linear.gated_mlp`. Where a child has been
-    given hooks or a parametrisation, or was exchanged, the children run one by one.
+    It has the ``gate_proj``, ``up_proj`` and ``down_proj`` of LLaMA, Qwen, Mistral or Gemma, and
+    their ``state_dict``. It runs as :func:`torch_fused_linear.gated_mlp`. If a child has hooks or a
+    parametrisation, or was replaced, the children run one by one.
 
-    A ``state_dict`` with both in one ``gate_up_proj.weight``, gate's rows first, loads as well.
+    A ``state_dict`` with gate and up in one ``gate_up_proj.weight``, gate's rows first, loads as
+    well.
 
     Args:
         in_features: size of each input sample.
-        hidden_features: size of what is between.
+        hidden_features: size of the hidden activations.
         out_features: size of each output sample. Default: ``in_features``.
         bias: if ``True``, the three layers have a bias. Default: ``False``.
-        activation: ``'silu'`` (default), ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'``, ``'relu2'``.
-        device, dtype: as for :class:`FusedLinear`.
+        activation: ``'silu'`` (default), ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or
+            ``'relu2'``.
+        device: device of the parameters. Default: PyTorch's default device.
+        dtype: dtype of the parameters: fp64, fp32, fp16 or bf16. Default: PyTorch's default dtype.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
-            the backward makes the product of ``up_proj`` again. Default: ``'default'``.
+            the backward computes the product of ``up_proj`` again. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
@@ -41,6 +45,12 @@ class FusedGatedMLP(nn.Module):
 
     Raises:
         ValueError: ``activation`` or ``memory`` is none of these.
+
+    Examples::
+
+        >>> block = FusedGatedMLP(64, 172)
+        >>> block(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
     """
 
     __constants__ = ("activation", "memory")
@@ -78,22 +88,29 @@ class FusedGatedMLP(nn.Module):
         *,
         memory: Memory = "default",
     ) -> "FusedGatedMLP":
-        """The block of three layers that exist, which it shares (the same objects, not copies).
+        """Makes a gated block of three layers, which it shares: the same objects, not copies.
 
         Args:
-            gate: its result goes through the activation. Exactly an ``nn.Linear``, as the others,
-                without hooks or anything else that the operator would pass by.
-            up: its result is multiplied with that.
-            down: takes the product.
-            activation, memory: as of the class.
+            gate: the layer whose output the activation is applied to. Exactly an ``nn.Linear``,
+                like the others, without hooks or anything else that the operator would not run.
+            up: the layer whose output is multiplied by that.
+            down: the layer that takes the product.
+            activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
+            memory: ``'default'`` or ``'low'``.
 
         Returns:
             The block, in the mode (training or not) of ``gate``.
 
         Raises:
-            TypeError: one of them is something else, or has more than its parameters.
-            ValueError: their sizes do not fit, or ``activation`` or ``memory`` is none of the
-                class's.
+            TypeError: one of the layers is something else, or has more than its parameters.
+            ValueError: their sizes do not fit, or ``activation`` or ``memory`` is none of these.
+
+        Examples::
+
+            >>> gate, up, down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+            >>> block = FusedGatedMLP.from_modules(gate, up, down)
+            >>> x = torch.randn(4, 8)
+            >>> torch.testing.assert_close(block(x), down(F.silu(gate(x)) * up(x)))
         """
         function = f"{cls.__name__}.from_modules"
         check(function, activation=activation, memory=memory)
