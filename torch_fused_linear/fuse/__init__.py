@@ -50,9 +50,8 @@ def fuse_(
         dry_run: only report. This works without the compiled library.
 
     Returns:
-        A report of what was fused and what was not: ``report.fused`` and ``report.skipped``. It can
-            be
-        printed, and drawn by ``report.save_picture(path)``.
+        A report with the blocks that were fused, ``fused``, and the layers that were not,
+        ``skipped``. It can be printed, and drawn by ``save_picture(path)``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or was scripted, traced or exported; or
