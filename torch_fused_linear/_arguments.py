@@ -1,4 +1,4 @@
-"""What the arguments of functions and layers may be, and the errors for anything else."""
+"""The values that arguments of functions and layers may have, and the errors for others."""
 
 from typing import Literal, get_args
 
@@ -13,7 +13,7 @@ _KNOWN = {name: get_args(values) for name, values in _TYPES.items()}
 
 
 def check(who: str, **arguments: object) -> None:
-    """Raises ``ValueError``, of who was called, for what is none of the values of an argument."""
+    """Raises ``ValueError``, naming the caller, if an argument has an unknown value."""
     for name, value in arguments.items():
         if value not in _KNOWN[name]:
             *rest, last = map(repr, _KNOWN[name])
@@ -24,6 +24,6 @@ def check(who: str, **arguments: object) -> None:
 
 
 def check_module(who: str, module: object) -> None:
-    """Raises ``TypeError``, of who was called, for anything but a module."""
+    """Raises ``TypeError``, naming the caller, for anything but a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{who}: expected an nn.Module, got {type(module).__name__}")

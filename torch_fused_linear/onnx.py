@@ -116,7 +116,7 @@ class _Operators:
         return self._product(input, weight, bias, _is_matrix(input))
 
     def layer(self, operator: str) -> Callable:
-        """Of a linear operator with its activation."""
+        """Returns the writer of a linear operator with its activation."""
 
         def written(input, weight, bias=None, approximate="tanh", memory="default"):
             activation = of_operator(operator, approximate)

@@ -160,8 +160,9 @@ class _Method:
         return down if is_layer and down.output().unique() in self.here else None
 
     def _of_two(self, act: Node, up: Node) -> tuple | None:
-        """What runs before the activation, the layers and what the operator takes of them, where
-        gate and up are a layer each."""
+        """Returns the nodes before the activation, the layers and the operator's arguments if gate
+        and up are separate layers.
+        """
         gate = act.inputsAt(0).node()
         if gate.kind() != "aten::linear" or up.kind() != "aten::linear":
             return None
@@ -172,7 +173,9 @@ class _Method:
         return (up, gate), (gate, up), [x, gate_weight, up_weight, gate_bias, up_bias]
 
     def _of_one(self, act: Node, unpack: Node) -> tuple | None:
-        """The same where they are the first and the second half of one layer."""
+        """Returns the nodes before the activation, the layer and the operator's arguments if gate
+        and up are the halves of one layer.
+        """
         if unpack.kind() != "prim::ListUnpack" or act.inputsAt(0).node() != unpack:
             return None
         chunk = unpack.inputsAt(0).node()
@@ -225,7 +228,7 @@ class _Method:
         return ".".join(_attributes(layer.inputsAt(1))[:-1])
 
     def _shape(self, weight: Value) -> torch.Size | None:
-        """Of a parameter or buffer."""
+        """Returns the shape of a parameter or buffer."""
         held = self.scripted
         for name in _attributes(weight):
             held = getattr(held, name)
@@ -242,7 +245,7 @@ def _attributes(value: Value) -> list[str]:
 
 
 def _is_conv(layer: Node) -> bool:
-    """Whether its padding is in numbers, which the operator takes."""
+    """Returns whether the padding is given in numbers, which the operator takes."""
     return layer.kind() == "aten::conv2d" and str(layer.inputsAt(4).type()) == "List[int]"
 
 
@@ -253,6 +256,6 @@ def _kind(act: Node) -> Activation | None:
 
 
 def _operators(layer: Node) -> list[str]:
-    """What runs for a layer alone."""
+    """Lists the operators that run for a layer alone."""
     product = "Conv2d" if layer.kind() == "aten::conv2d" else "MatMul"
     return [product] + ["BiasAdd"] * (not layer.inputsAt(2).node().mustBeNone())

@@ -159,7 +159,7 @@ class Copies:
         return Contender(way, lambda: run(*self.args, **self.kwargs), torch.no_grad)
 
     def results(self, contender: Contender, seed: int = 0) -> list[Tensor]:
-        """What a call gives: outputs, or of a step the gradients."""
+        """Returns the outputs of a call, or the gradients of a step."""
         torch.manual_seed(seed)
         random.seed(seed)
         with contender.conditions():
@@ -171,8 +171,9 @@ class Copies:
         return found
 
     def compare(self, contenders: Sequence[Contender]) -> tuple[float, dict[str, float]]:
-        """How far eager's results are apart if weights move by their rounding, and how far the
-        others' are from eager's. From then on the parameters are other ones."""
+        """Returns how far eager's results differ if weights move by their rounding, and how far
+        the others' differ from eager's. It changes the parameters.
+        """
         eager, *others = contenders
         wanted = self.results(eager)
         reseeded = distance(self.results(eager, seed=1), wanted)
