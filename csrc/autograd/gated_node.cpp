@@ -45,7 +45,7 @@ enum Indices {
   all_indices
 };
 
-// What does not change from call to call.
+// The facts of a node that compiled autograd may treat as constant.
 struct Form {
   Activation activation;
   bool has_up, has_down;
@@ -55,7 +55,7 @@ struct Form {
 
   bool is_one_tensor() const { return !has_up || is_joined; }
 
-  // Of the pass: gradients of the pre-activations, of the biases, and the layer's result.
+  // The wanted results of the pass: gradients of the pre-activations and biases, and the result.
   std::array<bool, 5> wanted_of_pass(const std::vector<bool>& wanted, bool hidden) const {
     if (is_one_tensor()) {
       return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
@@ -73,7 +73,7 @@ struct State : Work {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
 
-  // Where the graph is not run again, nobody else holds them.
+  // If the graph is not run again, nothing else holds them.
   void drop_preactivations() {
     for (const size_t index : {gate_z_index, up_z_index}) {
       kept[index].reset();
@@ -111,7 +111,7 @@ void put_bias_gradients(const State& state, const Quintuple& pass, variable_list
   put(gate_bias_edge, first), put(up_bias_edge, second);
 }
 
-// What a backward is made of: kernels, or what is differentiable itself.
+// The steps of a backward: kernels, or formulas that are differentiable.
 struct Kernels {
   static constexpr auto linear_backward = steps::linear_backward;
   static constexpr auto glu = steps::glu;
@@ -218,8 +218,8 @@ void put_products(const State& state, const Tensor& gate_dz, const Tensor& up_dz
   }
 }
 
-// Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
-// which sums no biases, and sharded gradients may have to be summed in between.
+// Tells whether the product with down's weight and the pass are one step. Only a GPU has a kernel
+// for it, which sums no biases. Sharded gradients may have to be summed in between.
 bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5>& wanted) {
   return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad) &&
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
@@ -367,7 +367,7 @@ class GatedNode final : public Node {
 
 // ---- the forward -------------------------------------------------------------------------------
 
-// What of a call needs a gradient, and so what its node keeps.
+// The parts of a call that need a gradient; they decide which tensors its node keeps.
 struct Needs {
   bool before_gate, before_up;  // the gradient of gate's pre-activation, of up's
   bool before_down, down;       // of what goes into down, of down's weight
@@ -415,7 +415,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    // Of two tensors one need not be kept, and a checkpoint may find weights that lie elsewhere.
+    // If they are two tensors, one may be left out; a checkpoint may find the weights elsewhere.
     const bool may_join = needs.before_gate && !needs.drops_up && are_kept_as_they_are();
     made = dispatch::gated_forward(layer, activation, needs.before_down, may_join);
     const auto& hidden = std::get<0>(made);

@@ -25,7 +25,7 @@ inline bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// Whether forward-mode AD follows the tensor.
+// Tells whether forward-mode AD follows the tensor.
 inline bool has_tangent(const Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(0).defined();
 }
@@ -73,7 +73,7 @@ inline const char* objection(const Tensor& input, at::TensorList weights,
   return nullptr;
 }
 
-// What a layer keeps for its backward, where there is a choice.
+// How much a layer keeps for its backward if there is a choice.
 enum class Memory {
   standard,  // whatever makes the step fastest, never more than torch keeps
   low,       // only what the backward cannot recompute, bit for bit
@@ -193,7 +193,7 @@ inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight)
               weight.sym_sizes(), ", got ", bias.sym_sizes());
 }
 
-// Of a step, which torch has no function for.
+// Checks the arguments of a step. Torch has no function for it that could raise.
 inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias) {
   TORCH_CHECK(objection(input, weight, bias) == nullptr, describe_linear(op, input, weight, bias));
@@ -231,7 +231,7 @@ inline void check_rows(const char* op, const char* what, const Tensor& tensor, c
               like.sym_sizes(), ", got ", tensor.sym_sizes());
 }
 
-// What act' of `activation` is read from: ReLU's output or its bit mask, a pre-activation.
+// Checks the tensor that act' is read from: ReLU's output or bit mask, else a pre-activation.
 inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
                         Activation activation) {
   const auto kind = saved_for(activation);

@@ -11,9 +11,9 @@
 namespace fused::cpu {
 namespace {
 
-// What a block has written is summed while it is in a cache, of which three in fp32 stay there.
+// A block's results are summed while they are in a cache, which holds three such blocks in fp32.
 constexpr int64_t block_elements = 1 << 16;
-// Beyond what all cores together keep at hand; below, whole passes are the quicker ones.
+// Larger than the caches of all cores together; below, whole passes are faster.
 constexpr int64_t least_elements = 1 << 22;
 
 }  // namespace

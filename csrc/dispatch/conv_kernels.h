@@ -1,6 +1,6 @@
 #pragma once
 
-// What the dispatcher calls for the convolution, of a backend with reference::Conv's functions.
+// The convolution's kernels, as the dispatcher calls them, of a backend like reference::Conv.
 
 #include "core/explain.h"
 #include "core/policy.h"

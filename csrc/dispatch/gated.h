@@ -36,7 +36,8 @@ inline Triple whole_or_in_steps(const gated::Layer& layer, Activation activation
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 
-// Autograd, which may be at work below vmap, would follow gate alone into what joins the two.
+// `joined` is a view of gate, so autograd, which may run below vmap, would send both gradients to
+// gate: tensors that autograd follows are never joined.
 inline bool is_followed(const OptionalTensor& tensor) {
   return has_value(tensor) &&
          ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for gated layers. A backend has the passes of reference::GluFormula,
-// and may have linear_glu, both products and the first pass for some layers.
+// The gated layers' kernels, as the dispatcher calls them. A backend has the passes of
+// reference::GluFormula, and may have linear_glu, both products and the first pass of some layers.
 
 #include "core/explain.h"
 #include "core/policy.h"

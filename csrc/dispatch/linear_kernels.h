@@ -1,7 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for the linear operators, of a backend with reference::Linear's
-// functions, and forward_bits where forward and relu_mask can be one.
+// The linear operators' kernels, as the dispatcher calls them. A backend has reference::Linear's
+// functions, and forward_bits if forward and relu_mask can be one.
 
 #include "core/activation.h"
 #include "core/check.h"

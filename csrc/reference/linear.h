@@ -243,7 +243,7 @@ struct Linear {
   }
 };
 
-// What torch refuses in any case, though on the meta device it may not notice, or in Python.
+// Checks sizes and dtypes that torch refuses, but may not notice on the meta device or in Python.
 inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
                                    const OptionalTensor& bias) {
   for (const auto& tensor : {input, weight}) {
