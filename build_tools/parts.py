@@ -34,7 +34,7 @@ CUDA_ROOMS = ("cuda", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune"
 KERNELS = ("cuda/kernels/*.*", "cuda/tune/*.cu", "cuda/hopper/*.cpp", "cuda/runtime/cublaslt.cpp")
 HOPPER = CSRC / "cuda" / "hopper"
 # How often hopper/kernels.cu is compiled.
-KINDS = ("forward", "saving_forward", "backward", "gating", "glu")
+KINDS = ("forward", "narrow_forward", "saving_forward", "backward", "gating", "glu")
 HOPPER_UNITS = list(itertools.product(KINDS, ("bf16", "f16"), ("false", "true")))
 # They need instructions that only this target has. 2908 is about CUTLASS's own lambdas. Without
 # NDEBUG the tensor cores wait after each instruction.

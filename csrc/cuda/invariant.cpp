@@ -77,8 +77,10 @@ void run_hopper(const PassCall& call, PassProblem problem, const Operands& opera
   const auto stream = at::cuda::getCurrentCUDAStream(problem.matmul.device);
   const Workspace workspace(hopper::workspace_bytes(problem));
   const auto processors = at::cuda::getDeviceProperties(problem.matmul.device)->multiProcessorCount;
-  const gemm::Algorithm order{{rule::order_of_tiles(problem.matmul)}, 0};
-  TORCH_CHECK(hopper::run(problem, order, operands, workspace.data(), processors, stream),
+  const gemm::Algorithm order{{rule::order_of_tiles(problem)}, 0};
+  const auto tiles =
+      rule::is_narrow(problem, processors) ? hopper::Tiles::narrow : hopper::Tiles::wide;
+  TORCH_CHECK(hopper::run(problem, order, operands, workspace.data(), processors, stream, tiles),
               "fused: under the policy 'batch_invariant' expected our product for Hopper to run, "
               "got an error of CUDA for ",
               name(call.problem.pass), " ", problem.matmul);

@@ -9,6 +9,8 @@
 namespace fused::gemm::hopper {
 
 inline constexpr int64_t tile_features = 128, tile_tokens = 128;
+// The tiles of a forward product of few tokens.
+inline constexpr int64_t narrow_features = 64, narrow_tokens = 64;
 
 // Below, one product of a stacked weight and the pass behind it are as fast.
 inline constexpr int64_t least_tokens_of_glu = 4 * tile_tokens;

@@ -4,8 +4,8 @@
 // number of rows and where they lie.
 //
 // An element of a product is a sum over K, and its bits are fixed by the order of that sum. Our
-// products for Hopper take K in steps of 64, one instruction of 16 after the other, for every tile;
-// the product in fp32 and fp64 adds one number after the other (kernels/ordered_product.cuh).
+// products for Hopper take K in steps of 64, one instruction of 16 after the other, in tiles of any
+// size; the product in fp32 and fp64 adds one number after the other (kernels/ordered_product.cuh).
 // Neither parts a sum among blocks. What follows goes element by element.
 
 #include "gemm/hopper.h"
@@ -56,10 +56,25 @@ inline Strategy strategy(const PassProblem& p) {
 }
 
 // Where the operands outgrow the cache another order of tiles reads them less often; no element's
-// sum knows of it.
-inline uint64_t order_of_tiles(const Problem& p) {
-  constexpr int64_t half_of_cache = int64_t{25} << 20;
-  return (p.m + p.n) * p.k * size_of(p.type) > half_of_cache ? 1 : 0;
+// sum knows of it. That order rounds the tiles along the features up to 16, and computes those of
+// nothing too.
+inline uint64_t order_of_tiles(const PassProblem& problem) {
+  constexpr int64_t half_of_cache = int64_t{25} << 20, together = 16;
+  const auto& p = problem.matmul;
+  if ((p.m + p.n) * p.k * size_of(p.type) <= half_of_cache) return 0;
+  const int64_t features = hopper::tile_features / (problem.pass == Pass::glu ? 2 : 1);
+  const int64_t real = hopper::tiles(p.m, features);
+  const int64_t computed = hopper::tiles(real, together) * together;
+  constexpr int64_t parts = 8;  // more than an eighth of nothing costs more than it saves
+  return (computed - real) * parts <= real ? 1 : 0;
+}
+
+// Few tokens leave processors idle with our wide tiles. The narrow ones add in the same order.
+inline bool is_narrow(const PassProblem& problem, int processors) {
+  const auto& p = problem.matmul;
+  const int64_t wide =
+      hopper::tiles(p.m, hopper::tile_features) * hopper::tiles(p.n, hopper::tile_tokens);
+  return problem.pass == Pass::fprop && problem.keeps == Keeps::nothing && wide < processors;
 }
 
 }  // namespace fused::gemm::invariant

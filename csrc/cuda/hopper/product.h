@@ -19,7 +19,7 @@ struct Product : gemm::Operands {
 };
 
 // saving_forward also writes the pre-activation, or ReLU's bits.
-enum class Kind { forward, saving_forward, backward, gating, glu };
+enum class Kind { forward, narrow_forward, saving_forward, backward, gating, glu };
 
 using Launch = cudaError_t (*)(const Product&);
 
