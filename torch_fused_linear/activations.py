@@ -38,7 +38,7 @@ class Activation:
 
     @property
     def options(self) -> dict[str, str]:
-        """What function, layer and operator take besides the tensors."""
+        """Returns the arguments that function, layer and operator take besides the tensors."""
         return {} if self.approximate is None else {"approximate": self.approximate}
 
     def module(self) -> nn.Module:

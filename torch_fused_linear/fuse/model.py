@@ -51,7 +51,7 @@ class Element:
         return f"{self.text.code.co_filename}:{self.step.node.lineno}" if self.text else ""
 
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
-        """What each of its values is as an activation, or as one that is plain now."""
+        """Returns the activation that each of its values is, or with `is_plain` is now."""
         options, _ = self.step.options()
         refused = [is_plain and plain.activation_objection(v, options) for v in self.values]
         kinds = [plain.Rules.activation_kind(value, options) for value in self.values]
@@ -72,7 +72,7 @@ Chain = list[Element]
 
 
 class Model:
-    """What there is to know before anything is decided."""
+    """The modules of a model with their names and the chains in their code."""
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {}
@@ -168,7 +168,7 @@ def frozen_reason(module: nn.Module) -> str | None:
 
 
 def is_sequential(module: object) -> bool:
-    """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    """Returns whether it runs as nn.Sequential; torchvision's MLP only adds a constructor."""
     if not isinstance(module, nn.Sequential) or type(module).__hash__ is None:
         return False
     names = "forward", "__iter__"
@@ -186,7 +186,7 @@ def pass_over(chain: Chain, start: int) -> int:
 
 
 class Resolver:
-    """Of one method of one module."""
+    """Finds the objects that expressions in one method of one module stand for."""
 
     def __init__(self, owner: nn.Module, text: Text) -> None:
         self.owner = owner
@@ -226,7 +226,7 @@ class Resolver:
                     self._assign(part, ast.Starred(each.args[k]) if is_apart else value)
 
     def values(self, node: ast.expr) -> list[object]:
-        """What it may be; empty if that is not known."""
+        """Returns the objects that an expression may stand for; empty if that is not known."""
         match node:
             case ast.Name(name):
                 return self._name(name)
@@ -245,8 +245,9 @@ class Resolver:
         return []
 
     def is_stored(self, node: ast.expr) -> bool:
-        """Whether looking it up runs no code of the user's: names, what is stored in modules, and
-        items of torch's containers."""
+        """Returns whether looking it up runs no code of the user's: names, attributes that are
+        stored in modules, and items of torch's containers.
+        """
         match node:
             case ast.Name() | ast.Constant():
                 return True
@@ -278,7 +279,7 @@ class Resolver:
         return found
 
     def _each(self, node: ast.expr) -> list[object]:
-        """What it yields, one by one; all that may come, which is enough to know."""
+        """Returns all objects that iterating over it may yield."""
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
             return [v for argument in node.args for v in self._each(argument)]
         return (self.values if isinstance(node, ast.Call) else self._children)(node)
@@ -297,7 +298,7 @@ class Resolver:
 
 
 def _part(held: object, index: ast.expr) -> list[object]:
-    """What an index, or any index where it is no constant, takes out of it."""
+    """Returns the objects that an index selects; all of them if the index is no constant."""
     found = children(held)
     try:
         key = ast.literal_eval(index)
@@ -322,7 +323,9 @@ def _attribute(base: object, name: str) -> object:
 
 
 def _is_stored(base: object, name: str) -> bool:
-    """Whether the attribute is looked up without code of the user's, here and in subclasses."""
+    """Returns whether the attribute is looked up without code of the user's, here and in
+    subclasses.
+    """
     if isinstance(base, ModuleType):
         return name in vars(base)
     if not isinstance(base, nn.Module) or type(base).__getattribute__ is not OWN_LOOK_UP:
@@ -363,7 +366,7 @@ def named(
 
 
 def children(held: object) -> dict[object, object]:
-    """What a module, a list or a dictionary holds."""
+    """Returns the objects that a module, a list or a dictionary holds, by their keys."""
     if isinstance(held, nn.Module):
         held = held._modules
     elif isinstance(held, (list, tuple)):

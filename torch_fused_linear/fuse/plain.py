@@ -1,8 +1,7 @@
-"""What is plain, and why other things are not: a layer that only applies its parameters, an
-activation of ours.
+"""Decides which modules are plain, and why others are not: a layer that only applies its
+parameters, an activation of ours.
 
-When it runs csrc/python/plain.cpp decides the same in C where it is simple; tests hold both to one
-table.
+At run time csrc/python/plain.cpp decides the simple cases in C; tests hold both to one table.
 """
 
 import ast
@@ -50,7 +49,7 @@ def applied(function, more, named, h):
 
 
 def called_in(node: ast.Call | ast.BinOp) -> Callable:
-    """What stands for ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
+    """Returns the function that computes ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
     return operator.pow if isinstance(node, ast.BinOp) else METHODS.get(node.func.attr, method_pow)
 
 
@@ -113,8 +112,9 @@ def kind_of_class(cls: type) -> str | None:
 
 
 class Rules:
-    """What is asked when a run is decided, in methods: Dynamo tests before each call of compiled
-    code that a module still has the functions which were traced, and tests no methods."""
+    """The questions that decide a run. They are methods, because Dynamo tests before each call of
+    compiled code that a module still has the functions which were traced, and tests no methods.
+    """
 
     @classmethod
     def memory_of(cls, layer: object) -> str | None:
@@ -128,7 +128,7 @@ class Rules:
 
     @classmethod
     def is_spread(cls, layer: nn.Module) -> bool:
-        """Whether its hooks are those of ``ColwiseParallel`` or ``RowwiseParallel`` alone."""
+        """Returns whether its hooks are only ``ColwiseParallel``'s or ``RowwiseParallel``'s."""
         is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
         return is_linear and parallel_plan(layer) is not None
 
@@ -157,7 +157,7 @@ class Rules:
 
     @classmethod
     def has_known_geometry(cls, layer: nn.Conv2d) -> bool:
-        """Whether our layer takes it as torch's does; what was set later may be anything."""
+        """Returns whether our layer reads it as torch's does; users may set anything later."""
         is_word = layer.padding == "valid" or (layer.padding == "same" and layer.stride == (1, 1))
         given = layer.stride, layer.dilation, 0 if is_word else layer.padding
         pairs = [g if type(g) is tuple else (g, g) for g in given]
@@ -165,7 +165,7 @@ class Rules:
 
     @classmethod
     def agree(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether they are of one device, and of one dtype unless autocast casts."""
+        """Returns whether they are on one device, and of one dtype unless autocast casts."""
         others = (input,) if bias is None else (input, bias)
         is_one = all(t.dtype == weight.dtype for t in others)
         kind = weight.device.type  # of which autocast may know nothing
@@ -233,7 +233,9 @@ class Rules:
 
     @classmethod
     def plain_kind(cls, function: object, options: dict | None = None) -> str | None:
-        """The same, unless somebody watches the activation, or autocast squares in fp32."""
+        """Returns activation_kind, or None if something watches the activation or autocast squares
+        in fp32.
+        """
         if isinstance(function, nn.Module) and cls.is_watched(function):
             return None
         kind = cls.activation_kind(function, options)
@@ -241,13 +243,13 @@ class Rules:
 
     @classmethod
     def is_square(cls, function: object, more: tuple = ()) -> bool:
-        """Whether a function that is given so much beside the tensor returns its square."""
+        """Returns whether a function with these further arguments returns the tensor's square."""
         known = (given for square, given in SQUARES.items() if function is square)
         return more == next(known, None) and all(type(value) is int for value in more)
 
     @classmethod
     def dropped_share(cls, function: object, args: tuple, kwargs: dict) -> float | None:
-        """What share of its input it drops now; None if it is neither dropout nor identity."""
+        """Returns the share of its input that it drops now, or None for other functions."""
         if isinstance(function, nn.Module):
             kind = kind_of_class(type(function))
             if kind not in ("dropout", "identity") or cls.is_watched(function):
@@ -273,7 +275,7 @@ class Rules:
 
 
 def is_linear(value: object) -> bool:
-    """Whether it stands where a linear layer may stand, fit to be fused or not."""
+    """Returns whether it is in the place of a linear layer, fit to be fused or not."""
     if not isinstance(value, nn.Module):
         return False
     if isinstance(value, nn.Linear) or full_name(type(value)) == CONV1D:
@@ -283,7 +285,7 @@ def is_linear(value: object) -> bool:
 
 
 def is_layer(value: object) -> bool:
-    """Whether it is of a kind that may be one call with the activation after it."""
+    """Returns whether its kind may be one call with the activation after it."""
     return is_linear(value) or isinstance(value, nn.Conv2d)
 
 
@@ -297,7 +299,7 @@ def is_activation(value: object) -> bool:
 
 
 def is_passed(value: object) -> bool:
-    """Whether it is a dropout or nothing at all, which may stand between or after."""
+    """Returns whether it is a dropout or does nothing, so that it may stand between or after."""
     return value is F.dropout or (type(value) in PASSED and not Rules.objection(value))
 
 

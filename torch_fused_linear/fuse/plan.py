@@ -290,7 +290,7 @@ class Plan:
     def _is_refused(
         self, layers: Iterable[nn.Module], element: Element, *, quiet: bool = False
     ) -> bool:
-        """Whether one of the layers must be called as it is."""
+        """Returns whether one of the layers must be called as it is."""
         is_any = False
         for layer in layers:
             reason = plain.layer_objection(layer, self.is_sharded)
@@ -426,14 +426,15 @@ class Plan:
 
 
 def drops(elements: Chain) -> bool:
-    """Whether there is a dropout among them that can act, in training."""
+    """Returns whether a dropout among them can act in training."""
     found = [value for element in elements for value in element.of(plain.is_passed)]
     return any(getattr(value, "p", 0) != 0 or not isinstance(value, nn.Module) for value in found)
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
-    """Whether a child of `module` may be meant to apply one of its activations, which beside a
-    batch normalisation a convolution seldom is."""
+    """Returns whether a child of `module` may be meant to apply one of its activations. Beside a
+    batch normalisation a convolution seldom is.
+    """
     children = module._modules
     if any(map(plain.is_linear, children.values())):
         return True

@@ -55,7 +55,7 @@ def nested(*given: Any) -> Any:
 
 
 def leads(module: nn.Module) -> bool:
-    """Whether an nn.Sequential holds marked layers, and iterates over its modules."""
+    """Returns whether an nn.Sequential holds marked layers and iterates over its modules."""
     if type(module).__iter__ is not nn.Sequential.__iter__:
         return False
     return any(Decision.memory_of(child) is not None for child in module._modules.values())
@@ -163,7 +163,7 @@ class Decision(Rules):
 
     @classmethod
     def _joined(cls, calls: list[Call]) -> list[Call]:
-        """The same calls, where a layer and those before it of one activation are one."""
+        """Joins a layer with those before it that have one activation."""
         found: list[Call] = []
         for call in calls:
             if call.function is None and call.kind is None and cls._may_join(call):
@@ -230,13 +230,13 @@ class Decision(Rules):
 
     @classmethod
     def _held(cls, layer: Function, x: Any) -> Held | None:
-        """Weight and bias of a marked plain layer that fits its input."""
+        """Returns weight and bias of a marked plain layer that fits its input, or None."""
         held = None if cls.memory_of(layer) is None else cls.parameters(layer)
         return held if held is not None and cls.fits(layer, x, *held) else None
 
     @classmethod
     def _held_after(cls, layer: Function, before: Held) -> Held | None:
-        """The same, of what a layer with these parameters gives."""
+        """Returns weight and bias of one that fits the output of a layer with these, or None."""
         held = None if cls.memory_of(layer) is None else cls.parameters(layer)
         if held is None:
             return None
@@ -292,7 +292,7 @@ class Decision(Rules):
 
     @classmethod
     def _is_in_two(cls, x: Any, chunk: Function) -> bool:
-        """Whether it makes two halves of the last dimension."""
+        """Returns whether it makes two halves of the last dimension."""
         called, more, named = cls._taken_apart(chunk)
         is_known = called is method_chunk or called is torch.chunk
         return is_known and cls._are_two_of(x, *more, **named)
