@@ -32,9 +32,9 @@ from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .runs import METHODS
 from .source import called_by
 
-# The attribute of a layer that fuse_ has marked, a dictionary of options: with "low" the layer keeps
-# less for the backward. TorchScript ignores empty dictionaries, so a marked layer has the type of
-# an unmarked one. Dynamo knows whether one has changed, so it seldom looks at the layer.
+# The attribute of a layer that fuse_ has marked, a dictionary of options: with "low" the layer
+# keeps less for the backward. TorchScript ignores empty dictionaries, so a marked layer has the
+# type of an unmarked one. Dynamo knows whether one has changed, so it seldom looks at the layer.
 MARK = "_torch_fused_linear"
 MARKS: dict[str, dict] = {"default": {}, "low": {"low": {}}}  # to be copied
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
