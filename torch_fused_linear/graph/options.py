@@ -34,13 +34,14 @@ def compile_options(
     - with ``conv=True``, ``fused::conv2d_relu`` for ``F.conv2d`` with ReLU; on a GPU only where the
       result is large and of a known size, as the compiler's kernel for bias and ReLU is quick.
 
-    A second pass, over forward and backward, writes operators out in ATen again where the
-    compiler's own kernels are quicker on this GPU.
+    Where the compiler's own kernels are quicker on this GPU, an activation stays torch's behind
+    ``fused::linear``, and a gated layer's backward has its pass in ATen. Two more passes let
+    products add to gradients, for :func:`accumulate_gradients`.
 
-    Layers of this package count as well: in a compiled graph separate ones do not hand gradients
-    over to each other, and this joins them. Whatever the operators would refuse is left alone.
-    Each graph's replacements are logged by the logger ``"torch_fused_linear"`` at level ``INFO``; a
-    graph that comes out of the compiler's cache counts no less.
+    Layers of this package count as well: separate ones of a chain are joined. Whatever the
+    operators would refuse is left alone. Each graph's replacements are logged by the logger
+    ``"torch_fused_linear"`` at level ``INFO``; a graph that comes out of the compiler's cache
+    counts no less.
 
     Args:
         mode: as :func:`torch.compile`'s, which does not take it together with options.
@@ -49,16 +50,14 @@ def compile_options(
 
     Returns:
         A new dictionary; its ``"pre_grad_custom_pass"`` is the pass, whose ``replaced`` counts what
-        was put in, ``"joint_custom_pre_pass"`` the second, whose ``written_out`` counts what was
-        taken back, unless ``options`` has one. The same entries work in
+        was put in. The same entries work in
         ``torch._inductor.aoti_compile_and_package(program, inductor_configs=...)``.
 
     Raises:
         ValueError: ``options`` has a ``pre_grad_custom_pass`` already.
     """
     # The imports take a second, but the compiler needs them anyway.
-    from .accumulated_weights import StoragesPass
-    from .formula_pass import FormulaPass
+    from .accumulated_weights import StoragesPass, WeightsPass
     from .fusion_pass import FusionPass
 
     if options and "pre_grad_custom_pass" in options:
@@ -66,7 +65,7 @@ def compile_options(
             "compile_options: options has a pre_grad_custom_pass already; call "
             "torch_fused_linear.graph.fusion_pass.FusionPass()(graph) in yours instead"
         )
-    ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": FormulaPass()}
+    ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": WeightsPass()}
     ours["post_grad_custom_pre_pass"] = StoragesPass()
     return {**_torch_internals.options_of_mode(mode), **ours, **(options or {})}
 
