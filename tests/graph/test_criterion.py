@@ -231,8 +231,8 @@ def test_low_memory_keeps_bits_that_no_formula_reads(gpu, memory, put_in):
 
 def test_another_policy_rounds_as_the_operators_do(gpu):
     with tfl.set_policy("batch_invariant"):
-        assert not criterion.pays_on_a_gpu(torch.empty(1))
-    assert criterion.pays_on_a_gpu(torch.empty(1))
+        assert not criterion.has_choice(torch.empty(1))
+    assert criterion.has_choice(torch.empty(1))
 
 
 # --- in the compiler -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def is_static(*tensors: Tensor) -> bool:
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
-def pays_on_a_gpu(*tensors: Tensor) -> bool:
+def has_choice(*tensors: Tensor) -> bool:
     """Whether a decision between an operator and its formula is to be made at all."""
     if not is_static(*tensors) or get_policy() == "batch_invariant":
         return False  # a formula rounds at other places

@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_internals import HigherOrderOperator, overlaps_collectives
 from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
-from .criterion import compiler_gates, convolution_pays, is_between_passes, pays_on_a_gpu
+from .criterion import compiler_gates, convolution_pays, has_choice, is_between_passes
 from .identity import GraphPass
 from .rewriting import arguments_of
 
@@ -271,7 +271,7 @@ class _Rewrite:
         if layer.activation is None or self.memory_of(linear) == "low":
             return False
         fakes = map(matching.value, (linear.nodes[-1], linear.input))
-        return is_between_passes(layer.output) and pays_on_a_gpu(*fakes)
+        return is_between_passes(layer.output) and has_choice(*fakes)
 
     @staticmethod
     def memory_of(linear: matching.Linear) -> str:
@@ -345,7 +345,7 @@ class _Rewrite:
         if given["memory"] != "default" or result is None or fakes[0] is None:
             return
         input, *others = fakes
-        if pays_on_a_gpu(result, input) and compiler_gates(result, *others, given["activation"]):
+        if has_choice(result, input) and compiler_gates(result, *others, given["activation"]):
             node.kwargs = {**node.kwargs, "memory": "compiled"}
 
     def halves(self, tensor: Node) -> list[Node]:
