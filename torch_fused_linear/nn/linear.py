@@ -19,7 +19,7 @@ def memory_repr(memory: str) -> str:
 
 
 def precision_repr(precision: str) -> str:
-    """What the layer's repr says of it: nothing, of the default."""
+    """Returns what the layer's repr says of the precision: nothing of the default."""
     return "" if precision == "default" else f", precision={precision!r}"
 
 
