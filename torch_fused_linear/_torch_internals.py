@@ -19,7 +19,7 @@ from torch import nn
 from torch._C import Graph, Node, ScriptModule, TensorType, Value
 from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 from torch.jit._builtins import _register_builtin as register_builtin

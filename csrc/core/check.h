@@ -77,11 +77,13 @@ inline const char* objection(const Tensor& input, at::TensorList weights,
 enum class Memory {
   standard,  // whatever makes the step fastest, never more than torch keeps
   low,       // only what the backward cannot recompute, bit for bit
+  compiled,  // of a gated layer: its result too; the backward's pass is ATen's, for a compiler
 };
 
-inline Memory parse_memory(const char* op, std::string_view text) {
+inline Memory parse_memory(const char* op, std::string_view text, bool is_gated = false) {
   if (text == "default") return Memory::standard;
   if (text == "low") return Memory::low;
+  if (text == "compiled" && is_gated) return Memory::compiled;
   TORCH_CHECK_VALUE(false, op, ": memory must be 'default' or 'low', got '", text, "'");
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_fused_linear as tfl
-from torch_fused_linear.graph.formula_pass import FormulaPass
+from torch_fused_linear.graph.accumulated_weights import WeightsPass
 from torch_fused_linear.graph.fusion_pass import FusionPass
 
 X = torch.randn(3, 8)
@@ -71,7 +71,7 @@ def test_blocks_nest_and_hold_for_all_threads():
     assert seen == ["batch_invariant"] and tfl.get_policy() == "auto"
 
 
-@pytest.mark.parametrize("made", [FormulaPass, FusionPass])
+@pytest.mark.parametrize("made", [WeightsPass, FusionPass])
 def test_compilers_cache_knows_the_policy(made):
     usual = made().uuid()
     with tfl.set_policy("batch_invariant"):

@@ -20,12 +20,11 @@ from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
+from .parts import CHILDREN, ITERATORS, WHOLE, Bounds, bounds_of, parts_called
 from .runs import Step, runs_of, step_of
 from .source import Text, Unreadable, code_of, codes_in, place_of, unwrapped
 
 FUSED = (FusedMLP, FusedGatedMLP)
-ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
-CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
 CONTAINERS = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
 OWN_LOOK_UP = object.__getattribute__
 MOST_NAMES = 7  # that stand for one another
@@ -78,6 +77,8 @@ class Model:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}  # why a module was not entered
         self.unread: dict[nn.Module, tuple[str, str]] = {}  # why code is not believed, and where
+        self.apart: dict[nn.Module, str] = {}  # containers that no code calls, and why
+        self._holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._text, self._runs = cache(Text), cache(runs_of)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
@@ -92,6 +93,8 @@ class Model:
             self.paths[module] = path
             for name, child in children(module).items():
                 self._visit(child, f"{path}.{name}" if path else name)
+                if child in self.paths:
+                    self._holders.setdefault(child, []).append((module, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         if isinstance(module, FUSED) or not any(plain.is_layer(m) for _, m in named(module)):
@@ -109,7 +112,8 @@ class Model:
         if function is nn.Sequential.forward:
             is_torchs = text.file[1] == nn.modules.container.__file__
             is_loop = is_torchs and type(module).__iter__ is nn.Sequential.__iter__
-            return [self._sequence(module)] if is_loop else []
+            chain = self._sequence(module) if is_loop else []
+            return [chain[slice(*bounds)] for bounds in self._parts(module)] if chain else []
         resolver = Resolver(module, text)
 
         def element(step: Step) -> Element:
@@ -135,6 +139,24 @@ class Model:
             if name in (*NAMES, "relu_", "getattr") or any(map(plain.is_activation, found)):
                 return True
         return False
+
+    def _parts(self, sequential: nn.Module) -> list[Bounds]:
+        """The bounds of what is called of it: all, where that is not known."""
+        found: dict[Bounds | None, None] = {}
+        for holder, name in self._holders.get(sequential, ()):
+            before = len(found)
+            try:
+                for function in functions_of(type(holder)):
+                    found |= dict.fromkeys(parts_called(name, self._text(function)))
+            except Unreadable:
+                return [WHOLE]
+            if len(found) == before:  # other code calls it
+                return [WHOLE]
+        parts = [part for part in found if part is not None]
+        if found and not parts:
+            holder = type(self._holders[sequential][0][0]).__name__
+            self.apart[sequential] = f"the code of {holder} calls its layers one by one"
+        return [WHOLE] if not found or WHOLE in parts else parts
 
     def _sequence(self, sequential: nn.Module) -> Chain:
         calls = (ast.parse("module(input)", mode="eval").body for _ in sequential._modules)
@@ -234,6 +256,8 @@ class Resolver:
                 return self._each(value)
             case ast.Attribute(value, name):
                 return self._attributes(value, name)
+            case ast.Subscript(value, ast.Slice() as index):
+                return [_slice(held, index) for held in self.values(value)]
             case ast.Subscript(value, index):
                 return [v for held in self.values(value) for v in _part(held, index)]
             case ast.Call(ast.Name("getattr"), [value, ast.Constant(name)]):
@@ -307,6 +331,11 @@ def _part(held: object, index: ast.expr) -> list[object]:
     if isinstance(key, int):
         return list(found.values())[key:][:1] if -len(found) <= key else []
     return [found[key]] if isinstance(key, str) and key in found else []
+
+
+def _slice(held: object, index: ast.Slice) -> list[object]:
+    """What a slice holds; all that it may hold where its bounds are no constants."""
+    return [*children(held).values()][slice(*bounds_of(index) or WHOLE)]
 
 
 def _attribute(base: object, name: str) -> object:

@@ -373,6 +373,10 @@ class Plan:
         """Says why modules that look like a block, with activations of ours, are none."""
         owners = {place.steps[0].owner for place in self.places}
         for module, path in self.paths.items():
+            if module in self.model.apart:
+                held = module._modules.values()
+                if any(map(plain.is_layer, held)) and any(map(plain.is_activation, held)):
+                    self.skipped[path] = self.model.apart[module], ""
             if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
             held = module._modules.items()

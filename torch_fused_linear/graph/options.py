@@ -27,8 +27,9 @@ def compile_options(
     - with ``conv=True``, ``fused::conv2d_relu`` for ``F.conv2d`` with ReLU; on a GPU only if the
       result is large and of a known size, because the compiler's kernel for bias and ReLU is fast.
 
-    A second pass, over the joint graph of forward and backward, replaces operators by ATen's
-    operations where the compiler's own kernels are faster on this GPU.
+    Where the compiler's own kernels are faster on this GPU, an activation stays torch's behind
+    ``fused::linear``, and a gated layer's backward applies its derivative in ATen. Two more passes
+    let products add to gradients, for :func:`accumulate_gradients`.
 
     Layers of this package are joined as well. Whatever the operators would refuse is left alone.
     The logger ``"torch_fused_linear"`` logs each graph's replacements at level ``INFO``, also for a
@@ -40,10 +41,8 @@ def compile_options(
         conv: whether convolutions with ReLU are replaced, too.
 
     Returns:
-        A new dictionary. Its ``"pre_grad_custom_pass"`` is the first pass, whose ``replaced``
-        counts the operators that were put in. Its ``"joint_custom_pre_pass"`` is the second, whose
-        ``written_out`` counts the operators that were replaced by ATen's, unless ``options`` has a
-        pass of its own there. The same entries work in
+        A new dictionary. Its ``"pre_grad_custom_pass"`` is the pass, whose ``replaced`` counts the
+        operators that were put in. The same entries work in
         ``torch._inductor.aoti_compile_and_package(program, inductor_configs=...)``.
 
     Raises:
@@ -57,8 +56,7 @@ def compile_options(
         Counter()
     """
     # The imports take a second, but the compiler needs them anyway.
-    from .accumulated_weights import StoragesPass
-    from .formula_pass import FormulaPass
+    from .accumulated_weights import StoragesPass, WeightsPass
     from .fusion_pass import FusionPass
 
     if options and "pre_grad_custom_pass" in options:
@@ -66,7 +64,7 @@ def compile_options(
             "compile_options: options has a pre_grad_custom_pass already; call "
             "torch_fused_linear.graph.fusion_pass.FusionPass()(graph) in yours instead"
         )
-    ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": FormulaPass()}
+    ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": WeightsPass()}
     ours["post_grad_custom_pre_pass"] = StoragesPass()
     return {**_torch_internals.options_of_mode(mode), **ours, **(options or {})}
 

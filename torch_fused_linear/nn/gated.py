@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._arguments import Activation, Memory, check
+from .._arguments import Activation, Memory, Precision, check, check_precision
 from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS
-from ..functional import gated_mlp
-from .linear import memory_repr
+from ..functional import float8_gated_mlp, gated_mlp
+from .linear import memory_repr, precision_repr
 from .taking_over import check_plain
 
 
@@ -34,6 +34,9 @@ class FusedGatedMLP(nn.Module):
         dtype: dtype of the parameters: fp64, fp32, fp16 or bf16. Default: PyTorch's default dtype.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
             the backward computes the product of ``up_proj`` again. Default: ``'default'``.
+        precision: ``'default'``, the dtype of the input, or ``'float8'`` to run
+            :func:`torch_fused_linear.float8_gated_mlp`; not together with ``memory='low'``.
+            Children that run one by one do so in the dtype of the input. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
@@ -44,7 +47,7 @@ class FusedGatedMLP(nn.Module):
         down_proj: ``nn.Linear(hidden_features, out_features)``.
 
     Raises:
-        ValueError: ``activation`` or ``memory`` is none of these.
+        ValueError: ``activation``, ``memory`` or ``precision`` is none of these.
 
     Examples::
 
@@ -53,9 +56,10 @@ class FusedGatedMLP(nn.Module):
         torch.Size([2, 10, 64])
     """
 
-    __constants__ = ("activation", "memory")
+    __constants__ = ("activation", "memory", "precision")
     activation: Activation
     memory: Memory
+    precision: Precision = "default"  # of one that was saved without it
 
     def __init__(
         self,
@@ -68,8 +72,10 @@ class FusedGatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> None:
         check("FusedGatedMLP", activation=activation, memory=memory)
+        check_precision("FusedGatedMLP", precision, memory)
         super().__init__()
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -77,6 +83,7 @@ class FusedGatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation = activation
         self.memory = memory
+        self.precision = precision
 
     @classmethod
     def from_modules(
@@ -87,6 +94,7 @@ class FusedGatedMLP(nn.Module):
         activation: Activation = "silu",
         *,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> "FusedGatedMLP":
         """Makes a gated block of three layers, which it shares: the same objects, not copies.
 
@@ -97,13 +105,15 @@ class FusedGatedMLP(nn.Module):
             down: the layer that takes the product.
             activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
             memory: ``'default'`` or ``'low'``.
+            precision: ``'default'`` or ``'float8'``.
 
         Returns:
             The block, in the mode (training or not) of ``gate``.
 
         Raises:
             TypeError: one of the layers is something else, or has more than its parameters.
-            ValueError: their sizes do not fit, or ``activation`` or ``memory`` is none of these.
+            ValueError: their sizes do not fit, or ``activation``, ``memory`` or ``precision`` is
+                none of these.
 
         Examples::
 
@@ -114,6 +124,7 @@ class FusedGatedMLP(nn.Module):
         """
         function = f"{cls.__name__}.from_modules"
         check(function, activation=activation, memory=memory)
+        check_precision(function, precision, memory)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
         if up.weight.shape != gate.weight.shape or down.in_features != gate.out_features:
@@ -123,13 +134,24 @@ class FusedGatedMLP(nn.Module):
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
-        block.activation, block.memory = activation, memory
+        block.activation, block.memory, block.precision = activation, memory, precision
         return block.train(gate.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.jit.is_scripting() and not self._runs_as_one():
             activated = ACTIVATIONS[self.activation](self.gate_proj(input))
             return self.down_proj(activated * self.up_proj(input))
+        if self.precision == "float8":
+            return float8_gated_mlp(
+                input,
+                self.gate_proj.weight,
+                self.up_proj.weight,
+                self.down_proj.weight,
+                self.gate_proj.bias,
+                self.up_proj.bias,
+                self.down_proj.bias,
+                activation=self.activation,
+            )
         return gated_mlp(
             input,
             self.gate_proj.weight,
@@ -143,7 +165,8 @@ class FusedGatedMLP(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}" + memory_repr(self.memory)
+        about = memory_repr(self.memory) + precision_repr(self.precision)
+        return f"activation={self.activation!r}{about}"
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._arguments import Activation, Memory, check
+from .._arguments import Activation, Memory, Precision, check, check_precision
 from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS, name_of_module
-from ..functional import mlp
-from .linear import memory_repr
+from ..functional import float8_mlp, mlp
+from .linear import memory_repr, precision_repr
 from .taking_over import check_given_back, check_plain
 
 
@@ -31,13 +31,17 @@ class FusedMLP(nn.Sequential):
         dtype: dtype of the parameters: fp64, fp32, fp16 or bf16. Default: PyTorch's default dtype.
         memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU or SiLU
             instead of two; the backward computes the other again. Default: ``'default'``.
+        precision: ``'default'``, the dtype of the input, or ``'float8'`` to run
+            :func:`torch_fused_linear.float8_mlp`; not together with ``memory='low'``. Children that
+            run one by one do so in the dtype of the input. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
         - Output: :math:`(*, \text{features}_{-1})`.
 
     Raises:
-        ValueError: ``features`` is empty, or ``activation`` or ``memory`` is none of these.
+        ValueError: ``features`` is empty, or ``activation``, ``memory`` or ``precision`` is none of
+            these.
         RuntimeError: it is called under ``torch.jit.trace``, which cannot record it. Script it
             first.
 
@@ -48,9 +52,10 @@ class FusedMLP(nn.Sequential):
         torch.Size([8, 4])
     """
 
-    __constants__ = ("activation", "memory")
+    __constants__ = ("activation", "memory", "precision")
     activation: Activation
     memory: Memory
+    precision: Precision = "default"  # of one that was saved without it
 
     def __init__(
         self,
@@ -61,10 +66,12 @@ class FusedMLP(nn.Sequential):
         device: Device = None,
         dtype: torch.dtype | None = None,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> None:
         if not features:
             raise ValueError(f"FusedMLP: expected in_features and sizes, got {in_features!r} alone")
         check("FusedMLP", activation=activation, memory=memory)
+        check_precision("FusedMLP", precision, memory)
         modules: list[nn.Module] = []
         for size_in, size_out in zip((in_features, *features), features):
             modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
@@ -72,10 +79,15 @@ class FusedMLP(nn.Sequential):
         super().__init__(*modules[:-1])
         self.activation = activation
         self.memory = memory
+        self.precision = precision
 
     @classmethod
     def from_sequential(
-        cls, sequential: nn.Sequential, *, memory: Memory = "default"
+        cls,
+        sequential: nn.Sequential,
+        *,
+        memory: Memory = "default",
+        precision: Precision = "default",
     ) -> "FusedMLP":
         """Makes a fused MLP of the modules of ``sequential``: the same objects, not copies.
 
@@ -84,13 +96,14 @@ class FusedMLP(nn.Sequential):
                 its own. It must hold ``nn.Linear`` modules with ``nn.ReLU``, ``nn.SiLU`` or one
                 form of ``nn.GELU`` between them. The modules keep their own hooks.
             memory: ``'default'`` or ``'low'``.
+            precision: ``'default'`` or ``'float8'``.
 
         Returns:
             The fused MLP, in the mode (training or not) of ``sequential``.
 
         Raises:
             TypeError: ``sequential`` is something else, a subclass, or has more than its modules.
-            ValueError: it holds other modules, or ``memory`` is neither of these.
+            ValueError: it holds other modules, or ``memory`` or ``precision`` is neither of these.
 
         Examples::
 
@@ -100,6 +113,7 @@ class FusedMLP(nn.Sequential):
             >>> torch.testing.assert_close(model(x), plain(x))
         """
         check("FusedMLP.from_sequential", memory=memory)
+        check_precision("FusedMLP.from_sequential", precision, memory)
         check_plain("FusedMLP.from_sequential", sequential, (nn.Sequential, cls))
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
@@ -113,6 +127,7 @@ class FusedMLP(nn.Sequential):
         nn.Sequential.__init__(mlp, *modules)
         mlp.activation = names.pop() if names else "relu"
         mlp.memory = memory
+        mlp.precision = precision
         return mlp.train(sequential.training)
 
     def to_sequential(self) -> nn.Sequential:
@@ -152,10 +167,12 @@ class FusedMLP(nn.Sequential):
         else:  # without asking every activation for a weight
             layers = list(self._modules.values())[::2]
             weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        if self.precision == "float8":
+            return float8_mlp(input, weights, biases, self.activation)
         return mlp(input, weights, biases, self.activation, memory=self.memory)
 
     def extra_repr(self) -> str:
-        return memory_repr(self.memory).removeprefix(", ")
+        return (memory_repr(self.memory) + precision_repr(self.precision)).removeprefix(", ")
 
     def __getitem__(self, index):
         if isinstance(index, slice):
