@@ -158,9 +158,8 @@ struct LinearFormula {
     }
     const auto rows = as_rows(gradient);
     return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
-            layer.wanted[1]
-                ? reference::weight_gradient(rows, kept_rows(layer.input), layer.weight)
-                : none(),
+            layer.wanted[1] ? reference::weight_gradient(rows, kept_rows(layer.input), layer.weight)
+                            : none(),
             layer.wanted[2] ? rows.sum(0) : none()};
   }
 
