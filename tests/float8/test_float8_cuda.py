@@ -78,7 +78,7 @@ def assert_near(rows, columns, inverse, values, dtype, share=5e-3):
     """Equal but for a share that lies a step beside, as the value before was rounded otherwise."""
     assert rows.dtype == columns.dtype == dtype
     assert_layouts(rows, columns)
-    torch.testing.assert_close(inverse, scale_of(values, dtype).reciprocal(), rtol=5e-3, atol=0)
+    torch.testing.assert_close(inverse, scale_of(values, dtype).reciprocal(), rtol=8e-3, atol=0)
     expected = cast_by_torch(values, dtype, inverse.reciprocal()).float()
     got = rows.float()
     step = 2.0 ** -(3 if dtype == VALUES else 2)
