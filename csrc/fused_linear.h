@@ -77,6 +77,23 @@ Tensor gated_mlp(const Tensor& input,                          // [*, in]
                  const std::optional<Tensor>& down_bias = {},  // [out]
                  std::string_view activation = "silu", std::string_view memory = "default");
 
+// The three in FP8: inputs and weights are cast to e4m3 and gradients to e5m2, with one scale for
+// each tensor, by torchao's recipe `tensorwise`. bf16, fp16 and fp32, which weights and biases may
+// have apart from the input; the output has the input's. Where FP8 cannot multiply (sizes that are
+// no multiples of 16, devices without it) the layers run in the input's dtype.
+Tensor float8_linear(const Tensor& input,                      // [*, in]
+                     const Tensor& weight,                     // [out, in]
+                     const std::optional<Tensor>& bias = {},   // [out]
+                     std::string_view activation = "none");    // or as mlp's
+Tensor float8_mlp(const Tensor& input, at::TensorList weights,  // as mlp
+                  const c10::List<std::optional<Tensor>>& biases, std::string_view activation);
+Tensor float8_gated_mlp(const Tensor& input, const Tensor& gate,  // as gated_mlp
+                        const std::optional<Tensor>& up, const Tensor& down,
+                        const std::optional<Tensor>& gate_bias = {},
+                        const std::optional<Tensor>& up_bias = {},
+                        const std::optional<Tensor>& down_bias = {},
+                        std::string_view activation = "silu");
+
 // y = max(conv2d(x, W) + b, 0); stride, padding and dilation are one number or (height, width)
 Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, height, width]
                    const Tensor& weight,  // [out, in / groups, kernel height, kernel width]

@@ -19,6 +19,9 @@ if _library.error is None:
     from .accumulation import accumulate_gradients
     from .functional import (
         conv2d_relu,
+        float8_gated_mlp,
+        float8_linear,
+        float8_mlp,
         gated_mlp,
         linear,
         linear_gelu,
@@ -66,6 +69,9 @@ __all__ = [
     "compile_options",
     "conv2d_relu",
     "explain",
+    "float8_gated_mlp",
+    "float8_linear",
+    "float8_mlp",
     "flops",
     "fuse_",
     "fuse_script_",

@@ -77,6 +77,11 @@ def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
     return 2 * prod(out_shape) * prod(weight[1:])
 
 
+def float8_product(a, b, *args, **kwargs) -> int:
+    """Of a product [M, K] with [N, K]."""
+    return 2 * prod(a) * b[0]
+
+
 FORMULAS = {
     **dict.fromkeys(("linear", *OPERATORS, "_linear_aux", "_linear_relu_bits"), linear),
     "mlp": mlp,
@@ -89,6 +94,10 @@ FORMULAS = {
     "_accumulated_weight_gradient": weight_gradient,
     "_linear_glu_aux": linear_glu,
     "_glu_backward": glu_backward,
+    "float8_linear": linear,
+    "float8_mlp": mlp,
+    "float8_gated_mlp": gated_mlp,
+    "_float8_product": float8_product,
 }
 
 

@@ -5,13 +5,14 @@ They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` an
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
 from . import subclasses
-from ._arguments import Activation, Approximate, Memory
+from ._arguments import Activation, Approximate, Memory, Precision, check_precision
 from ._library import direct
 from ._torch_internals import register_builtin
 
@@ -166,6 +167,7 @@ def mlp(
     activation: Activation = "relu",
     *,
     memory: Memory = "default",
+    precision: Precision = "default",
 ) -> Tensor:
     r"""Applies linear layers in a chain, with the activation between them and none after the last.
 
@@ -190,15 +192,19 @@ def mlp(
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
         activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
         memory: ``'default'`` or ``'low'``.
+        precision: ``'default'``, the dtype of ``input``, or ``'float8'`` to run :func:`float8_mlp`.
 
     Returns:
         :math:`(*, \text{features}_n)`.
 
     Raises:
         RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
-            of these.
+        ValueError: there is no weight, not a bias for each, ``activation``, ``memory`` or
+            ``precision`` is none of these, or ``memory='low'`` is given with ``'float8'``.
     """
+    if precision != "default":
+        check_precision("mlp", precision, memory)
+        return float8_mlp(input, weights, biases, activation)
     if is_compiling() or (y := direct.mlp(input, weights, biases, activation, memory)) is None:
         y = _dispatched("mlp", input, weights, biases, activation, memory=memory)
     return y
@@ -265,6 +271,7 @@ def gated_mlp(
     *,
     activation: Activation = "silu",
     memory: Memory = "default",
+    precision: Precision = "default",
 ) -> Tensor:
     r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
 
@@ -282,16 +289,148 @@ def gated_mlp(
         gate_bias, up_bias: as :func:`linear_glu`.
         down_bias: :math:`(\text{out\_features})` or ``None``.
         activation, memory: as :func:`linear_glu`.
+        precision: ``'default'``, the dtype of ``input``, or ``'float8'`` to run
+            :func:`float8_gated_mlp`.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
         RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
+        ValueError: ``precision`` is neither of these, or ``memory='low'`` is given with
+            ``'float8'``.
     """
+    if precision != "default":
+        check_precision("gated_mlp", precision, memory)
+        return float8_gated_mlp(
+            input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation
+        )
     tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
     if is_compiling() or (y := direct.gated_mlp(*tensors, activation, memory)) is None:
         y = _dispatched("gated_mlp", *tensors, activation=activation, memory=memory)
+    return y
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | Literal["none"] = "none",
+) -> Tensor:
+    r"""Applies :math:`y = \text{act}(xW^T + b)` with products in FP8.
+
+    The recipe is torchao's ``tensorwise``: the input and the weight are cast to ``float8_e4m3fn``
+    and the gradient of the output to ``float8_e5m2``, each with one scale for the tensor, made of
+    its largest absolute value. The casts have torchao's bits. The bias is added before the result
+    is rounded, once. :func:`float8_mlp` and :func:`float8_gated_mlp` are whole blocks.
+
+    Sizes that FP8 products cannot have run in the dtype of ``input`` instead: features that are no
+    multiple of 16; a number of rows that is none, where the weight's gradient is wanted; nothing at
+    all. So does a GPU without FP8, which needs compute capability 8.9. :class:`explain` says so.
+
+    The gradients cannot be differentiated again. Weights' gradients are not added to what is there
+    (:func:`accumulate_gradients`). ``vmap``, ``torch.func`` and forward-mode AD raise.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, any of these dtypes: a master
+            weight in fp32 is cast to FP8 as it is.
+        bias: :math:`(\text{out\_features})` or ``None``, any of these dtypes.
+        activation: ``'none'``, ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'``, ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
+        ValueError: ``activation`` is none of these.
+
+    Example::
+
+        >>> x, w = torch.randn(64, 32), torch.randn(16, 32)
+        >>> torch_fused_linear.float8_linear(x, w, activation="relu").shape
+        torch.Size([64, 16])
+    """
+    if is_compiling() or (y := direct.float8_linear(input, weight, bias, activation)) is None:
+        y = _dispatched("float8_linear", input, weight, bias, activation)
+    return y
+
+
+def float8_mlp(
+    input: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    activation: Activation = "relu",
+) -> Tensor:
+    r"""Applies linear layers in a chain with products in FP8, the activation between them.
+
+    It is :func:`mlp` by the recipe of :func:`float8_linear`, as one node of the graph. An
+    activation and the next layer's cast are one pass over memory, and so are an activation's
+    derivative, its cast and the bias's gradient. The backward keeps the FP8 copies of inputs and
+    weights, and each hidden pre-activation; of ReLU one bit for each element.
+
+    Args:
+        input: :math:`(*, \text{features}_0)`, any strides; bf16, fp16 or fp32.
+        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
+        biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{features}_n)`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
+        ValueError: there is no weight, not a bias for each, or ``activation`` is none of these.
+    """
+    if is_compiling() or (y := direct.float8_mlp(input, weights, biases, activation)) is None:
+        y = _dispatched("float8_mlp", input, weights, biases, activation)
+    return y
+
+
+def float8_gated_mlp(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+) -> Tensor:
+    r"""Applies the gated feed-forward block of language models with products in FP8.
+
+    It is :func:`gated_mlp` by the recipe of :func:`float8_linear`, as one node of the graph.
+    ``gate`` and ``up`` have a scale each, as two layers of torchao's have; one weight for both has
+    one. The backward keeps the FP8 copies of the input, of what goes into ``down`` and of the
+    weights, and the two pre-activations.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
+        gate: :math:`(\text{hidden\_features}, \text{in\_features})`; without ``up`` both weights,
+            :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`, gate's rows first.
+        up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
+        down: :math:`(\text{out\_features}, \text{hidden\_features})`.
+        gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
+        up_bias: :math:`(\text{hidden\_features})` or ``None``.
+        down_bias: :math:`(\text{out\_features})` or ``None``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
+        ValueError: ``activation`` is none of these; without ``up``, ``gate`` cannot be halved or
+            ``up_bias`` is given.
+    """
+    tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
+    if is_compiling() or (y := direct.float8_gated_mlp(*tensors, activation)) is None:
+        y = _dispatched("float8_gated_mlp", *tensors, activation)
     return y
 
 
@@ -349,7 +488,11 @@ def _dispatched(name: str, *arguments, **options: str) -> Tensor:
     for (what, kind), given in () if is_compiling() else zip(_tensors(name), arguments):
         _expect(what, kind, given)
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
-    if any(map(subclasses.is_foreign, flat)):
+    foreign = next(filter(subclasses.is_foreign, flat), None)
+    if foreign is not None:
+        if name not in subclasses.COMPUTES:
+            what = f"tensors of the class {type(foreign).__name__}"
+            raise NotImplementedError(f"{name}: {what} are not implemented for FP8")
         return subclasses.COMPUTES[name](*arguments, **options)
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
@@ -374,5 +517,5 @@ def _expect(what: str, kind: str, given: object) -> None:
 
 
 # TorchScript takes the operators for them; it knows no arguments by name alone.
-for _name in subclasses.COMPUTES:
+for _name in (*subclasses.COMPUTES, "float8_linear", "float8_mlp", "float8_gated_mlp"):
     register_builtin(globals()[_name], f"fused::{_name}")

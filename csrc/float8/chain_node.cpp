@@ -163,7 +163,7 @@ variable_list flat(const std::vector<Layer>& layers) {
 }
 
 std::string name_of_weight(const Chain& chain, size_t layer) {
-  return chain.all_weights.size() == 1 ? "weight" : "weights[" + std::to_string(layer) + "]";
+  return chain.op == std::string_view(Linear::name) ? "weight" : "weights[" + std::to_string(layer) + "]";
 }
 
 }  // namespace
@@ -209,13 +209,12 @@ Tensor Chain::with_gradient() const {
 }
 
 Tensor Chain::in_own_dtype() const {
-  const auto as_input = [&](const Tensor& tensor) { return tensor.to(input.scalar_type()); };
+  const auto own = [&](const auto& tensor) { return in_dtype(tensor, input.scalar_type()); };
   c10::List<OptionalTensor> own_biases;
   std::vector<Tensor> own_weights;
   for (size_t i = 0; i < all_weights.size(); ++i) {
-    own_weights.push_back(as_input(all_weights[i]));
-    own_biases.push_back(has_value(biases[i]) ? OptionalTensor(as_input(*biases[i]))
-                                              : std::nullopt);
+    own_weights.push_back(own(all_weights[i]));
+    own_biases.push_back(own(biases[i]));
   }
   if (!activates_last && all_weights.size() == 1) {
     return fused::linear(input, own_weights[0], own_biases.get(0));

@@ -213,12 +213,9 @@ Tensor Gated::with_gradient() const {
 }
 
 Tensor Gated::in_own_dtype() const {
-  const auto as_input = [&](const Tensor& tensor) { return tensor.to(input.scalar_type()); };
-  const auto if_given = [&](const OptionalTensor& tensor) {
-    return has_value(tensor) ? OptionalTensor(as_input(*tensor)) : std::nullopt;
-  };
-  return fused::gated_mlp(input, as_input(gate), if_given(up), as_input(down), if_given(gate_bias),
-                          if_given(up_bias), if_given(down_bias), fused::name(activation));
+  const auto own = [&](const auto& tensor) { return in_dtype(tensor, input.scalar_type()); };
+  return fused::gated_mlp(input, own(gate), own(up), own(down), own(gate_bias), own(up_bias),
+                          own(down_bias), fused::name(activation));
 }
 
 }  // namespace fused::float8

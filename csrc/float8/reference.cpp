@@ -67,9 +67,9 @@ Octuple Reference::gating_backward(const Tensor& grad, const Tensor& gate, const
   const auto grad_gate = activation_gradient(grad * up, gate, activation);
   const auto grad_up = grad * activate(gate, activation);
   if (together) {
-    const auto none = reference::unwanted(gate);
+    const auto none = [&] { return reference::unwanted(gate); };
     return std::tuple_cat(gradient_and_sum(at::cat({grad_gate, grad_up}, 1), sum),
-                          Quadruple(none, none, none, none));
+                          Quadruple(none(), none(), none(), none()));
   }
   return std::tuple_cat(gradient_and_sum(grad_gate, sum), gradient_and_sum(grad_up, sum));
 }

@@ -55,12 +55,21 @@ inline std::pair<GradientCast, GradientCast> gating_backward(const Tensor& grad,
           {{up_rows, up_columns, up_inverse}, up_sum}};
 }
 
+// Nothing is called where nothing is to be done, as no operator below autograd may return its
+// argument.
+inline Tensor in_dtype(const Tensor& tensor, at::ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+}
+inline OptionalTensor in_dtype(const OptionalTensor& tensor, at::ScalarType dtype) {
+  return has_value(tensor) ? OptionalTensor(in_dtype(*tensor, dtype)) : std::nullopt;
+}
+
 // x Wᵀ + b
 inline Tensor forward_product(const Cast& x, const Cast& w, const OptionalTensor& bias,
                               at::ScalarType dtype) {
-  OptionalTensor in_dtype;
-  if (has_value(bias)) in_dtype = bias->to(dtype).contiguous();
-  return ProductStep::call(x.rows, w.rows, x.inverse, w.inverse, in_dtype, {}, dtype,
+  auto added = in_dtype(bias, dtype);
+  if (has_value(added) && !added->is_contiguous()) added = added->contiguous();
+  return ProductStep::call(x.rows, w.rows, x.inverse, w.inverse, added, {}, dtype,
                            /*fast=*/true);
 }
 

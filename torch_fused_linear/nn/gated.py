@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._arguments import Activation, Memory, check
+from .._arguments import Activation, Memory, Precision, check, check_precision
 from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS
-from ..functional import gated_mlp
-from .linear import memory_repr
+from ..functional import float8_gated_mlp, gated_mlp
+from .linear import memory_repr, precision_repr
 from .taking_over import check_plain
 
 
@@ -30,6 +30,9 @@ class FusedGatedMLP(nn.Module):
         device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor of the hidden size instead of two;
             the backward makes the product of ``up_proj`` again. Default: ``'default'``.
+        precision: ``'default'``, the dtype of the input, or ``'float8'`` to run as
+            :func:`torch_fused_linear.float8_gated_mlp`; not together with ``memory='low'``.
+            Children that run one by one do so in the dtype of the input. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
@@ -40,12 +43,13 @@ class FusedGatedMLP(nn.Module):
         down_proj: ``nn.Linear(hidden_features, out_features)``.
 
     Raises:
-        ValueError: ``activation`` or ``memory`` is none of these.
+        ValueError: ``activation``, ``memory`` or ``precision`` is none of these.
     """
 
-    __constants__ = ("activation", "memory")
+    __constants__ = ("activation", "memory", "precision")
     activation: Activation
     memory: Memory
+    precision: Precision = "default"  # of one that was saved without it
 
     def __init__(
         self,
@@ -58,8 +62,10 @@ class FusedGatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> None:
         check("FusedGatedMLP", activation=activation, memory=memory)
+        check_precision("FusedGatedMLP", precision, memory)
         super().__init__()
         out_features = in_features if out_features is None else out_features
         self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -67,6 +73,7 @@ class FusedGatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation = activation
         self.memory = memory
+        self.precision = precision
 
     @classmethod
     def from_modules(
@@ -77,6 +84,7 @@ class FusedGatedMLP(nn.Module):
         activation: Activation = "silu",
         *,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> "FusedGatedMLP":
         """The block of three layers that exist, which it shares (the same objects, not copies).
 
@@ -85,18 +93,19 @@ class FusedGatedMLP(nn.Module):
                 without hooks or anything else that the operator would pass by.
             up: its result is multiplied with that.
             down: takes the product.
-            activation, memory: as of the class.
+            activation, memory, precision: as of the class.
 
         Returns:
             The block, in the mode (training or not) of ``gate``.
 
         Raises:
             TypeError: one of them is something else, or has more than its parameters.
-            ValueError: their sizes do not fit, or ``activation`` or ``memory`` is none of the
-                class's.
+            ValueError: their sizes do not fit, or ``activation``, ``memory`` or ``precision`` is
+                none of the class's.
         """
         function = f"{cls.__name__}.from_modules"
         check(function, activation=activation, memory=memory)
+        check_precision(function, precision, memory)
         for layer in (gate, up, down):
             check_plain(function, layer, (nn.Linear,))
         if up.weight.shape != gate.weight.shape or down.in_features != gate.out_features:
@@ -106,13 +115,24 @@ class FusedGatedMLP(nn.Module):
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
-        block.activation, block.memory = activation, memory
+        block.activation, block.memory, block.precision = activation, memory, precision
         return block.train(gate.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.jit.is_scripting() and not self._runs_as_one():
             activated = ACTIVATIONS[self.activation](self.gate_proj(input))
             return self.down_proj(activated * self.up_proj(input))
+        if self.precision == "float8":
+            return float8_gated_mlp(
+                input,
+                self.gate_proj.weight,
+                self.up_proj.weight,
+                self.down_proj.weight,
+                self.gate_proj.bias,
+                self.up_proj.bias,
+                self.down_proj.bias,
+                activation=self.activation,
+            )
         return gated_mlp(
             input,
             self.gate_proj.weight,
@@ -126,7 +146,8 @@ class FusedGatedMLP(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}" + memory_repr(self.memory)
+        about = memory_repr(self.memory) + precision_repr(self.precision)
+        return f"activation={self.activation!r}{about}"
 
     @torch.jit.unused
     def _runs_as_one(self) -> bool:

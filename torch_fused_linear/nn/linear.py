@@ -18,6 +18,11 @@ def memory_repr(memory: str) -> str:
     return "" if memory == "default" else f", memory={memory!r}"
 
 
+def precision_repr(precision: str) -> str:
+    """What the layer's repr says of it: nothing, of the default."""
+    return "" if precision == "default" else f", precision={precision!r}"
+
+
 class FusedLinear(nn.Linear):
     r"""Applies :math:`y = xW^T + b`, as :class:`torch.nn.Linear` does.
 

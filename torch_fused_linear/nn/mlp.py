@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._arguments import Activation, Memory, check
+from .._arguments import Activation, Memory, Precision, check, check_precision
 from .._torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS, name_of_module
-from ..functional import mlp
-from .linear import memory_repr
+from ..functional import float8_mlp, mlp
+from .linear import memory_repr, precision_repr
 from .taking_over import check_given_back, check_plain
 
 
@@ -28,19 +28,24 @@ class FusedMLP(nn.Sequential):
         device, dtype: as for :class:`FusedLinear`.
         memory: ``'default'``, or ``'low'`` to keep one tensor for each hidden layer of GELU or SiLU
             instead of two, as :func:`torch_fused_linear.mlp` says. Default: ``'default'``.
+        precision: ``'default'``, the dtype of the input, or ``'float8'`` to run as
+            :func:`torch_fused_linear.float8_mlp`; not together with ``memory='low'``. Children that
+            run one by one do so in the dtype of the input. Default: ``'default'``.
 
     Shape:
         - Input: :math:`(*, \text{in\_features})`.
         - Output: :math:`(*, \text{features}_{-1})`.
 
     Raises:
-        ValueError: there is no size of a layer, or ``activation`` or ``memory`` is none of these.
+        ValueError: there is no size of a layer, or ``activation``, ``memory`` or ``precision`` is
+            none of these.
         RuntimeError: it is called under ``torch.jit.trace``, which cannot record it; script it.
     """
 
-    __constants__ = ("activation", "memory")
+    __constants__ = ("activation", "memory", "precision")
     activation: Activation
     memory: Memory
+    precision: Precision = "default"  # of one that was saved without it
 
     def __init__(
         self,
@@ -51,10 +56,12 @@ class FusedMLP(nn.Sequential):
         device: Device = None,
         dtype: torch.dtype | None = None,
         memory: Memory = "default",
+        precision: Precision = "default",
     ) -> None:
         if not features:
             raise ValueError(f"FusedMLP: expected in_features and sizes, got {in_features!r} alone")
         check("FusedMLP", activation=activation, memory=memory)
+        check_precision("FusedMLP", precision, memory)
         modules: list[nn.Module] = []
         for size_in, size_out in zip((in_features, *features), features):
             modules += [nn.Linear(size_in, size_out, bias, device, dtype)]
@@ -62,10 +69,15 @@ class FusedMLP(nn.Sequential):
         super().__init__(*modules[:-1])
         self.activation = activation
         self.memory = memory
+        self.precision = precision
 
     @classmethod
     def from_sequential(
-        cls, sequential: nn.Sequential, *, memory: Memory = "default"
+        cls,
+        sequential: nn.Sequential,
+        *,
+        memory: Memory = "default",
+        precision: Precision = "default",
     ) -> "FusedMLP":
         """The same chain, sharing the modules of ``sequential`` (the same objects, not copies).
 
@@ -74,15 +86,17 @@ class FusedMLP(nn.Sequential):
                 its own: ``nn.Linear`` modules with ``nn.ReLU``, ``nn.SiLU``, or ``nn.GELU`` of one
                 kind, between them. What the modules have besides, hooks too, they keep.
             memory: ``'default'`` or ``'low'``.
+            precision: ``'default'`` or ``'float8'``.
 
         Returns:
             The chain, in the mode (training or not) of ``sequential``.
 
         Raises:
             TypeError: ``sequential`` is something else, a subclass, or has more than its modules.
-            ValueError: it is built differently, or ``memory`` is neither of these.
+            ValueError: it is built differently, or ``memory`` or ``precision`` is neither of these.
         """
         check("FusedMLP.from_sequential", memory=memory)
+        check_precision("FusedMLP.from_sequential", precision, memory)
         check_plain("FusedMLP.from_sequential", sequential, (nn.Sequential, cls))
         modules = list(sequential)
         linears, between = modules[::2], modules[1::2]
@@ -96,6 +110,7 @@ class FusedMLP(nn.Sequential):
         nn.Sequential.__init__(mlp, *modules)
         mlp.activation = names.pop() if names else "relu"
         mlp.memory = memory
+        mlp.precision = precision
         return mlp.train(sequential.training)
 
     def to_sequential(self) -> nn.Sequential:
@@ -127,10 +142,12 @@ class FusedMLP(nn.Sequential):
         else:  # without asking every activation for a weight
             layers = list(self._modules.values())[::2]
             weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        if self.precision == "float8":
+            return float8_mlp(input, weights, biases, self.activation)
         return mlp(input, weights, biases, self.activation, memory=self.memory)
 
     def extra_repr(self) -> str:
-        return memory_repr(self.memory).removeprefix(", ")
+        return (memory_repr(self.memory) + precision_repr(self.precision)).removeprefix(", ")
 
     def __getitem__(self, index):
         if isinstance(index, slice):
