@@ -25,20 +25,25 @@ class set_policy(Switch):
               roundings. The gradient of ReLU is then that of the library's bit mask: at a
               pre-activation of exactly 0 it is 1, where torch's is 0; at NaN, in 16 bits on a GPU,
               it is 0, where torch's is 1;
-            - ``"eager"``: the plain formula, operator by operator.
+            - ``"eager"``: the plain formula, operator by operator;
+            - ``"batch_invariant"``: a row of a result, and of its input's gradient, has the same
+              bits whatever other rows are in the call, or the call raises. See
+              :doc:`invariance` for where it holds.
 
     Raises:
+        NotImplementedError: raised by a call under ``"batch_invariant"`` that cannot hold it.
         ValueError: the name is not one of these.
         TypeError: it is no name.
     """
 
     _get, _set = "_policy", "_set_policy"
-    _argument, _expected, _types = "policy", "'auto', 'cublaslt' or 'eager'", (str,)
+    _argument, _types = "policy", (str,)
+    _expected = "'auto', 'cublaslt', 'eager' or 'batch_invariant'"
 
     def __init__(self, policy: str) -> None:
         super().__init__(policy)
 
 
 def get_policy() -> str:
-    """The policy in force: ``"auto"``, ``"cublaslt"`` or ``"eager"``."""
+    """The policy in force, by :class:`set_policy`'s name of it."""
     return torch.ops.fused._policy()

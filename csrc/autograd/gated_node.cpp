@@ -175,7 +175,7 @@ Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& 
   const auto& up = state.kept[up_index];
   // Sharded rows cannot always be viewed as a matrix's, and for a vector eager takes another
   // product.
-  if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1) {
+  if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1 || is_batch_invariant()) {
     return grad_input +
            std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
                                                  state.form.by_columns[1], {true, false, false}));

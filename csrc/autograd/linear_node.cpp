@@ -170,7 +170,8 @@ Pair forward_for_training(const Tensor& input, const Tensor& weight, const Optio
     const auto output = linear_relu(input, weight, bias);
     return {output, output};
   }
-  if (activation != Activation::relu) {
+  // The same bits with low memory, and for any number of features, as without a gradient.
+  if (activation != Activation::relu && !is_batch_invariant()) {
     // An epilogue applies it before the sum is rounded, which cannot be done again.
     if (memory == Memory::low) {
       const auto preactivation = fused::linear(input, weight, bias);

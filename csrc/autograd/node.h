@@ -96,6 +96,8 @@ class Node : public torch::autograd::Node {
   static variable_list detached(const Backward& backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
+  // The backward of a batch-invariant forward is one, too, whatever the policy is by then.
+  const bool is_batch_invariant_ = is_batch_invariant();
   std::vector<size_t> bits_;
   // Scalars at the next edges, by which a compiled graph knows them.
   mutable variable_list ends_;

@@ -10,6 +10,7 @@ namespace fused::reference {
 // A pass whose gradient comes through the layer after it, as ATen's product and the pass alone.
 template <typename Pass>
 Quintuple through_down(const steps::GluBackward& step, const Pass& pass) {
+  refuse_formula("gated_mlp's backward", step.gate);
   const auto grad = at::matmul(step.grad_output, *step.down);
   return pass({grad, step.gate, step.up, step.activation, step.wanted});
 }
@@ -79,6 +80,7 @@ inline Tensor gated_as_torch_does(const char* op, const char* objection, const g
   explain::append(objection);
   explain::append(explain::not_fused);
   gated::check_devices(op, layer, down);
+  refuse_formula(op, layer.input, objection);
   return in_context([&] { return GluFormula::forward(layer, down, activation); },
                     [&] { return gated::describe(op, layer, down); });
 }

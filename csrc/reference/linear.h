@@ -6,9 +6,17 @@
 #include "core/aten_activation.h"
 #include "core/check.h"
 #include "core/explain.h"
+#include "core/policy.h"
 #include "core/shapes.h"
 
 namespace fused::reference {
+
+// ATen's products take another kernel for another number of rows.
+inline void refuse_formula(const char* op, const Tensor& like, const char* why = nullptr) {
+  if (like.sym_numel() == 0) return;
+  refuse_batch_dependence(op, like, "tensors that a kernel of this package multiplies",
+                          why ? why : "a call that is left to ATen, such as a second derivative");
+}
 
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
 
@@ -25,6 +33,7 @@ inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Ten
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
 inline Tensor input_gradient(const Tensor& grad, const Tensor& weight, const Tensor& input) {
+  refuse_formula("linear's backward", grad);
   if (grad.dim() == 1) return at::mm(grad.unsqueeze(0), weight).squeeze(0);
   if (!lies_by_columns(input)) return at::matmul(grad, weight);
   return at::mm(weight.t(), as_rows(grad).t()).t().view_symint(input.sym_sizes());
@@ -89,6 +98,7 @@ Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previo
 
 // On the meta device torch promotes a sum that it makes in place elsewhere.
 inline Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  refuse_formula("linear", input);
   const auto result = at::linear(input, weight, bias);
   return result.is_meta() ? result.to(input.scalar_type()) : result;
 }
@@ -102,6 +112,7 @@ struct LinearFormula {
   // -> output and, for ReLU, the bit mask; for GELU the pre-activation
   static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation) {
+    refuse_formula("linear", input);
     const auto preactivation = at::linear(input, weight, bias);
     const auto output = activate(preactivation, activation);
     if (saved_for(activation) == Saved::output) {
@@ -129,6 +140,7 @@ struct LinearFormula {
             : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
     const auto none = [&] { return unwanted(layer.grad_output); };
     if (layer.weight.dim() == 3) {
+      refuse_formula("ensemble_linear's backward", layer.grad_output);
       explain::append(explain::not_fused);
       return {layer.wanted[0] ? at::bmm(gradient, layer.weight) : none(),
               layer.wanted[1] ? at::bmm(gradient.mT(), layer.input) : none(),
@@ -163,6 +175,7 @@ struct LinearFormula {
                        const Tensor& weight,        // [members, out, in]
                        const OptionalTensor& bias,  // [members, out]
                        Activation activation) {
+    refuse_formula("ensemble_linear", input);
     explain::append(explain::not_fused);
     const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
                                    : at::bmm(input, weight.mT());
@@ -179,7 +192,7 @@ struct Linear {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     explain::append(explain::not_fused);
-    const auto result = at::linear(input, weight, bias).contiguous();
+    const auto result = aten_linear(input, weight, bias).contiguous();
     activate_out(result, result, activation);
     return result;
   }
@@ -247,6 +260,7 @@ inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor&
                               const OptionalTensor& bias, Activation activation) {
   check_devices(op, input, weight, bias);
   check_sizes_and_dtypes(op, input, weight, bias);
+  refuse_formula(op, input);
   return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
                     [&] { return describe_linear(op, input, weight, bias); });
 }
@@ -259,6 +273,7 @@ inline Tensor as_torch_does(const char* op, const char* objection, const Tensor&
   const explain::Row row(op, input, weight);
   explain::append(objection);
   explain::append(explain::not_fused);
+  refuse_formula(op, input, objection);
   return in_torchs_words(op, input, weight, bias, activation);
 }
 
@@ -267,6 +282,7 @@ inline Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::
   const explain::Row row("mlp", input, weights[0]);
   explain::append(objection);
   explain::append(explain::not_fused);
+  refuse_formula("mlp", input, objection);
   auto hidden = input;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();

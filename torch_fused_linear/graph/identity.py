@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .. import _library, activations
 from .._torch_internals import custom_graph_pass
+from ..policy import get_policy
 
 logger = logging.getLogger("torch_fused_linear")
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file__))
@@ -29,7 +30,9 @@ class CountingPass(custom_graph_pass()):
     options: tuple = ()
 
     def uuid(self) -> str:
-        return f"{type(self).__name__}{self.options} {fingerprint()}"
+        # What the operators are traced into depends on it.
+        policy = "batch_invariant" if get_policy() == "batch_invariant" else ""
+        return f"{type(self).__name__}{self.options} {fingerprint()} {policy}"
 
     def count(self, total: Counter[str], counts: Counter[str], what: str) -> None:
         """Adds to what was counted so far, and logs it."""
