@@ -136,7 +136,7 @@ def available() -> list[str]:
 def sources(folders: list[Path], most: int) -> tuple[Tensor, Tensor]:
     """Bytes of Python files, in an order that is the same everywhere: to learn, and to validate."""
     learnt, validated, size = bytearray(), bytearray(), 0
-    paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    paths = sorted({path for folder in folders for path in folder.rglob("*.py")})
     generator = torch.Generator().manual_seed(0)
     for k in torch.randperm(len(paths), generator=generator).tolist():
         text = paths[k].read_bytes()
