@@ -81,10 +81,10 @@ Tensor gated_mlp(const Tensor& input,                          // [*, in]
 // each tensor, by torchao's recipe `tensorwise`. bf16, fp16 and fp32, which weights and biases may
 // have apart from the input; the output has the input's. Where FP8 cannot multiply (sizes that are
 // no multiples of 16, devices without it) the layers run in the input's dtype.
-Tensor float8_linear(const Tensor& input,                      // [*, in]
-                     const Tensor& weight,                     // [out, in]
-                     const std::optional<Tensor>& bias = {},   // [out]
-                     std::string_view activation = "none");    // or as mlp's
+Tensor float8_linear(const Tensor& input,                       // [*, in]
+                     const Tensor& weight,                      // [out, in]
+                     const std::optional<Tensor>& bias = {},    // [out]
+                     std::string_view activation = "none");     // or as mlp's
 Tensor float8_mlp(const Tensor& input, at::TensorList weights,  // as mlp
                   const c10::List<std::optional<Tensor>>& biases, std::string_view activation);
 Tensor float8_gated_mlp(const Tensor& input, const Tensor& gate,  // as gated_mlp

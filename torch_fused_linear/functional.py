@@ -337,7 +337,8 @@ def float8_linear(
         weight: :math:`(\text{out\_features}, \text{in\_features})`, any of these dtypes: a master
             weight in fp32 is cast to FP8 as it is.
         bias: :math:`(\text{out\_features})` or ``None``, any of these dtypes.
-        activation: ``'none'``, ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'``, ``'relu2'``.
+        activation: ``'none'``, ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or
+            ``'relu2'``.
 
     Returns:
         :math:`(*, \text{out\_features})`, in the dtype of ``input``; under autocast in autocast's.

@@ -142,9 +142,8 @@ Tensor run(const Chain& chain, std::vector<Layer>* kept) {
       }
     }
     if (i == last) {
-      const auto y = activates(chain, i) ? autograd::activated(z, chain.activation,
-                                                               autograd::Time::first)
-                                         : z;
+      const auto y =
+          activates(chain, i) ? autograd::activated(z, chain.activation, autograd::Time::first) : z;
       return like_rows_of(chain.input, y);
     }
     x = activation(z, chain.activation);
@@ -154,8 +153,8 @@ Tensor run(const Chain& chain, std::vector<Layer>* kept) {
 variable_list flat(const std::vector<Layer>& layers) {
   variable_list result;
   for (const auto& layer : layers) {
-    for (const auto& tensor : {layer.input, layer.inverse_input, layer.weight,
-                               layer.inverse_weight, layer.z}) {
+    for (const auto& tensor :
+         {layer.input, layer.inverse_input, layer.weight, layer.inverse_weight, layer.z}) {
       result.push_back(tensor);
     }
   }
@@ -163,7 +162,8 @@ variable_list flat(const std::vector<Layer>& layers) {
 }
 
 std::string name_of_weight(const Chain& chain, size_t layer) {
-  return chain.op == std::string_view(Linear::name) ? "weight" : "weights[" + std::to_string(layer) + "]";
+  return chain.op == std::string_view(Linear::name) ? "weight"
+                                                    : "weights[" + std::to_string(layer) + "]";
 }
 
 }  // namespace

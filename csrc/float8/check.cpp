@@ -55,14 +55,11 @@ void check_product(const char* op, const Product& p) {
     return t.scalar_type() == p.dtype && t.device() == p.a.device() && t.is_contiguous();
   };
   if (has_value(p.bias)) {
-    TORCH_CHECK(is_result(*p.bias) && p.bias->dim() == 1 &&
-                    p.bias->sym_size(0) == p.b.sym_size(0),
-                op, ": bias must be ", p.dtype, " [", p.b.sym_size(0), "], got ",
-                describe(p.bias));
+    TORCH_CHECK(is_result(*p.bias) && p.bias->dim() == 1 && p.bias->sym_size(0) == p.b.sym_size(0),
+                op, ": bias must be ", p.dtype, " [", p.b.sym_size(0), "], got ", describe(p.bias));
   }
   if (has_value(p.add)) {
-    TORCH_CHECK(is_result(*p.add) && p.add->dim() == 2 &&
-                    p.add->sym_size(0) == p.a.sym_size(0) &&
+    TORCH_CHECK(is_result(*p.add) && p.add->dim() == 2 && p.add->sym_size(0) == p.a.sym_size(0) &&
                     p.add->sym_size(1) == p.b.sym_size(0),
                 op, ": add must be contiguous, ", p.dtype, " [", p.a.sym_size(0), ", ",
                 p.b.sym_size(0), "], got ", describe(p.add));

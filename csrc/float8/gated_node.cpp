@@ -1,8 +1,8 @@
 // A gated layer in FP8 and the layer after it. Weights that are two tensors have two scales, as two
 // layers of torchao's have, and so do the gradients of their products; a stacked weight has one.
 
-#include "core/gated.h"
 #include "core/explain.h"
+#include "core/gated.h"
 #include "float8/arguments.h"
 #include "float8/blocks.h"
 #include "float8/node.h"
@@ -13,13 +13,33 @@
 namespace fused::float8 {
 namespace {
 
-enum Edges { input_edge, gate_edge, up_edge, down_edge, gate_bias_edge, up_bias_edge,
-             down_bias_edge, all_edges };
+enum Edges {
+  input_edge,
+  gate_edge,
+  up_edge,
+  down_edge,
+  gate_bias_edge,
+  up_bias_edge,
+  down_bias_edge,
+  all_edges
+};
 
 // Columns and scales of casts, and the pre-activations; undefined where no gradient is made of it.
-enum Indices { input_index, inverse_input, gate_index, inverse_gate, up_index, inverse_up,
-               hidden_index, inverse_hidden, down_index, inverse_down, gate_z_index, up_z_index,
-               all_indices };
+enum Indices {
+  input_index,
+  inverse_input,
+  gate_index,
+  inverse_gate,
+  up_index,
+  inverse_up,
+  hidden_index,
+  inverse_hidden,
+  down_index,
+  inverse_down,
+  gate_z_index,
+  up_z_index,
+  all_indices
+};
 
 using Tensors = std::array<Tensor, all_indices>;
 
@@ -107,8 +127,7 @@ class Backward {
                  const Tensor& add) {
     if (wants(bias)) result_[bias] = dz.sum;
     if (wants(weight)) {
-      result_[weight] =
-          weight_gradient(dz.cast, columns_of(work_.kept, input_index), form_.dtype);
+      result_[weight] = weight_gradient(dz.cast, columns_of(work_.kept, input_index), form_.dtype);
     }
     if (!wants(input_edge)) return {};
     const auto sum = add.defined() ? OptionalTensor(add) : std::nullopt;
@@ -187,8 +206,8 @@ void Gated::check() const {
   gated::check(op, layer);
   if (!is_stacked()) {
     check_layer(op, "up", input, input.sym_size(-1), *up, up_bias);
-    TORCH_CHECK(up->sym_size(0) == gate.sym_size(0), op, ": up must have shape ",
-                gate.sym_sizes(), " as gate, got ", up->sym_sizes());
+    TORCH_CHECK(up->sym_size(0) == gate.sym_size(0), op, ": up must have shape ", gate.sym_sizes(),
+                " as gate, got ", up->sym_sizes());
   }
   check_layer(op, "down", input, gated::hidden_features(layer), down, down_bias);
 }

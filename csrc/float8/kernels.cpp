@@ -1,7 +1,7 @@
 // The steps on a CPU, by the reference, and without data.
 
-#include "core/shapes.h"
 #include "float8/kernels.h"
+#include "core/shapes.h"
 
 namespace fused::float8 {
 namespace {
@@ -20,8 +20,7 @@ Triple cast_of(const Tensor& like, const c10::SymInt& features, at::ScalarType d
 
 Quadruple cast_with_sum(const Tensor& like, const c10::SymInt& features, at::ScalarType dtype,
                         bool sum) {
-  return std::tuple_cat(cast_of(like, features, dtype),
-                        std::tuple(S::vector(like, features, sum)));
+  return std::tuple_cat(cast_of(like, features, dtype), std::tuple(S::vector(like, features, sum)));
 }
 
 struct Meta {
@@ -44,9 +43,9 @@ struct Meta {
       return std::tuple_cat(cast_with_sum(gate, features, gradients, sum),
                             cast_with_sum(gate, features, gradients, sum));
     }
-    return std::tuple_cat(cast_with_sum(gate, 2 * features, gradients, sum),
-                          Quadruple(S::unwanted(gate), S::unwanted(gate), S::unwanted(gate),
-                                    S::unwanted(gate)));
+    return std::tuple_cat(
+        cast_with_sum(gate, 2 * features, gradients, sum),
+        Quadruple(S::unwanted(gate), S::unwanted(gate), S::unwanted(gate), S::unwanted(gate)));
   }
   static Tensor product(const Tensor& a, const Tensor& b, const Tensor&, const Tensor&,
                         const OptionalTensor&, const OptionalTensor&, at::ScalarType dtype, bool) {

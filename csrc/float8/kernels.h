@@ -52,9 +52,8 @@ struct Kernels {
     check_matrix(row.op, "grad", grad);
     check_like(row.op, "gate", gate, grad);
     check_like(row.op, "up", up, grad);
-    return way(grad, [&](auto w) {
-      return w.gating_backward(grad, gate, up, activation, together, sum);
-    });
+    return way(
+        grad, [&](auto w) { return w.gating_backward(grad, gate, up, activation, together, sum); });
   }
 
   static Tensor product(const Tensor& a, const Tensor& b, const Tensor& inverse_a,
@@ -62,9 +61,8 @@ struct Kernels {
                         const OptionalTensor& add, at::ScalarType dtype, bool fast) {
     const explain::Row row(ProductStep::name, a, b);
     check_product(row.op, {a, b, inverse_a, inverse_b, bias, add, dtype});
-    return way(a, [&](auto w) {
-      return w.product(a, b, inverse_a, inverse_b, bias, add, dtype, fast);
-    });
+    return way(
+        a, [&](auto w) { return w.product(a, b, inverse_a, inverse_b, bias, add, dtype, fast); });
   }
 
  private:

@@ -65,9 +65,8 @@ class BlockNode final : public Node {
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override { return form_.traits(); }
   Backward backward() const override {
-    return [form = form_](Work work, const Tensor& grad) {
-      return run(std::move(work), form, grad);
-    };
+    return
+        [form = form_](Work work, const Tensor& grad) { return run(std::move(work), form, grad); };
   }
 
  private:

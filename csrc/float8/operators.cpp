@@ -1,7 +1,7 @@
 // The kernels of the public operators, the same for every backend: which way a call goes.
 
-#include "float8/blocks.h"
 #include "core/explain.h"
+#include "float8/blocks.h"
 #include "float8/define.h"
 #include "float8/node.h"
 #include "float8/support.h"
@@ -14,7 +14,8 @@
 namespace fused::float8 {
 namespace {
 
-// ---- an operator's arguments as a block ----------------------------------------------------------
+// ---- an operator's arguments as a block
+// ----------------------------------------------------------
 
 template <class Op>
 struct Block;
@@ -37,9 +38,12 @@ struct Block<Mlp> {
     TORCH_CHECK_VALUE(biases.size() == weights.size(), Mlp::name,
                       ": biases must hold a tensor or None for each of the ", weights.size(),
                       " weights, got ", biases.size());
-    return {Mlp::name,      input,
-            weights.vec(),  {biases.begin(), biases.end()},
-            parse_hidden_activation(Mlp::name, text), /*activates_last=*/false};
+    return {Mlp::name,
+            input,
+            weights.vec(),
+            {biases.begin(), biases.end()},
+            parse_hidden_activation(Mlp::name, text),
+            /*activates_last=*/false};
   }
 };
 
@@ -49,8 +53,14 @@ struct Block<GatedMlp> {
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                   std::string_view text) {
-    return {GatedMlp::name, input,   gate,      up,
-            down,           gate_bias, up_bias, down_bias,
+    return {GatedMlp::name,
+            input,
+            gate,
+            up,
+            down,
+            gate_bias,
+            up_bias,
+            down_bias,
             parse_hidden_activation(GatedMlp::name, text)};
   }
 };
@@ -62,7 +72,8 @@ auto checked_block(const Args&... args) {
   return block;
 }
 
-// ---- the kernels ---------------------------------------------------------------------------------
+// ---- the kernels
+// ---------------------------------------------------------------------------------
 
 template <class Any>
 Tensor in_own_dtype(const Any& block, const std::string& why) {
@@ -125,7 +136,8 @@ struct Ways<Op, Tensor(Args...)> {
   }
 
   static Tensor under_vmap(Args...) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, Op::name, ": vmap is not implemented for FP8. Use "
+    TORCH_CHECK_NOT_IMPLEMENTED(false, Op::name,
+                                ": vmap is not implemented for FP8. Use "
                                 "precision='default'");
   }
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// FP8 training by torchao's `tensorwise` recipe: operators that users call, and the steps that their
-// nodes are made of. One scale for each tensor; e4m3 for inputs and weights, e5m2 for gradients.
+// FP8 training by torchao's `tensorwise` recipe: operators that users call, and the steps that
+// their nodes are made of. One scale for each tensor; e4m3 for inputs and weights, e5m2 for
+// gradients.
 //
 // A cast comes in two layouts, as cuBLASLt multiplies FP8 only where both operands are contiguous
 // along the summed dimension: `rows` [M, N] for one product, `columns` [N, M] for the other.
@@ -21,7 +22,8 @@ using Octuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 // act(x Wᵀ + b)
 using Linear = Operator<
-    "float8_linear(Tensor input, Tensor weight, Tensor? bias=None, str activation='none') -> Tensor",
+    "float8_linear(Tensor input, Tensor weight, Tensor? bias=None, str activation='none') -> "
+    "Tensor",
     Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)>;
 
 // The activation between the layers and none after the last.

@@ -1,5 +1,7 @@
 """The steps' casts have the bits of torchao's own cast functions, of whatever they are made."""
 
+import itertools
+
 import pytest
 import torch
 from recipe import ACTS, DTYPES, E4M3, E5M2, HIDDEN, KINDS, NUMBERS, gradient_of, special
@@ -134,9 +136,9 @@ def test_product(dtype):
     """Within a unit in the last place of the exact sum, which is rounded once."""
     a, _, inverse_a, _ = fused._float8_cast(torch.randn(32, 64), True, False)
     b, _, inverse_b, _ = fused._float8_cast(torch.randn(48, 64), False, False)
-    bias, add = torch.randn(48).to(dtype), torch.randn(32, 48).to(dtype)
+    to_all, to_add = torch.randn(48).to(dtype), torch.randn(32, 48).to(dtype)
     exact = (a.double() * inverse_a) @ (b.double() * inverse_b).T
-    for bias, add in ((None, None), (bias, None), (None, add), (bias, add)):
+    for bias, add in itertools.product((None, to_all), (None, to_add)):
         want = exact + (0 if bias is None else bias) + (0 if add is None else add)
         got = fused._float8_product(a, b, inverse_a, inverse_b, bias, add, dtype, True)
         assert got.dtype == dtype

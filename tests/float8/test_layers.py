@@ -43,7 +43,9 @@ def test_layer(activation, dtype):
     grad = torch.randn(2, 16, 48, dtype=dtype)
     y = tfl.float8_linear(x, weights[0], biases[0], activation=activation)
     assert y.shape == (2, 16, 48)
-    got = [t.flatten(0, -2) if t.dim() == 3 else t for t in gradients(y, grad, x, *weights, *biases)]
+    got = [
+        t.flatten(0, -2) if t.dim() == 3 else t for t in gradients(y, grad, x, *weights, *biases)
+    ]
     is_last = activation != "none"
     want = mlp(x.detach().flatten(0, 1), weights, biases, activation, grad.flatten(0, 1), is_last)
     assert_near(got, want, {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype])

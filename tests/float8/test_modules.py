@@ -82,7 +82,7 @@ def test_children_with_hooks_run_one_by_one():
     for model in models():
         child = model[0] if isinstance(model, tfl.FusedMLP) else model.up_proj
         seen = []
-        handle = child.register_forward_hook(lambda *args: seen.append(1))
+        handle = child.register_forward_hook(lambda *args, seen=seen: seen.append(1))
         model(x)
         handle.remove()
         assert seen == [1] and torch.equal(model(x), call_of(model, x))

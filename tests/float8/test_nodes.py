@@ -31,7 +31,9 @@ class Block:
             gate = torch.cat([w, up]).detach().requires_grad_() if is_stacked else w
             bias = torch.cat([b, d]).detach().requires_grad_() if is_stacked else b
             self.tensors = [x, gate, v, bias, c] if is_stacked else [x, gate, up, v, bias, c, d]
-            self.names = ["input", "gate", "down"] if is_stacked else ["input", "gate", "up", "down"]
+            self.names = (
+                ["input", "gate", "down"] if is_stacked else ["input", "gate", "up", "down"]
+            )
             self.call = self._stacked if is_stacked else self._gated
 
     def _gated(self, x, gate, up, down, b, c, d):
@@ -112,7 +114,7 @@ def test_gradients_are_not_differentiable(name):
     got = torch.autograd.grad(y, block.tensors, torch.ones_like(y), create_graph=True)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(RuntimeError, match="float8_.*: its gradients cannot be differentiated"):
+    with pytest.raises(RuntimeError, match=r"float8_.*: its gradients cannot be differentiated"):
         got[0].sum().backward()
 
 
