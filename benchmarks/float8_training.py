@@ -1,4 +1,4 @@
-"""Trains a GPT of 30 million parameters in bf16, in FP8 by torchao and in FP8 by ours, several seeds.
+"""Trains a GPT of 30 million parameters in bf16, in FP8 by torchao and by ours, with several seeds.
 
     python -m benchmarks.float8_training --json FILE --svg FILE     on a GPU, 100 seconds
     python -m benchmarks.float8_training --tiny                     on a CPU, too: does it run?
@@ -43,7 +43,7 @@ def smooth(losses: list[float], over: int) -> list[float]:
 
 
 def picture(runs: Runs) -> str:
-    """The losses of all runs, an arm in a colour, as an SVG: the same numbers give the same bytes."""
+    """Losses of all runs, an arm in a colour, as an SVG: the same numbers give the same bytes."""
     wide, high, left, top, right, bottom = 700, 380, 60, 60, 20, 50
     steps = max((len(r["losses"]) for results in runs.values() for r in results), default=2)
     curves = {
